@@ -73,8 +73,7 @@ class Canvas:
 
     def shape(self, *points: Point) -> None:
         """Draw a closed line."""
-        placed = [self.at(point) for point in points]
-        self._draw.line([*placed, placed[0]], fill=self._ink, width=self._width)
+        self.line(*points, points[0])
 
     def line(self, *points: Point) -> None:
         """Draw an open line."""

@@ -347,8 +347,7 @@ class ProcessEnv(Env):
         except pickle.UnpicklingError as error:
             raise EnvError(f"{method}: {error}") from error
         except BaseException:  # the caller was cancelled, so the result has no receiver
-            self._disconnect()
-            self._kill()
+            self.drop()
             raise
         if kind == "invalid":
             raise InvalidAction(value)
@@ -357,8 +356,7 @@ class ProcessEnv(Env):
         return value
 
     async def _exit_description(self, method: str) -> str:
-        self._disconnect()
-        self._kill()  # it may have closed its socket and still run
+        self.drop()  # it may have closed its socket and still run
         assert self._end is not None
         status = await asyncio.shield(self._end)
         where = "" if method == "score" else f" in {method}"
@@ -367,7 +365,9 @@ class ProcessEnv(Env):
             return f"{self.what} died by signal {number} ({signal.Signals(number).name}){where}"
         return f"{self.what} left with status {os.waitstatus_to_exitcode(status)}{where}"
 
-    def _kill(self) -> None:
+    def drop(self) -> None:
+        """Disconnect and end the process."""
+        self._disconnect()
         self._fork_server.kill(self._pid, self._end)
 
     def _disconnect(self) -> None:

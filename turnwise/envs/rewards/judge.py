@@ -390,10 +390,9 @@ class ChatJudge:
         await asyncio.sleep(at - now)
 
     def _spend(self) -> None:
-        if self._most_calls is not None and self.counts["calls"] >= self._most_calls:
-            raise JudgeError("budget", f"{self!r}: its budget of {self._most_calls} calls is used up")
-        if self._most_tokens is not None and self.counts["tokens"] >= self._most_tokens:
-            raise JudgeError("budget", f"{self!r}: its budget of {self._most_tokens} tokens is used up")
+        for unit, most in (("calls", self._most_calls), ("tokens", self._most_tokens)):
+            if most is not None and self.counts[unit] >= most:
+                raise JudgeError("budget", f"{self!r}: its budget of {most} {unit} is used up")
         self._count("calls")
 
     async def _post(self, state: _LoopState, body: dict[str, Any]) -> str:

@@ -163,12 +163,8 @@ class RewardWorker(ProcessEnv):
         return await self._ask("score", data)
 
     def drop(self) -> None:
-        """End the process."""
+        """Disconnect and kill the process immediately, since a reward has nothing to close."""
         self._disconnect()
-        self._kill()
-
-    def _kill(self) -> None:
-        """Kill the process immediately, since a reward has nothing to close."""
         self._fork_server.kill(self._pid, self._end, at_once=True)
         if self._end is not None:
             self._end.add_done_callback(lambda end: self._fork_server.discard_status(self._pid, end))

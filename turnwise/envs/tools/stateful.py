@@ -188,15 +188,12 @@ class _TrajectoryInstance:
     _late: bool = False
     """`release` was called meanwhile: that thread releases the object when it returns."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _tools: tuple[Tool, ...] = ()
+    tools: tuple[Tool, ...] = ()
+    """Tools bound to the object and to the row's arguments."""
 
     @property
     def name(self) -> str:
         return self.source.name
-
-    @property
-    def tools(self) -> Sequence[Tool]:
-        return self._tools
 
     def hook_kwargs(self, hook: str) -> dict[str, Any]:
         """Return the row's arguments for a lifetime method; without `create` they go to the constructor."""
@@ -213,7 +210,7 @@ class _TrajectoryInstance:
         for key, made in self.source.templates.items():
             method = MethodType(made.function, self._object) if takes_self(made) else getattr(self._object, key)
             tools.append(replace(made, function=method, row=self.row.for_method(made.name, "execute", made)))
-        self._tools = tuple(tools)
+        self.tools = tuple(tools)
         return read_content(created, self.name)
 
     async def _begin(self, kwargs: Mapping[str, Any]) -> Any:
@@ -274,11 +271,8 @@ class _CallInstances(_TrajectoryInstance):
     instances: list[ToolInstance] = field(default_factory=list)
 
     async def create(self) -> Content:
+        self.tools = tuple(replace(made, function=self._around(key)) for key, made in self.source.templates.items())
         return ""
-
-    @property
-    def tools(self) -> Sequence[Tool]:
-        return [replace(made, function=self._around(key)) for key, made in self.source.templates.items()]
 
     def _around(self, key: str) -> Callable[..., Any]:
         async def call(**arguments: Any) -> ToolResult:
