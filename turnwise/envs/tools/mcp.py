@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from turnwise.envs.tools.results import Content, ToolResult, join_content
-from turnwise.envs.tools.row_arguments import RowArguments
 from turnwise.envs.tools.schema import ToolSchemaError, ToolSignature, checked_name, flatten
-from turnwise.envs.tools.stateful import ToolInstance
+from turnwise.envs.tools.stateful import RowArguments, ToolInstance
 from turnwise.envs.tools.tool import Tool
 from turnwise.errors import ConfigError, ToolFailure, first_exception, suggest_or_list
 from turnwise.types import Image
@@ -410,9 +409,11 @@ class McpInstance:
 
     @property
     def name(self) -> str:
+        """Name of the server."""
         return self._source.name
 
     async def create(self) -> Content:
+        """Open the session."""
         self._session = self._source.acquire()
         self.tools = self._source.made(await _result_of(self._session.ready), self._call)
         return ""
