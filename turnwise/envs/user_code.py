@@ -104,22 +104,18 @@ def passing(failure: Failure) -> bool:
 def failure_of(error: BaseException, phase: str, turn: int = -1) -> Failure:
     """Convert an exception to a `Failure`. Never raises, even if methods of the exception do."""
     try:
-        return _failure_of(error, phase, turn)
+        if issubclass(type(error), RemoteException):
+            remote = cast(RemoteException, error).failure  # mypy does not narrow by type()
+            return Failure(remote.type, remote.message, phase, remote.traceback, remote.kind, remote.place, turn)
+        message = words(error)
+        if not message and issubclass(type(error), TimeoutError):
+            message = f"{phase} did not answer by its deadline"
+        text = "".join(traceback.format_exception(error, limit=-8))
+        return Failure(class_name(error), message, phase, text, failure_kind(error, phase), user_location(error), turn)
     except KeyboardInterrupt:
         raise
     except BaseException:  # the exception's attributes or class are user code
         return Failure(class_name(error), words(error), phase, "", FailureKind.USER_BUG, "", turn)
-
-
-def _failure_of(error: BaseException, phase: str, turn: int) -> Failure:
-    if issubclass(type(error), RemoteException):
-        remote = cast(RemoteException, error).failure  # mypy does not narrow by type()
-        return Failure(remote.type, remote.message, phase, remote.traceback, remote.kind, remote.place, turn)
-    message = words(error)
-    if not message and issubclass(type(error), TimeoutError):
-        message = f"{phase} did not answer by its deadline"
-    text = "".join(traceback.format_exception(error, limit=-8))
-    return Failure(class_name(error), message, phase, text, failure_kind(error, phase), user_location(error), turn)
 
 
 def user_location(error: BaseException) -> str:

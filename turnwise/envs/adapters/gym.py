@@ -149,7 +149,9 @@ class GymEnv(Env):
         if not self._gym_env.action_space.contains(chosen):
             raise InvalidAction(f"{chosen!r} is no action; actions are {self._gym_env.action_space}")
         observation, reward, terminated, truncated, info = self._gym_env.step(chosen)
-        return Step(self._observation_message(observation), reward, terminated, truncated, _plain(info))
+        values = {str(key): scalar(value) for key, value in info.items()}  # arrays are dropped from the record
+        plain = {key: value for key, value in values.items() if value is None or isinstance(value, (bool, int, float, str))}
+        return Step(self._observation_message(observation), reward, terminated, truncated, plain)
 
     def close(self) -> None:
         if self._gym_env is not None:
@@ -160,7 +162,8 @@ class GymEnv(Env):
             return self._factory.show(observation, self._gym_env)
         if self._gym_env.render_mode == "rgb_array":
             return Image(self._gym_env.render(), alt=_words(observation))
-        if _is_image(observation):
+        shape: tuple[int, ...] = getattr(observation, "shape", ())
+        if len(shape) == 3 and shape[2] in (3, 4) and str(getattr(observation, "dtype", "")) == "uint8":  # pixels
             return Image(observation)
         if self._gym_env.render_mode == "ansi":
             drawn = self._gym_env.render()
@@ -180,12 +183,6 @@ def _words(observation: Any) -> str | None:
         return observation
     value = scalar(observation)
     return f"State {value}." if isinstance(value, int) else None
-
-
-def _is_image(observation: Any) -> bool:
-    """Whether an observation is pixels: uint8 [height, width, 3 or 4]."""
-    shape: tuple[int, ...] = getattr(observation, "shape", ())
-    return len(shape) == 3 and shape[2] in (3, 4) and str(getattr(observation, "dtype", "")) == "uint8"
 
 
 def _parser(space: Any, names: Sequence[str], id: str) -> ParseAction:
@@ -212,9 +209,3 @@ def _parser(space: Any, names: Sequence[str], id: str) -> ParseAction:
         return found[-1]
 
     return read
-
-
-def _plain(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the scalar and text values of an info for the record; arrays are dropped."""
-    values = {str(key): scalar(value) for key, value in info.items()}
-    return {key: value for key, value in values.items() if value is None or isinstance(value, (bool, int, float, str))}

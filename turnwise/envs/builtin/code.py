@@ -108,8 +108,7 @@ class Code(Env):
         if values and not _same(values[0], self._right[0]):
             return f"f({self._inputs[0]!r}) is {values[0]!r:.{_MAX_FEEDBACK}}, not {self._right[0]!r}"
         if not values:
-            last = ran.text.strip().splitlines()[-1][:_MAX_FEEDBACK]
-            return f"no value: {last}"
+            return f"no value: {ran.text.strip().splitlines()[-1][:_MAX_FEEDBACK]}"
         return "wrong on a hidden test"
 
     @staticmethod

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 from uuid import uuid4
@@ -280,9 +281,19 @@ class ChatJudge:
         Raises:
             ConfigError: for an invalid setting, or without `httpx2`.
         """
-        _check(
-            url, key_env, dict(calls=most_calls, tokens=most_tokens, rate=per_minute, at_once=at_once), attempt_s, deadline_s
-        )
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"ChatJudge: the URL is {url!r}; it begins with http:// or https:// and ends with the API's version"
+            )
+        for name, value in (("calls", most_calls), ("tokens", most_tokens), ("rate", per_minute), ("at_once", at_once)):
+            if value is not None and not value > 0:
+                raise ConfigError(f"ChatJudge: {name} is {value!r}; it is over 0")
+        if not (attempt_s > 0 and deadline_s > 0):
+            raise ConfigError("ChatJudge: attempt_s and deadline_s are over 0")
+        if key_env is not None and key_env not in os.environ:
+            raise ConfigError(f"ChatJudge: the environment variable {key_env} is not set; it holds the API key")
+        if find_spec("httpx2") is None:
+            raise ConfigError("ChatJudge needs httpx2: pip install 'turnwise[judge]'")
         if retries < 0 or backoff_s < 0:
             raise ConfigError("ChatJudge: retries and backoff_s must be at least 0")
         self.url = url.rstrip("/") + "/chat/completions"
@@ -471,19 +482,3 @@ async def _clients(limit: int, verify: bool) -> AsyncGenerator[Any, None]:
     limits = httpx2.Limits(max_connections=limit, max_keepalive_connections=limit)
     async with httpx2.AsyncClient(timeout=None, limits=limits, verify=verify) as client:  # ChatJudge sets the deadlines
         yield client
-
-
-def _check(url: str, key_env: str | None, limits: Mapping[str, float | None], *seconds: float) -> None:
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"ChatJudge: the URL is {url!r}; it begins with http:// or https:// and ends with the API's version")
-    for name, value in limits.items():
-        if value is not None and not value > 0:
-            raise ConfigError(f"ChatJudge: {name} is {value!r}; it is over 0")
-    if not all(second > 0 for second in seconds):
-        raise ConfigError("ChatJudge: attempt_s and deadline_s are over 0")
-    if key_env is not None and key_env not in os.environ:
-        raise ConfigError(f"ChatJudge: the environment variable {key_env} is not set; it holds the API key")
-    try:
-        import httpx2  # noqa: F401
-    except ImportError:
-        raise ConfigError("ChatJudge needs httpx2: pip install 'turnwise[judge]'") from None
