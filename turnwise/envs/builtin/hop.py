@@ -54,7 +54,7 @@ class Hop(Env):
         "Find the code of a name. Say one action each turn: 'lookup NAME' tells what stands under the name, which may send you "
         "on to another; 'answer CODE' ends. Say nothing else."
     )
-    question, see, code, answer, call = "code of {}", "see {}", "code {}", "answer {}", "lookup"
+    question, see, code, answer, call = "code of {}", "see {}", "code {}", "answer {}", "lookup {}"
 
     def __init__(self, rules: bool = False, think: bool = False) -> None:
         self._rules = rules
@@ -90,17 +90,18 @@ class Hop(Env):
         drawn = draw(split, n, seed, cls.see, cls.code)
         return [Task(cls.question.format(chain[0]), code, info=info) for chain, code, info in drawn]
 
-    @staticmethod
-    def solver(messages: Sequence[Message], rng: random.Random) -> str:
+    @classmethod
+    def solver(cls, messages: Sequence[Message], rng: random.Random) -> str:
         """Play optimally: look up the last name, or answer with the code."""
-        word, value = messages[-1].text.split()[0], messages[-1].text.split()[-1]
-        return f"answer {value}" if word == "code" and value in CODES else f"lookup {value}"
+        text = messages[-1].text
+        value = _next(text)
+        return (cls.answer if value in CODES and text == cls.code.format(value) else cls.call).format(value)
 
     @classmethod
     def demonstrator(cls, messages: Sequence[Message], rng: random.Random) -> str:
         """Play poorly: before seeing the code, guess with probability 0.6 per turn."""
         reply = cls.solver(messages, rng)
-        if reply.startswith(cls.call) and rng.random() < GIVE_UP:
+        if reply.startswith(cls.call.partition("{")[0]) and rng.random() < GIVE_UP:
             return cls.answer.format(rng.choice(CODES))
         return reply
 
@@ -188,7 +189,7 @@ class HopJson(Hop):
         'another. When you see the code, say {"answer": "CODE"} and nothing else.'
     )
     question, see, code, answer = 'code of "{}"', '{{"see": "{}"}}', '{{"code": "{}"}}', '{{"answer": "{}"}}'
-    call = "<tool_call>"
+    call = '<tool_call>{{"name": "lookup", "arguments": {{"key": "{}"}}}}</tool_call>'
 
     async def step(self, action: Action) -> Step:
         """Run the look-ups of a reply; a reply without a call is the answer and ends the episode."""
@@ -208,12 +209,3 @@ class HopJson(Hop):
         else:
             content = self._table.get(call.arguments["key"], '{"error": "unknown"}')
         return Message("tool", content, tool_call_id=call.id or None, name="lookup")
-
-    @staticmethod
-    def solver(messages: Sequence[Message], rng: random.Random) -> str:
-        """Play optimally: look up the last name, or answer with the code."""
-        text = messages[-1].text
-        value = text.split()[-1].strip('"}')
-        if text.startswith('{"code"') and value in CODES:
-            return HopJson.answer.format(value)
-        return f'<tool_call>{{"name": "lookup", "arguments": {{"key": "{value}"}}}}</tool_call>'
