@@ -76,6 +76,7 @@ class SessionThread:
     def _run_loop(self) -> None:
         with self.log, asyncio.Runner(loop_factory=lambda: self.loop) as runner:  # it cancels the tasks that are left
             runner.get_loop().run_forever()
+            self.loop.set_exception_handler(lambda *_: None)  # and does not report their exceptions
         atexit.unregister(self._close_sessions)
 
     def _close_sessions(self) -> None:
