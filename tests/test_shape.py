@@ -35,7 +35,6 @@ FOREIGN = {
     "types/expert_routing.py": "dtype kind shape",
     # objects of gymnasium, verifiers, the MCP client and jinja
     "envs/adapters/gym.py": "dtype shape",
-    "envs/adapters/verifiers_legacy.py": "max_turns rubrics",
     "envs/tools/mcp.py": "blob data mime_type resource text",
     "renderers/sandbox.py": "jinja_pass_arg",
     # optional hooks of what a user writes: environments, factories, play functions, tools, policies

@@ -29,7 +29,8 @@ TurnwiseError
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterable
 
 
 class TurnwiseError(Exception):
@@ -178,6 +179,25 @@ def missing_training(error: ModuleNotFoundError) -> UsageError | None:
     if error.name is None or error.name.partition(".")[0] not in _TRAINING:
         return None
     return UsageError(f"{error.name} is not installed; training and local models need it: pip install 'turnwise[train]'")
+
+
+def first_exception(error: BaseException) -> BaseException:
+    """Return the first exception of an exception group, nested ones included; any other exception unchanged."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.55) -> str:
+    """Return `did you mean 'x'?` for the closest choice, or an empty string."""
+    near = difflib.get_close_matches(word, list(choices), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]!r}?" if near else ""
+
+
+def suggest_or_list(word: str, choices: Iterable[str]) -> str:
+    """Return `did you mean 'x'?`, else the list of choices; empty without choices."""
+    known = [choice for choice in choices if choice]
+    return did_you_mean(word, known, 0.6) or ("known: " + ", ".join(known[:20]) if known else "")
 
 
 def words(value: object, convert: Callable[[object], str] = str) -> str:

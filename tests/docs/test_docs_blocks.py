@@ -34,11 +34,12 @@ NOT_RUN: dict[str, str] = {}
 """Python blocks that are not executed, `file.md: first line` -> why. Empty, and meant to stay so."""
 NEEDS = {
     "environments.md: import verifiers.v1 as vf": "verifiers.v1.configs.select",
-    "environments.md: import verifiers.legacy as legacy": "verifiers.legacy",
+    "environments.md: import verifiers.legacy as legacy": "turnwise_verifiers_legacy",
     "environments.md: # an OpenEnv server": "openenv.core",
 }
 """Python blocks that need a package which the extra `dev` leaves out, without which they are not executed here. The tests of
-what they show, `tests/envs/test_openenv.py` and `tests/envs/test_verifiers_*.py`, execute them too."""
+what they show, `tests/envs/test_openenv.py`, `tests/envs/test_verifiers_tasksets.py` and
+`contrib/verifiers_legacy/test_verifiers_legacy.py`, execute them too."""
 OUTSIDE = {
     "git": "the world's, not ours",
     "cd": "of the shell",

@@ -1,13 +1,15 @@
 """What a recipe may name, and what is said of what it may not."""
 
 import asyncio
+import importlib
 import inspect
+import pickle
 import sys
 
 import pytest
 
 from turnwise.config import EnvConfig
-from turnwise.envs import Env, Step, as_env_spec, resolve_env
+from turnwise.envs import Env, Step, as_env_spec, resolve_env, verifiers_env
 from turnwise.errors import ConfigError, TaskError
 from turnwise.types import Task
 
@@ -213,6 +215,30 @@ def test_objects():
         world.tasks("test")
     with pytest.raises(ConfigError, match="an instance of Quiz"):
         as_env_spec(Quiz())
+
+
+def test_installed_packages_convert_environments_of_other_libraries(tmp_path, monkeypatch):
+    """A package in a folder of the path: a module, and its metadata with the entry point."""
+    (tmp_path / "other_envs.py").write_text(
+        "import turnwise as tw\n"
+        "class Theirs: pass\n"
+        "def convert(target):\n"
+        "    if isinstance(target, Theirs):\n"
+        "        return tw.tool_env([], max_turns=3, tasks=[{'prompt': f'Say {n}.'} for n in range(5)])\n"
+    )
+    (tmp_path / "other_envs-1.dist-info").mkdir()
+    (tmp_path / "other_envs-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: other-envs\nVersion: 1\n")
+    (tmp_path / "other_envs-1.dist-info/entry_points.txt").write_text("[turnwise.environments]\nx = other_envs:convert\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    theirs = importlib.import_module("other_envs").Theirs()
+    for target in (theirs, verifiers_env(theirs), verifiers_env(lambda: theirs)):
+        spec = as_env_spec(target)
+        assert isinstance(spec.factory(), Env)
+        assert [task.messages[0].text for task in spec.tasks("eval")] == ["Say 3."]
+    assert as_env_spec(theirs).max_turns == 3
+    assert pickle.loads(pickle.dumps(verifiers_env(theirs)))().tools == ()
+    with pytest.raises(ConfigError, match=r"an environment is a tw\.Env class or a factory"):
+        as_env_spec(object())
 
 
 def test_texts_of_one_s_own():

@@ -18,7 +18,7 @@ from turnwise.cli.options import split_overrides
 from turnwise.cli.runs import add_export, add_replay, add_track, add_view
 from turnwise.cli.tools import add_check, add_engines, add_init, add_serve
 from turnwise.cli.training import add_evaluate, add_rollout, add_train
-from turnwise.errors import TraceError, TurnwiseError, UsageError, missing_training
+from turnwise.errors import TraceError, TurnwiseError, UsageError, did_you_mean, missing_training
 
 COMMANDS = (
     *(add_train, add_evaluate, add_rollout, add_check, add_init, add_view),
@@ -118,14 +118,13 @@ def _unknown(parser: argparse.ArgumentParser, command: str, word: str) -> str:
     if not name.startswith("-"):
         return f"turnwise {command}: unexpected argument '{word}'; see `turnwise {command} --help`"
     options = [option for option in parser._option_string_actions if option.startswith("--")]
-    near = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
-    if near:
-        return f"turnwise {command}: unknown option {name}; did you mean '{near[0]}'?"
+    if near := did_you_mean(name, options, 0.6):
+        return f"turnwise {command}: unknown option {name}; {near}"
     from turnwise.config.fields import known_keys
 
     keys = {f"--{key.rpartition('.')[2].replace('_', '-')}": f"--{key.replace('_', '-')}" for key in known_keys()}
-    near = difflib.get_close_matches(name, list(keys), n=1, cutoff=0.6)
-    hint = f"did you mean '{keys[near[0]]}'?" if near else f"see `turnwise {command} --help`"
+    found = difflib.get_close_matches(name, list(keys), n=1, cutoff=0.6)
+    hint = f"did you mean '{keys[found[0]]}'?" if found else f"see `turnwise {command} --help`"
     return f"turnwise {command}: unknown option {name}; {hint}"
 
 

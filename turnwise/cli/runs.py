@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.cli.options import add_command
-from turnwise.errors import TurnwiseError, UsageError
+from turnwise.errors import TurnwiseError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from turnwise.rollouts import ReplayResult
@@ -231,8 +231,6 @@ def _serve(runs: list[Path], port: int, host: str, open_page: bool) -> int:
 
 
 def _run_dir(run_dir: Path) -> Path:
-    from turnwise.config.constraints import did_you_mean
-
     if not run_dir.is_dir():
         folder = run_dir.parent
         near = did_you_mean(run_dir.name, [p.name for p in folder.iterdir() if p.is_dir()]) if folder.is_dir() else ""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.cli.options import add_command, builtin_envs
-from turnwise.errors import UsageError
+from turnwise.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from turnwise.engines.remote import ServerCapabilities
@@ -90,7 +90,6 @@ def _engine(found: ServerCapabilities, *, as_json: bool) -> int:
 def _template(given: Path | str, history: str, *, as_json: bool) -> int:
     """Print a template's behavior as lines or JSON, and return the number of failed checks."""
     from turnwise import commands
-    from turnwise.config.constraints import did_you_mean
     from turnwise.config.schema import HISTORY_MODES
     from turnwise.renderers.load import load_renderer, template_renderer
 
@@ -125,8 +124,6 @@ def show(findings: Iterable[tuple[bool | None, str]]) -> int:
 
 def _env(spec: str) -> str:
     """Reject anything but a built-in name or `file.py:Name` before it is imported."""
-    from turnwise.config.constraints import did_you_mean
-
     file, colon, _ = spec.rpartition(":")
     if spec.endswith(".py"):
         raise UsageError(f"{spec}: say which environment of the file: turnwise check {spec}:Name")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import math
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum
 from functools import cache, wraps
@@ -17,7 +16,7 @@ from types import MappingProxyType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from turnwise._old_names import Renamed
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, did_you_mean
 
 FILE = "file.py:name"
 """Placeholder in a condition for any value that names an object of a file."""
@@ -105,12 +104,6 @@ class PathKind(Enum):
 def is_template_file(value: str) -> bool:
     """Return whether `model.template` is a file rather than the name of a built-in template."""
     return value.endswith((".jinja", ".jinja2", ".j2", ".txt")) or "/" in value or "\\" in value
-
-
-def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Return `did you mean 'x'?` for the closest choice, or an empty string."""
-    near = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.55)
-    return f"did you mean '{near[0]}'?" if near else ""
 
 
 class Formerly:

@@ -10,8 +10,9 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from turnwise.config.constraints import PathKind, declared, did_you_mean, help_texts, path_kinds, with_current_names
+from turnwise.config.constraints import PathKind, declared, help_texts, path_kinds, with_current_names
 from turnwise.config.schema import EnvConfig, RunConfig
+from turnwise.errors import did_you_mean
 
 
 @cache

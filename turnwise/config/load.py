@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from turnwise.config.constraints import changed, did_you_mean
+from turnwise.config.constraints import changed
 from turnwise.config.fields import (
     accepts_none,
     current_key,
@@ -24,7 +24,7 @@ from turnwise.config.fields import (
 )
 from turnwise.config.schema import RunConfig
 from turnwise.config.validation import validate
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, did_you_mean
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"

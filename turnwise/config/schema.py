@@ -21,10 +21,10 @@ from turnwise.config.constraints import (
     PositiveInt,
     accepts_old_names,
     bounds,
-    did_you_mean,
     each,
     named,
 )
+from turnwise.errors import did_you_mean
 
 EngineKind = Literal["local", "auto", "vllm", "sglang", "llamacpp", "chat"]
 MissingLogprobs = Literal["error", "mask", "recompute"]

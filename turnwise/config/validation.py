@@ -9,9 +9,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from turnwise.config.constraints import PathKind, did_you_mean, field_errors, is_template_file, path_kinds, without_effect
+from turnwise.config.constraints import PathKind, field_errors, is_template_file, path_kinds, without_effect
 from turnwise.config.schema import COLUMNS, EnvConfig, ModelConfig, RunConfig, TrainConfig, truncation_key
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, did_you_mean
 
 Broken = Iterator[tuple[str, str]]
 """Key of a violated rule, and why."""

@@ -60,11 +60,7 @@ class InlineObservation:
                 raise EnvError(f"InlineObservation({name}={value}): the reply has only {length}; count in action.raw")
 
     def kept_text(self, reply: str) -> str:
-        """Return the kept part of a reply whose tokens are unknown, one token per UTF-8 byte (the built-in tokenizer).
-
-        Raises:
-            EnvError: as `check`.
-        """
+        """Return the kept part of a reply whose tokens are unknown, one token per UTF-8 byte (the built-in tokenizer)."""
         encoded = reply.encode("utf-8", "replace")
         self.check(len(reply), len(encoded))
         return reply[: self.keep_chars] if self.keep_tokens is None else encoded[: self.keep_tokens].decode("utf-8", "replace")

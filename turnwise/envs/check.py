@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from turnwise.envs.base import Env
@@ -56,6 +57,9 @@ class EnvFinding:
         return f"{head}{self.message}" + (f" {self.remedy}" if self.remedy else "")
 
 
+_ok, _note, _warning, _error = (partial(EnvFinding, severity) for severity in ("ok", "note", "warning", "error"))
+
+
 def check_env(spec: EnvSpec, *, n: int = 16, seed: int = 0) -> list[EnvFinding]:
     """Play an environment with scripted players and report its faults; never raises for a fault of the environment.
 
@@ -69,9 +73,7 @@ async def _check(spec: EnvSpec, n: int, seed: int) -> list[EnvFinding]:
     findings: list[EnvFinding] = []
     tasks = _check_tasks(spec, n, seed, findings)
     if spec.factory is None:
-        findings.append(
-            EnvFinding("note", f"{spec.name} is a play function; only its tasks are checked.", "Play it with a ScriptedEngine.")
-        )
+        findings.append(_note(f"{spec.name} is a play function; only its tasks are checked.", "Play it with a ScriptedEngine."))
         return findings
     if not tasks:
         return findings
@@ -84,9 +86,7 @@ async def _check(spec: EnvSpec, n: int, seed: int) -> list[EnvFinding]:
         findings += await _check_isolation(spec, tasks, seed)
         findings += await _check_gold(spec, tasks, seed)
     if contents != [content_key(task) for task in tasks]:
-        findings.append(
-            EnvFinding("error", "Playing changes the task, which all episodes of its group share.", "Copy what you change.")
-        )
+        findings.append(_error("Playing changes the task, which all episodes of its group share.", "Copy what you change."))
     return list(dict.fromkeys(findings))
 
 
@@ -96,26 +96,24 @@ def _check_tasks(spec: EnvSpec, n: int, seed: int, findings: list[EnvFinding]) -
         try:
             sides[split] = spec.tasks(split, _TASKS, seed)
         except UsageError as error:
-            findings.append(EnvFinding("error", f"Cannot load the {split} tasks: {error}."))
+            findings.append(_error(f"Cannot load the {split} tasks: {error}."))
         except Exception as error:
-            findings.append(EnvFinding("error", f"tasks({split!r}, {_TASKS}, {seed}) raised {_describe_error(error)}."))
+            findings.append(_error(f"tasks({split!r}, {_TASKS}, {seed}) raised {_describe_error(error)}."))
     if len(sides) < 2:
         return sides.get("train", [])[:n]
     repeated = _repeated(sides["train"]) or _repeated(sides["eval"])
     if repeated is not None:
-        findings.append(EnvFinding("error", f"The task id {repeated} is given twice in a split.", "Yield each task once."))
+        findings.append(_error(f"The task id {repeated} is given twice in a split.", "Yield each task once."))
     try:
         check_disjoint(sides["train"], sides["eval"])
     except UsageError as error:
-        findings.append(EnvFinding("error", f"Training and held-out tasks overlap: {error}."))
+        findings.append(_error(f"Training and held-out tasks overlap: {error}."))
     else:
         if sides["eval"]:
             counts = f"{len(sides['train'])} training and {len(sides['eval'])} held-out tasks"
-            findings.append(EnvFinding("ok", f"{counts} have nothing in common."))
+            findings.append(_ok(f"{counts} have nothing in common."))
         else:
-            findings.append(
-                EnvFinding("warning", "There are no held-out tasks.", "Give at least 5 tasks, or eval tasks of their own.")
-            )
+            findings.append(_warning("There are no held-out tasks.", "Give at least 5 tasks, or eval tasks of their own."))
     return sides["train"][:n] + sides["eval"][:n]
 
 
@@ -128,19 +126,14 @@ async def _check_factory(spec: EnvSpec, tasks: Sequence[Task]) -> list[EnvFindin
     assert spec.factory is not None
     first, second = spec.factory(), spec.factory()
     if first is second:
-        return [
-            EnvFinding(
-                "error",
-                "The factory gives the same environment twice.",
-                "Make a new one per call: an episode must own its state.",
-            )
-        ]
+        message = "The factory gives the same environment twice."
+        return [_error(message, "Make a new one per call: an episode must own its state.")]
     for env in (first, second):
         try:
             await call_method(env.close)
         except Exception as error:
             message = f"close raised {_describe_error(error)} on an environment that was never reset."
-            return [EnvFinding("warning", message, "It is always called, also after a failed reset: close what is open.")]
+            return [_warning(message, "It is always called, also after a failed reset: close what is open.")]
     return []
 
 
@@ -156,13 +149,9 @@ async def _check_opening(spec: EnvSpec, tasks: Sequence[Task]) -> list[EnvFindin
     problems = [problem for tool in runner.played.tools for problem in _schema_problems(tool)]
     names = [_name(tool) for tool in runner.played.tools]
     problems += [f"two tools are called {name!r}" for name in dict.fromkeys(names) if names.count(name) > 1]
-    findings += [
-        EnvFinding("error", f"A tool schema is wrong: {problem}.", "See OpenAI's function calling.") for problem in problems
-    ]
+    findings += [_error(f"A tool schema is wrong: {problem}.", "See OpenAI's function calling.") for problem in problems]
     if names and not problems:
-        findings.append(
-            EnvFinding("ok", f"{len(names)} tool schema{'s are' if len(names) > 1 else ' is'} valid: {', '.join(names)}.")
-        )
+        findings.append(_ok(f"{len(names)} tool schema{'s are' if len(names) > 1 else ' is'} valid: {', '.join(names)}."))
     return findings
 
 
@@ -188,8 +177,8 @@ async def _check_release(spec: EnvSpec, tasks: Sequence[Task]) -> list[EnvFindin
     left = [f"{count} {key}" for key, count in grown.items() if count >= _LEAK_EPISODES]
     if left:
         message = f"{_LEAK_EPISODES} episodes leak {' and '.join(left)}."
-        return [EnvFinding("warning", message, "Release them in close, or in a tool's release.")]
-    return [EnvFinding("ok", f"Stateful tools are created and released: {', '.join(names)}.")] if names else []
+        return [_warning(message, "Release them in close, or in a tool's release.")]
+    return [_ok(f"Stateful tools are created and released: {', '.join(names)}.")] if names else []
 
 
 def _name(tool: Any) -> str:
@@ -234,11 +223,9 @@ async def _check_mistakes(spec: EnvSpec, tasks: Sequence[Task]) -> list[EnvFindi
         if isinstance(played, EnvFinding):
             findings.setdefault(played.message.partition(" on ")[0], played)
         elif (played.trajectory.reward or 0.0) >= 1.0 and reply != str(task.answer):
-            reward = played.trajectory.reward
-            findings[reply] = EnvFinding(
-                "warning", f"The reply {text} has the reward {reward}.", "Check whether the reward is too easy to obtain."
-            )
-    return list(findings.values()) or [EnvFinding("ok", f"{len(MISTAKES)} invalid replies are handled, none rewarded.")]
+            message = f"The reply {text} has the reward {played.trajectory.reward}."
+            findings[reply] = _warning(message, "Check whether the reward is too easy to obtain.")
+    return list(findings.values()) or [_ok(f"{len(MISTAKES)} invalid replies are handled, none rewarded.")]
 
 
 async def _check_isolation(spec: EnvSpec, tasks: Sequence[Task], seed: int) -> list[EnvFinding]:
@@ -255,16 +242,14 @@ async def _check_isolation(spec: EnvSpec, tasks: Sequence[Task], seed: int) -> l
     findings: list[EnvFinding] = []
     if alone[:2] != alone[2:]:
         message = "The same task, seed and replies give different results when played again."
-        findings.append(
-            EnvFinding("warning", message, "Draw from random.Random(seed) with reset's seed; keep no state between episodes.")
-        )
+        findings.append(_warning(message, "Draw from random.Random(seed) with reset's seed; keep no state between episodes."))
     elif await _interleaved(spec, (first, second), player, seed) != alone[:2]:
         message = "Two concurrent episodes differ from each alone: they share state."
-        findings.append(EnvFinding("error", message, "Keep state on self, set in reset; not on the class or the module."))
+        findings.append(_error(message, "Keep state on self, set in reset; not on the class or the module."))
     if changed := [key for key, state in _class_state(_make(spec)).items() if before.get(key) != state]:
         message = f"Playing changes the class attribute {', '.join(changed)}, which all episodes share."
-        findings.append(EnvFinding("error", message, "Set it on self in reset."))
-    return findings or [EnvFinding("ok", "Two concurrent episodes do not affect each other.")]
+        findings.append(_error(message, "Set it on self in reset."))
+    return findings or [_ok("Two concurrent episodes do not affect each other.")]
 
 
 def _class_state(env: Env) -> dict[str, str]:
@@ -303,9 +288,7 @@ def _history(played: ScriptedEpisode) -> list[Any]:
 async def _check_gold(spec: EnvSpec, tasks: Sequence[Task], seed: int) -> list[EnvFinding]:
     """Check that the solver, or else the gold answer as the only reply, earns the reward 1."""
     if spec.solver is None and all(task.answer is None for task in tasks):
-        return [
-            EnvFinding("note", "It is unknown whether success is possible.", "Give the class a solver(messages, rng) -> str.")
-        ]
+        return [_note("It is unknown whether success is possible.", "Give the class a solver(messages, rng) -> str.")]
     who = "The solver" if spec.solver is not None else "The gold answer as the only reply"
     total = 0
     for number, task in enumerate(tasks):
@@ -318,12 +301,10 @@ async def _check_gold(spec: EnvSpec, tasks: Sequence[Task], seed: int) -> list[E
         if reward is None or reward < 1.0 - 1e-9:
             message = f"{who} has the reward {reward} on task {task.id} after {len(played.replies)} turns ({stop}), not 1."
             if spec.solver is None:
-                return [
-                    EnvFinding("warning", message, "If more than the answer is needed, give a solver(messages, rng) -> str.")
-                ]
-            return [EnvFinding("error", message, "Correct the reward or the solver; a reward of 1 is success.")]
+                return [_warning(message, "If more than the answer is needed, give a solver(messages, rng) -> str.")]
+            return [_error(message, "Correct the reward or the solver; a reward of 1 is success.")]
         total += len(played.replies)
-    return [EnvFinding("ok", f"{who} has the reward 1 on {len(tasks)} tasks, in {total / len(tasks):.1f} turns on average.")]
+    return [_ok(f"{who} has the reward 1 on {len(tasks)} tasks, in {total / len(tasks):.1f} turns on average.")]
 
 
 async def _play(
@@ -337,15 +318,13 @@ async def _attempt(work: Awaitable[T], on: str) -> T | EnvFinding:
     try:
         return await work
     except EnvError as error:
-        return EnvFinding("error", f"{str(error)[:1].upper()}{str(error)[1:]} (on {on}).")
+        return _error(f"{str(error)[:1].upper()}{str(error)[1:]} (on {on}).")
     except Exception as error:
         phase = next(iter(getattr(error, "__notes__", [])), "step")
         if phase == "player":
-            return EnvFinding(
-                "error", f"The solver raised {_describe_error(error)} on {on}.", "It receives only the model's messages."
-            )
+            return _error(f"The solver raised {_describe_error(error)} on {on}.", "It receives only the model's messages.")
         remedy = "A mistake of the model is an observation: return it, or raise tw.InvalidAction." if phase == "step" else ""
-        return EnvFinding("error", f"{phase} raised {_describe_error(error)} on {on}.", remedy)
+        return _error(f"{phase} raised {_describe_error(error)} on {on}.", remedy)
 
 
 def _describe_error(error: BaseException) -> str:

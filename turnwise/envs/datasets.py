@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from turnwise.envs.user_code import suggest_or_list
-from turnwise.errors import TaskError
+from turnwise.errors import TaskError, did_you_mean, suggest_or_list
 from turnwise.types import Image, ImageRef, Task, Video, VideoRef, is_image_object, read_part
 
 _MARKER = re.compile("<(image|video)>")
@@ -34,11 +33,8 @@ def with_images(rest: dict[str, Any], prompt: Any, source: ImageSource, where: s
 
     Columns are `images` (or `image`) and `videos` (or `video`). `<image>` and `<video>` in texts, or empty parts of that type,
     mark the positions.
-
-    Raises:
-        TaskError: when the numbers of markers and images differ, or an image cannot be read.
     """
-    marked = {kind for text in _texts(prompt) for kind in _MARKER.findall(text)} | set(_empty(prompt))
+    marked = _marked_kinds(prompt)
     columns = {kind: _column(rest, kind, kind in marked) for kind in ("image", "video")}
     queues = {kind: iter([_of_column(one, kind, source, where) for one in found]) for kind, found in columns.items()}
     images = list(queues["image"])
@@ -73,25 +69,17 @@ def _column(rest: dict[str, Any], kind: str, marked: bool) -> list[Any]:
     return []
 
 
-def _texts(prompt: Any) -> Iterator[str]:
-    if isinstance(prompt, str):
-        yield prompt
-        return
-    for message in prompt if isinstance(prompt, (list, tuple)) else ():
+def _marked_kinds(prompt: Any) -> set[str]:
+    """Return the kinds of media that have positions in a prompt: markers in its texts, or empty parts."""
+    marked: set[str] = set()
+    for message in [prompt] if isinstance(prompt, str) else prompt if isinstance(prompt, (list, tuple)) else ():
         content = message.get("content") if isinstance(message, Mapping) else message if isinstance(message, str) else None
-        for part in [content] if isinstance(content, str) else content if isinstance(content, (list, tuple)) else ():
+        for part in content if isinstance(content, (list, tuple)) else [content]:
             text = part.get("text") if isinstance(part, Mapping) else part
-            if isinstance(text, str):
-                yield text
-
-
-def _empty(prompt: Any) -> Iterator[str]:
-    """Yield the types of empty media parts, which mark positions."""
-    for message in prompt if isinstance(prompt, (list, tuple)) else ():
-        content = message.get("content") if isinstance(message, Mapping) else None
-        for part in content if isinstance(content, (list, tuple)) else ():
+            marked.update(_MARKER.findall(text) if isinstance(text, str) else ())
             if isinstance(part, Mapping) and part.get("type") in ("image", "video") and _bare(part):
-                yield str(part["type"])
+                marked.add(part["type"])
+    return marked
 
 
 def _bare(part: Mapping[str, Any]) -> bool:
@@ -100,13 +88,10 @@ def _bare(part: Mapping[str, Any]) -> bool:
 
 def _filled(prompt: Any, kinds: set[str], next_of: Any, source: ImageSource, where: str) -> Any:
     """Replace markers of these kinds by parts, and resolve images in the prompt."""
-    if isinstance(prompt, str):
-        parts = _split_markers(prompt, kinds, next_of)
-        return prompt if parts == [prompt] else [{"role": "user", "content": parts}]
-    if not isinstance(prompt, (list, tuple)):
+    if not isinstance(prompt, (str, list, tuple)):
         return prompt
     filled: list[Any] = []
-    for message in prompt:
+    for message in [prompt] if isinstance(prompt, str) else prompt:
         if isinstance(message, str):
             parts = _split_markers(message, kinds, next_of)
             filled.append(message if parts == [message] else {"role": "user", "content": parts})
@@ -114,28 +99,24 @@ def _filled(prompt: Any, kinds: set[str], next_of: Any, source: ImageSource, whe
             filled.append({**message, "content": _content(message["content"], kinds, next_of, source, where)})
         else:
             filled.append(message)
-    return filled
+    return prompt if isinstance(prompt, str) and filled == [prompt] else filled
 
 
 def _content(content: Any, kinds: set[str], next_of: Any, source: ImageSource, where: str) -> Any:
-    if isinstance(content, str):
-        parts = _split_markers(content, kinds, next_of)
-        return content if parts == [content] else parts
     made: list[Any] = []
-    for part in content:
-        if isinstance(part, str):
-            made += _split_markers(part, kinds, next_of)
+    for part in [content] if isinstance(content, str) else content:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+        if isinstance(text, str):
+            made += _split_markers(text, kinds, next_of)
         elif not isinstance(part, Mapping):
             made.append(part)
-        elif part.get("type") == "text" and isinstance(part.get("text"), str):
-            made += _split_markers(part["text"], kinds, next_of)
         elif part.get("type") in ("image", "video") and _bare(part):
             made.append(next_of(part["type"]))
         elif part.get("type") in ("image", "image_url", "input_image"):
             made.append(_of_part(part, source, where))
         else:  # columns of Arrow files have all keys in all rows
             made.append({key: value for key, value in part.items() if value is not None})
-    return made
+    return content if isinstance(content, str) and made == [content] else made
 
 
 def _split_markers(text: str, kinds: set[str], next_of: Any) -> list[Any]:
@@ -193,11 +174,7 @@ def _image(value: Any, source: ImageSource, where: str) -> Image:
 
 
 def _file(name: str, source: ImageSource, where: str) -> Image:
-    """Read a file in the dataset's folder.
-
-    Raises:
-        TaskError: for a missing file, and for paths outside the folder.
-    """
+    """Read a file in the dataset's folder."""
     if "://" in name:
         raise TaskError(f"{where}: {name!r:.100} is a URL, which is not fetched; save the image in the dataset's folder")
     if source.folder is None:
@@ -256,8 +233,7 @@ def task_from_row(
     else:
         prompt = next((rest.pop(column) for column in PROMPTS if rest.get(column) is not None), None)
     if prompt is None or prompt == "" or prompt == []:
-        hints = ((column, suggest_or_list(str(column), PROMPTS)) for column in rest)
-        near = next((f"; {column}: {hint}" for column, hint in hints if hint.startswith("did")), "")
+        near = next((f"; {column}: {hint}" for column in rest if (hint := did_you_mean(str(column), PROMPTS, 0.6))), "")
         have = ", ".join(map(str, rest)) or "none"
         raise TaskError(f"{where}: no prompt; give the row one of the columns {', '.join(PROMPTS)} (it has {have}){near}")
     name, env = rest.pop("id", None), rest.pop("env", None)
@@ -277,11 +253,7 @@ def task_from_row(
 
 
 def _mapped_column(row: Mapping[str, Any], column: str, ours: str, where: str) -> Any:
-    """Return the value of a column named by the user.
-
-    Raises:
-        TaskError: when the row has no such column.
-    """
+    """Return the value of a column named by the user."""
     missing = object()
     found = _at(row, column, missing)
     if found is missing:
@@ -305,58 +277,35 @@ def read_rows(path: Path) -> Iterator[tuple[Any, str]]:
     Raises:
         TaskError: for a path that does not exist or cannot be read, bad JSON, or a missing pyarrow.
     """
-    if path.is_dir():
-        for file in _files(path):
-            yield from _read_file(file)
-    elif path.is_file():
-        yield from _read_file(path)
-    else:
-        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = suggest_or_list(path.name, siblings)
-        raise TaskError(
-            f"{path}: no such file or directory; " + (near if near.startswith("did") else "check the path of the tasks")
-        )
+    if not path.exists():
+        near = did_you_mean(path.name, [entry.name for entry in path.parent.glob("*")], 0.6)
+        raise TaskError(f"{path}: no such file or directory; {near or 'check the path of the tasks'}")
+    for file in _files(path) if path.is_dir() else [path]:
+        if file.suffix == ".jsonl":
+            yield from _read_jsonl(file)
+        elif file.suffix in (".parquet", ".arrow"):
+            yield from _read_columns(file)
+        else:
+            raise TaskError(f"{file}: tasks come from .jsonl, .parquet or .arrow files, or from file.py:function; convert it")
 
 
 def _files(folder: Path) -> list[Path]:
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
         raise TaskError(f"{folder}: holds several splits; name one: " + ", ".join(str(folder / split) for split in splits))
-    if (folder / "state.json").is_file():
-        return _saved_files(folder)
-    inner = folder / "data"
-    found = _files_of_one_type(folder) or (_files_of_one_type(inner) if inner.is_dir() else [])
+    if (state := folder / "state.json").is_file():
+        try:  # the files of `Dataset.save_to_disk`, in order
+            return [folder / row["filename"] for row in json.loads(state.read_text("utf-8"))["_data_files"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise TaskError(f"{state}: not what datasets.save_to_disk writes ({error}); save it again") from error
+    listings = (sorted(inner.glob(f"*{suffix}")) for inner in (folder, folder / "data") for suffix in _ROWS_SUFFIXES)
+    found = next(filter(None, listings), [])
     if not found:
         raise TaskError(f"{folder}: no .jsonl, .parquet or .arrow file in it; name a file, or save the dataset there again")
     prefixes = {file.stem.split("-")[0] for file in found}
     if len(prefixes) > 1 and prefixes & {"train", "test", "validation", "dev", "eval"}:
         raise TaskError(f"{folder}: holds several splits ({', '.join(sorted(prefixes))}); name one file, such as {found[0]}")
     return found
-
-
-def _files_of_one_type(folder: Path) -> list[Path]:
-    for suffix in _ROWS_SUFFIXES:
-        if found := sorted(folder.glob(f"*{suffix}")):
-            return found
-    return []
-
-
-def _saved_files(folder: Path) -> list[Path]:
-    """Return the files of a `Dataset.save_to_disk` directory in order."""
-    try:
-        state = json.loads((folder / "state.json").read_text("utf-8"))
-        return [folder / row["filename"] for row in state["_data_files"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise TaskError(f"{folder / 'state.json'}: not what datasets.save_to_disk writes ({error}); save it again") from error
-
-
-def _read_file(path: Path) -> Iterator[tuple[Any, str]]:
-    if path.suffix == ".jsonl":
-        yield from _read_jsonl(path)
-    elif path.suffix in (".parquet", ".arrow"):
-        yield from _read_columns(path)
-    else:
-        raise TaskError(f"{path}: tasks come from .jsonl, .parquet or .arrow files, or from file.py:function; convert it")
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[Any, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,11 +11,11 @@ from typing import Any, get_type_hints
 
 from turnwise.config.schema import EnvConfig
 from turnwise.envs.base import Env
-from turnwise.envs.spec import EnvSpec, Play
+from turnwise.envs.spec import EnvSpec, Play, foreign_factory
 from turnwise.envs.tasks import TaskSource, make_task_source
 from turnwise.envs.tools.schema import flatten, pydantic_hint, schema_error
-from turnwise.envs.user_code import load_user_module, suggest_or_list
-from turnwise.errors import ConfigError
+from turnwise.envs.user_code import load_user_module
+from turnwise.errors import ConfigError, did_you_mean, suggest_or_list
 
 ENV_ATTRIBUTES = ("solver", "demonstrator", "single_turn_best", "max_turns", "group_reward")
 
@@ -70,6 +70,8 @@ def as_env_spec(
 ) -> EnvSpec:
     """Convert an Env class, a factory or an agent function to an `EnvSpec`; return an `EnvSpec` unchanged.
 
+    Objects of other libraries are converted by installed packages, see `turnwise.envs.spec.foreign_factory`.
+
     Hooks (`tasks`, `solver`, `demonstrator`, `single_turn_best`, `max_turns`, `texts`) are read from the factory, then from an
     environment it makes, which is never reset. They may be static, class or instance methods; instance methods have access to
     the constructor's arguments. Constructors must therefore be cheap; expensive work belongs in `reset`.
@@ -86,6 +88,8 @@ def as_env_spec(
         given = tasks if tasks is not None else getattr(target, "tasks", None)
         source = make_task_source(given, eval_tasks, where, return_multi_modal_inputs, columns)
         return EnvSpec(name or where, None, target, source, weight=weight)
+    if not (issubclass(target, Env) if inspect.isclass(target) else callable(target)):
+        target = foreign_factory(target) or target
     factory = _factory(target, dict(args or {}), where)
     prototype = _prototype(factory, where)
 
@@ -114,7 +118,13 @@ def load_object(use: str, *, base: Path | str = ".") -> Any:
         ConfigError: for an unknown name, file or attribute, or a file that cannot be executed.
     """
     if ".py" not in use and ":" not in use:
-        return _builtin(use)
+        from turnwise.envs.builtin import BUILTIN
+
+        if use in BUILTIN:
+            return BUILTIN[use]
+        near = did_you_mean(use, BUILTIN, 0.6)
+        near += " " * bool(near)
+        raise ConfigError(f"unknown environment {use!r}; {near}Built in: {', '.join(BUILTIN)}; or file.py:Name")
     path, _, name = use.rpartition(":")
     if use.endswith((".py", ".py:")):
         raise ConfigError(f"{use}: which name of the file? Write {use.rstrip(':')}:Name")
@@ -128,11 +138,7 @@ def load_object(use: str, *, base: Path | str = ".") -> Any:
 
 
 def check_args(target: Callable[..., Any], args: Mapping[str, Any], where: str) -> None:
-    """Check `[env.args]` against the signature of `target`.
-
-    Raises:
-        ConfigError: for an argument that is unknown (with the closest name), missing, or of the wrong type.
-    """
+    """Check `[env.args]` against the signature of `target`."""
     try:
         parameters = inspect.signature(target).parameters
     except (TypeError, ValueError):
@@ -145,36 +151,16 @@ def check_args(target: Callable[..., Any], args: Mapping[str, Any], where: str) 
     for key in named:
         if parameters[key].default is inspect.Parameter.empty and key not in args:
             raise ConfigError(f"{where} needs the argument {key!r}; give it under [env.args]")
-    for key, problem in _mismatches(target, args):
-        raise ConfigError(f"{where}: argument {key!r} {problem}")
-
-
-def _mismatches(target: Callable[..., Any], args: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (argument, problem) for values that do not match their hints; hints without a JSON schema are not checked."""
-    if not args:
-        return
-    from pydantic import TypeAdapter
-
     function: Any = target.__init__ if inspect.isclass(target) else target
     for key, value in args.items():
+        from pydantic import TypeAdapter
+
         try:
             schema = flatten(TypeAdapter(pydantic_hint(get_type_hints(function)[key])).json_schema())
         except Exception:  # no hint, or no JSON schema for it
             continue
         if problem := schema_error(value, schema):
-            yield key, problem
-
-
-def _builtin(name: str) -> Any:
-    from turnwise.envs.builtin import BUILTIN
-
-    if name in BUILTIN:
-        return BUILTIN[name]
-    near = suggest_or_list(name, BUILTIN)
-    hint = near if near.startswith("did") else ""
-    raise ConfigError(
-        f"unknown environment {name!r}; {hint + ' ' if hint else ''}Built in: {', '.join(BUILTIN)}; or file.py:Name"
-    )
+            raise ConfigError(f"{where}: argument {key!r} {problem}")
 
 
 def _source(named: str, base: Path) -> TaskSource:

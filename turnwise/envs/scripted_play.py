@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import inspect
 import random
-import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -124,11 +124,7 @@ class ScriptedRunner:
 async def play_scripted(
     env: Env, task: Task, speak: Speak, rng: random.Random, *, turns: int = 8, seed: int = 0
 ) -> ScriptedEpisode:
-    """Play one episode with a scripted player, compute the reward, and always close the environment.
-
-    Raises:
-        EnvError: when the environment breaks its contract. Its own exceptions pass through.
-    """
+    """Play one episode with a scripted player, compute the reward, and always close the environment."""
     runner = ScriptedRunner(env, task, speak, rng, turns=turns, seed=seed)
     try:
         await runner.open()
@@ -205,17 +201,5 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(coroutine)
-    box: list[T | BaseException] = []
-
-    def work() -> None:
-        try:
-            box.append(asyncio.run(coroutine))
-        except BaseException as error:  # raised in the caller below
-            box.append(error)
-
-    thread = threading.Thread(target=work, name="turnwise-by-hand")
-    thread.start()
-    thread.join()
-    if isinstance(box[0], BaseException):
-        raise box[0]
-    return box[0]
+    with ThreadPoolExecutor(1, "turnwise-by-hand") as pool:
+        return pool.submit(asyncio.run, coroutine).result()

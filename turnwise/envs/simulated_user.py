@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from turnwise.envs.base import Action, Env, Scores, Step
 from turnwise.envs.rewards.judge import Judge, quote_lines, verdict_token
-from turnwise.envs.rewards.rewards import Rewards, collect_counts, takes_task
+from turnwise.envs.rewards.rewards import RewardedFactory, collect_counts
 from turnwise.envs.scripted_play import Speak
 from turnwise.envs.tasks import TaskSource
 from turnwise.envs.user_code import call_user
@@ -58,36 +58,21 @@ def simulated_user(
         raise ConfigError(f'simulated_user: on_failure = {on_failure!r}; write "error" or "end"')
     if not (isinstance(persona, str) or callable(persona)):
         raise ConfigError(f"simulated_user: the persona is {type(persona).__name__}; give a text or a function of the task")
-    with_task = reward is not None and takes_task(reward)
-    return SimulatedUser(
-        user, persona, reward, with_task, system, max_turns, on_failure, deadline_s, tasks, solver, demonstrator
-    )
+    return SimulatedUser(system, max_turns, tasks, solver, demonstrator, None, reward, user, persona, on_failure, deadline_s)
 
 
 @dataclass(frozen=True, slots=True)
-class SimulatedUser:
+class SimulatedUser(RewardedFactory):
     """Factory returned by `simulated_user`: each call makes a new environment."""
 
     user: Judge
     persona: Persona
-    reward: Callable[..., Any] | None = None
-    reward_takes_task: bool = False
-    system: str | None = None
-    max_turns: int | None = None
-    on_failure: Literal["error", "end"] = "error"
-    deadline_s: float = 50.0
-    tasks: TaskSource | None = None
-    solver: Speak | None = None
-    demonstrator: Speak | None = None
+    on_failure: Literal["error", "end"]
+    deadline_s: float
 
     def __call__(self) -> SimulatedUserEnv:
         """Make a new environment."""
         return SimulatedUserEnv(self)
-
-    @property
-    def group_reward(self) -> Callable[..., Any] | None:
-        """Part of `rewards(...)` that compares the episodes of a task."""
-        return self.reward.group if isinstance(self.reward, Rewards) else None
 
 
 class SimulatedUserEnv(Env):
@@ -101,16 +86,10 @@ class SimulatedUserEnv(Env):
         self._counts: dict[str, float] = {}
 
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Return the task's messages; without a user message, ask the user for the first.
-
-        Raises:
-            JudgeError: when the user gives no answer.
-        """
+        """Return the task's messages; without a user message, ask the user for the first."""
         persona = self._factory.persona
         self._task, self._persona = task, persona if isinstance(persona, str) else persona(task)
-        opening = task.messages
-        if self._factory.system is not None and not any(message.role == "system" for message in opening):
-            opening = (Message("system", self._factory.system), *opening)
+        opening = self._factory.opening(task.messages)
         if not any(message.role == "user" for message in opening):
             self._conversation = opening
             text, _ = await self._ask()
@@ -142,20 +121,16 @@ class SimulatedUserEnv(Env):
         return Step(text or None, terminated=over, info=info)
 
     async def reward(self, trajectory: Trajectory) -> Scores:
-        """Compute the reward function of the finished trajectory."""
         function, scores = self._factory.reward, Scores()
         if function is not None:
-            args = (trajectory, self._task) if self._factory.reward_takes_task else (trajectory,)
-            found = await call_user(partial(function, *args), {})
+            found = await call_user(partial(function, *self._factory.reward_args(trajectory, self._task)), {})
             scores = found if isinstance(found, Scores) else Scores(found)
         return Scores(scores.own, scores.turns, scores.parts, {**self._counts, **scores.metrics})
 
     def snapshot(self) -> tuple[Message, ...]:
-        """Return the conversation so far."""
         return self._conversation
 
     def restore(self, state: Any) -> None:
-        """Restore a conversation."""
         self._conversation = state
 
     def _count(self, counts: dict[str, float]) -> dict[str, float]:

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
+from importlib.metadata import entry_points
 from typing import Any
 
 from turnwise._old_names import Renamed
@@ -13,9 +14,9 @@ from turnwise.config.constraints import check_rules_of_play
 from turnwise.config.schema import EnvRules
 from turnwise.envs.base import EnvFactory
 from turnwise.envs.scripted_play import ScriptedEpisode, Speak, play_scripted, run
-from turnwise.envs.tasks import check_disjoint
+from turnwise.envs.tasks import TaskSource, check_disjoint
 from turnwise.errors import ConfigError
-from turnwise.types import Task
+from turnwise.types import Message, Task
 
 Play = Callable[[Task, Any], Awaitable[Any]]
 """Agent function, ``async def play(task, model) -> reward``."""
@@ -68,8 +69,7 @@ class EnvSpec:
             TaskError: when the tasks cannot be read.
             ValueError: for another split.
         """
-        if split not in ("train", "eval"):
-            raise ValueError(f"a split is 'train' or 'eval', not {split!r}")
+        check_split(split)
         if self.task_source is None:
             raise ConfigError(
                 f"{self.name} has no tasks; give it a tasks hook, or [[env]] tasks = a .jsonl file or file.py:function"
@@ -125,3 +125,38 @@ class EnvSpec:
         return [*schemas, *texts]
 
     both = Renamed("train_and_eval_tasks")
+
+
+def check_split(split: str) -> None:
+    """Raise a ValueError for a split other than `train` and `eval`."""
+    if split not in ("train", "eval"):
+        raise ValueError(f"a split is 'train' or 'eval', not {split!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class FactoryOptions:
+    """Options of the factories that `tool_env`, `gym_env` and similar functions return; named as on an Env class."""
+
+    system: str | None
+    """System message for tasks without one."""
+    max_turns: int | None
+    tasks: TaskSource | None
+    solver: Speak | None
+    demonstrator: Speak | None
+    single_turn_best: float | None
+
+    def opening(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """Return the messages, with the system message prepended if they have none."""
+        if self.system is None or any(message.role == "system" for message in messages):
+            return messages
+        return (Message("system", self.system), *messages)
+
+
+def foreign_factory(target: Any) -> Any:
+    """Return a factory of environments for an object of another library; None where no installed package knows it.
+
+    Packages register a function of the object, which returns a factory (its attributes as on an Env class) or None, as an
+    entry point of the group `turnwise.environments`.
+    """
+    made = (point.load()(target) for point in entry_points(group="turnwise.environments"))
+    return next((factory for factory in made if factory is not None), None)

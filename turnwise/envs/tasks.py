@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -182,9 +183,7 @@ def split_tasks(tasks: Sequence[Task], n_eval: int | None = None, seed: int = 0)
         raise TaskError(f"{n_eval} tasks are to be held out of {len(tasks)}; ask for fewer, or give eval tasks of their own")
     keys = {task.id: content_key(task) for task in tasks}
     ranked = sorted(set(keys.values()), key=lambda key: _rank(key, seed))
-    sizes: dict[str, int] = {}
-    for task in tasks:
-        sizes[keys[task.id]] = sizes.get(keys[task.id], 0) + 1
+    sizes = Counter(keys[task.id] for task in tasks)
     chosen: set[str] = set()
     count = 0
     for key in ranked:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from turnwise.envs.base import Action, Env, Scores, Step
-from turnwise.envs.rewards.rewards import Rewards, takes_task
+from turnwise.envs.rewards.rewards import RewardedFactory, Rewards
 from turnwise.envs.rewards.workers import run_isolated
 from turnwise.envs.scripted_play import Speak
 from turnwise.envs.tasks import TaskSource
@@ -73,32 +73,18 @@ def tool_env(
     if result_chars is not None and result_chars < 1:
         raise ConfigError(f"tool_env: result_chars is {result_chars}; it is at least 1, or None")
     kit = parse_tools(tools, lifetime, ResultLimit(result_chars, result_keeps))
-    with_task = reward is not None and takes_task(reward)
-    return ToolEnvFactory(kit, reward, with_task, max_turns, system, tasks, solver, demonstrator, single_turn_best)
+    return ToolEnvFactory(system, max_turns, tasks, solver, demonstrator, single_turn_best, reward, kit)
 
 
 @dataclass(frozen=True, slots=True)
-class ToolEnvFactory:
+class ToolEnvFactory(RewardedFactory):
     """Factory returned by `tool_env`: each call makes a new environment."""
 
     kit: ToolSet
-    reward: Reward | None = None
-    reward_takes_task: bool = False
-    max_turns: int | None = None
-    system: str | None = None
-    tasks: TaskSource | None = None
-    solver: Speak | None = None
-    demonstrator: Speak | None = None
-    single_turn_best: float | None = None
 
     def __call__(self) -> ToolEnv:
         """Make a new environment."""
         return ToolEnv(self)
-
-    @property
-    def group_reward(self) -> Callable[..., Any] | None:
-        """Part of `rewards(...)` that compares the episodes of a task."""
-        return self.reward.group if isinstance(self.reward, Rewards) else None
 
     def __repr__(self) -> str:
         names = [*(tool.name for tool in self.kit.shared), *(source.name for source in self.kit.sources)]
@@ -126,26 +112,15 @@ class ToolEnv(Env):
         self.tools = self._tools.schemas
 
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Return the task's messages, with the output of each stateful tool's `create` appended.
-
-        Raises:
-            TaskError, ToolSchemaError, ToolFailure: as `ToolSet.open`.
-        """
+        """Return the task's messages, with the output of each stateful tool's `create` appended."""
         self._task = task
         ABANDONED_THREADS.set(self.abandoned)
         self._tools, created = await self._factory.kit.open(task, self.instances)
         self.tools = self._tools.schemas
-        messages = add_to_opening(task.messages, created)
-        if self._factory.system is not None and not any(message.role == "system" for message in messages):
-            return (Message("system", self._factory.system), *messages)
-        return messages
+        return self._factory.opening(add_to_opening(task.messages, created))
 
     async def step(self, action: Action) -> Step:
-        """Run the tool calls of a reply, async ones concurrently; a reply without calls ends the episode.
-
-        Raises:
-            ToolFailure: when a tool raised it.
-        """
+        """Run the tool calls of a reply, async ones concurrently; a reply without calls ends the episode."""
         if not action.tool_calls:
             return Step(terminated=True)
         outcomes = await self._tools.call_all(action.tool_calls)
@@ -171,7 +146,9 @@ class ToolEnv(Env):
     def functions(self) -> Sequence[Reward]:
         """All reward functions."""
         function = self._factory.reward
-        return [part.function for part in function.parts.values()] if isinstance(function, Rewards) else [function or _none]
+        if isinstance(function, Rewards):
+            return [part.function for part in function.parts.values()]
+        return [] if function is None else [function]
 
     async def reward(self, trajectory: Trajectory) -> float | Scores | None:
         """Compute the reward function of the finished trajectory plus the rewards of stateful tools."""
@@ -189,7 +166,7 @@ class ToolEnv(Env):
     async def _scored(self, trajectory: Trajectory, function: Reward | None) -> float | Scores | None:
         scores = Scores()
         if function is not None:
-            args = (trajectory, self._task or trajectory.task) if self._factory.reward_takes_task else (trajectory,)
+            args = self._factory.reward_args(trajectory, self._task or trajectory.task)
             found: float | Scores | None = await call_user(partial(function, *args), {})
             if found is None or not self.instances:
                 return found
@@ -209,7 +186,3 @@ class ToolEnv(Env):
             failed = [result for result in results if isinstance(result, BaseException)]
             if failed:
                 raise failed[0]
-
-
-def _none(trajectory: Trajectory) -> float:
-    return 0.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import difflib
 import hashlib
 import importlib.util
 import inspect
@@ -14,7 +13,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from numbers import Real
 from pathlib import Path
@@ -33,6 +32,7 @@ from turnwise.errors import (
     TurnwiseError,
     UsageError,
     class_name,
+    did_you_mean,
     words,
 )
 from turnwise.types import Failure, FailureKind
@@ -104,22 +104,18 @@ def passing(failure: Failure) -> bool:
 def failure_of(error: BaseException, phase: str, turn: int = -1) -> Failure:
     """Convert an exception to a `Failure`. Never raises, even if methods of the exception do."""
     try:
-        return _failure_of(error, phase, turn)
+        if issubclass(type(error), RemoteException):
+            remote = cast(RemoteException, error).failure  # mypy does not narrow by type()
+            return Failure(remote.type, remote.message, phase, remote.traceback, remote.kind, remote.place, turn)
+        message = words(error)
+        if not message and issubclass(type(error), TimeoutError):
+            message = f"{phase} did not answer by its deadline"
+        text = "".join(traceback.format_exception(error, limit=-8))
+        return Failure(class_name(error), message, phase, text, failure_kind(error, phase), user_location(error), turn)
     except KeyboardInterrupt:
         raise
     except BaseException:  # the exception's attributes or class are user code
         return Failure(class_name(error), words(error), phase, "", FailureKind.USER_BUG, "", turn)
-
-
-def _failure_of(error: BaseException, phase: str, turn: int) -> Failure:
-    if issubclass(type(error), RemoteException):
-        remote = cast(RemoteException, error).failure  # mypy does not narrow by type()
-        return Failure(remote.type, remote.message, phase, remote.traceback, remote.kind, remote.place, turn)
-    message = words(error)
-    if not message and issubclass(type(error), TimeoutError):
-        message = f"{phase} did not answer by its deadline"
-    text = "".join(traceback.format_exception(error, limit=-8))
-    return Failure(class_name(error), message, phase, text, failure_kind(error, phase), user_location(error), turn)
 
 
 def user_location(error: BaseException) -> str:
@@ -228,10 +224,10 @@ def as_number(value: Any, what: str) -> float | None:
         return None
     number = number_of(value)
     if number is None:
-        hint = ", float(...) where it is a yes or a no" if isinstance(_scalar(value), bool) else ""
+        hint = ", float(...) where it is a yes or a no" if isinstance(scalar(value), bool) else ""
         raise RewardError(f"{what} is {describe_value(value)}, not a number; None where there is none{hint}")
     if not math.isfinite(number):
-        if isinstance(_scalar(value), int):
+        if isinstance(scalar(value), int):
             raise RewardError(f"{what} is {describe_value(value)}, which no float can hold; rewards are finite")
         raise RewardError(f"{what} is {number}; rewards are finite, None where there is none")
     return number
@@ -241,7 +237,7 @@ def number_of(value: Any) -> float | None:
     """Return a number as a float, infinite if it overflows; None for anything else. See `as_number`."""
     if type(value) is float:
         return value
-    plain = _scalar(value)
+    plain = scalar(value)
     if not isinstance(plain, (Real, Decimal)) or isinstance(plain, bool):
         return None
     try:
@@ -258,7 +254,7 @@ def as_flag(value: Any, what: str) -> bool:
     """
     if value is True or value is False:
         return value
-    plain = _scalar(value)
+    plain = scalar(value)
     if isinstance(plain, bool):
         return plain
     raise EnvError(f"{what} is {describe_value(value)}, neither True nor False")
@@ -273,7 +269,7 @@ def describe_value(value: Any) -> str:
     return text if isinstance(value, (str, bytes, bool, type(None), dict, list, tuple)) else f"{text} ({type(value).__name__})"
 
 
-def _scalar(value: Any) -> Any:
+def scalar(value: Any) -> Any:
     """Return the item of a zero-dimensional array, tensor or NumPy scalar; any other value unchanged."""
     try:
         return value.item() if tuple(value.shape) == () else value
@@ -281,25 +277,12 @@ def _scalar(value: Any) -> Any:
         return value
 
 
-def suggest_or_list(word: str, choices: Iterable[str]) -> str:
-    """Return `did you mean 'x'?` for the closest choice, else the list of choices; empty without choices.
-
-    Example: ``suggest_or_list("expresion", ["expression"]) == "did you mean 'expression'?"``
-    """
-    known = [choice for choice in choices if choice]
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean {close[0]!r}?"
-    return "known: " + ", ".join(known[:20]) if known else ""
-
-
 def load_user_module(path: Path, name_in_errors: str) -> ModuleType:
     """Execute a file under a unique module name, once per version; it can import modules of its directory."""
     path = path.expanduser().resolve()
     if not path.is_file():
-        files = [entry.name for entry in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        near = suggest_or_list(path.name, files)
-        raise ConfigError(f"{name_in_errors}: no such file; {near if near.startswith('did') else 'check the path'}")
+        near = did_you_mean(path.name, [entry.name for entry in path.parent.glob("*.py")], 0.6)
+        raise ConfigError(f"{name_in_errors}: no such file; {near or 'check the path'}")
     version = hashlib.blake2b(f"{path}\0{path.stat().st_mtime_ns}".encode(), digest_size=6).hexdigest()
     name = f"turnwise_user_{path.stem}_{version}"
     if name in sys.modules:
@@ -325,9 +308,5 @@ def load_user_module(path: Path, name_in_errors: str) -> ModuleType:
 def _place(error: BaseException, path: Path) -> str:
     """Return `line N: ` of the innermost frame in a file; empty without one."""
     lines = [error.lineno] if isinstance(error, SyntaxError) and error.filename == str(path) else []
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(path):
-            lines.append(trace.tb_lineno)
-        trace = trace.tb_next
+    lines += [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == str(path)]
     return f"line {lines[-1]}: " if lines else ""

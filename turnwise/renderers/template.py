@@ -15,8 +15,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwise.config.constraints import did_you_mean, is_template_file
-from turnwise.errors import ConfigError, TemplateError
+from turnwise.config.constraints import is_template_file
+from turnwise.errors import ConfigError, TemplateError, did_you_mean
 from turnwise.renderers.control_text import random_mark
 from turnwise.types import ContentPart, Message, ToolCall
 

@@ -20,7 +20,7 @@ from turnwise.envs import Env
 from turnwise.envs.resolve import load_object
 from turnwise.envs.rewards.workers import reward_processes
 from turnwise.envs.user_code import failure_of
-from turnwise.errors import ConfigError, EngineError, LimitReached, RepeatedUserError, TraceError, UsageError
+from turnwise.errors import ConfigError, EngineError, LimitReached, RepeatedUserError, TraceError, UsageError, first_exception
 from turnwise.media import MediaStore
 from turnwise.records import RunDir, trajectory_row
 from turnwise.records.serialization import LOOP
@@ -294,7 +294,7 @@ class Rollout:
                         stop.asked = True
                         raise
         except BaseExceptionGroup as errors:
-            raise _first(errors) from None
+            raise first_exception(errors) from None
         finally:
             gc.set_threshold(*generations)
             threads.close()
@@ -540,10 +540,3 @@ def left_out_note(limit: int, tasks: Sequence[str], *, listed: bool) -> str:
     return f"skipped {len(tasks)} tasks with prompts over {limit} tokens: {examples}" + (
         " (full list: left_out.json)" if listed else ""
     )
-
-
-def _first(errors: BaseExceptionGroup[Any]) -> BaseException:
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

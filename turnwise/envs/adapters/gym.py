@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
 from turnwise.envs.base import Action, Env, Step
 from turnwise.envs.scripted_play import Speak
+from turnwise.envs.spec import FactoryOptions
 from turnwise.envs.tasks import TaskSource
+from turnwise.envs.user_code import scalar
 from turnwise.errors import ConfigError, EnvError, InvalidAction
 from turnwise.types import Image, Messages, Task, as_messages
 
@@ -34,24 +37,15 @@ def seeded_tasks(split: str, n: int, seed: int) -> list[Task]:
     return [Task(info={"seed": 2 * number + (split != "train")}) for number in drawn]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterOptions:
-    """Options common to all adapters; the fields are those of an Env class."""
-
-    system: str | None = None
-    """System message for tasks without one."""
-    max_turns: int | None = None
-    tasks: TaskSource | None = seeded_tasks
-    solver: Speak | None = None
-    demonstrator: Speak | None = None
-    single_turn_best: float | None = None
-
-    def opening(self, task: Task) -> list[Any]:
-        """Return the task's messages, with the system message prepended if they have none."""
-        messages: list[Any] = list(task.messages)
-        if self.system is not None and not any(message.role == "system" for message in messages):
-            messages.insert(0, {"role": "system", "content": self.system})
-        return messages
+@contextmanager
+def model_mistakes() -> Iterator[None]:
+    """Raise each ValueError of a parser as an `InvalidAction`."""
+    try:
+        yield
+    except InvalidAction:
+        raise
+    except ValueError as error:
+        raise InvalidAction(str(error) or "that is no action") from error
 
 
 ParseAction = Callable[[str], Any]
@@ -110,30 +104,20 @@ def gym_env(
         gymnasium.spec(id)
     except gymnasium.error.Error as error:
         raise ConfigError(f"gym_env({id!r}): {error}") from error
-    return GymEnvFactory(
-        id,
-        action,
-        observation,
-        tuple(actions or ()),
-        make,
-        system=system,
-        max_turns=max_turns,
-        tasks=seeded_tasks if tasks is None else tasks,
-        solver=solver,
-        demonstrator=demonstrator,
-        single_turn_best=single_turn_best,
-    )
+    tasks = seeded_tasks if tasks is None else tasks
+    own = (id, action, observation, tuple(actions or ()), make)
+    return GymEnvFactory(system, max_turns, tasks, solver, demonstrator, single_turn_best, *own)
 
 
 @dataclass(frozen=True, slots=True)
-class GymEnvFactory(AdapterOptions):
+class GymEnvFactory(FactoryOptions):
     """Factory returned by `gym_env`: each call makes a new environment."""
 
     id: str
-    parse: ParseAction | None = None
-    show: ShowObservation | None = None
-    actions: tuple[str, ...] = ()
-    make: Mapping[str, Any] = field(default_factory=dict)
+    parse: ParseAction | None
+    show: ShowObservation | None
+    actions: tuple[str, ...]
+    make: Mapping[str, Any]
 
     def __call__(self) -> GymEnv:
         """Make a new environment; `reset` makes Gymnasium's."""
@@ -151,36 +135,25 @@ class GymEnv(Env):
         self._gym_env: Any = None
 
     def reset(self, task: Task, *, seed: int | None = None) -> Messages:
-        """Make and reset Gymnasium's environment; return the task's messages and the first observation.
-
-        Raises:
-            EnvError: when a space needs `action=` or `observation=`.
-        """
+        """Make and reset Gymnasium's environment; return the task's messages and the first observation."""
         gymnasium: Any = importlib.import_module("gymnasium")
         self._gym_env = gymnasium.make(self._factory.id, **self._factory.make)
         observation, _ = self._gym_env.reset(seed=seed_of(task))
         self._read = self._factory.parse or _parser(self._gym_env.action_space, self._factory.actions, self._factory.id)
-        return [*self._factory.opening(task), *as_messages(self._observation_message(observation))]
+        return [*self._factory.opening(task.messages), *as_messages(self._observation_message(observation))]
 
     def step(self, action: Action) -> Step:
-        """Take the action of a reply; `terminated` and `truncated` are Gymnasium's.
-
-        Raises:
-            InvalidAction: for a reply without a valid action.
-        """
-        try:
+        """Take the action of a reply; `terminated` and `truncated` are Gymnasium's."""
+        with model_mistakes():
             chosen = self._read(action.text)
-        except InvalidAction:
-            raise
-        except ValueError as error:
-            raise InvalidAction(str(error) or "that is no action") from error
         if not self._gym_env.action_space.contains(chosen):
             raise InvalidAction(f"{chosen!r} is no action; actions are {self._gym_env.action_space}")
         observation, reward, terminated, truncated, info = self._gym_env.step(chosen)
-        return Step(self._observation_message(observation), reward, terminated, truncated, _plain(info))
+        values = {str(key): scalar(value) for key, value in info.items()}  # arrays are dropped from the record
+        plain = {key: value for key, value in values.items() if value is None or isinstance(value, (bool, int, float, str))}
+        return Step(self._observation_message(observation), reward, terminated, truncated, plain)
 
     def close(self) -> None:
-        """Close Gymnasium's environment."""
         if self._gym_env is not None:
             self._gym_env.close()
 
@@ -189,7 +162,8 @@ class GymEnv(Env):
             return self._factory.show(observation, self._gym_env)
         if self._gym_env.render_mode == "rgb_array":
             return Image(self._gym_env.render(), alt=_words(observation))
-        if _is_image(observation):
+        shape: tuple[int, ...] = getattr(observation, "shape", ())
+        if len(shape) == 3 and shape[2] in (3, 4) and str(getattr(observation, "dtype", "")) == "uint8":  # pixels
             return Image(observation)
         if self._gym_env.render_mode == "ansi":
             drawn = self._gym_env.render()
@@ -207,18 +181,11 @@ def _words(observation: Any) -> str | None:
     """Convert a text or integer observation to text; None for others."""
     if isinstance(observation, str):
         return observation
-    value = observation.item() if getattr(observation, "shape", None) == () else observation
+    value = scalar(observation)
     return f"State {value}." if isinstance(value, int) else None
 
 
-def _is_image(observation: Any) -> bool:
-    """Whether an observation is pixels: uint8 [height, width, 3 or 4]."""
-    shape: tuple[int, ...] = getattr(observation, "shape", ())
-    return len(shape) == 3 and shape[2] in (3, 4) and str(getattr(observation, "dtype", "")) == "uint8"
-
-
 def _parser(space: Any, names: Sequence[str], id: str) -> ParseAction:
-    """Return the default parser of a space."""
     kind = type(space).__name__
     if kind == "Text" and not names:
         return lambda text: text
@@ -242,9 +209,3 @@ def _parser(space: Any, names: Sequence[str], id: str) -> ParseAction:
         return found[-1]
 
     return read
-
-
-def _plain(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the scalar and text values of an info for the record; arrays are dropped."""
-    values = {str(key): value.item() if getattr(value, "shape", None) == () else value for key, value in info.items()}
-    return {key: value for key, value in values.items() if value is None or isinstance(value, (bool, int, float, str))}

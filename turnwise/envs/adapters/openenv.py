@@ -11,9 +11,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from turnwise.envs.adapters.gym import AdapterOptions, seed_of, seeded_tasks
+from turnwise.envs.adapters.gym import model_mistakes, seed_of, seeded_tasks
 from turnwise.envs.base import Action, Env, Step
 from turnwise.envs.scripted_play import Speak
+from turnwise.envs.spec import FactoryOptions
 from turnwise.envs.tasks import TaskSource
 from turnwise.errors import ConfigError, EnvError, InvalidAction, ServerError
 from turnwise.types import Messages, Task, Trajectory, as_messages
@@ -73,34 +74,22 @@ def openenv_env(
         if not value > 0:
             raise ConfigError(f"openenv_env({url!r}): {key} is {value}; it is over 0 seconds")
     _client_class()
-    return OpenEnvFactory(
-        url,
-        action,
-        observation,
-        reset,
-        frozenset(mistakes),
-        connect_s,
-        call_s,
-        system=system,
-        max_turns=max_turns,
-        tasks=seeded_tasks if tasks is None else tasks,
-        solver=solver,
-        demonstrator=demonstrator,
-        single_turn_best=single_turn_best,
-    )
+    tasks = seeded_tasks if tasks is None else tasks
+    own = (url, action, observation, reset, frozenset(mistakes), connect_s, call_s)
+    return OpenEnvFactory(system, max_turns, tasks, solver, demonstrator, single_turn_best, *own)
 
 
 @dataclass(frozen=True, slots=True)
-class OpenEnvFactory(AdapterOptions):
+class OpenEnvFactory(FactoryOptions):
     """Factory returned by `openenv_env`: each call makes a new environment."""
 
     url: str
-    parse: ParseAction | str | None = None
-    show: ShowObservation | str | None = None
-    begin: Callable[[Task], Mapping[str, Any]] | None = None
-    mistakes: frozenset[str] = frozenset()
-    connect_s: float = 10.0
-    call_s: float = 60.0
+    parse: ParseAction | str | None
+    show: ShowObservation | str | None
+    begin: Callable[[Task], Mapping[str, Any]] | None
+    mistakes: frozenset[str]
+    connect_s: float
+    call_s: float
 
     def __call__(self) -> OpenEnv:
         """Make a new environment; `reset` connects it."""
@@ -127,22 +116,18 @@ class OpenEnv(Env):
             TimeoutError: when it does not answer in time.
         """
         factory = self._factory
-        arguments = dict(_given(task) if factory.begin is None else factory.begin(task))
+        given: Any = factory.begin(task) if factory.begin is not None else task.info.get("reset")
+        arguments = dict(given) if factory.begin is not None or isinstance(given, Mapping) else {}
         self._client = _client_class()(
             factory.url, connect_timeout_s=factory.connect_s, message_timeout_s=factory.call_s, mode="simulation"
         )
         result = await self._checked(self._client.reset(**{"seed": seed_of(task)} | arguments))
         if result.done:
             raise self._schema_error("its episode is over before it began")
-        return [*factory.opening(task), *as_messages(self._observation_message(result.observation))]
+        return [*factory.opening(task.messages), *as_messages(self._observation_message(result.observation))]
 
     async def step(self, action: Action) -> Step:
-        """Take the action of a reply. `done` becomes `terminated`, since the server does not report truncation.
-
-        Raises:
-            InvalidAction: for a reply without an action, or an action that the server rejects.
-            ServerError, TimeoutError: as `reset`.
-        """
+        """Take the action of a reply. `done` becomes `terminated`, since the server does not report truncation."""
         fields = self._read(action.text)
         try:
             result = await self._checked(self._client.step(fields))
@@ -168,21 +153,15 @@ class OpenEnv(Env):
             await client.close()
 
     def _read(self, text: str) -> dict[str, Any]:
-        """Parse a reply to the fields of an action."""
         parse = self._factory.parse
         if isinstance(parse, str):
             return {parse: text.encode("utf-8", "replace").decode()}
-        try:
+        with model_mistakes():  # surrogates and NaN included, which are not valid JSON
             fields = dict((_from_json if parse is None else parse)(text))
             json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
-        except InvalidAction:
-            raise
-        except ValueError as error:  # includes surrogates and NaN, which are not valid JSON
-            raise InvalidAction(str(error) or "that is no action") from error
         return fields
 
     def _observation_message(self, observation: dict[str, Any]) -> Messages | None:
-        """Convert an observation to messages."""
         show = self._factory.show
         if callable(show):
             return show(observation)
@@ -216,11 +195,7 @@ class OpenEnv(Env):
 
 @functools.cache
 def _client_class() -> Any:
-    """Return a subclass of OpenEnv's generic client that keeps the details of server errors.
-
-    Raises:
-        ConfigError: when openenv-core is not installed.
-    """
+    """Return a subclass of OpenEnv's generic client that keeps the details of server errors."""
     try:
         base: Any = importlib.import_module("openenv.core.generic_client").GenericEnvClient
         closed: Any = importlib.import_module("websockets.exceptions").ConnectionClosed
@@ -258,11 +233,6 @@ def _error_message(url: str, data: Mapping[str, Any]) -> ServerError:
     if refused:
         return ServerError(code, "; ".join(refused))
     return ServerError(code, f"{url}: {data.get('message') or 'it does not say why'} ({code})")
-
-
-def _given(task: Task) -> Mapping[str, Any]:
-    given = task.info.get("reset")
-    return given if isinstance(given, Mapping) else {}
 
 
 def _from_json(text: str) -> dict[str, Any]:

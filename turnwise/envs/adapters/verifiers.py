@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import itertools
 import json
-import threading
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from turnwise.envs.adapters.verifiers_legacy import LegacyEnv, check_legacy, task_of_row
 from turnwise.envs.base import Action, Env, Scores, Step
 from turnwise.envs.scripted_play import Speak
+from turnwise.envs.spec import foreign_factory
 from turnwise.envs.tasks import TaskSource, split_tasks
 from turnwise.errors import ConfigError, EnvError
 from turnwise.types import Message, Task, Trajectory, as_messages
@@ -60,11 +59,6 @@ class TasksetEnv(Env):
         self._task: Any = None
 
     def reset(self, task: Task, *, seed: int | None = None) -> None:
-        """Open with the task's messages.
-
-        Raises:
-            EnvError: when the task needs more than one reply and a score.
-        """
         row = task.info.get(ROW)
         if row is None:
             raise EnvError(f'verifiers_env: the task {task.id} has no row in info["{ROW}"]; take tasks of the taskset')
@@ -84,11 +78,7 @@ class TasksetEnv(Env):
         return Step(terminated=True)
 
     async def reward(self, trajectory: Trajectory) -> Scores:
-        """Compute the task's reward and metric methods, by name.
-
-        Raises:
-            Exception: any exception of these methods.
-        """
+        """Compute the task's reward and metric methods, by name."""
         trace = self._trace(trajectory)
         await self._task.score(trace)
         given = {name: reward for name, reward in trace.rewards.items()}
@@ -159,7 +149,8 @@ def verifiers_env(
     """Make an environment from one of `verifiers`; needs `pip install '.[verifiers]'`.
 
     - A `MultiTurnEnv` of `verifiers.legacy` (single-turn and tool environments included) is played turn by turn with its
-      `setup_state`, `env_response`, stop conditions and clean-up. Its rubric is the reward, with named parts.
+      `setup_state`, `env_response`, stop conditions and clean-up. Its rubric is the reward, with named parts. Needs
+      `pip install ./contrib/verifiers_legacy`.
     - A `Taskset` of `verifiers.v1` is played with one reply per task, scored by the task's `@reward` and `@metric` methods.
       Tasks that need verifiers' own agent loop or containers are rejected with the reason.
 
@@ -179,7 +170,7 @@ def verifiers_env(
         ConfigError: for other objects, and for environments that cannot be played.
     """
     factory = VerifiersFactory(env, max_turns, tasks, solver, demonstrator, single_turn_best)
-    factory.source_env  # noqa: B018 - raises here for environments that cannot be played
+    factory.factory  # noqa: B018 - raises here for environments that cannot be played
     return factory
 
 
@@ -193,80 +184,59 @@ class VerifiersFactory:
     solver: Speak | None = None
     demonstrator: Speak | None = None
     single_turn_best: float | None = None
-    _source_env: Any = field(default=None, init=False, repr=False)
-    _lock: Any = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the arguments: a function is called again in another process."""
-        return {key: value for key, value in vars(self).items() if not key.startswith("_")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state | {"_source_env": None, "_lock": threading.Lock()}
+        return {key: value for key, value in vars(self).items() if key != "factory"}
 
     def __repr__(self) -> str:
         return f"verifiers_env({getattr(self.source, '__name__', None) or type(self.source).__name__})"
 
     def __call__(self) -> Env:
         """Make the environment of one episode."""
-        return LegacyEnv(self.source_env) if _is_legacy(self.source_env) else TasksetEnv(self.source_env)
+        made: Env = self.factory()
+        return made
 
-    @property
-    def source_env(self) -> Any:
-        """The environment or taskset shared by all episodes.
-
-        Raises:
-            ConfigError: as `verifiers_env`.
-        """
-        with self._lock:
-            if self._source_env is None:
-                made = self.source
-                if not _is_legacy(made) and not _is_taskset(made):
-                    if not callable(made) or isinstance(made, type):
-                        raise ConfigError(
-                            f"verifiers_env({made!r:.80}): give a MultiTurnEnv of verifiers.legacy or a Taskset of verifiers "
-                            "0.4 (an instance, not a class or its name), or a function without arguments that gives one"
-                        )
-                    made = made()
-                if _is_legacy(made):
-                    check_legacy(made)
-                elif _is_taskset(made):
-                    check_taskset(made)
-                else:
-                    raise ConfigError(f"{self!r} gave {type(made).__name__}, no MultiTurnEnv and no Taskset of verifiers")
-                self._source_env = made
-            return self._source_env
+    @functools.cached_property
+    def factory(self) -> Any:
+        """Factory of the environment or taskset, which all episodes share."""
+        made = self.source
+        if (factory := _factory(made)) is not None:
+            return factory
+        if not callable(made) or isinstance(made, type):
+            raise ConfigError(
+                f"verifiers_env({made!r:.80}): give a MultiTurnEnv of verifiers.legacy (with contrib/verifiers_legacy) or "
+                "a Taskset of verifiers 0.4 (an instance, not a class or its name), or a function without arguments giving one"
+            )
+        made = made()
+        if (factory := _factory(made)) is not None:
+            return factory
+        raise ConfigError(f"{self!r} gave {type(made).__name__}, no MultiTurnEnv and no Taskset of verifiers")
 
     @property
     def tasks(self) -> TaskSource:
         """Given tasks, else the rows of the dataset."""
-        return self.given if self.given is not None else self._tasks
-
-    def _tasks(self, split: str, n: int, seed: int) -> list[Task]:
-        source_env = self.source_env
-        if _is_legacy(source_env):
-            if source_env.eval_dataset_source is not None and source_env.dataset_source is not None:
-                return _cut(
-                    map(task_of_row, source_env.get_dataset() if split == "train" else source_env.get_eval_dataset()), n
-                )
-            rows = list(map(task_of_row, source_env.get_dataset()))
-        elif source_env.bounded:
-            rows = [task_of_taskset(task) for task in source_env]
-        else:
-            return _cut(map(task_of_taskset, itertools.islice(source_env, int(split != "train"), None, 2)), n or 1000)
-        unique = list({task.id: task for task in rows}.values())
-        train, held_out = split_tasks(unique, seed=seed)
-        return _cut(train if split == "train" else held_out, n)
+        return self.given if self.given is not None else self.factory.tasks
 
 
-def _cut(tasks: Iterable[Task], n: int) -> list[Task]:
-    return list(itertools.islice(tasks, n or None))
+def _factory(source: Any) -> Any:
+    """Return a factory for a taskset, or for an object that an installed package knows; else None."""
+    if isinstance(source, type) or not all(hasattr(source, name) for name in ("load", "task_type", "bounded")):
+        return foreign_factory(source)
+    check_taskset(source)
+    return _TasksetFactory(source)
 
 
-def _is_legacy(source_env: Any) -> bool:
-    return not isinstance(source_env, type) and all(
-        hasattr(source_env, name) for name in ("env_response", "init_state", "rubric")
-    )
+@dataclass(frozen=True, slots=True)
+class _TasksetFactory:
+    taskset: Any
 
+    def __call__(self) -> TasksetEnv:
+        return TasksetEnv(self.taskset)
 
-def _is_taskset(source_env: Any) -> bool:
-    return not isinstance(source_env, type) and all(hasattr(source_env, name) for name in ("load", "task_type", "bounded"))
+    def tasks(self, split: str, n: int, seed: int) -> list[Task]:
+        if not self.taskset.bounded:
+            found = map(task_of_taskset, itertools.islice(self.taskset, int(split != "train"), None, 2))
+            return list(itertools.islice(found, n or 1000))
+        unique = {task.id: task for task in map(task_of_taskset, self.taskset)}
+        return split_tasks([*unique.values()], seed=seed)[split != "train"][: n or None]

@@ -12,11 +12,10 @@ The reward is 1 when the last reply is exactly the number. A model that can calc
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 
-from turnwise.envs.builtin.common import sample_tasks
+from turnwise.envs.builtin.common import sample_tasks, tool_call
 from turnwise.envs.tool_env import tool_env
 from turnwise.envs.tools.arithmetic import arithmetic
 from turnwise.types import Message, Task, Trajectory
@@ -53,8 +52,7 @@ def solver(messages: Sequence[Message], rng: random.Random) -> str:
     """Play optimally: call the tool with the expression, then answer with its result."""
     if messages[-1].role == "tool":
         return messages[-1].text
-    arguments = {"expression": messages[-1].text.removesuffix(" = ?")}
-    return f"<tool_call>{json.dumps({'name': 'calculator', 'arguments': arguments})}</tool_call>"
+    return tool_call("calculator", expression=messages[-1].text.removesuffix(" = ?"))
 
 
 def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:

@@ -79,11 +79,6 @@ class Code(Env):
         self._right: list[Any] = []
 
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Return the question.
-
-        Raises:
-            EnvError: for a task of another environment.
-        """
         kind, numbers = task.info.get("kind"), task.info.get("numbers")
         if kind not in _KINDS or not isinstance(numbers, list) or len(numbers) != 2:
             raise EnvError(f"task {task.id} is not one of code's: it needs info['kind'] and info['numbers']")
@@ -94,11 +89,7 @@ class Code(Env):
         return (Message("system", self.rule), *task.messages) if self._rules else task.messages
 
     async def step(self, action: Action) -> Step:
-        """Run the submission; end if it is right, else return feedback.
-
-        Raises:
-            SandboxError: when the sandbox does not work.
-        """
+        """Run the submission; end if it is right, else return feedback."""
         blocks = _FENCED.findall(action.text)
         if len(blocks) > 1:
             return Step("Give one block of code.", info={"right": False})
@@ -117,8 +108,7 @@ class Code(Env):
         if values and not _same(values[0], self._right[0]):
             return f"f({self._inputs[0]!r}) is {values[0]!r:.{_MAX_FEEDBACK}}, not {self._right[0]!r}"
         if not values:
-            last = ran.text.strip().splitlines()[-1][:_MAX_FEEDBACK]
-            return f"no value: {last}"
+            return f"no value: {ran.text.strip().splitlines()[-1][:_MAX_FEEDBACK]}"
         return "wrong on a hidden test"
 
     @staticmethod

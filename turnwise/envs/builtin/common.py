@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from importlib.util import find_spec
 from typing import Any
 
+from turnwise.envs.spec import check_split
 from turnwise.envs.tools.schema import InvalidArguments, ToolSignature
 from turnwise.errors import ConfigError
 from turnwise.types import ContentPart, Message, Task, ToolCall
@@ -22,11 +24,7 @@ class CallError(ValueError):
 
 
 def read_single_call(calls: Sequence[ToolCall], tool: ToolSignature) -> dict[str, Any]:
-    """Return the arguments of the only call of a reply.
-
-    Raises:
-        CallError: for several calls, a malformed call, an unknown tool, or invalid arguments.
-    """
+    """Return the arguments of the only call of a reply."""
     if len(calls) > 1:
         raise CallError("one call a turn; none of these was run", "several_calls")
     (call,) = calls
@@ -59,6 +57,16 @@ def visible_texts(messages: Sequence[Message]) -> list[str]:
     ]
 
 
+def question_text(messages: Sequence[Message]) -> str:
+    """Return the first user message as text for a scripted player."""
+    return next(text for text, message in zip(visible_texts(messages), messages, strict=True) if message.role == "user")
+
+
+def tool_call(name: str, **arguments: Any) -> str:
+    """Return the text of a tool call in the Hermes format."""
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
 _HELD_OUT_SHARE = 4
 _MAX_IDLE_DRAWS = 1000
 """Consecutive draws without a new task before sampling stops."""
@@ -69,12 +77,8 @@ def sample_tasks(env: str, split: str, n: int, seed: int, draw: Callable[[random
 
     Args:
         draw: returns a key and a task. Tasks with the same key are in the same split; about a quarter of the keys is held out.
-
-    Raises:
-        ValueError: for a split other than `train` and `eval`.
     """
-    if split not in ("train", "eval"):
-        raise ValueError(f"a split is 'train' or 'eval', not {split!r}")
+    check_split(split)
     rng = random.Random(f"{env}/{split}/{seed}")
     tasks: dict[str, Task] = {}
     idle = 0
@@ -88,11 +92,7 @@ def sample_tasks(env: str, split: str, n: int, seed: int, draw: Callable[[random
 
 
 def require_extra(extra: str, package: str) -> None:
-    """Check that the package of an extra is installed, without importing it.
-
-    Raises:
-        ConfigError: when it is missing.
-    """
+    """Check that the package of an extra is installed, without importing it."""
     if find_spec(package) is None:
         raise ConfigError(f"{package} is not installed; pip install 'turnwise[{extra}]'")
 

@@ -53,11 +53,6 @@ class FrozenLake(Env):
         self._game: GymEnv | None = None
 
     def reset(self, task: Task, *, seed: int | None = None) -> Messages:
-        """Return the map.
-
-        Raises:
-            EnvError: for a task without a map.
-        """
         lake = task.info.get("map")
         if not isinstance(lake, list):
             raise EnvError(f"task {task.id} is not one of frozen_lake's: it needs info['map']")
@@ -67,16 +62,10 @@ class FrozenLake(Env):
         return self._game.reset(task)
 
     def step(self, action: Action) -> Step:
-        """Take one step.
-
-        Raises:
-            InvalidAction: for a reply that names no direction.
-        """
         assert self._game is not None
         return self._game.step(action)
 
     def close(self) -> None:
-        """Close Gymnasium's environment."""
         if self._game is not None:
             self._game.close()
 

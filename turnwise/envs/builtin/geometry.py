@@ -29,9 +29,11 @@ from turnwise.envs.builtin.answers import EXACT, LONGEST, boxed, is_correct
 from turnwise.envs.builtin.common import (
     CallError,
     error_results,
+    question_text,
     read_single_call,
     require_extra,
     sample_tasks,
+    tool_call,
     tool_results,
     visible_texts,
 )
@@ -71,8 +73,7 @@ class Canvas:
 
     def shape(self, *points: Point) -> None:
         """Draw a closed line."""
-        placed = [self.at(point) for point in points]
-        self._draw.line([*placed, placed[0]], fill=self._ink, width=self._width)
+        self.line(*points, points[0])
 
     def line(self, *points: Point) -> None:
         """Draw an open line."""
@@ -102,10 +103,8 @@ def draw(kind: str, a: int, b: int, turned: int, ink: int, side: int) -> Any:
         ink: index of the color.
     """
     canvas = Canvas(side, LINE_COLORS[ink % len(LINE_COLORS)], turned)
-    if kind in ("area", "around"):
-        _rectangle(canvas, a, b)
-    elif kind in ("half", "long"):
-        _right_triangle(canvas, a, b, "x" if kind == "long" else "")
+    if kind in ("area", "around", "half", "long"):
+        _right_angled(canvas, a, b, kind)
     elif kind == "third":
         _triangle(canvas, a, b)
     elif kind == "beside":
@@ -117,26 +116,19 @@ def draw(kind: str, a: int, b: int, turned: int, ink: int, side: int) -> Any:
     return canvas.picture
 
 
-def _halves(a: float, b: float) -> tuple[float, float]:
-    """Return half the width and height of an a x b shape, scaled so the longer side is 0.6 of the canvas."""
-    longest = max(a, b)
-    return max(0.1, 0.3 * a / longest), max(0.1, 0.3 * b / longest)
-
-
-def _rectangle(canvas: Canvas, a: int, b: int) -> None:
-    x, y = _halves(a, b)
-    canvas.shape((0.5 - x, 0.5 - y), (0.5 + x, 0.5 - y), (0.5 + x, 0.5 + y), (0.5 - x, 0.5 + y))
-    canvas.label(str(a), (0.5, 0.5 + y + 0.09))
-    canvas.label(str(b), (0.5 - x - 0.09, 0.5))
-
-
-def _right_triangle(canvas: Canvas, a: int, b: int, longest: str) -> None:
-    x, y = _halves(a, b)
-    canvas.shape((0.5 - x, 0.5 - y), (0.5 - x, 0.5 + y), (0.5 + x, 0.5 + y))
-    canvas.line((0.5 - x, 0.5 + y - 0.05), (0.5 - x + 0.05, 0.5 + y - 0.05), (0.5 - x + 0.05, 0.5 + y))
-    canvas.label(str(a), (0.5, 0.5 + y + 0.09))
-    canvas.label(str(b), (0.5 - x - 0.09, 0.5))
-    canvas.label(longest, (0.57, 0.43))
+def _right_angled(canvas: Canvas, a: int, b: int, kind: str) -> None:
+    """Draw a rectangle or a right triangle with the sides a and b; the longer one is 0.6 of the canvas."""
+    x, y = (max(0.1, 0.3 * side / max(a, b)) for side in (a, b))
+    left, right, top, bottom = 0.5 - x, 0.5 + x, 0.5 - y, 0.5 + y
+    if kind in ("area", "around"):
+        canvas.shape((left, top), (right, top), (right, bottom), (left, bottom))
+    else:
+        canvas.shape((left, top), (left, bottom), (right, bottom))
+        canvas.line((left, bottom - 0.05), (left + 0.05, bottom - 0.05), (left + 0.05, bottom))
+    canvas.label(str(a), (0.5, bottom + 0.09))
+    canvas.label(str(b), (left - 0.09, 0.5))
+    if kind == "long":
+        canvas.label("x", (0.57, 0.43))
 
 
 def _triangle(canvas: Canvas, a: int, b: int) -> None:
@@ -234,11 +226,7 @@ class Geometry(Env):
         self._checked: bool = False
 
     def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Return the figure and the question; a task with its own answer and images is used unchanged.
-
-        Raises:
-            EnvError: for a task without an answer.
-        """
+        """Return the figure and the question; a task with its own answer and images is used unchanged."""
         if not str(task.answer or "").strip():
             raise EnvError(f"task {task.id} has no answer; geometry needs one to check with")
         self._answer = str(task.answer).strip()
@@ -295,7 +283,12 @@ class Geometry(Env):
         texts = [Geometry.rule, "13 is right. Now give it as \\boxed{}.", "17 is wrong. Think again."]
         for task in Geometry.tasks("train", n, seed):
             kind = KINDS[task.info["kind"]]
-            texts += [kind.alt.format(**task.info), kind.question, _call(task.answer), f"\\boxed{{{task.answer}}}"]
+            texts += [
+                kind.alt.format(**task.info),
+                kind.question,
+                _call(task.answer),
+                f"\\boxed{{{task.answer}}}",
+            ]
         return texts
 
     @staticmethod
@@ -329,8 +322,7 @@ def figure(info: Any, side: int) -> Image:
 
 
 def _solved(messages: Sequence[Message]) -> str:
-    """Return the answer computed from the opening messages."""
-    opening = next(text for text, message in zip(visible_texts(messages), messages, strict=True) if message.role == "user")
+    opening = question_text(messages)
     for kind in KINDS.values():
         pattern = re.escape(kind.alt).replace(r"\{a\}", r"(?P<a>\d+)").replace(r"\{b\}", r"(?P<b>\d+)")
         found = re.fullmatch(rf"{pattern}\. {re.escape(kind.question)}", opening)
@@ -341,4 +333,4 @@ def _solved(messages: Sequence[Message]) -> str:
 
 
 def _call(answer: str) -> str:
-    return f'<tool_call>{{"name": "{TOOL.name}", "arguments": {{"answer": "{answer}"}}}}</tool_call>'
+    return tool_call(TOOL.name, answer=answer)

@@ -57,11 +57,6 @@ class HintedMath(Env):
         self._answer = ""
 
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Return the problem.
-
-        Raises:
-            EnvError: for a task of another environment.
-        """
         if not isinstance(task.info.get("hints"), list) or not task.answer:
             raise EnvError(f"task {task.id} is not one of hinted_math's: it needs info['hints'] and an answer")
         self._hints, self._answer = list(task.info["hints"]), str(task.answer)

@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 
 from turnwise.envs.base import Action, Env, Step
 from turnwise.envs.builtin.common import is_held_out
+from turnwise.envs.spec import check_split
 from turnwise.errors import EnvError
 from turnwise.types import Message, Task, ToolCall
 
@@ -53,6 +54,7 @@ class Hop(Env):
         "Find the code of a name. Say one action each turn: 'lookup NAME' tells what stands under the name, which may send you "
         "on to another; 'answer CODE' ends. Say nothing else."
     )
+    question, see, code, answer, call = "code of {}", "see {}", "code {}", "answer {}", "lookup {}"
 
     def __init__(self, rules: bool = False, think: bool = False) -> None:
         self._rules = rules
@@ -63,11 +65,6 @@ class Hop(Env):
         self._answer: str | None = None
 
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Return the task's question.
-
-        Raises:
-            EnvError: for a task of another environment.
-        """
         table = task.info.get("table")
         if not isinstance(table, dict) or task.answer not in CODES:
             raise EnvError(f"task {task.id} is not a Hop task: it needs info['table'] and an answer of '0' to '9'")
@@ -87,23 +84,25 @@ class Hop(Env):
         right = answer is not None and answer == self._answer
         return Step(reward=float(right), terminated=True, info={"right": right})
 
-    @staticmethod
-    def tasks(split: str, n: int, seed: int) -> list[Task]:
+    @classmethod
+    def tasks(cls, split: str, n: int, seed: int) -> list[Task]:
         """Return `n` different tasks; no chain of names is in both splits, for any seeds."""
-        return [Task(f"code of {chain[0]}", code, info=info) for chain, code, info in draw(split, n, seed, "see {}", "code {}")]
+        drawn = draw(split, n, seed, cls.see, cls.code)
+        return [Task(cls.question.format(chain[0]), code, info=info) for chain, code, info in drawn]
 
-    @staticmethod
-    def solver(messages: Sequence[Message], rng: random.Random) -> str:
+    @classmethod
+    def solver(cls, messages: Sequence[Message], rng: random.Random) -> str:
         """Play optimally: look up the last name, or answer with the code."""
-        word, value = messages[-1].text.split()[0], messages[-1].text.split()[-1]
-        return f"answer {value}" if word == "code" and value in CODES else f"lookup {value}"
+        text = messages[-1].text
+        value = _next(text)
+        return (cls.answer if value in CODES and text == cls.code.format(value) else cls.call).format(value)
 
-    @staticmethod
-    def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
+    @classmethod
+    def demonstrator(cls, messages: Sequence[Message], rng: random.Random) -> str:
         """Play poorly: before seeing the code, guess with probability 0.6 per turn."""
-        reply = Hop.solver(messages, rng)
-        if reply.startswith("lookup") and rng.random() < GIVE_UP:
-            return f"answer {rng.choice(CODES)}"
+        reply = cls.solver(messages, rng)
+        if reply.startswith(cls.call.partition("{")[0]) and rng.random() < GIVE_UP:
+            return cls.answer.format(rng.choice(CODES))
         return reply
 
 
@@ -138,8 +137,7 @@ def draw(split: str, n: int, seed: int, see: str, code: str) -> Iterator[tuple[t
     Chains are split by their names, not their codes, so codes are uniform in each split. The table also has entries for names
     off the chain.
     """
-    if split not in ("train", "eval"):
-        raise ValueError(f"a split is 'train' or 'eval', not {split!r}")
+    check_split(split)
     rng = random.Random(f"hop/{split}/{seed}")
     hops_deck: list[int] = []
     codes_deck: list[str] = []
@@ -190,6 +188,8 @@ class HopJson(Hop):
         "Find the code of a name. Call the tool once each turn: it tells what stands under the name, which may send you on to "
         'another. When you see the code, say {"answer": "CODE"} and nothing else.'
     )
+    question, see, code, answer = 'code of "{}"', '{{"see": "{}"}}', '{{"code": "{}"}}', '{{"answer": "{}"}}'
+    call = '<tool_call>{{"name": "lookup", "arguments": {{"key": "{}"}}}}</tool_call>'
 
     async def step(self, action: Action) -> Step:
         """Run the look-ups of a reply; a reply without a call is the answer and ends the episode."""
@@ -209,26 +209,3 @@ class HopJson(Hop):
         else:
             content = self._table.get(call.arguments["key"], '{"error": "unknown"}')
         return Message("tool", content, tool_call_id=call.id or None, name="lookup")
-
-    @staticmethod
-    def tasks(split: str, n: int, seed: int) -> list[Task]:
-        """Return `n` different tasks; no chain of names is in both splits, for any seeds."""
-        drawn = draw(split, n, seed, '{{"see": "{}"}}', '{{"code": "{}"}}')
-        return [Task(f'code of "{chain[0]}"', code, info=info) for chain, code, info in drawn]
-
-    @staticmethod
-    def solver(messages: Sequence[Message], rng: random.Random) -> str:
-        """Play optimally: look up the last name, or answer with the code."""
-        text = messages[-1].text
-        value = text.split()[-1].strip('"}')
-        if text.startswith('{"code"') and value in CODES:
-            return f'{{"answer": "{value}"}}'
-        return f'<tool_call>{{"name": "lookup", "arguments": {{"key": "{value}"}}}}</tool_call>'
-
-    @staticmethod
-    def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
-        """Play poorly: before seeing the code, guess with probability 0.6 per turn."""
-        reply = HopJson.solver(messages, rng)
-        if reply.startswith("<tool_call>") and rng.random() < GIVE_UP:
-            return f'{{"answer": "{rng.choice(CODES)}"}}'
-        return reply

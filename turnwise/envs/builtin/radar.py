@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 
 from turnwise.envs.base import Action, Env, Step
 from turnwise.envs.builtin.common import require_extra
+from turnwise.envs.spec import check_split
 from turnwise.errors import ConfigError, EnvError
 from turnwise.types import Image, Message, Task
 
@@ -72,11 +73,6 @@ class Radar(Env):
         self._moves = 0
 
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Return the first image.
-
-        Raises:
-            EnvError: for a task of another environment or reach.
-        """
         right, up, colour = (task.info.get(name, -SIDE) for name in ("right", "up", "colour"))
         known = right in self._fields and up in self._fields and colour in range(len(COLOURS))
         if not known or abs(right) + abs(up) < 2:
@@ -112,8 +108,7 @@ class Radar(Env):
 
         Drawn from shuffled decks, so all positions and colors of a split are equally frequent.
         """
-        if split not in ("train", "eval"):
-            raise ValueError(f"a split is 'train' or 'eval', not {split!r}")
+        check_split(split)
         rng = random.Random(f"radar/{split}/{seed}")
         kinds = [(x, y, c) for x in self._fields for y in self._fields for c in range(len(COLOURS)) if abs(x) + abs(y) >= 2]
         kinds = [kind for kind in kinds if held_out(*kind) == (split == "eval")]

@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 from turnwise.envs.base import Action, Env, Step
 from turnwise.envs.builtin.common import require_extra
+from turnwise.envs.spec import check_split
 from turnwise.errors import ConfigError, EnvError, InvalidAction
 from turnwise.types import Message, Task
 
@@ -59,11 +60,6 @@ class Search(Env):
         self._answer: str | None = None
 
     def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Return the question.
-
-        Raises:
-            EnvError: for a task of another corpus.
-        """
         if task.info.get("corpus") != list(self._size) or not task.answer:
             raise EnvError(f"task {task.id} is not of this corpus; take search's own tasks, with the same arguments")
         _index(*self._size)
@@ -71,11 +67,7 @@ class Search(Env):
         return (Message("system", self.rule), *task.messages) if self._rules else task.messages
 
     def step(self, action: Action) -> Step:
-        """Search, or end with an answer; a reply ends with exactly one of them.
-
-        Raises:
-            InvalidAction: for any other reply.
-        """
+        """Search, or end with an answer; a reply ends with exactly one of them."""
         before, _, tag = action.text.strip().partition("<")
         found = _REPLY.fullmatch(tag)
         if found is None or ">" in before:
@@ -95,8 +87,7 @@ class Search(Env):
 
     def tasks(self, split: str, n: int, seed: int) -> list[Task]:
         """Return up to `n` questions, at most one per person; the splits have different people."""
-        if split not in ("train", "eval"):
-            raise ValueError(f"a split is 'train' or 'eval', not {split!r}")
+        check_split(split)
         _, people, _ = self._size
         facts = _facts(*self._size)
         held = people // _HELD_OUT_SHARE
@@ -114,7 +105,8 @@ class Search(Env):
         """Play optimally: search for the person, then for the town, then answer."""
         texts = [message.text for message in messages if message.role == "user"]
         person = texts[0].removeprefix("Who founded the town where ").removesuffix(" was born?")
-        if founded := re.search(r" was founded by (\w+ \w+)\.", _if_matches(texts[-1], r"1\. (\w+) was founded")):
+        founded = re.search(r" was founded by (\w+ \w+)\.", texts[-1])
+        if founded and re.match(r"1\. (\w+) was founded", texts[-1]):
             return f"<answer>{founded[1]}</answer>"
         if born := re.search(rf"{person} was born in (\w+)\.", texts[-1]):
             return f"<search>{born[1]} founded</search>"
@@ -128,11 +120,6 @@ class Search(Env):
             names = re.findall(r"[A-Z]\w+ [A-Z]\w+", messages[-1].text)
             return f"<answer>{rng.choice(names or ['Mira Dovkel'])}</answer>"
         return reply
-
-
-def _if_matches(text: str, begins: str) -> str:
-    """Return a search result if its first document matches a pattern, else an empty text."""
-    return text if re.match(begins, text) else ""
 
 
 def _words(text: str) -> list[str]:

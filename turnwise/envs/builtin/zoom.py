@@ -23,9 +23,11 @@ from turnwise.envs.base import Action, Env, Step
 from turnwise.envs.builtin.common import (
     CallError,
     error_results,
+    question_text,
     read_single_call,
     require_extra,
     sample_tasks,
+    tool_call,
     tool_results,
     visible_texts,
 )
@@ -79,11 +81,6 @@ class Zoom(Env):
         self._answer = ""
 
     def reset(self, task: Task, *, seed: int | None = None) -> Message:
-        """Return the full image and the question.
-
-        Raises:
-            EnvError: for a task that is not one of Zoom's.
-        """
         squares, colour = task.info.get("squares"), task.info.get("colour")
         if not isinstance(squares, Mapping) or not isinstance(colour, str) or colour not in squares:
             raise EnvError(f"task {task.id} is not one of zoom's: it needs info['squares'] and info['colour']")
@@ -161,11 +158,7 @@ class Zoom(Env):
 
 
 def read_box(box: Sequence[int]) -> tuple[int, int, int, int]:
-    """Validate a box of the full image.
-
-    Raises:
-        CallError: for a malformed box, or one that is outside of the image or too small.
-    """
+    """Validate a box of the full image."""
     if len(box) != 4:
         raise CallError(f"box is [left, top, right, bottom], four whole numbers, not {len(box)}", "no_box")
     left, top, right, bottom = box
@@ -195,7 +188,7 @@ def draw(squares: Mapping[str, tuple[int, int, int]]) -> Any:
 
 def _played(messages: Sequence[Message], around: int) -> str:
     """Return the number if the last message has it, else a call for the requested square."""
-    opening = next(text for text, message in zip(visible_texts(messages), messages, strict=True) if message.role == "user")
+    opening = question_text(messages)
     asked = re.search(r"stands in the (\w+) square", opening)
     colour = asked[1] if asked else "red"
     read = re.search(rf"{colour} square at [^:]*: (\d+)", visible_texts(messages)[-1])
@@ -207,4 +200,4 @@ def _played(messages: Sequence[Message], around: int) -> str:
 
 def _call(left: int, top: int, around: int) -> str:
     box = [max(0, left - around), max(0, top - around), min(SIDE, left + SQUARE + around), min(SIDE, top + SQUARE + around)]
-    return f'<tool_call>{{"name": "{TOOL.name}", "arguments": {{"box": {box}}}}}</tool_call>'
+    return tool_call(TOOL.name, box=box)

@@ -59,7 +59,6 @@ class RestrictedUnpickler(pickle.Unpickler):
     """Unpickler of messages from environment processes: Turnwise data classes and plain values, no code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return an allowed data class."""
         ours = module.startswith("turnwise.types.") or module == "turnwise.envs.base"
         if "." not in name and (ours or name in _PLAIN.get(module, "").split()):
             found = super().find_class(module, name)
@@ -94,7 +93,7 @@ class _EnvServer:
     """Serves requests to one environment in its process, until `close`."""
 
     def __init__(self, sock: socket.socket, make: Callable[[], Env]) -> None:
-        self._sock = sock
+        self._sock, self._stream = sock, sock.makefile("rb")
         self._make = make
         self._env: Env | None = None
         self._runner = asyncio.Runner()
@@ -195,24 +194,15 @@ class _EnvServer:
         self._sock.sendall(HEAD.pack(MARK, number, len(data)) + data)
 
     def _receive(self) -> tuple[Any, ...] | None:
-        head = self._exactly(HEAD.size)
-        if head is None:
+        head = self._stream.read(HEAD.size)
+        if len(head) < HEAD.size:
             return None
         _, number, size = HEAD.unpack(head)
-        data = self._exactly(size)
-        if data is None:
+        data = self._stream.read(size)
+        if len(data) < size:
             return None
         method, *args = pickle.loads(data)  # sent by the parent process, hence trusted
         return (number, method, pickle.loads(args[0])) if method == "restore" else (number, method, *args)
-
-    def _exactly(self, size: int) -> bytes | None:
-        data = bytearray()
-        while len(data) < size:
-            piece = self._sock.recv(size - len(data))
-            if not piece:
-                return None
-            data += piece
-        return bytes(data)
 
 
 def _number(value: Any) -> Any:
@@ -237,7 +227,10 @@ class _ForkServer:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _become_subreaper()
-        setup = self._setup()
+        head = self._control.recv(SIZE.size, socket.MSG_WAITALL)
+        data = self._control.recv(SIZE.unpack(head)[0], socket.MSG_WAITALL)
+        setup = pickle.loads(data)  # sent by the parent process, hence trusted
+        self._folder = setup["folder"]
         make = _load(setup)
         watched = select.poll()  # select() rejects descriptors above 1023, which the parent may have open
         for one in (self._control.fileno(), wake_read):
@@ -255,13 +248,6 @@ class _ForkServer:
             if self._control.fileno() in ready and not self._serve_one(make):
                 return
 
-    def _setup(self) -> dict[str, Any]:
-        head = self._control.recv(SIZE.size, socket.MSG_WAITALL)
-        data = self._control.recv(SIZE.unpack(head)[0], socket.MSG_WAITALL)
-        found: dict[str, Any] = pickle.loads(data)  # sent by the parent process, hence trusted
-        self._folder = found["folder"]
-        return found
-
     def _serve_one(self, make: Callable[[], Env]) -> bool:
         data, sockets, _, _ = socket.recv_fds(self._control, REQUEST.size, 1)
         if len(data) < REQUEST.size:
@@ -269,7 +255,12 @@ class _ForkServer:
             return False
         kind, pid = REQUEST.unpack(data)
         if kind == b"s":
-            self._fork(sockets[0], make)
+            folder = tempfile.mkdtemp(dir=self._folder)
+            child = os.fork()
+            if child == 0:
+                _serve_env(sockets[0], folder, make)
+            os.close(sockets[0])
+            self._living[child] = folder
         elif kind == b"x":
             if pid in self._living:
                 self._signal(pid, signal.SIGKILL)
@@ -277,14 +268,6 @@ class _ForkServer:
             self._signal(pid, signal.SIGTERM)
             self._kill_at[pid] = time.monotonic() + EXIT_GRACE_S
         return True
-
-    def _fork(self, sock: int, make: Callable[[], Env]) -> None:
-        folder = tempfile.mkdtemp(dir=self._folder)
-        pid = os.fork()
-        if pid == 0:
-            _serve_env(sock, folder, make)
-        os.close(sock)
-        self._living[pid] = folder
 
     def _signal(self, pid: int, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -311,7 +294,7 @@ class _ForkServer:
     def _kill_orphans(self) -> None:
         """Kill descendants of ended processes in other sessions (MCP servers, daemons), which were reparented to this one."""
         until = time.monotonic() + EXIT_GRACE_S
-        while (orphans := _children() - self._living.keys()) and time.monotonic() < until:
+        while (orphans := child_processes() - self._living.keys()) and time.monotonic() < until:
             for pid in orphans:
                 self._signal(pid, signal.SIGKILL)
             for pid in orphans:
@@ -320,21 +303,17 @@ class _ForkServer:
 
     def _end_all(self) -> None:
         """End all processes after the socket closed; kill those that miss the grace period."""
-        for pid in self._living:
-            self._signal(pid, signal.SIGTERM)
-        until = time.monotonic() + EXIT_GRACE_S
-        while self._living and time.monotonic() < until:
-            self._reap()
-            time.sleep(0.002)
-        for pid in self._living:
-            self._signal(pid, signal.SIGKILL)
-        while self._living:
-            self._reap()
-            time.sleep(0.002)
+        for number, grace_s in ((signal.SIGTERM, EXIT_GRACE_S), (signal.SIGKILL, math.inf)):
+            for pid in self._living:
+                self._signal(pid, number)
+            until = time.monotonic() + grace_s
+            while self._living and time.monotonic() < until:
+                self._reap()
+                time.sleep(0.002)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _children() -> set[int]:
+def child_processes() -> set[int]:
     """Return the ids of child processes; empty on systems without /proc."""
     found: set[int] = set()
     with contextlib.suppress(OSError):

@@ -22,7 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.envs.base import Action, Env, Step
-from turnwise.envs.isolation.fork_server import ENDED, EXIT_GRACE_S, HEAD, MARK, REQUEST, SIZE, restricted_loads
+from turnwise.envs.isolation.fork_server import (
+    ENDED,
+    EXIT_GRACE_S,
+    HEAD,
+    MARK,
+    REQUEST,
+    SIZE,
+    child_processes,
+    restricted_loads,
+)
 from turnwise.envs.user_code import RemoteException
 from turnwise.errors import EnvError, InvalidAction, ProcessDied, UsageError
 from turnwise.types import Message, Task, Trajectory
@@ -37,22 +46,16 @@ def in_isolated_process() -> bool:
 
 
 def open_resources() -> dict[str, int]:
-    """Count live child processes and open files; empty on systems without /proc."""
+    """Count live child processes (no zombies) and open files; empty on systems without /proc."""
     gc.collect()
-    own = Path("/proc/self")
     try:
-        return {"processes": _children(own), "open files": len(os.listdir(own / "fd"))}
+        files = len(os.listdir("/proc/self/fd"))
     except OSError:
         return {}
+    return {"processes": sum(_lives(pid) for pid in child_processes()), "open files": files}
 
 
-def _children(own: Path) -> int:
-    """Count the children of all threads, without zombies."""
-    pids = {pid for task in (own / "task").iterdir() for pid in (task / "children").read_text().split()}
-    return sum(_lives(pid) for pid in pids)
-
-
-def _lives(pid: str) -> bool:
+def _lives(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -114,9 +117,6 @@ class ForkServer:
         """Fork a process; return its socket, its id and a future of its exit status.
 
         A fork server that died is restarted, up to `MAX_STARTS` starts.
-
-        Raises:
-            ProcessDied: when the fork server died `MAX_STARTS` times.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -199,12 +199,8 @@ class ForkServer:
         preparation.pop("authkey", None)
         loaded = [m for name, m in list(sys.modules.items()) if name.startswith("turnwise_user_")]
         self.starts += 1
-        setup = {
-            "preparation": preparation,
-            "files": [str(m.__file__) for m in loaded],
-            "factory": self._factory,
-            "folder": self._folder,
-        }
+        files = [str(m.__file__) for m in loaded]
+        setup = {"preparation": preparation, "files": files, "factory": self._factory, "folder": self._folder}
         with theirs:
             path = os.pathsep.join(dict.fromkeys([entry or os.getcwd() for entry in sys.path]))
             self._server = subprocess.Popen(
@@ -222,7 +218,6 @@ class ForkServer:
         loop.add_reader(ours, self._read_exits)
 
     def _read_exits(self) -> None:
-        """Read exit statuses sent by the fork server."""
         assert self._control is not None
         try:
             data = self._control.recv(ENDED.size * 256)
@@ -303,7 +298,6 @@ class ProcessEnv(Env):
         return messages
 
     async def step(self, action: Action) -> Step:
-        """Call `step` of the environment."""
         step: Step = await self._ask("step", replace(action, raw_source=partial(str, action.raw)))
         return step
 
@@ -317,11 +311,9 @@ class ProcessEnv(Env):
         return await self.reward(trajectory)
 
     async def snapshot(self) -> Any:
-        """Call `snapshot` of the environment."""
         return await self._ask("snapshot")
 
     async def restore(self, state: Any) -> None:
-        """Call `restore` of the environment."""
         await self._ask("restore", state)
 
     async def close(self) -> None:
@@ -355,8 +347,7 @@ class ProcessEnv(Env):
         except pickle.UnpicklingError as error:
             raise EnvError(f"{method}: {error}") from error
         except BaseException:  # the caller was cancelled, so the result has no receiver
-            self._disconnect()
-            self._kill()
+            self.drop()
             raise
         if kind == "invalid":
             raise InvalidAction(value)
@@ -365,8 +356,7 @@ class ProcessEnv(Env):
         return value
 
     async def _exit_description(self, method: str) -> str:
-        self._disconnect()
-        self._kill()  # it may have closed its socket and still run
+        self.drop()  # it may have closed its socket and still run
         assert self._end is not None
         status = await asyncio.shield(self._end)
         where = "" if method == "score" else f" in {method}"
@@ -375,7 +365,9 @@ class ProcessEnv(Env):
             return f"{self.what} died by signal {number} ({signal.Signals(number).name}){where}"
         return f"{self.what} left with status {os.waitstatus_to_exitcode(status)}{where}"
 
-    def _kill(self) -> None:
+    def drop(self) -> None:
+        """Disconnect and end the process."""
+        self._disconnect()
         self._fork_server.kill(self._pid, self._end)
 
     def _disconnect(self) -> None:

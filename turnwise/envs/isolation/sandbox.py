@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -66,6 +66,7 @@ _GRACE_S = 60.0
 """Seconds after the deadline before an unresponsive sandbox is killed; it normally ends by itself long before."""
 _SLOTS = threading.BoundedSemaphore(max(16, 4 * (os.cpu_count() or 1)))
 """Limit of concurrent sandboxes in this process: with more on few cores, deadlines would measure the machine's load."""
+_SIGNALS = {one.value: one.name for one in signal.Signals}
 _TRACEBACK_PATTERNS = (
     (r"MemoryError\b", "memory"),
     (r"\[Errno 27\]", "file_size"),
@@ -276,11 +277,7 @@ _PROBE = threading.Lock()
 
 
 def _bubblewrap(python: str) -> _Bubblewrap:
-    """Return a working bubblewrap, tested by running a program once per process and interpreter.
-
-    Raises:
-        SandboxError: when none works.
-    """
+    """Return a working bubblewrap, tested by running a program once per process and interpreter."""
     with _PROBE:
         found = _find_bubblewrap(python)
     if isinstance(found, str):
@@ -360,15 +357,6 @@ class _Run:
             report = self._ask(bubblewrap)
         return _result(report, self._box)
 
-    def _order(self) -> bytes:
-        box = self._box
-        order = {
-            name: getattr(box, name) for name in ("seconds", "memory", "disk", "processes", "open_files", "output", "python")
-        }
-        order |= {"cpu": box.cpu_seconds or math.ceil(box.seconds), "channel": self._channel, "files": self._files}
-        words = json.dumps(order | {"uid": _fresh_uid() if os.geteuid() == 0 else None}).encode()
-        return len(words).to_bytes(8, "big") + words
-
     def _ask(self, bubblewrap: _Bubblewrap) -> dict[str, Any]:
         seccomp, write_end = os.pipe()
         with self._lock:
@@ -397,7 +385,7 @@ class _Run:
                     os.close(write_end)
             self._lifeline = process.stdin
         try:
-            answer = self._converse(process, self._order())
+            answer = self._converse(process)
         finally:
             self.stop()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -413,30 +401,29 @@ class _Run:
             raise SandboxError(f"the sandbox died with status {process.returncode}: {last[0][:200]}") from None
         return report
 
-    def _converse(self, process: subprocess.Popen[bytes], words: bytes) -> bytes:
+    def _converse(self, process: subprocess.Popen[bytes]) -> bytes:
         """Send the order and read the report, with a deadline on this side."""
-        until = time.monotonic() + self._box.seconds + _GRACE_S
+        box = self._box
+        order = asdict(box) | {"cpu": box.cpu_seconds or math.ceil(box.seconds), "channel": self._channel, "files": self._files}
+        words = json.dumps(order | {"uid": _fresh_uid() if os.geteuid() == 0 else None}).encode()
+        until = time.monotonic() + box.seconds + _GRACE_S
         assert process.stdin is not None
         assert process.stdout is not None
+        left = memoryview(len(words).to_bytes(8, "big") + words)
         with contextlib.suppress(OSError, ValueError):  # it died or was stopped: its output has the cause
-            _write_all(process.stdin, words)
+            while left:
+                left = left[process.stdin.write(left) :]
         answer = bytearray()
         poll = select.poll()
         poll.register(process.stdout, select.POLLIN | select.POLLHUP)
-        while (left := until - time.monotonic()) > 0:
-            if not poll.poll(left * 1000):
+        while (seconds := until - time.monotonic()) > 0:
+            if not poll.poll(seconds * 1000):
                 break
             chunk = os.read(process.stdout.fileno(), 65536)
             if not chunk:
                 return bytes(answer)
             answer += chunk
         raise SandboxError(f"the sandbox did not end {_GRACE_S:g} s after its deadline")
-
-
-def _write_all(pipe: Any, words: bytes) -> None:
-    left = memoryview(words)
-    while left:
-        left = left[pipe.write(left) :]
 
 
 def _within(path: str, folder: str) -> bool:
@@ -464,7 +451,7 @@ def _result(report: dict[str, Any], box: Sandbox) -> SandboxResult:
         stdout=stdout,
         stderr=stderr,
         exit_status=status if status is not None and status >= 0 else None,
-        signal="SIGKILL" if why else None if number is None else _signal_name(number),
+        signal="SIGKILL" if why else None if number is None else _SIGNALS.get(number, f"signal {number}"),
         timed_out=why == "deadline",
         cut=bool(report["out"]["missing"] or report["err"]["missing"]),
         limit="deadline" if why else _limit(number, report.get("cpu", 0.0), stderr if status else "", box),
@@ -476,13 +463,6 @@ def _result(report: dict[str, Any], box: Sandbox) -> SandboxResult:
 def _with_marker(report: Mapping[str, Any]) -> str:
     marker = f"\n[... {report['missing']} bytes cut ...]\n" if report["missing"] else ""
     return f"{report['head']}{marker}{report['tail']}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _limit(number: int | None, cpu: float, stderr: str, box: Sandbox) -> str | None:

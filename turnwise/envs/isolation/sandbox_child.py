@@ -29,7 +29,9 @@ def main() -> None:
     order = json.loads(_read(int.from_bytes(_read(8), "big")))
     for number in (signal.SIGINT, signal.SIGPIPE):  # without a handler, process 1 receives no signal from inside
         signal.signal(number, signal.SIG_DFL)
-    _libc_prctl(_PR_SET_DUMPABLE, 0)  # a program of the same uid can neither read nor write this process
+    libc = ctypes.CDLL(None, use_errno=True)  # a program of the same uid can neither read nor write this process:
+    if libc.prctl(_PR_SET_DUMPABLE, ctypes.c_ulong(0), 0, 0, 0) < 0:
+        raise OSError(ctypes.get_errno(), "prctl")
     try:
         report = SandboxMonitor(order).run()
     except Exception as error:
@@ -137,7 +139,8 @@ class SandboxMonitor:
                 keep = 4
             for end in range(keep, 64):
                 if end != self.error_write:
-                    _close(end)
+                    with contextlib.suppress(OSError):
+                        os.close(end)
             _limit(order)
             if order["uid"] is not None:
                 os.setgroups([])
@@ -200,17 +203,6 @@ def _kill_all() -> None:
             os.wait()
         except ChildProcessError:
             return
-
-
-def _close(end: int) -> None:
-    with contextlib.suppress(OSError):
-        os.close(end)
-
-
-def _libc_prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) < 0:
-        raise OSError(ctypes.get_errno(), "prctl")
 
 
 def _read(size: int) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 from uuid import uuid4
@@ -82,26 +84,17 @@ def judged(
     return JudgedReward(judge, rubric, scale, on_failure, reference, deadline_s, most_chars)
 
 
+@dataclass(eq=False, repr=False)
 class JudgedReward:
     """Reward function made by `judged`: call it with a trajectory, or with a trajectory and the index of a turn."""
 
-    def __init__(
-        self,
-        judge: Judge,
-        rubric: str,
-        scale: tuple[float, float],
-        on_failure: OnFailure,
-        reference: bool,
-        deadline_s: float,
-        most_chars: int,
-    ) -> None:
-        self.judge = judge
-        self.rubric = rubric
-        self.scale = scale
-        self.on_failure = on_failure
-        self._reference = reference
-        self._deadline_s = deadline_s
-        self._most_chars = most_chars
+    judge: Judge
+    rubric: str
+    scale: tuple[float, float]
+    on_failure: OnFailure
+    reference: bool
+    deadline_s: float
+    most_chars: int
 
     async def __call__(self, trajectory: Trajectory, turn: int | None = None) -> float | None:
         """Return the verdict from 0 to 1 on the complete conversation, or on the conversation up to the reply of a turn.
@@ -110,12 +103,12 @@ class JudgedReward:
             JudgeError: without a verdict, if `on_failure` is `error`.
         """
         messages = [*trajectory.messages, *trajectory.final] if turn is None else trajectory.conversation(turn)
-        answer = trajectory.task.answer if self._reference else None
+        answer = trajectory.task.answer if self.reference else None
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(self.deadline_s):
                 verdict = await self._verdict(messages, answer)
         except TimeoutError:
-            failure = JudgeError("deadline", f"the judge gave no verdict in {self._deadline_s:g} s")
+            failure = JudgeError("deadline", f"the judge gave no verdict in {self.deadline_s:g} s")
         except JudgeError as error:
             failure = error
         else:
@@ -145,7 +138,7 @@ class JudgedReward:
     def question(self, messages: Sequence[Message], answer: Any = None) -> tuple[tuple[Message, ...], str]:
         """Return the question about a conversation and the token that marks a verdict."""
         low, high = self.scale
-        quoted = quote_lines(messages, self._most_chars)
+        quoted = quote_lines(messages, self.most_chars)
         reference = "" if answer is None else safe_json(answer)
         mark = verdict_token(self.rubric, repr(self.scale), quoted, reference)
         rules = (
@@ -194,11 +187,7 @@ def safe_json(value: Any) -> str:
 
 
 def check_policy(given: Any, names: Sequence[str], where: str) -> None:
-    """Check a value of `on_failure`.
-
-    Raises:
-        ConfigError: when it is neither one of `names` nor a finite number.
-    """
+    """Check a value of `on_failure`."""
     number = isinstance(given, (int, float)) and not isinstance(given, bool) and math.isfinite(given)
     if given not in names and not number:
         raise ConfigError(f"{where}: on_failure = {given!r}; write {', '.join(map(repr, names))} or a number")
@@ -242,8 +231,6 @@ class _TransientError(JudgeError):
 
 @dataclass(slots=True)
 class _LoopState:
-    """State of one event loop."""
-
     slots: asyncio.Semaphore
     running: dict[str, asyncio.Future[str]]
     holder: AsyncGenerator[Any, None] | None = None
@@ -294,9 +281,19 @@ class ChatJudge:
         Raises:
             ConfigError: for an invalid setting, or without `httpx2`.
         """
-        _check(
-            url, key_env, dict(calls=most_calls, tokens=most_tokens, rate=per_minute, at_once=at_once), attempt_s, deadline_s
-        )
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"ChatJudge: the URL is {url!r}; it begins with http:// or https:// and ends with the API's version"
+            )
+        for name, value in (("calls", most_calls), ("tokens", most_tokens), ("rate", per_minute), ("at_once", at_once)):
+            if value is not None and not value > 0:
+                raise ConfigError(f"ChatJudge: {name} is {value!r}; it is over 0")
+        if not (attempt_s > 0 and deadline_s > 0):
+            raise ConfigError("ChatJudge: attempt_s and deadline_s are over 0")
+        if key_env is not None and key_env not in os.environ:
+            raise ConfigError(f"ChatJudge: the environment variable {key_env} is not set; it holds the API key")
+        if find_spec("httpx2") is None:
+            raise ConfigError("ChatJudge needs httpx2: pip install 'turnwise[judge]'")
         if retries < 0 or backoff_s < 0:
             raise ConfigError("ChatJudge: retries and backoff_s must be at least 0")
         self.url = url.rstrip("/") + "/chat/completions"
@@ -350,12 +347,14 @@ class ChatJudge:
             return found
         running = state.running[key] = asyncio.get_running_loop().create_future()
         try:
-            found = await asyncio.to_thread(self._read, key) if self._folder is not None else None
+            file = None if self._folder is None else self._folder / key[:2] / f"{key}.json"
+            found = None if file is None else await asyncio.to_thread(self._read, file)
             if found is not None:
                 self._count("cached")
             else:
                 found = await self._ask_with_retries(body)
-                await self._write_cache(key, found)
+                if file is not None:
+                    await asyncio.to_thread(self._write, file, found)
             self._known[key] = found
             while len(self._known) > MAX_CACHED_ANSWERS:
                 del self._known[next(iter(self._known))]
@@ -363,13 +362,6 @@ class ChatJudge:
             del state.running[key]
             running.cancel()
         return found
-
-    async def _write_cache(self, key: str, answer: str) -> None:
-        if self._folder is not None:
-            try:
-                await asyncio.to_thread(self._write, key, answer)
-            except OSError:  # the answer is valid without the cache
-                self.counts["cache_unwritten"] += 1
 
     async def _ask_with_retries(self, body: dict[str, Any]) -> str:
         state = self._state()
@@ -409,10 +401,9 @@ class ChatJudge:
         await asyncio.sleep(at - now)
 
     def _spend(self) -> None:
-        if self._most_calls is not None and self.counts["calls"] >= self._most_calls:
-            raise JudgeError("budget", f"{self!r}: its budget of {self._most_calls} calls is used up")
-        if self._most_tokens is not None and self.counts["tokens"] >= self._most_tokens:
-            raise JudgeError("budget", f"{self!r}: its budget of {self._most_tokens} tokens is used up")
+        for unit, most in (("calls", self._most_calls), ("tokens", self._most_tokens)):
+            if most is not None and self.counts[unit] >= most:
+                raise JudgeError("budget", f"{self!r}: its budget of {most} {unit} is used up")
         self._count("calls")
 
     async def _post(self, state: _LoopState, body: dict[str, Any]) -> str:
@@ -442,8 +433,7 @@ class ChatJudge:
         try:
             answer = json.loads(raw)
             text = answer["choices"][0]["message"]["content"]
-            usage = answer.get("usage") or {}
-            tokens = usage.get("total_tokens")
+            tokens = (answer.get("usage") or {}).get("total_tokens")
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise _TransientError("schema", f"{self!r} returned no chat completion ({error}): {raw[:200]!r}") from error
         if isinstance(tokens, int) and not isinstance(tokens, bool) and tokens >= 0:
@@ -456,22 +446,15 @@ class ChatJudge:
 
     def _state(self) -> _LoopState:
         loop = asyncio.get_running_loop()
-        state = self._states.get(loop)
-        if state is None:
-            state = self._states[loop] = _LoopState(asyncio.Semaphore(self._at_once), {})
-        return state
+        return self._states.setdefault(loop, _LoopState(asyncio.Semaphore(self._at_once), {}))
 
     def _count(self, name: str, amount: int = 1) -> None:
         self.counts[name] += amount
         count_metric(f"judge_{name}", amount)
 
-    def _file(self, key: str) -> Path:
-        assert self._folder is not None
-        return self._folder / key[:2] / f"{key}.json"
-
-    def _read(self, key: str) -> str | None:
+    def _read(self, file: Path) -> str | None:
         try:
-            text = json.loads(self._file(key).read_text(encoding="utf-8"))["answer"]
+            text = json.loads(file.read_text(encoding="utf-8"))["answer"]
         except FileNotFoundError:
             return None
         except (OSError, ValueError, LookupError, TypeError):
@@ -479,15 +462,17 @@ class ChatJudge:
             return None
         return text if isinstance(text, str) else None
 
-    def _write(self, key: str, answer: str) -> None:
-        file = self._file(key)
-        file.parent.mkdir(parents=True, exist_ok=True)
+    def _write(self, file: Path, answer: str) -> None:
         draft = file.with_name(f"{file.name}.{uuid4().hex}")
         try:
+            file.parent.mkdir(parents=True, exist_ok=True)
             draft.write_text(json.dumps({"model": self.model, "answer": answer}), encoding="utf-8")
             os.replace(draft, file)
+        except OSError:  # the answer is valid without the cache
+            self.counts["cache_unwritten"] += 1
         finally:
-            draft.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
 
 
 async def _clients(limit: int, verify: bool) -> AsyncGenerator[Any, None]:
@@ -497,19 +482,3 @@ async def _clients(limit: int, verify: bool) -> AsyncGenerator[Any, None]:
     limits = httpx2.Limits(max_connections=limit, max_keepalive_connections=limit)
     async with httpx2.AsyncClient(timeout=None, limits=limits, verify=verify) as client:  # ChatJudge sets the deadlines
         yield client
-
-
-def _check(url: str, key_env: str | None, limits: Mapping[str, float | None], *seconds: float) -> None:
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"ChatJudge: the URL is {url!r}; it begins with http:// or https:// and ends with the API's version")
-    for name, value in limits.items():
-        if value is not None and not value > 0:
-            raise ConfigError(f"ChatJudge: {name} is {value!r}; it is over 0")
-    if not all(second > 0 for second in seconds):
-        raise ConfigError("ChatJudge: attempt_s and deadline_s are over 0")
-    if key_env is not None and key_env not in os.environ:
-        raise ConfigError(f"ChatJudge: the environment variable {key_env} is not set; it holds the API key")
-    try:
-        import httpx2  # noqa: F401
-    except ImportError:
-        raise ConfigError("ChatJudge needs httpx2: pip install 'turnwise[judge]'") from None

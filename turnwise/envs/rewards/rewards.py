@@ -9,15 +9,16 @@ import pickle
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 from turnwise.envs.base import Scores
 from turnwise.envs.rewards.workers import Isolation, mark_running, run_isolated
+from turnwise.envs.spec import FactoryOptions
 from turnwise.envs.user_code import as_number, run_in_thread
-from turnwise.errors import ConfigError, RewardError, words
-from turnwise.types import Task, Trajectory, Turn
+from turnwise.errors import ConfigError, RewardError, first_exception, words
+from turnwise.types import Task, Trajectory
 
 Of = Literal["episode", "turn", "group"]
 GroupReward = Callable[[Sequence[Trajectory]], Awaitable[Sequence["Scores"]]]
@@ -155,14 +156,30 @@ class Rewards:
                     own[number] = None if before is None else before + part.weight * read
         for trajectory, added in zip(trajectories, own, strict=True):
             if added is not None:
-                _check_total(math.fsum((*self._weighted_parts(trajectory), added)), self.range)
+                computed = [(self.parts[name], value) for name, value in trajectory.rewards.items() if name in self.parts]
+                earlier = (part.weight * value for part, value in computed if part.of != "group")
+                _check_total(math.fsum((*earlier, added)), self.range)
         return [Scores(*row) for row in zip(own, [()] * len(own), found, missing, strict=True)]
 
-    def _weighted_parts(self, trajectory: Trajectory) -> Iterator[float]:
-        """Yield the weighted values of the parts computed earlier."""
-        for name, value in trajectory.rewards.items():
-            if name in self.parts and self.parts[name].of != "group":
-                yield self.parts[name].weight * value
+
+@dataclass(frozen=True, slots=True)
+class RewardedFactory(FactoryOptions):
+    """Factory of environments whose reward is a function of the finished trajectory, or of (trajectory, task)."""
+
+    reward: Callable[..., Any] | None
+    reward_takes_task: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reward_takes_task", self.reward is not None and takes_task(self.reward))
+
+    @property
+    def group_reward(self) -> Callable[..., Any] | None:
+        """Part of `rewards(...)` that compares the episodes of a task."""
+        return self.reward.group if isinstance(self.reward, Rewards) else None
+
+    def reward_args(self, trajectory: Trajectory, task: Task) -> tuple[Any, ...]:
+        """Return the arguments of the reward function."""
+        return (trajectory, task) if self.reward_takes_task else (trajectory,)
 
 
 @contextmanager
@@ -236,7 +253,6 @@ def _part(name: str, given: Any, isolation: Isolation = "thread") -> RewardPart:
 
 
 def _check_picklable(name: str, function: Callable[..., Any]) -> None:
-    """Check that a function can be pickled."""
     try:
         pickle.dumps(function)
     except Exception as error:
@@ -280,11 +296,10 @@ def _one_each(given: Any, n: int, name: str) -> Sequence[Any]:
 
 def _trained_turns(trajectory: Trajectory) -> list[int]:
     """Return the indices of trained turns; turns of failed attempts are excluded from training."""
-
-    def counts(turn: Turn) -> bool:
-        return not turn.spans or any(trajectory.spans[index].trained for index in turn.spans)
-
-    return [number for number, turn in enumerate(trajectory.turns) if counts(turn)]
+    trained = [span.trained for span in trajectory.spans]
+    return [
+        number for number, turn in enumerate(trajectory.turns) if not turn.spans or any(trained[index] for index in turn.spans)
+    ]
 
 
 async def _call_all(calls: Mapping[str, Sequence[Callable[[], Any]]]) -> dict[str, list[Any]]:
@@ -299,18 +314,19 @@ async def _call_all(calls: Mapping[str, Sequence[Callable[[], Any]]]) -> dict[st
     blocking = [row for row in flat if not is_async(row[2])]
 
     def one_after_another() -> list[Any]:
-        return [_named(name, call) for name, _, call in blocking]
+        results = []
+        for name, _, call in blocking:
+            with _named(name):
+                results.append(call())
+        return results
 
     async def one(name: str, number: int, waiting: Awaitable[Any]) -> None:
         try:
-            with mark_running(name):
+            with _named(name):
                 found[name][number] = await waiting
                 missing.remove(name)
         except SystemExit as end:  # raised in a task, it would end the loop
             raise RuntimeError(f"the reward {name!r} raised {words(end, repr)}") from end
-        except Exception as error:
-            error.add_note(f"in the reward {name!r}")
-            raise
 
     results = await run_in_thread(one_after_another, {}) if blocking else []
     waiting: list[tuple[str, int, Awaitable[Any]]] = []
@@ -325,23 +341,18 @@ async def _call_all(calls: Mapping[str, Sequence[Callable[[], Any]]]) -> dict[st
             for row in waiting:
                 group.create_task(one(*row))
     except BaseExceptionGroup as errors:
-        raise _first(errors) from None
+        raise first_exception(errors) from None
     if missing:  # a task group treats a cancelled task as finished
         raise RuntimeError(f"the reward {missing[0]!r} cancelled itself")
     return found
 
 
-def _named(name: str, call: Callable[[], Any]) -> Any:
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """List a reward as running within the block, and note its name on exceptions."""
     try:
         with mark_running(name):
-            return call()
+            yield
     except Exception as error:
         error.add_note(f"in the reward {name!r}")
         raise
-
-
-def _first(errors: BaseExceptionGroup[Any]) -> BaseException:
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -7,16 +7,18 @@ import os
 import pickle
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from turnwise.envs.base import Env
 from turnwise.envs.isolation.process_env import ForkServer, ProcessEnv, in_isolated_process
 from turnwise.envs.user_code import RemoteException, call_user
 from turnwise.errors import UsageError
+
+T = TypeVar("T")
 
 _STALL_S = 0.5
 """Seconds without a finished reward, while others queue, before more workers may start."""
@@ -25,13 +27,12 @@ _STALL_S = 0.5
 class RewardWorkers:
     """Process pool for reward functions: one worker per core, more while running rewards do not return."""
 
-    def __init__(self, limit: int | None = None, functions: Sequence[Callable[..., Any]] = ()) -> None:
+    def __init__(self, limit: int | None = None) -> None:
         """
         Args:
             limit: concurrent processes, by default one per core.
-            functions: functions whose files are loaded once, before forking.
         """
-        self._fork_server = ForkServer(_Functions(functions))
+        self._fork_server: ForkServer | None = None
         self._limit = limit or os.cpu_count() or 1
         self._extra = 0
         self._idle: list[RewardWorker] = []
@@ -42,10 +43,13 @@ class RewardWorkers:
     @property
     def processes_started(self) -> int:
         """Number of processes started so far."""
-        return self._fork_server.forks
+        return 0 if self._fork_server is None else self._fork_server.forks
 
-    async def take(self) -> RewardWorker:
-        """Wait for an exclusive worker; return it with `release`."""
+    async def take(self, *functions: Callable[..., Any]) -> RewardWorker:
+        """Wait for an exclusive worker; return it with `release`. The first call loads the functions' files before forking."""
+        if self._fork_server is None:
+            loaded = [function for function in functions if _can_be_sent(function)]
+            self._fork_server = ForkServer(partial(_no_env, loaded))
         while self._busy >= self._limit + self._extra:
             waiter = asyncio.get_running_loop().create_future()
             self._waiting.append(waiter)
@@ -84,13 +88,8 @@ class RewardWorkers:
             function: function to call; it and its arguments are pickled.
             args: arguments of the function.
             worker: a worker from `take`, released after the call.
-
-        Raises:
-            UsageError: when the call cannot be pickled.
-            ProcessDied: when the process ended by itself.
-            RemoteException: for an exception of the function.
         """
-        worker = worker or await self.take()
+        worker = worker or await self.take(function)
         try:
             data = pickle.dumps((function, args))
         except Exception as error:
@@ -118,7 +117,8 @@ class RewardWorkers:
         for worker in self._idle:
             worker.drop()
         self._idle.clear()
-        await self._fork_server.close()
+        if self._fork_server is not None:
+            await self._fork_server.close()
 
     def _free(self) -> None:
         self._busy -= 1
@@ -150,17 +150,6 @@ class RewardWorkers:
         self._watch()
 
 
-@dataclass(frozen=True, slots=True)
-class _Functions:
-    """Factory of the fork server of rewards: only loads functions."""
-
-    loaded: Sequence[Callable[..., Any]]
-
-    def __call__(self) -> Env:
-        """Never called, since workers have no environment."""
-        raise NotImplementedError
-
-
 class RewardWorker(ProcessEnv):
     """Process that computes rewards."""
 
@@ -174,12 +163,8 @@ class RewardWorker(ProcessEnv):
         return await self._ask("score", data)
 
     def drop(self) -> None:
-        """End the process."""
+        """Disconnect and kill the process immediately, since a reward has nothing to close."""
         self._disconnect()
-        self._kill()
-
-    def _kill(self) -> None:
-        """Kill the process immediately, since a reward has nothing to close."""
         self._fork_server.kill(self._pid, self._end, at_once=True)
         if self._end is not None:
             self._end.add_done_callback(lambda end: self._fork_server.discard_status(self._pid, end))
@@ -187,39 +172,30 @@ class RewardWorker(ProcessEnv):
 
 Isolation = Literal["thread", "process"]
 
-_POOL: ContextVar[RewardProcesses | None] = ContextVar("turnwise_scorers", default=None)
+_POOL: ContextVar[RewardWorkers | None] = ContextVar("turnwise_scorers", default=None)
 _RESERVED: ContextVar[list[RewardWorker] | None] = ContextVar("turnwise_scorers_reserved", default=None)
 _RUNNING: ContextVar[list[str] | None] = ContextVar("turnwise_rewards_running", default=None)
 
 
-class RewardProcesses:
-    """Reward worker pool of one rollout, created on first use."""
-
-    def __init__(self) -> None:
-        self._workers: RewardWorkers | None = None
-
-    def workers(self, *functions: Callable[..., Any]) -> RewardWorkers:
-        """Return the pool; on first use it preloads the files of all functions that can be pickled."""
-        if self._workers is None:
-            self._workers = RewardWorkers(functions=[function for function in functions if _can_be_sent(function)])
-        return self._workers
-
-    async def close(self) -> None:
-        """End all processes."""
-        if self._workers is not None:
-            await self._workers.close()
-
-
 @asynccontextmanager
-async def reward_processes() -> AsyncIterator[RewardProcesses]:
+async def reward_processes() -> AsyncIterator[RewardWorkers]:
     """Share one worker pool among all rewards computed within the block."""
-    pool = RewardProcesses()
-    token = _POOL.set(pool)
+    pool = RewardWorkers()
     try:
-        yield pool
+        with _set(_POOL, pool):
+            yield pool
     finally:
-        _POOL.reset(token)
         await pool.close()
+
+
+@contextmanager
+def _set(variable: ContextVar[T | None], value: T) -> Iterator[T]:
+    """Set a context variable within the block."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
 
 
 async def reserve_worker(*functions: Callable[..., Any]) -> list[RewardWorker]:
@@ -229,19 +205,19 @@ async def reserve_worker(*functions: Callable[..., Any]) -> list[RewardWorker]:
         Argument for `use_worker`; empty if no process is needed.
     """
     pool = _POOL.get()
-    return [] if pool is None or in_isolated_process() else [await pool.workers(*functions).take()]
+    return [] if pool is None or in_isolated_process() else [await pool.take(*functions)]
 
 
 @contextmanager
 def use_worker(workers: list[RewardWorker]) -> Iterator[None]:
     """Give the reserved worker to the first `run_isolated` within the block; release it if unused."""
-    pool, token = _POOL.get(), _RESERVED.set(workers)
+    pool = _POOL.get()
     try:
-        yield
+        with _set(_RESERVED, workers):
+            yield
     finally:
-        _RESERVED.reset(token)
         while workers and pool is not None:
-            pool.workers().release(workers.pop())
+            pool.release(workers.pop())
 
 
 async def run_isolated(name: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -259,9 +235,14 @@ async def run_isolated(name: str, function: Callable[..., Any], *args: Any) -> A
         if pool is not None:
             kept = _RESERVED.get()
             worker = kept.pop() if kept else None
-            return await pool.workers(function).call(name, function, *args, worker=worker)
+            return await pool.call(name, function, *args, worker=worker)
         async with reward_processes() as alone:
-            return await alone.workers(function).call(name, function, *args)
+            return await alone.call(name, function, *args)
+
+
+def _no_env(loaded: Sequence[Callable[..., Any]]) -> Env:
+    """Stand in for a factory: pickling a call loads the functions, and workers have no environment."""
+    raise NotImplementedError
 
 
 def _can_be_sent(function: Callable[..., Any]) -> bool:
@@ -272,15 +253,9 @@ def _can_be_sent(function: Callable[..., Any]) -> bool:
     return True
 
 
-@contextmanager
-def track_running() -> Iterator[list[str]]:
-    """Yield a list of the names of running rewards; interrupted ones stay in it."""
-    names: list[str] = []
-    token = _RUNNING.set(names)
-    try:
-        yield names
-    finally:
-        _RUNNING.reset(token)
+def track_running() -> AbstractContextManager[list[str]]:
+    """Collect the names of running rewards within the block; interrupted ones stay in the list."""
+    return _set(_RUNNING, [])
 
 
 @contextmanager
@@ -296,5 +271,4 @@ def mark_running(name: str) -> Iterator[None]:
     except Exception:
         names.remove(name)
         raise
-    else:
-        names.remove(name)
+    names.remove(name)

@@ -18,20 +18,18 @@ import signal
 import tempfile
 import threading
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from turnwise.envs.tools.results import Content, ToolResult, join_content
-from turnwise.envs.tools.row_arguments import RowArguments
 from turnwise.envs.tools.schema import ToolSchemaError, ToolSignature, checked_name, flatten
-from turnwise.envs.tools.stateful import ToolInstance
+from turnwise.envs.tools.stateful import RowArguments, ToolInstance
 from turnwise.envs.tools.tool import Tool
-from turnwise.envs.user_code import suggest_or_list
-from turnwise.errors import ConfigError, ToolFailure
+from turnwise.errors import ConfigError, ToolFailure, first_exception, suggest_or_list
 from turnwise.types import Image
 
 T = TypeVar("T")
@@ -51,7 +49,7 @@ class SessionThread:
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.log: Any = tempfile.TemporaryFile("a+", errors="replace")  # noqa: SIM115  what servers write to stderr
-        self._sessions: set[McpSession] = set()
+        self.sessions: set[McpSession] = set()
         self._thread = threading.Thread(target=self._run_loop, name="turnwise-mcp", daemon=True)
         self._thread.start()
         atexit.register(self._close_sessions)
@@ -60,20 +58,7 @@ class SessionThread:
         """Register a session."""
         if self.log.seek(0, 2) > _LOG_BYTES:
             self.log.truncate(0)  # servers append, so they continue at its start
-        self._sessions.add(session)
-
-    def remove(self, session: McpSession) -> None:
-        """Unregister a closed session."""
-        self._sessions.discard(session)
-
-    @property
-    def empty(self) -> bool:
-        """Whether no session is registered."""
-        return not self._sessions
-
-    def end(self) -> None:
-        """End the thread; no session may be added afterwards."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.sessions.add(session)
 
     def kill(self, token: str) -> None:
         """Kill the process group started with this token in its environment; needs /proc."""
@@ -89,22 +74,14 @@ class SessionThread:
         return " ".join(self.log.read().split())[-200:]
 
     def _run_loop(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        try:
-            self.loop.run_forever()
-        finally:
-            left = asyncio.all_tasks(self.loop)
-            for task in left:
-                task.cancel()
-            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-            self.loop.close()
-            self.log.close()
-            atexit.unregister(self._close_sessions)
+        with self.log, asyncio.Runner(loop_factory=lambda: self.loop) as runner:  # it cancels the tasks that are left
+            runner.get_loop().run_forever()
+            self.loop.set_exception_handler(lambda *_: None)  # and does not report their exceptions
+        atexit.unregister(self._close_sessions)
 
     def _close_sessions(self) -> None:
         """Close all sessions when the process exits."""
-        for session in list(self._sessions):
+        for session in list(self.sessions):
             session.start_closing()
         self._thread.join(_CLOSING_S)
 
@@ -116,7 +93,7 @@ class McpSession:
         self,
         session_thread: SessionThread,
         name: str,
-        connect: Callable[[McpSession], AbstractAsyncContextManager[Any]],
+        connect: Callable[[McpSession, AsyncExitStack], Awaitable[Any]],
         connect_s: float,
     ) -> None:
         self.name = name
@@ -138,14 +115,6 @@ class McpSession:
         session_thread.add(self)
         session_thread.loop.call_soon_threadsafe(self._begin)
 
-    async def tools(self) -> list[Any]:
-        """Return the server's list of tools.
-
-        Raises:
-            ToolFailure: when the server is unreachable.
-        """
-        return await _result_of(self.ready)
-
     async def call(self, name: str, arguments: Mapping[str, Any], seconds: float) -> Any:
         """Call a tool and return the server's result.
 
@@ -153,18 +122,12 @@ class McpSession:
             ToolFailure: when the server does not answer in time, or has ended.
             ValueError: when the server rejects the arguments.
         """
-        return await asyncio.wrap_future(self._run(self._call(name, dict(arguments), seconds)))
+        work = self._call(name, dict(arguments), seconds)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.session_thread.loop))
 
     def start_closing(self) -> None:
         """Start closing the session; callable from any thread."""
         self.session_thread.loop.call_soon_threadsafe(self._close)
-
-    async def closed(self) -> None:
-        """Wait until the session is closed; cancelling the wait does not cancel the close."""
-        await _result_of(self.over)
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self.session_thread.loop)
 
     def _begin(self) -> None:
         self._session_task = self.session_thread.loop.create_task(self._run_session())
@@ -180,15 +143,19 @@ class McpSession:
 
     def _finish(self) -> None:
         if not self.over.done():
-            self.session_thread.remove(self)
+            self.session_thread.sessions.discard(self)
             self.over.set_result(None)
+
+    async def closed(self) -> None:
+        """Wait until the session is closed; cancelling the wait does not cancel the close."""
+        await _result_of(self.over)
 
     async def _run_session(self) -> None:
         stack = AsyncExitStack()
         try:
             importlib.import_module("mcp")  # takes a second or more once, which must not count against the server
             async with asyncio.timeout(self._connect_s):
-                self._client = await stack.enter_async_context(self._connect(self))
+                self._client = await self._connect(self, stack)
                 tools = await self._list()
             self.ready.set_result(tools)
             await self._stop.wait()
@@ -239,9 +206,7 @@ class McpSession:
     def _failure(self, error: BaseException, late: str) -> ToolFailure:
         if isinstance(error, ToolFailure):
             return error
-        first = error
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
+        first = first_exception(error)
         if isinstance(first, (TimeoutError, asyncio.CancelledError)):
             problem = late
         else:
@@ -323,19 +288,9 @@ def mcp_tools(
     if importlib.util.find_spec("mcp") is None:
         raise ConfigError("mcp_tools needs the package mcp; pip install 'mcp>=2'")
     command = server if isinstance(server, str) else tuple(map(str, server))
-    return McpTools(
-        command,
-        name or (str(server) if url else Path(command[-1]).name),
-        session,
-        None if only is None else tuple(only),
-        prefix,
-        dict(rename or {}),
-        None if env is None else dict(env),
-        cwd,
-        dict(headers or {}),
-        connect_s,
-        call_s,
-    )
+    name = name or (str(server) if url else Path(command[-1]).name)
+    only, env = None if only is None else tuple(only), None if env is None else dict(env)
+    return McpTools(command, name, session, only, prefix, dict(rename or {}), env, cwd, dict(headers or {}), connect_s, call_s)
 
 
 @dataclass(eq=False)
@@ -344,25 +299,22 @@ class McpTools:
 
     server: str | tuple[str, ...]
     name: str
-    session: str = "trajectory"
-    only: tuple[str, ...] | None = None
-    prefix: str = ""
-    rename: Mapping[str, str] = field(default_factory=dict)
-    env: Mapping[str, str] | None = None
-    cwd: Path | str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
-    connect_s: float = 30.0
-    call_s: float = 30.0
+    session: str
+    only: tuple[str, ...] | None
+    prefix: str
+    rename: Mapping[str, str]
+    env: Mapping[str, str] | None
+    cwd: Path | str | None
+    headers: Mapping[str, str]
+    connect_s: float
+    call_s: float
     _session_thread: SessionThread | None = field(default=None, init=False, repr=False)
     _shared: McpSession | None = field(default=None, init=False, repr=False)
     _lock: Any = field(default_factory=threading.Lock, init=False, repr=False)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the settings only: sessions belong to this process."""
-        return {key: value for key, value in vars(self).items() if not key.startswith("_")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state | {"_session_thread": None, "_shared": None, "_lock": threading.Lock()}
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the settings only: sessions belong to this process."""
+        return McpTools, tuple(getattr(self, one.name) for one in fields(self) if one.init)
 
     @property
     def names(self) -> None:
@@ -398,20 +350,15 @@ class McpTools:
                 self._shared = None
         session.start_closing()
 
-    def made(self, tools: Sequence[Any], call: Call) -> tuple[Tool, ...]:
-        """Convert the server's tools.
-
-        Raises:
-            ToolSchemaError: for a name in `only` or `rename` that the server does not have, or an invalid tool name.
-        """
+    def made(self, tools: list[Any], call: Call) -> tuple[Tool, ...]:
+        """Convert the server's tools."""
         listed = {tool.name: tool for tool in tools}
         for key, named in (("only", self.only or ()), ("rename", self.rename)):
             for one in named:
                 if one not in listed:
                     near = suggest_or_list(one, listed) or "it has none"
                     raise ToolSchemaError(f"MCP server {self.name} has no tool {one!r}, which {key} names; {near}")
-        taken = [tool for tool in tools if self.only is None or tool.name in self.only]
-        return tuple(self._tool(tool, call) for tool in taken)
+        return tuple(self._tool(tool, call) for tool in tools if self.only is None or tool.name in self.only)
 
     def _tool(self, listed: Any, call: Call) -> Tool:
         where = f"MCP server {self.name}"
@@ -431,32 +378,26 @@ class McpTools:
     def _on_session_closed(self, _: Any) -> None:
         """End the session thread after its last session; runs in that thread."""
         with self._lock:
-            if self._session_thread is not None and self._session_thread.empty:
-                self._session_thread.end()
+            thread = self._session_thread
+            if thread is not None and not thread.sessions:
+                thread.loop.call_soon_threadsafe(thread.loop.stop)
                 self._session_thread = None
 
-    def _connect(self, session: McpSession) -> AbstractAsyncContextManager[Any]:
-        return _connected(self, session)
+    async def _connect(self, session: McpSession, stack: AsyncExitStack) -> Any:
+        from mcp import Client, StdioServerParameters, stdio_client
+        from mcp.client.streamable_http import streamable_http_client
+        from mcp.shared._httpx_utils import create_mcp_http_client
 
-
-@asynccontextmanager
-async def _connected(settings: McpTools, session: McpSession) -> Any:
-    from mcp import Client, StdioServerParameters, stdio_client
-    from mcp.client.streamable_http import streamable_http_client
-    from mcp.shared._httpx_utils import create_mcp_http_client
-
-    async with AsyncExitStack() as stack:
         transport: Any
-        if isinstance(settings.server, str):
-            client = await stack.enter_async_context(create_mcp_http_client(headers=dict(settings.headers)))
-            transport = streamable_http_client(settings.server, http_client=client)
+        if isinstance(self.server, str):
+            client = await stack.enter_async_context(create_mcp_http_client(headers=dict(self.headers)))
+            transport = streamable_http_client(self.server, http_client=client)
         else:
-            command, *args = settings.server
-            env = dict(settings.env or {}) | {"TURNWISE_MCP_SESSION": session.token}
-            transport = stdio_client(
-                StdioServerParameters(command=command, args=args, env=env, cwd=settings.cwd), errlog=session.session_thread.log
-            )
-        yield await stack.enter_async_context(Client(transport))
+            command, *args = self.server
+            env = dict(self.env or {}) | {"TURNWISE_MCP_SESSION": session.token}
+            settings = StdioServerParameters(command=command, args=args, env=env, cwd=self.cwd)
+            transport = stdio_client(settings, errlog=session.session_thread.log)
+        return await stack.enter_async_context(Client(transport))
 
 
 class McpInstance:
@@ -473,14 +414,9 @@ class McpInstance:
         return self._source.name
 
     async def create(self) -> Content:
-        """Open the session.
-
-        Raises:
-            ToolFailure: when the server is unreachable.
-            ToolSchemaError: as `McpTools.made`.
-        """
+        """Open the session."""
         self._session = self._source.acquire()
-        self.tools = self._source.made(await self._session.tools(), self._call)
+        self.tools = self._source.made(await _result_of(self._session.ready), self._call)
         return ""
 
     async def reward(self) -> float | None:
@@ -508,29 +444,14 @@ class McpInstance:
 
 def _read(block: Any) -> Content:
     """Convert a content block of a result: text, an image, or a visible marker."""
-    data = getattr(block, "data", None) if block.type == "image" else getattr(getattr(block, "resource", None), "blob", None)
-    if isinstance(data, str) and _mime(block).startswith("image/") and "svg" not in _mime(block):
-        return (Image(f"data:{_mime(block)};base64,{data}", alt=_left_out(block)),)
-    return _text(block)
-
-
-def _text(block: Any) -> str:
-    """Convert a content block to text, or to a visible marker if it is not text."""
+    resource = getattr(block, "resource", None)
+    data = getattr(block, "data", None) if block.type == "image" else getattr(resource, "blob", None)
+    mime = str(getattr(block, "mime_type", None) or getattr(resource, "mime_type", None) or block.type)
+    left_out = f"[left out: {mime}; {_NO_AUDIO}]" if mime.startswith("audio") else f"[left out: {mime}]"
+    if isinstance(data, str) and mime.startswith("image/") and "svg" not in mime:
+        return (Image(f"data:{mime};base64,{data}", alt=left_out),)
     if block.type == "text":
         return str(block.text)
-    if block.type == "resource" and getattr(block.resource, "text", None) is not None:
+    if block.type == "resource" and getattr(resource, "text", None) is not None:
         return str(block.resource.text)
-    if block.type == "resource_link":
-        return f"[{block.uri}]"
-    return _left_out(block)
-
-
-def _left_out(block: Any) -> str:
-    mime = _mime(block)
-    return f"[left out: {mime}; {_NO_AUDIO}]" if mime.startswith("audio") else f"[left out: {mime}]"
-
-
-def _mime(block: Any) -> str:
-    """Return the MIME type of a block, else its type."""
-    found = getattr(block, "mime_type", None) or getattr(getattr(block, "resource", None), "mime_type", None) or block.type
-    return str(found)
+    return f"[{block.uri}]" if block.type == "resource_link" else left_out

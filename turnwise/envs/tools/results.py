@@ -62,7 +62,8 @@ class ResultLimit:
         size = sum(len(part) for part in parts if isinstance(part, str))
         if self.chars is None or size <= self.chars:
             return content, False
-        head, tail = self._kept(self.chars)
+        head = {"start": self.chars, "end": 0}.get(self.keeps, self.chars - self.chars // 2)
+        tail = self.chars - head
         mark = f"[cut: {self.chars} of {size} characters shown]"
         before: list[ContentPart] = []
         after: list[ContentPart] = []
@@ -78,12 +79,6 @@ class ResultLimit:
             at += len(part)
         kept = _joined([*before, *(["\n"] if head else []), mark, *(["\n"] if tail else []), *after])
         return (kept[0] if isinstance(content, str) else tuple(kept)), True  # type: ignore[return-value]
-
-    def _kept(self, limit: int) -> tuple[int, int]:
-        """Return the number of characters to keep at the start and at the end."""
-        if self.keeps == "start":
-            return limit, 0
-        return (0, limit) if self.keeps == "end" else (limit - limit // 2, limit // 2)
 
 
 def _joined(parts: Iterable[ContentPart]) -> list[ContentPart]:
@@ -137,9 +132,6 @@ def read_content(value: Any, name: str) -> Content:
 
     Media are `tw.Image`, `tw.Video`, PIL images, arrays [height, width, 3 or 4], bytes of image files, and content parts of
     type image or video. A dict or object with `text`, `image` and `video` (as verl's tools return) contributes each of these.
-
-    Raises:
-        MediaError: for audio, and for an image nested in data that would become JSON.
     """
     if isinstance(value, str):
         return value

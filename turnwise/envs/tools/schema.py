@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from turnwise.envs.user_code import suggest_or_list
-from turnwise.errors import UsageError
+from turnwise.errors import UsageError, suggest_or_list
 
 _SECTION = re.compile(
     r"(Args|Arguments|Parameters|Params|Returns?|Yields?|Raises|Examples?|Notes?|Warnings?|See Also|References|Todo)\s*:\s*$"
@@ -124,19 +123,15 @@ def flatten(schema: Mapping[str, Any]) -> dict[str, Any]:
         found = {k: walk(v, inside) for k, v in value.items() if k not in ("$defs", "title", "properties")}
         if isinstance(properties := value.get("properties"), Mapping):  # a property may itself be called "title"
             found["properties"] = {name: walk(inner, inside) for name, inner in properties.items()}
-        return _simple_union(found)
+        members = found.get("anyOf")
+        if members and all(isinstance(member, dict) and set(member) == {"type"} for member in members):
+            # a union of plain types is a list of types, the usual form of an optional string in prompts
+            del found["anyOf"]
+            found = {"type": [member["type"] for member in members]} | found
+        return found
 
     flat: dict[str, Any] = walk(schema, ())
     return flat
-
-
-def _simple_union(schema: dict[str, Any]) -> dict[str, Any]:
-    """Simplify `anyOf` of plain types to a list of types, the usual form of an optional string in prompts."""
-    members = schema.get("anyOf")
-    if not members or not all(isinstance(member, dict) and set(member) == {"type"} for member in members):
-        return schema
-    rest = {key: value for key, value in schema.items() if key != "anyOf"}
-    return {"type": [member["type"] for member in members]} | rest
 
 
 def describe_schema(schema: Mapping[str, Any]) -> str:
@@ -305,7 +300,7 @@ def tool_signature(
     Raises:
         ToolSchemaError: with the function, the parameter and the remedy.
     """
-    where = _where(function)
+    where = f"tool {getattr(function, '__qualname__', None) or type(function).__name__}"
     parameters = _parameters(function, where, own_schema=schema is not None)
     for key in from_row:
         if key not in parameters:
@@ -336,10 +331,6 @@ def tool_signature(
         "parameters": {"type": "object", "properties": properties, "required": required},
     }
     return ToolSignature({"type": "function", "function": body}, readers)
-
-
-def _where(function: Callable[..., Any]) -> str:
-    return f"tool {getattr(function, '__qualname__', None) or type(function).__name__}"
 
 
 def _parameters(function: Callable[..., Any], where: str, own_schema: bool) -> dict[str, inspect.Parameter]:
@@ -376,16 +367,13 @@ def _readers(parameters: Mapping[str, Any], hints: Mapping[str, Any], where: str
     from pydantic.errors import PydanticUserError
 
     readers: dict[str, Any] = {}
-    for key in parameters:
-        if key in hints:
-            try:
-                readers[key] = TypeAdapter(pydantic_hint(hints[key]))
-            except (PydanticUserError, TypeError) as error:
-                if strict:
-                    text = getattr(hints[key], "__name__", hints[key])
-                    raise ToolSchemaError(
-                        f"{where}: {key!r} is a {text}, which JSON cannot express; use plain types"
-                    ) from error
+    for key in filter(hints.__contains__, parameters):
+        try:
+            readers[key] = TypeAdapter(pydantic_hint(hints[key]))
+        except (PydanticUserError, TypeError) as error:
+            if strict:
+                text = getattr(hints[key], "__name__", hints[key])
+                raise ToolSchemaError(f"{where}: {key!r} is a {text}, which JSON cannot express; use plain types") from error
     return readers
 
 
@@ -401,8 +389,7 @@ def _property(reader: Any, parameter: inspect.Parameter, text: str | None, where
     if text:
         schema["description"] = text
     if parameter.default not in (parameter.empty, None):
-        value = reader.dump_python(parameter.default, mode="json", warnings=False)
-        schema["default"] = value
+        schema["default"] = reader.dump_python(parameter.default, mode="json", warnings=False)
     return schema
 
 
@@ -431,11 +418,7 @@ def _given(
 
 
 def checked_name(name: str, where: str, remedy: str = "name=") -> str:
-    """Return a tool name after checking that model servers accept it.
-
-    Raises:
-        ToolSchemaError: for an invalid name.
-    """
+    """Return a tool name after checking that model servers accept it."""
     if not _NAME.fullmatch(name):
         raise ToolSchemaError(f"{where}: {name!r} cannot be a tool's name; use letters, digits, _ and - (give {remedy})")
     return name

@@ -1,4 +1,4 @@
-"""Stateful tools, their lifetimes, and the tools of one episode."""
+"""Stateful tools, their lifetimes, the tools of one episode, and what the row of a task sets of them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import functools
 import inspect
 import re
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from turnwise.envs.scripted_play import maybe_await
 from turnwise.envs.tools.results import Content, ResultLimit, ToolResult, join_content, read_content, read_result
-from turnwise.envs.tools.row_arguments import RowArguments, arguments_of, check_names, tool_names_of
 from turnwise.envs.tools.schema import ToolSchemaError, tool_signature
 from turnwise.envs.tools.tool import Tool, Tools, as_tool, takes_self
 from turnwise.envs.user_code import as_number, call_user, failure_kind, run_in_thread
-from turnwise.errors import ToolFailure, TurnwiseError, class_name, words
+from turnwise.errors import TaskError, ToolFailure, TurnwiseError, class_name, suggest_or_list, words
 from turnwise.types import FailureKind, Message, Task
 
 Lifetime = Literal["trajectory", "call"]
@@ -65,6 +64,99 @@ class StatefulTool:
 
     def release(self, **release_kwargs: Any) -> Any:
         """Release all resources. Called once per instance, also when `create` failed."""
+
+
+PHASES = ("create", "execute", "calc_reward", "release")
+
+
+@dataclass(frozen=True, slots=True)
+class RowArguments:
+    """Column `tools_kwargs` of a row: ``{tool: {"create_kwargs": {...}, "execute_kwargs": {...}, ...}}``."""
+
+    task: str = ""
+    given: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
+
+    def for_method(self, name: str, phase: str, target: Callable[..., Any] | Tool) -> dict[str, Any]:
+        """Return the row's arguments for a method, or for the `from_row` parameters of a tool (the model sets all others).
+
+        Raises:
+            TaskError: for an unknown or missing argument.
+        """
+        given = (self.given.get(name) or {}).get(f"{phase}_kwargs") or {}
+        where = f"task {self.task}: tools_kwargs[{name!r}][{phase + '_kwargs'!r}]"
+        tool = target if isinstance(target, Tool) else None
+        parameters = inspect.signature(target if tool is None else tool.function).parameters
+        named = [key for key, p in parameters.items() if key != "self" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        named = named if tool is None else [*tool.from_row]
+        takes_any = tool is None and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        found: dict[str, Any] = {}
+        for key, value in given.items():
+            if key in named or (takes_any and value is not None):
+                found[key] = value
+            elif value is None:  # Arrow columns have all keys in all rows
+                continue
+            elif tool is not None:
+                set_by_model = key in (tool.signature.parameters.get("properties") or {})
+                problem = "is the model's to give" if set_by_model else "is no parameter of it"
+                raise TaskError(f"{where}: {key!r} {problem}; name parameters of the row in from_row")
+            else:
+                raise TaskError(f"{where}: {key!r} is not taken; {suggest_or_list(key, named) or 'it takes none'}")
+        for key in named:
+            if key not in found and parameters[key].default is inspect.Parameter.empty:
+                raise TaskError(f"{where} lacks {key!r}, which the tool needs of the row")
+        return found
+
+
+def arguments_of(task: Task) -> RowArguments:
+    """Read the `tools_kwargs` column of a task's row, or of its `extra_info`."""
+    column = task.info.get("tools_kwargs")
+    if column is None and isinstance(extra := task.info.get("extra_info"), Mapping):
+        column = extra.get("tools_kwargs")
+    if column is None:
+        return RowArguments(task.id)
+    form = f"task {task.id}: tools_kwargs is {{tool: {{'create_kwargs': {{...}}, 'execute_kwargs': {{...}}, ...}}}}"
+    if not isinstance(column, Mapping):
+        raise TaskError(f"{form}, not {type(column).__name__}")
+    given: dict[str, dict[str, Any]] = {}
+    known = [f"{phase}_kwargs" for phase in PHASES]
+    for name, phases in column.items():
+        if phases is None:
+            continue
+        if not isinstance(phases, Mapping) or not all(isinstance(v, (Mapping, type(None))) for v in phases.values()):
+            raise TaskError(f"{form}; that of {name!r} is {phases!r:.60}")
+        for phase in phases:
+            if phase not in known:
+                raise TaskError(f"{form}; {name!r} has {phase!r}; {suggest_or_list(str(phase), known)}")
+        given[name] = {phase: kwargs for phase, kwargs in phases.items() if kwargs}
+    return RowArguments(task.id, given)
+
+
+def tool_names_of(task: Task) -> tuple[str, ...] | None:
+    """Read the tools named in a row's column `tools` (names or OpenAI schemas); None for all tools."""
+    column = task.info.get("tools")
+    if column is None:
+        return None
+    names = [_name(item) for item in column] if isinstance(column, (list, tuple)) else [None]
+    if None in names:
+        raise TaskError(f"task {task.id}: the column tools is a list of names of tools, not {column!r:.80}")
+    return tuple(dict.fromkeys(name for name in names if name is not None))
+
+
+def check_names(wanted: Iterable[str], known: Iterable[str], task: Task, column: str) -> None:
+    """Check tool names of a row."""
+    known = list(known)
+    for name in wanted:
+        if name not in known:
+            near = suggest_or_list(name, known) or "there is none"
+            raise TaskError(f"task {task.id}: {column} names {name!r}, which is no tool of this environment; {near}")
+
+
+def _name(item: Any) -> str | None:
+    if isinstance(item, str):
+        return item
+    body = item.get("function", item) if isinstance(item, Mapping) else None
+    name = body.get("name") if isinstance(body, Mapping) else None
+    return name if isinstance(name, str) else None
 
 
 class ToolInstance(Protocol):
@@ -122,14 +214,13 @@ class StatefulToolSource:
         return tuple(tool.name for tool in self.templates.values())
 
     def open(self, row: RowArguments, instances: list[ToolInstance]) -> ToolInstance:
-        """Make the instance of one episode.
-
-        Raises:
-            TaskError: for arguments of the row that its methods do not accept.
-        """
+        """Make the instance of one episode."""
         instance = _TrajectoryInstance(self, row)
-        instance.check()
-        return _CallInstances(self, row, instances) if self.lifetime == "call" else instance
+        for tool in self.templates.values():
+            row.for_method(tool.name, "execute", tool)
+        for hook in RESERVED_METHODS:
+            instance.hook_kwargs(hook)
+        return _CallInstances(self, row, instances=instances) if self.lifetime == "call" else instance
 
 
 def stateful_source(item: Any, lifetime: Lifetime | None = None) -> StatefulToolSource:
@@ -137,14 +228,12 @@ def stateful_source(item: Any, lifetime: Lifetime | None = None) -> StatefulTool
 
     Args:
         lifetime: overrides the lifetime of the class.
-
-    Raises:
-        ToolSchemaError: for a class without tools, or with a method that cannot be one.
     """
-    owner: Any = item.func if isinstance(item, functools.partial) else item
+    owner = _class_of(item)
     lifetime = lifetime or getattr(owner, "lifetime", "trajectory")
     if lifetime not in ("trajectory", "call"):
         raise ToolSchemaError(f'{owner.__name__}: lifetime = {lifetime!r}; write "trajectory" or "call"')
+    source = f"{owner.__module__}.{owner.__qualname__}"
     if issubclass(owner, StatefulTool):
         method = getattr(owner, "execute", None)
         if method is None:
@@ -153,35 +242,28 @@ def stateful_source(item: Any, lifetime: Lifetime | None = None) -> StatefulTool
         rows = (owner.from_row,) if isinstance(owner.from_row, str) else tuple(owner.from_row)
         made = Tool(method, tool_signature(method, name=name, schema=owner.schema, from_row=rows), rows)
         hooks = tuple(key for key in RESERVED_METHODS if getattr(owner, key) is not getattr(StatefulTool, key))
-        return StatefulToolSource(item, name, {"execute": _sourced(made, owner)}, hooks, lifetime)
-    methods = {key: raw for key, raw in _methods(owner) if key not in RESERVED_METHODS[1:]}
+        return StatefulToolSource(item, name, {"execute": replace(made, source=source)}, hooks, lifetime)
+    methods = {  # in definition order, those of base classes first
+        key: raw
+        for base in reversed(owner.__mro__[:-1])
+        for key, raw in vars(base).items()
+        if not key.startswith("_") and (isinstance(raw, (Tool, staticmethod, classmethod)) or inspect.isfunction(raw))
+    }
+    methods = {key: raw for key, raw in methods.items() if key not in RESERVED_METHODS[1:]}
     marked = {key: raw for key, raw in methods.items() if isinstance(raw, Tool)}
-    templates = {key: _sourced(_template(owner, key, raw), owner) for key, raw in (marked or methods).items()}
+    templates = {}
+    for key, raw in (marked or methods).items():
+        method = getattr(owner, key) if isinstance(raw, (staticmethod, classmethod)) else raw
+        templates[key] = replace(raw if isinstance(raw, Tool) else Tool(method, tool_signature(method)), source=source)
     if not templates:
         raise ToolSchemaError(f"{owner.__name__} has no public method that could be a tool; give functions, or add one")
     hooks = tuple(key for key in RESERVED_METHODS[1:] if callable(getattr(owner, key, None)))
     return StatefulToolSource(item, owner.__name__, templates, hooks, lifetime)
 
 
-def _methods(owner: type) -> Iterator[tuple[str, Any]]:
-    """Return public methods in definition order, those of base classes first."""
-    found: dict[str, Any] = {}
-    for base in reversed(owner.__mro__[:-1]):
-        for key, raw in vars(base).items():
-            if not key.startswith("_") and (isinstance(raw, (Tool, staticmethod, classmethod)) or inspect.isfunction(raw)):
-                found[key] = raw
-    return iter(found.items())
-
-
-def _template(owner: type, key: str, raw: Any) -> Tool:
-    if isinstance(raw, Tool):
-        return raw
-    method: Any = getattr(owner, key) if isinstance(raw, (staticmethod, classmethod)) else raw
-    return Tool(method, tool_signature(method))
-
-
-def _sourced(made: Tool, owner: type) -> Tool:
-    return replace(made, source=f"{owner.__module__}.{owner.__qualname__}")
+def _class_of(item: Any) -> Any:
+    """Return the class of a `functools.partial`, else the item."""
+    return item.func if isinstance(item, functools.partial) else item
 
 
 @dataclass(slots=True)
@@ -198,52 +280,35 @@ class _TrajectoryInstance:
     _late: bool = False
     """`release` was called meanwhile: that thread releases the object when it returns."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _tools: tuple[Tool, ...] = ()
+    tools: tuple[Tool, ...] = ()
+    """Tools bound to the object and to the row's arguments."""
 
     @property
     def name(self) -> str:
-        """Name of the source."""
         return self.source.name
 
-    @property
-    def tools(self) -> Sequence[Tool]:
-        """Tools bound to the object and to the row's arguments."""
-        return self._tools
-
-    def check(self) -> None:
-        """Check the row's arguments against the methods.
-
-        Raises:
-            TaskError: for unknown or missing arguments.
-        """
-        for made in self.source.templates.values():
-            self.row.for_method(made.name, "execute", made)
-        self._kwargs("create")
-        self._kwargs("calc_reward")
-        self._kwargs("release")
-
-    def _kwargs(self, hook: str) -> dict[str, Any]:
+    def hook_kwargs(self, hook: str) -> dict[str, Any]:
         """Return the row's arguments for a lifetime method; without `create` they go to the constructor."""
-        target = getattr(_owner(self.source), hook) if hook in self.source.hooks else _no_method
-        if target is _no_method and hook == "create":
-            target = self.source.make
+        target = self.source.make if hook == "create" else lambda: None
+        if hook in self.source.hooks:
+            target = getattr(_class_of(self.source.make), hook)
         return self.row.for_method(self.name, hook, target)
 
     async def create(self) -> Content:
-        """Make the object and call `create`.
-
-        Raises:
-            ToolFailure: when this fails.
-        """
+        """Make the object and call `create`."""
         with _as_tool_failure(f"{self.name}: create"):
-            created = await self._begin(self._kwargs("create"))
-        self._tools = tuple(self._bound(key, made) for key, made in self.source.templates.items())
+            created = await self._begin(self.hook_kwargs("create"))
+        tools = []
+        for key, made in self.source.templates.items():
+            method = MethodType(made.function, self._object) if takes_self(made) else getattr(self._object, key)
+            tools.append(replace(made, function=method, row=self.row.for_method(made.name, "execute", made)))
+        self.tools = tuple(tools)
         return read_content(created, self.name)
 
     async def _begin(self, kwargs: Mapping[str, Any]) -> Any:
         source = self.source
         self._begun = True
-        if "create" in source.hooks and inspect.iscoroutinefunction(_owner(source).create):
+        if "create" in source.hooks and inspect.iscoroutinefunction(_class_of(source.make).create):
             self._object = source.make()
             return await self._object.create(**kwargs)
 
@@ -263,27 +328,15 @@ class _TrajectoryInstance:
         self._making = True
         return await maybe_await(await run_in_thread(make, {}, f"{self.name}: create"))
 
-    def _bound(self, key: str, made: Tool) -> Tool:
-        method = MethodType(made.function, self._object) if takes_self(made) else getattr(self._object, key)
-        return replace(made, function=method, row=self.row.for_method(made.name, "execute", made))
-
     async def reward(self) -> float | None:
-        """Call `calc_reward`; 0.0 without one.
-
-        Raises:
-            RewardError: for a value that is not a finite number.
-        """
+        """Call `calc_reward`; 0.0 without one."""
         if "calc_reward" not in self.source.hooks or self._object is None:
             return 0.0
-        result = await call_user(self._object.calc_reward, self._kwargs("calc_reward"))
+        result = await call_user(self._object.calc_reward, self.hook_kwargs("calc_reward"))
         return as_number(result, f"{self.name}: calc_reward")
 
     async def release(self) -> None:
-        """Release the object, if any, once.
-
-        Raises:
-            ToolFailure: when `release` raised.
-        """
+        """Release the object, if any, once."""
         if self._released or not self._begun:
             return
         self._released = True
@@ -293,44 +346,30 @@ class _TrajectoryInstance:
             self._late = self._making
         if self._object is not None and not self._late:
             with _as_tool_failure(f"{self.name}: release"):
-                await call_user(self._object.release, self._kwargs("release"))
+                await call_user(self._object.release, self.hook_kwargs("release"))
 
     def _release_here(self) -> None:
         """Release the object in this thread, whose caller no longer waits."""
         if self._object is not None:
-            result = self._object.release(**self._kwargs("release"))
+            result = self._object.release(**self.hook_kwargs("release"))
             if inspect.isawaitable(result):
-                asyncio.run(_awaited(result))
+                asyncio.run(maybe_await(result))
 
 
 @dataclass(slots=True)
-class _CallInstances:
-    """Instances of a `StatefulToolSource` with the lifetime `call`."""
+class _CallInstances(_TrajectoryInstance):
+    """Instances of a `StatefulToolSource` with the lifetime `call`; itself never begun. As in verl, they have no reward."""
 
-    source: StatefulToolSource
-    row: RowArguments
-    instances: list[ToolInstance]
-
-    @property
-    def name(self) -> str:
-        """Name of the source."""
-        return self.source.name
+    instances: list[ToolInstance] = field(default_factory=list)
 
     async def create(self) -> Content:
-        """Do nothing: each call makes its own object."""
+        self.tools = tuple(replace(made, function=self._around(key)) for key, made in self.source.templates.items())
         return ""
-
-    @property
-    def tools(self) -> Sequence[Tool]:
-        """Tools that create, execute and release an object per call."""
-        return [replace(made, function=self._around(key)) for key, made in self.source.templates.items()]
 
     def _around(self, key: str) -> Callable[..., Any]:
         async def call(**arguments: Any) -> ToolResult:
             instance = _TrajectoryInstance(self.source, self.row)
-            self.instances.append(
-                instance
-            )  # if this call is cancelled, the end of the episode releases it under its own deadline
+            self.instances.append(instance)  # after a cancellation, the end of the episode releases it under its own deadline
             try:
                 with _as_tool_failure(f"{self.name}: create", bugs=True):  # else it would count as the model's mistake
                     created = await instance.create()
@@ -345,25 +384,6 @@ class _CallInstances:
             return replace(returned, content=join_content(created, returned.content))
 
         return call
-
-    async def reward(self) -> float | None:
-        """Return 0.0: as in verl, per-call objects have no reward."""
-        return 0.0
-
-    async def release(self) -> None:
-        """Do nothing: the objects of calls are released separately."""
-
-
-def _owner(source: StatefulToolSource) -> Any:
-    return source.make.func if isinstance(source.make, functools.partial) else source.make
-
-
-async def _awaited(value: Awaitable[Any]) -> Any:
-    return await value
-
-
-def _no_method() -> None:
-    """Stand-in for a missing method."""
 
 
 @contextlib.contextmanager
@@ -406,12 +426,10 @@ class ToolSet:
         if chosen is None and not row.given and not self.sources and not any(tool.from_row for tool in self.shared):
             return self.shared, ""
         wanted = None if chosen is None else set(chosen)
-        found: list[Tool] = []
-        for tool in self.shared:
-            if wanted is None or tool.name in wanted:
-                found.append(replace(tool, row=row.for_method(tool.name, "execute", tool)))
+        shared = [tool for tool in self.shared if wanted is None or tool.name in wanted]
+        found = [replace(tool, row=row.for_method(tool.name, "execute", tool)) for tool in shared]
         created: Content = ""
-        names = {name: None for name in (*(tool.name for tool in self.shared), *(source.name for source in self.sources))}
+        names = dict.fromkeys([*(tool.name for tool in self.shared), *(source.name for source in self.sources)])
         for source in self.sources:
             names |= dict.fromkeys(source.names or ())
             if not _needed(source, wanted, names):
@@ -419,7 +437,7 @@ class ToolSet:
             instance = source.open(row, instances)
             instances.append(instance)
             created = join_content(created, await instance.create())
-            names |= {tool.name: None for tool in instance.tools}
+            names |= dict.fromkeys(tool.name for tool in instance.tools)
             found += [tool for tool in instance.tools if wanted is None or source.name in wanted or tool.name in wanted]
         check_names(chosen or (), names, task, "the column tools")
         check_names(row.given, names, task, "tools_kwargs")
@@ -427,15 +445,11 @@ class ToolSet:
 
 
 def parse_tools(items: Iterable[Any], lifetime: Lifetime | None, cut: ResultLimit) -> ToolSet:
-    """Sort the items of `tools=[...]` into shared tools and sources.
-
-    Raises:
-        ToolSchemaError: for an item that is not a tool, and for two tools with the same name.
-    """
+    """Sort the items of `tools=[...]` into shared tools and sources."""
     tools: list[Tool] = []
     sources: list[ToolSource] = []
     for item in items:
-        if inspect.isclass(item.func if isinstance(item, functools.partial) else item):
+        if inspect.isclass(_class_of(item)):
             sources.append(stateful_source(item, lifetime))
         elif isinstance(item, ToolSource):
             sources.append(item)

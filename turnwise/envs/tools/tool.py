@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any, overload
 
-from turnwise.envs.tools.results import Content, ResultLimit, ToolResult, read_result
+from turnwise.envs.tools.results import ResultLimit, ToolResult, read_result
 from turnwise.envs.tools.schema import InvalidArguments, ToolSchemaError, ToolSignature, tool_signature
-from turnwise.envs.user_code import call_user, suggest_or_list
-from turnwise.errors import RewardError, ToolFailure, UsageError, class_name, words
+from turnwise.envs.user_code import call_user
+from turnwise.errors import RewardError, ToolFailure, UsageError, class_name, suggest_or_list, words
 from turnwise.types import Message, ToolCall
 
 
@@ -184,7 +184,8 @@ class Tools:
             for number in numbers:
                 outcomes[number] = await self.call(calls[number])
 
-        waiting = [n for n, call in enumerate(calls) if call.name in self._tools and _is_async(self._tools[call.name])]
+        tools = [self._tools.get(call.name) for call in calls]
+        waiting = [n for n, tool in enumerate(tools) if tool is not None and inspect.iscoroutinefunction(tool.function)]
         in_order = [number for number in range(len(calls)) if number not in waiting]
         if not waiting or len(waiting) + bool(in_order) == 1:
             await run(range(len(calls)))
@@ -233,29 +234,25 @@ class Tools:
             if not text or not issubclass(type(error), ValueError):
                 text = f"{class_name(error)}: {text}".rstrip(": ")
             return self._error_outcome(call, "raised", text)
-        return self._outcome(call, read_result(result, call.name))
-
-    def _outcome(self, call: ToolCall, returned: ToolResult) -> CallOutcome:
+        returned = read_result(result, call.name)
         if returned.error and isinstance(returned.content, str):
             return self._error_outcome(call, "raised", returned.content)
         for what, value in (("reward", returned.reward), *((f"metric {key!r}", n) for key, n in returned.metrics.items())):
             if isinstance(value, (int, float)) and not isfinite(value):  # it would count as 0 or corrupt every mean
                 raise RewardError(f"the tool {call.name!r} gave the {what} {value}; such numbers are finite")
+        return self._outcome(call, returned, "raised" if returned.error else None)
+
+    def _outcome(self, call: ToolCall, returned: ToolResult, error: str | None) -> CallOutcome:
         content, cut = self.cut(returned.content)
-        error = "raised" if returned.error else None
-        return CallOutcome(_message(call, content), error, returned.reward, returned.metrics, cut)
+        message = Message("tool", content, tool_call_id=call.id or None, name=call.name or None)
+        return CallOutcome(message, error, returned.reward, returned.metrics, cut)
 
     def _error_outcome(self, call: ToolCall, kind: str, text: str) -> CallOutcome:
-        content, cut = self.cut(f"Error: {text}")
-        return CallOutcome(_message(call, content), kind, cut=cut)
+        return self._outcome(call, ToolResult(f"Error: {text}"), kind)
 
 
 def as_tool(item: Any) -> Tool:
-    """Convert a function to a tool; return a tool unchanged.
-
-    Raises:
-        ToolSchemaError: for other objects, and for an unbound method.
-    """
+    """Convert a function to a tool; return a tool unchanged."""
     if isinstance(item, Tool):
         made = item
     elif callable(item) and not inspect.isclass(item):
@@ -272,16 +269,8 @@ def takes_self(tool: Tool) -> bool:
     return inspect.isfunction(tool.function) and next(iter(inspect.signature(tool.function).parameters), "") == "self"
 
 
-def _is_async(tool: Tool) -> bool:
-    return inspect.iscoroutinefunction(tool.function)
-
-
 def _source(tool: Tool) -> str:
     if tool.source:
         return tool.source
     name = getattr(tool.function, "__qualname__", type(tool.function).__name__)
     return f"{getattr(tool.function, '__module__', '?')}.{name}"
-
-
-def _message(call: ToolCall, content: Content) -> Message:
-    return Message("tool", content, tool_call_id=call.id or None, name=call.name or None)

@@ -13,7 +13,8 @@ import turnwise as tw
 from turnwise.envs.check import check_env
 from turnwise.errors import ConfigError
 
-pytest.importorskip("verifiers.legacy", reason="needs verifiers below 0.4; pip install 'verifiers<0.4'")
+pytest.importorskip("verifiers.legacy", reason="needs verifiers below 0.4")
+pytest.importorskip("turnwise_verifiers_legacy", reason="pip install ./contrib/verifiers_legacy")
 import verifiers.legacy as vf
 from datasets import Dataset
 
@@ -277,6 +278,11 @@ def test_a_function_that_gives_one():
     trajectory = alone(env, ["7"], [task_of(env, 7)], rules=tw.EnvRules(isolation="process"))
     assert trajectory.error is None
     assert trajectory.rewards == {"found": 1.0, "brief": 1.0}
+
+
+def test_an_environment_itself_is_enough():
+    spec = tw.as_env_spec(Guess())
+    assert (len(spec.tasks("train")), len(spec.tasks("eval")), len(spec.factory().tools)) == (8, 2, 0)
 
 
 def test_the_example_of_the_docs():

@@ -1,4 +1,8 @@
-"""Episodes of a `MultiTurnEnv` of `verifiers.legacy`, run step by step with replies from a rollout."""
+"""Episodes of a `MultiTurnEnv` of `verifiers.legacy`, run step by step with replies from a rollout.
+
+Once installed, `tw.verifiers_env` and `tw.as_env_spec` accept these environments: the entry point in `pyproject.toml` names
+`legacy_factory`.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,17 @@ import copy
 import functools
 import importlib
 import inspect
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from turnwise.envs.base import Action, Env, Scores, Step
+from turnwise.envs.tasks import split_tasks
 from turnwise.envs.user_code import call_user
 from turnwise.errors import ConfigError, EnvError, InvalidAction
 from turnwise.types import Message, Task, Trajectory
@@ -25,30 +32,51 @@ _TRUNCATING = ("max_turns_reached", "max_total_completion_tokens_reached", "time
 """Stop conditions that truncate an episode."""
 
 
-def check_legacy(source_env: Any) -> None:
-    """Check that an environment can be played.
+def legacy_factory(target: Any) -> LegacyFactory | None:
+    """Return a factory of the episodes of a `verifiers.legacy` environment; None for other objects.
 
     Raises:
         ConfigError: for rewards that compare the rollouts of a group.
     """
-    if source_env.rubric.has_group_rewards:
-        names = [
-            name for rubric in _rubrics(source_env.rubric) for name in map(_name, filter(rubric._is_group_func, rubric.funcs))
-        ]
+    if isinstance(target, type) or not all(hasattr(target, name) for name in ("env_response", "init_state", "rubric")):
+        return None
+    if target.rubric.has_group_rewards:
+        names = [name for rubric in _rubrics(target.rubric) for name in map(_name, filter(rubric._is_group_func, rubric.funcs))]
         raise ConfigError(
             f"verifiers_env: {', '.join(names)} compares the rollouts of a group, which needs verifiers' own states of all of "
             'them; give such a reward as tw.RewardPart(function, of="group")'
         )
+    return LegacyFactory(target)
 
 
-def task_of_row(row: Mapping[str, Any]) -> Task:
+@dataclass(frozen=True, slots=True)
+class LegacyFactory:
+    """Factory of the episodes of one environment."""
+
+    source_env: Any
+
+    def __call__(self) -> Env:
+        """Make the environment of one episode."""
+        return LegacyEnv(self.source_env)
+
+    def tasks(self, split: str, n: int, seed: int) -> list[Task]:
+        """Return the rows of the dataset as tasks; without an evaluation dataset one row in five is held out."""
+        source_env = self.source_env
+        if source_env.eval_dataset_source is not None and source_env.dataset_source is not None:
+            rows = source_env.get_dataset() if split == "train" else source_env.get_eval_dataset()
+            return list(itertools.islice(map(_task_of_row, rows), n or None))
+        unique = {task.id: task for task in map(_task_of_row, source_env.get_dataset())}
+        return split_tasks([*unique.values()], seed=seed)[split != "train"][: n or None]
+
+
+def _task_of_row(row: Mapping[str, Any]) -> Task:
     """Convert a dataset row: `prompt` opens the episode, `answer` is the answer, and the rest is `info`."""
     rest = {key: value for key, value in row.items() if key not in ("prompt", "answer")}
     return Task(row["prompt"], row.get("answer"), info=rest)
 
 
 class LegacyEnv(Env):
-    """Environment of one episode, with its own state of a shared verifiers environment; made by `verifiers_env`."""
+    """Environment of one episode, with its own state of a shared verifiers environment; made by `LegacyFactory`."""
 
     def __init__(self, source_env: Any) -> None:
         self._source_env = source_env
