@@ -161,7 +161,7 @@ def _fleet(
         adapter: returns adapter_config.json for updates of a LoRA adapter of `source`.
     """
     from turnwise.engines.remote import Fleet
-    from turnwise.engines.remote.managed import HOME, ManagedFleet, ServerProcess
+    from turnwise.engines.remote.managed import HOME, ManagedFleet, ServerProcess, how_to_install
     from turnwise.engines.remote.weight_files import AdapterDirectories, ModelDirectories
 
     engine, limit = config.engine, config.limits.context
@@ -198,8 +198,8 @@ def _fleet(
     home = Path(engine.home) if engine.home is not None else HOME
     if not (home / engine.kind).is_dir():
         raise ConfigError(
-            f"{home / engine.kind}: no environment for {engine.kind}; create it with `turnwise engines install {engine.kind}`, "
-            "set engine.home, or set engine.urls to running servers"
+            f"{home / engine.kind}: no environment for {engine.kind}; create it with "
+            f"`{how_to_install(engine.kind, gpu=weight.is_cuda)}`, set engine.home, or set engine.urls to running servers"
         )
     context, logs = limit or int(shape.max_position_embeddings), (directory / "engines").absolute()
     options_of: dict[str, Any] = {"context": context, "gpu": weight.is_cuda, "group": engine.update == "group"}

