@@ -16,7 +16,7 @@ from turnwise.cli.main import main
 from turnwise.engines import Request
 from turnwise.engines.remote import Fleet, SglangEngine
 from turnwise.engines.remote.managed import ManagedFleet, how_to_install
-from turnwise.engines.remote.weight_requests import UNFINISHED
+from turnwise.engines.remote.weight_sync import UNFINISHED
 from turnwise.errors import StaleWeights, SyncError
 from turnwise.training.setup import unique_weights
 from turnwise.training.weight_transfer import GroupConnection, GroupWeightPacker, RequestWeightPacker

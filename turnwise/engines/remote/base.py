@@ -36,8 +36,6 @@ from turnwise.renderers.tokenizer import ByteTokenizer
 
 MAX_RETRY_AFTER = 8
 """Times that one call waits for a server's `Retry-After`."""
-CONTROL_S = 10.0
-"""Deadline for requests without computation: health, versions, aborts."""
 Part = Literal["weights", "kv_cache"]
 """Parts of a server's memory, as vLLM and SGLang name them."""
 UPDATE_S = 600.0

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from turnwise.engines.base import Request
-from turnwise.engines.remote.base import CANARY, CONTROL_S, RemoteEngine
-from turnwise.engines.remote.http import HttpClient
+from turnwise.engines.remote.base import CANARY, RemoteEngine
+from turnwise.engines.remote.http import CONTROL_S, HttpClient
 from turnwise.engines.remote.llamacpp import LlamaCppEngine
 from turnwise.engines.remote.sglang import SglangEngine
 from turnwise.engines.remote.vllm import GENERATE, VllmEngine

@@ -25,6 +25,8 @@ SPARE_CONNECTIONS = 8
 CONNECTIONS_PER_CLIENT = 32
 """Connections per library client: its pool scans all of them for each request, so a pool of 256 costs more than the
 requests."""
+CONTROL_S = 10.0
+"""Deadline for requests without computation: health, versions, aborts."""
 CONNECT_S = 5.0
 """Timeout for establishing a connection."""
 RETRYABLE_STATUS = frozenset((404, 408, 409, 425, 429, *range(500, 600)))

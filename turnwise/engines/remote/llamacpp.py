@@ -7,7 +7,8 @@ from math import log
 from typing import Any
 
 from turnwise.engines.base import Request
-from turnwise.engines.remote.base import CONTROL_S, RemoteEngine
+from turnwise.engines.remote.base import RemoteEngine
+from turnwise.engines.remote.http import CONTROL_S
 from turnwise.engines.remote.response import (
     ExpectedWeights,
     ResponseErrors,

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 from uuid import uuid4
 
-from turnwise.engines.remote.base import CONTROL_S, UPDATE_S, RemoteEngine
+from turnwise.engines.remote.base import UPDATE_S, RemoteEngine
+from turnwise.engines.remote.http import CONTROL_S
 from turnwise.engines.remote.response import ResponseErrors, field_of
 from turnwise.engines.remote.weight_sync import suppress_errors
 from turnwise.errors import EngineError, StaleWeights, SyncError

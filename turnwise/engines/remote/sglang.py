@@ -9,13 +9,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.engines.base import Request
-from turnwise.engines.remote.base import CONTROL_S, UPDATE_S, Part
-from turnwise.engines.remote.http import HttpClient
+from turnwise.engines.remote.base import UPDATE_S, Part
+from turnwise.engines.remote.http import CONTROL_S, HttpClient
 from turnwise.engines.remote.lora import LoraApi, LoraServerEngine
 from turnwise.engines.remote.response import ExpectedWeights, ResponseErrors, ServerResponse, field_of, number_at
 from turnwise.engines.remote.vllm import sglang_experts
-from turnwise.engines.remote.weight_requests import UNFINISHED, check_success, send_group_to_sglang, send_requests_to_sglang
-from turnwise.engines.remote.weight_sync import GroupTransfer, RequestTransfer, suppress_errors
+from turnwise.engines.remote.weight_sync import (
+    UNFINISHED,
+    GroupTransfer,
+    RequestTransfer,
+    check_success,
+    send_group_to_sglang,
+    send_requests_to_sglang,
+    suppress_errors,
+)
 from turnwise.errors import EngineError
 from turnwise.types import ROUTES, VideoRef
 

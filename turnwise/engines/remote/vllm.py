@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.engines.base import Request
-from turnwise.engines.remote.base import CONTROL_S, UPDATE_S, Part
+from turnwise.engines.remote.base import UPDATE_S, Part
+from turnwise.engines.remote.http import CONTROL_S
 from turnwise.engines.remote.lora import LoraApi, LoraServerEngine
 from turnwise.engines.remote.response import ExpectedWeights, ResponseErrors, ServerResponse, field_of, number_at, only_choice
 from turnwise.engines.remote.vllm_images import VllmImages
-from turnwise.engines.remote.weight_requests import TRANSFER, send_group_to_vllm
-from turnwise.engines.remote.weight_sync import GroupTransfer, suppress_errors
+from turnwise.engines.remote.weight_sync import TRANSFER, GroupTransfer, send_group_to_vllm, suppress_errors
 from turnwise.errors import ConfigError, EngineError, EngineUnavailable, SyncError
 from turnwise.renderers.base import HasCodec
 from turnwise.types import ROUTES, ExpertRoutes

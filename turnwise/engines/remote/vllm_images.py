@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from base64 import b64decode, b64encode
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from turnwise.engines.base import Request
-from turnwise.engines.remote.base import CONTROL_S
-from turnwise.engines.remote.http import HttpClient
+from turnwise.engines.remote.http import CONTROL_S
 from turnwise.errors import EngineError, EngineUnavailable
 from turnwise.types import MediaPlacement, VideoRef
+
+if TYPE_CHECKING:
+    from turnwise.engines.remote.vllm import VllmEngine
 
 RAW_PIXELS, SCALED_PIXELS = "uint8", "float32"
 """Pixel formats of a server's model: 8-bit pixels, which it scales and normalizes itself (`mm_device_do_normalize`, a default
@@ -115,21 +117,6 @@ MAX_MISSES = 8
 """With more misses than this, and more than hits, the address is assumed to have several servers."""
 
 
-class VllmConnection(Protocol):
-    """Client of a vLLM server."""
-
-    http: HttpClient
-    model: str | None
-    routes: frozenset[str]
-    server_version: str
-    pixels: Any
-    counts: Counter[str]
-
-    @property
-    def display_name(self) -> str:
-        """Name in errors."""
-
-
 class VllmImages:
     """Sends the images of requests to one server.
 
@@ -138,7 +125,7 @@ class VllmImages:
     with all images.
     """
 
-    def __init__(self, engine: VllmConnection) -> None:
+    def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
         self._pixel_format: str | None = None
         """Pixel format of the server's model: "" when undetermined, None before the probe."""
