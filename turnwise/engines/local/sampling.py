@@ -57,12 +57,10 @@ class RowDraw(Protocol):
     @property
     def request(self) -> Request:
         """Request of the row's call."""
-        ...
 
     @property
     def position(self) -> int:
         """Position within the reply of the id to sample."""
-        ...
 
 
 class Sampler:

@@ -22,15 +22,7 @@ from turnwise.engines.remote.response import (
     verify_response,
 )
 from turnwise.engines.remote.weight_sync import GroupTransfer, RequestTransfer
-from turnwise.errors import (
-    ConfigError,
-    EngineError,
-    EngineUnavailable,
-    NotTrainable,
-    StaleWeights,
-    SyncError,
-    TurnwiseError,
-)
+from turnwise.errors import ConfigError, EngineError, EngineUnavailable, NotTrainable, StaleWeights, SyncError, TurnwiseError
 from turnwise.renderers.base import HasCodec
 from turnwise.renderers.tokenizer import ByteTokenizer
 
@@ -183,19 +175,13 @@ class RemoteEngine:
 
     async def _generate(self, request: Request, max_tokens: int) -> Generation:
         name = uuid4().hex
-        expected, seconds, breach = (
-            ExpectedWeights(self.version, self.label, name),
-            self._seconds(request),
-            ResponseErrors(self.display_name),
-        )
+        expected, breach = ExpectedWeights(self.version, self.label, name), ResponseErrors(self.display_name)
         self.counts["requests"] += 1
-        done = False
         try:
-            raw = await self._sample(request, max_tokens, name, seconds)
-            done = True
-        finally:
-            if not done:
-                self._abort_later(name)
+            raw = await self._sample(request, max_tokens, name, self._seconds(request))
+        except BaseException:
+            self._abort_later(name)
+            raise
         with parsing("the response", breach):
             response = self._read(raw, request, expected)
             generation, left_out = verify_response(
@@ -220,7 +206,7 @@ class RemoteEngine:
         Raises:
             EngineError: when it does not.
         """
-        await self.http.alive(self.health, seconds)
+        await self.http.text(self.health, seconds)
 
     # Weights
 
@@ -241,7 +227,6 @@ class RemoteEngine:
         Raises:
             SyncError: when the server refuses or fails.
         """
-        await self.open()
         await self._update_weights(lambda: self._load_from_disk(Path(directory), version), version)
 
     async def load_from_group(self, transfer: GroupTransfer) -> None:
@@ -253,16 +238,10 @@ class RemoteEngine:
         Raises:
             SyncError: when the server refuses, fails, or ends before it has all weights.
         """
-        await self.open()
         await self._update_weights(lambda: self._load_from_group(transfer), transfer.version)
 
     async def load_from_requests(self, transfer: RequestTransfer) -> None:
-        """Make the server take weights from request bodies; otherwise as `load_from_group`.
-
-        Raises:
-            SyncError: as `load_from_group`.
-        """
-        await self.open()
+        """Make the server take weights from request bodies; otherwise as `load_from_group`."""
         await self._update_weights(lambda: self._load_from_requests(transfer), transfer.version)
 
     async def use_adapter(self, directory: Path, version: int) -> None:
@@ -286,6 +265,7 @@ class RemoteEngine:
 
     async def _update_weights(self, work: Callable[[], Awaitable[None]], version: int) -> None:
         """Apply new weights; a sleeping server gets its memory for weights before, and for the cache after."""
+        await self.open()
         try:
             if self.asleep and not await self._sleeps():
                 self.asleep = False  # restarted meanwhile, with all its memory

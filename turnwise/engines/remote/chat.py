@@ -39,7 +39,7 @@ class ChatEngine(RemoteEngine):
         """Do nothing: a chat endpoint does not describe itself."""
 
     async def check_health(self, seconds: float) -> None:
-        await self.http.alive("/models", seconds)
+        await self.http.text("/models", seconds)
 
     async def generate(self, request: Request) -> Generation:
         if self.renderer is None:

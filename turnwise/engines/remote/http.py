@@ -63,9 +63,6 @@ class HttpClient:
             WeakKeyDictionary()
         )
 
-    def __repr__(self) -> str:
-        return self.url
-
     async def post(self, path: str, body: Any, seconds: float, headers: Mapping[str, str] | None = None) -> Any:
         """Post a JSON body and return the JSON response; None for an empty one.
 
@@ -85,11 +82,7 @@ class HttpClient:
         return self._json(path, await self._ask("GET", path, b"", seconds))
 
     async def page(self, path: str, seconds: float) -> dict[str, Any]:
-        """Return the JSON object at a path; an empty one for an empty response.
-
-        Raises:
-            EngineUnavailable, EngineError, BackendContractError: as `post`; the last also for JSON that is not an object.
-        """
+        """Return the JSON object at a path; an empty one for an empty response; raises as `post`."""
         found = await self.get(path, seconds)
         if found is not None and not isinstance(found, dict):
             raise BackendContractError(f"{self.url}{path} returned JSON that is not an object: {found!r:.120}")
@@ -98,10 +91,6 @@ class HttpClient:
     async def text(self, path: str, seconds: float) -> str:
         """Return the text at a path; raises as `post`."""
         return (await self._ask("GET", path, b"", seconds)).decode("utf-8", "replace")
-
-    async def alive(self, path: str, seconds: float) -> None:
-        """Check that the server responds at a path; raises as `post`."""
-        await self._ask("GET", path, b"", seconds)
 
     async def close(self) -> None:
         """Close the connections of the running event loop; requests in flight on them fail."""
@@ -126,6 +115,7 @@ class HttpClient:
     ) -> bytes:
         import httpx2
 
+        where = f"{self.url}{path}"
         key = os.environ.get(self._key_env, "") if self._key_env is not None else self._token
         sent = {"content-type": "application/json"} if content else {}
         sent |= {"authorization": f"Bearer {key}"} if key else {}
@@ -134,23 +124,21 @@ class HttpClient:
             async with asyncio.timeout(seconds):
                 pool = await self._pool()
                 with pool.one() as client:
-                    async with client.stream(
-                        method, self.url + path, content=content, headers=sent | dict(headers or {})
-                    ) as response:
-                        raw = await _read(response, f"{self.url}{path}")
+                    async with client.stream(method, where, content=content, headers=sent | dict(headers or {})) as response:
+                        raw = await _read(response, where)
         except TimeoutError:
-            raise EngineUnavailable(f"{self.url}{path} did not answer in {seconds:g} s") from None
+            raise EngineUnavailable(f"{where} did not answer in {seconds:g} s") from None
         except (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL, OSError) as error:
-            raise EngineUnavailable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+            raise EngineUnavailable(f"{where}: {type(error).__name__}: {error}") from error
         except RuntimeError as error:
             if "client has been closed" not in str(error):
                 raise
-            raise EngineUnavailable(f"{self.url}{path}: the connection pool was closed") from error
+            raise EngineUnavailable(f"{where}: the connection pool was closed") from error
         if response.status_code >= 300:
             text = raw[:300].decode("utf-8", "replace")
             kind = EngineUnavailable if response.status_code in RETRYABLE_STATUS else EngineError
             text = text.replace(key, "***") if key else text
-            refused = kind(f"{self.url}{path} returned HTTP status {response.status_code}: {text}")
+            refused = kind(f"{where} returned HTTP status {response.status_code}: {text}")
             refused.status, refused.retry_after = response.status_code, retry_after(response.headers.get("retry-after"))
             raise refused
         return raw
@@ -176,8 +164,7 @@ class _Pool:
     """Library clients that share the requests; each request takes the least busy one."""
 
     def __init__(self, clients: Sequence[Any]) -> None:
-        self._clients = clients
-        self._busy = [0] * len(clients)
+        self._clients, self._busy = clients, [0] * len(clients)
 
     @contextmanager
     def one(self) -> Iterator[Any]:
