@@ -90,7 +90,6 @@ RECORDS = {
     "_threads",
     "worker",
     "server",
-    "served",
     "member",
     "escaper",
     "_shared",

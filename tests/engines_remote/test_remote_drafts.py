@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,9 +63,8 @@ def test_what_servers_drafted_reaches_the_metrics():
     class Within(VllmEngine):
         """The server has fewer ids than the renderer: it is asked the same thing about ids that it has."""
 
-        def _generate_body(self, request, asked, name):
-            body = super()._generate_body(request, asked, name)
-            return body | {"token_ids": [one % kit.IDS for one in body["token_ids"]]}
+        async def _sample(self, request, *more):
+            return await super()._sample(replace(request, ids=[one % kit.IDS for one in request.ids]), *more)
 
         def _read(self, raw, request, held):
             answer = super()._read(raw, request, held)

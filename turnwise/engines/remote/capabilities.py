@@ -230,7 +230,7 @@ async def _sees(engine: RemoteEngine) -> bool:
     if isinstance(engine, SglangEngine):
         info = await _or_none(engine._model_info()) or {}
         return bool(info.get("has_image_understanding"))
-    return isinstance(engine, VllmEngine) and bool(await _or_none(engine.supports_images()))
+    return isinstance(engine, VllmEngine) and bool(await _or_none(engine.images.supports_images()))
 
 
 async def _or_none(work: Any) -> Any:
