@@ -11,8 +11,6 @@ from turnwise.engines.remote.base import RemoteEngine
 from turnwise.engines.remote.response import ResponseErrors, field_of, only_choice
 from turnwise.errors import EngineError, NotTrainable
 
-FINISH = {"stop": "stop", "length": "length"}
-
 
 class ChatEngine(RemoteEngine):
     """Client of `URL/chat/completions`, for evaluation, judges and simulated users.
@@ -70,7 +68,7 @@ class ChatEngine(RemoteEngine):
         text = message.get("content")
         if not isinstance(text, str):
             raise breach("choices.0.message.content", f"is {text!r}, not text")
-        if FINISH.get(str(choice.get("finish_reason"))) is None:
+        if choice.get("finish_reason") not in ("stop", "length"):
             raise breach("choices.0.finish_reason", f"is {choice.get('finish_reason')!r}; expected stop or length")
         ids = list(self.renderer.encode_reply(text))[: request.max_tokens]
         end = request.stop_text.first_completion(ids) if request.stop_text is not None else 0

