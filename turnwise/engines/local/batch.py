@@ -117,11 +117,6 @@ class Drafter:
         return None
 
 
-def excluded_from_drafts(request: Request) -> tuple[Container[int], ...]:
-    """Return the sets of ids that no draft contains: banned ids and stop ids."""
-    return request.banned_ids, request.stop_ids
-
-
 @dataclass(slots=True, eq=False)
 class ActiveCall:
     """A call in the engine."""
@@ -161,6 +156,13 @@ class ActiveCall:
 
 
 Outcome = tuple[ActiveCall, Generation | EngineError]
+
+
+def caused_error(text: str, cause: BaseException) -> EngineError:
+    """Return an error with its cause, as `raise ... from` would raise it."""
+    error = EngineError(text)
+    error.__cause__ = cause
+    return error
 
 
 @dataclass(frozen=True, slots=True)

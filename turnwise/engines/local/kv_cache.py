@@ -82,15 +82,14 @@ class KVCache:
             self.routes = _zeros(shape, routes.dtype, routes.device)
             self.routes[:old_slots, : routes.shape[1]] = routes[:old_slots]
 
-    def copy(self, source: int, targets: list[int], length: int) -> None:
-        """Copy the first `length` positions of a slot to others."""
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of a slot to another."""
         if self.routes is not None:
-            self.routes[targets, :length] = self.routes[source, :length]
+            self.routes[target, :length] = self.routes[source, :length]
         length = -(-length // self.unit)
         for pair in self.layers.values():
             for store in pair:
-                for target in targets:
-                    store[target, :, :length] = store[source, :, :length]
+                store[target, :, :length] = store[source, :, :length]
 
     def swap(self, one: int, other: int, length: int) -> None:
         """Exchange the first `length` positions of two slots."""

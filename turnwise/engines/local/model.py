@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -42,10 +41,7 @@ def find_routers(model: nn.Module) -> list[MoERouter]:
 
     A router is a module with a `weight` [experts, d] and a `top_k` that returns logits, scores and indices for random rows.
     """
-    return list(_iter_routers(model))
-
-
-def _iter_routers(model: nn.Module) -> Iterator[MoERouter]:
+    routers = []
     for name, module in model.named_modules():
         weight, k = getattr(module, "weight", None), getattr(module, "top_k", None)
         if not isinstance(weight, Tensor) or weight.dim() != 2 or type(k) is not int:
@@ -55,7 +51,8 @@ def _iter_routers(model: nn.Module) -> Iterator[MoERouter]:
         if given is None or given[0].shape != (PROBE_ROWS, experts) or given[1].shape != given[2].shape or given[2].dim() != 2:
             continue
         layer = next((int(part) for part in reversed(name.split(".")) if part.isdigit()), -1)
-        yield MoERouter(name, module, int(experts), int(given[2].shape[1]), layer)
+        routers.append(MoERouter(name, module, int(experts), int(given[2].shape[1]), layer))
+    return routers
 
 
 def probe_router(module: nn.Module) -> tuple[Tensor, Tensor, Tensor] | None:
