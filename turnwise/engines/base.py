@@ -269,9 +269,6 @@ def check_generation(generation: Generation, request: Request, name: str) -> Non
 
     Args:
         name: engine name for errors.
-
-    Raises:
-        BackendContractError: naming the violation.
     """
     fault = _find_fault(generation, request)
     if fault:

@@ -321,8 +321,7 @@ class LocalEngine:
     @property
     def media_encoded(self) -> int:
         """Number of images and videos encoded by the vision tower."""
-        seen = self._scheduler.seen
-        return 0 if seen is None else seen.encoded
+        return 0 if self._scheduler.seen is None else self._scheduler.seen.encoded
 
     @property
     def drafted(self) -> int:

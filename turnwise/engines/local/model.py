@@ -128,9 +128,6 @@ class EngineModel:
         model: a module, which is copied with its config, or a config for random weights.
         context: maximum number of positions of a sequence.
         device, dtype: of the copy; None keeps the module's.
-
-    Raises:
-        EngineError: when its attention does not use transformers' attention interface.
     """
 
     def __init__(self, model: Any, context: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
@@ -217,9 +214,6 @@ class EngineModel:
         Returns:
             [padded number of `keep`, vocabulary], which the next pass may overwrite; rows after the number of `keep` are
             padding.
-
-        Raises:
-            EngineError: when a layer did not attend through the engine.
         """
         if self.fused is not None:
             return self.fused.forward(tokens, positions, slots, keep, media)

@@ -130,11 +130,7 @@ class RemoteEngine:
         self.pixels = pixels
 
     async def open(self) -> None:
-        """Query versions, model and context once; called automatically before the first request.
-
-        Raises:
-            EngineError: when the server does not report them.
-        """
+        """Query versions, model and context once; called automatically before the first request."""
         if not self._opened:
             with parsing("the server's description", ResponseErrors(self.display_name)):
                 await self._identify()
@@ -201,21 +197,13 @@ class RemoteEngine:
         await self.http.close()
 
     async def check_health(self, seconds: float) -> None:
-        """Check that the server responds.
-
-        Raises:
-            EngineError: when it does not.
-        """
+        """Check that the server responds."""
         await self.http.text(self.health, seconds)
 
     # Weights
 
     async def weights_label(self) -> WeightsLabel:
-        """Return the server's name for its weights and its scores of `CANARY`.
-
-        Raises:
-            EngineError: when the server does not report them.
-        """
+        """Return the server's name for its weights and its scores of `CANARY`."""
         with parsing("the server's description of its weights", ResponseErrors(self.display_name)):
             return WeightsLabel(await self.weights_name(), tuple(await self.score(CANARY)))
 
@@ -245,19 +233,11 @@ class RemoteEngine:
         await self._update_weights(lambda: self._load_from_requests(transfer), transfer.version)
 
     async def use_adapter(self, directory: Path, version: int) -> None:
-        """Make the server use a LoRA adapter from a directory it can access, named `version`.
-
-        Raises:
-            SyncError: when the server refuses or fails.
-        """
+        """Make the server use a LoRA adapter from a directory it can access, named `version`."""
         raise SyncError(f"{self.display_name}: this kind of server does not take LoRA adapters (engine.update)")
 
     async def sleep(self) -> None:
-        """Make the server release the memory of weights and cache; calls in flight end first. New weights wake it.
-
-        Raises:
-            EngineError: when it does not.
-        """
+        """Make the server release the memory of weights and cache; calls in flight end first. New weights wake it."""
         await self.open()
         if not self.asleep:
             await self._sleep()
@@ -291,11 +271,7 @@ class RemoteEngine:
         return None
 
     async def draft_totals(self) -> tuple[int, int] | None:
-        """Return total drafted and accepted ids since the server started; None when it drafts none or reports no totals.
-
-        Raises:
-            EngineError: when the server does not respond.
-        """
+        """Return total drafted and accepted ids since the server started; None when it drafts none or reports no totals."""
         return None
 
     async def score(self, ids: Sequence[int]) -> list[float]:
@@ -353,8 +329,7 @@ class RemoteEngine:
     def _seconds(self, request: Request) -> float:
         if request.deadline is None:
             return self.request_s
-        left = request.deadline - asyncio.get_running_loop().time()
-        return max(0.001, min(self.request_s, left))
+        return max(0.001, min(self.request_s, request.deadline - asyncio.get_running_loop().time()))
 
     def _abort_later(self, name: str) -> None:
         """Abort a request in the background, for servers that do not end it when its connection closes."""

@@ -27,9 +27,6 @@ class ChatEngine(RemoteEngine):
             url: base URL of the API including its version: `https://host/v1`.
             model: model name known to the endpoint.
             options: as of `RemoteEngine`.
-
-        Raises:
-            ConfigError: for an invalid setting.
         """
         super().__init__(url, model=model, **options | {"missing_logprobs": "mask"})
 
@@ -87,11 +84,7 @@ class ChatEngine(RemoteEngine):
         raise self._refusal()
 
     async def update(self, weights: Any, version: int) -> str:
-        """Refuse weights.
-
-        Raises:
-            NotTrainable: always.
-        """
+        """Refuse weights."""
         raise self._refusal()
 
     async def _load_from_disk(self, directory: Path, version: int) -> None:

@@ -62,6 +62,12 @@ class ServerCommand:
         except OSError as error:
             raise EngineError(f"{error.filename}: {error.strerror}; the server needs a generated file there") from error
 
+    def add(self, options: str, reason: str = "") -> None:
+        """Add options to the command, with the reason for them."""
+        self.commands[0] += options.split()
+        if reason:
+            self.why.append((options, reason))
+
     def describe(self) -> Iterator[str]:
         """Yield lines that describe the commands."""
         yield from (f"  {name}={value}" for name, value in self.env.items())
@@ -152,30 +158,26 @@ def start_command(
         plan.env["PYTHONPATH"] = str(folder)
         plan.why.append(("--worker-extension-cls", "weights by a torch process group; vLLM's own transfer needs GPUs"))
     if sleep and gpu and kind in SLEEP_OPTIONS:
-        plan.commands[0].append(SLEEP_OPTIONS[kind])
-        plan.why.append((SLEEP_OPTIONS[kind], "memory can be released while the trainer uses the device"))
+        plan.add(SLEEP_OPTIONS[kind], "memory can be released while the trainer uses the device")
     return plan
 
 
 def _vllm_command(place: Path, model: Path, where: Sequence[str], context: int | None, gpu: bool) -> ServerCommand:
     command = [str(place / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *where]
-    command += ["--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--enable-prompt-tokens-details"]
-    command += ["--generation-config", "vllm"]
-    command += ["--max-model-len", str(context)] if context else []
     plan = ServerCommand([command], {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"})
-    plan.why += [
-        ("--logprobs-mode processed_logprobs", "logprobs of the sampling distribution, temperature and banned ids included"),
-        ("--enable-scale-out", "the tokens-only route, whose responses name the weights that sampled them"),
-        ("--generation-config vllm", "no sampling defaults from the model directory"),
-        ("VLLM_SERVER_DEV_MODE", "pause, resume and weight updates for any client of the port, so listen on loopback"),
-    ]
+    plan.add("--logprobs-mode processed_logprobs", "logprobs of the sampling distribution, temperature and banned ids included")
+    plan.add("--enable-scale-out", "the tokens-only route, whose responses name the weights that sampled them")
+    plan.add("--enable-prompt-tokens-details")
+    plan.add("--generation-config vllm", "no sampling defaults from the model directory")
+    plan.add(f"--max-model-len {context}" if context else "")
+    reason = "pause, resume and weight updates for any client of the port, so listen on loopback"
+    plan.why.append(("VLLM_SERVER_DEV_MODE", reason))
     if not gpu:
-        command += ["--dtype", "float32", "--enforce-eager"]
+        plan.add("--dtype float32", "logprobs within 1e-5 of the trainer's; in bfloat16 they differ by up to 0.2")
+        plan.add("--enforce-eager")
         plan.env["VLLM_CPU_KVCACHE_SPACE"] = "1"
-        plan.why += [
-            ("--dtype float32", "logprobs within 1e-5 of the trainer's; in bfloat16 they differ by up to 0.2"),
-            ("new weights", "on a CPU, tied embeddings need ModelDirectories(untie=True) and a server of such a directory"),
-        ]
+        reason = "on a CPU, tied embeddings need ModelDirectories(untie=True) and a server of such a directory"
+        plan.why.append(("new weights", reason))
     return plan
 
 
@@ -192,14 +194,13 @@ def _add_lora(plan: ServerCommand, kind: str, place: Path, rank: int, gpu: bool)
             raise UsageError(
                 f"{place} predates the fix for SGLang's LoRA on a CPU; recreate it with `{how_to_install(kind, gpu=gpu)}`"
             )
-        plan.commands[0] += ["--lora-target-modules", "all", "--max-loras-per-batch", "2"]
-        plan.commands[0] += [] if gpu else ["--lora-backend", "torch_native"]
-        plan.why.append(("--lora-target-modules all", "the adapted layers must be known at the start"))
-        plan.why.append(("--max-loras-per-batch 2", "space for the current and the next policy's adapter"))
+        plan.add("--lora-target-modules all", "the adapted layers must be known at the start")
+        plan.add("--max-loras-per-batch 2", "space for the current and the next policy's adapter")
+        plan.add("" if gpu else "--lora-backend torch_native")
     else:
         raise UsageError(f"LoRA adapters work with vLLM and SGLang, not with {kind}")
-    plan.commands[0] += ["--enable-lora", "--max-lora-rank", str(rank)]
-    plan.why.append(("--enable-lora", f"adapters up to rank {rank}, replaced at run time"))
+    plan.add("--enable-lora", f"adapters up to rank {rank}, replaced at run time")
+    plan.add(f"--max-lora-rank {rank}")
 
 
 def _add_speculation(plan: ServerCommand, kind: str, place: Path, max_drafts: int, gpu: bool) -> None:
@@ -220,26 +221,22 @@ def _add_speculation(plan: ServerCommand, kind: str, place: Path, max_drafts: in
     if kind != "sglang" or not gpu:
         what = "SGLang drafts with kernels that need a GPU (sgl_kernel)" if kind == "sglang" else f"{kind} is not supported"
         raise UsageError(f'--speculate {max_drafts}: {what}; use vllm, sglang on a GPU, or engine.kind = "local"')
-    plan.commands[0] += ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(max_drafts + 1)]
-    plan.commands[0] += ["--speculative-ngram-max-bfs-breadth", "1"]
-    plan.why.append(("--speculative-algorithm NGRAM", f"drafts one sequence of up to {max_drafts} ids from earlier text"))
+    plan.add("--speculative-algorithm NGRAM", f"drafts one sequence of up to {max_drafts} ids from earlier text")
+    plan.add(f"--speculative-num-draft-tokens {max_drafts + 1} --speculative-ngram-max-bfs-breadth 1")
 
 
 def _sglang_command(place: Path, model: Path, where: Sequence[str], context: int | None, gpu: bool) -> ServerCommand:
     command = [str(place / "bin" / "python"), "-m", "sglang.launch_server", "--model-path", str(model), *where]
-    command += ["--context-length", str(context)] if context else []
     plan = ServerCommand([command], {"HF_HUB_OFFLINE": "1"})
-    if gpu:
-        return plan
-    command += ["--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-    command += ["--disable-overlap-schedule", "--mem-fraction-static", "0.5", "--max-total-tokens", "32768"]
-    command += ["--grammar-backend", "none", "--skip-server-warmup"]
-    plan.env["SGLANG_USE_CPU_ENGINE"] = "1"
-    plan.why += [
-        ("--dtype float32", "logprobs within 1e-5 of the trainer's"),
-        ("--attention-backend torch_native", "attention without GPU kernels"),
-        ("--sampling-backend pytorch", "sampling without GPU kernels"),
-    ]
+    plan.add(f"--context-length {context}" if context else "")
+    if not gpu:
+        plan.env["SGLANG_USE_CPU_ENGINE"] = "1"
+        plan.add("--device cpu")
+        plan.add("--dtype float32", "logprobs within 1e-5 of the trainer's")
+        plan.add("--attention-backend torch_native", "attention without GPU kernels")
+        plan.add("--sampling-backend pytorch", "sampling without GPU kernels")
+        plan.add("--disable-overlap-schedule --mem-fraction-static 0.5 --max-total-tokens 32768")
+        plan.add("--grammar-backend none --skip-server-warmup")
     return plan
 
 
@@ -247,12 +244,12 @@ def _llamacpp_command(place: Path, model: Path, where: Sequence[str], context: i
     built = packages(place) / LLAMACPP_BIN  # from `install`; a custom build is in bin
     server = shutil.which("llama-server", path=f"{place / 'bin'}{os.pathsep}{built}") or "llama-server"
     command = [server, "-m", str(model), *where, "-c", str(context or 32768), "-np", "1" if context else "8", "--no-webui"]
-    command += ["-ctk", "f32", "-ctv", "f32", "-fa", "off"]
     plan = ServerCommand([command])
+    reason = "keys and values in full precision: in half precision, logprobs differ by 2e-3 to 4e-3"
+    plan.add("-ctk f32 -ctv f32 -fa off", reason)
     if Path(server).parent == built:  # the server does not search its own directory for libraries
         plan.env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (str(built), os.environ.get("LD_LIBRARY_PATH"))))
     plan.why += [
-        ("-ctk f32 -ctv f32 -fa off", "keys and values in full precision: in half precision, logprobs differ by 2e-3 to 4e-3"),
         ("missing logprobs", "of ids that end inside a character; to train, set missing_logprobs = mask or recompute"),
         ("new weights", "not supported at run time"),
     ]

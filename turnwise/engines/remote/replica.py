@@ -68,9 +68,6 @@ async def verify_weights_arrived(
         changed: whether the new weights differ from them.
         wanted: the trainer's scores; without them only a change of the server's scores is checked.
         tolerance: maximum difference from the trainer's scores, in nats.
-
-    Raises:
-        SyncError: when the weights did not arrive completely.
     """
     now = await score_canary(engine)
     if wanted is not None:

@@ -139,9 +139,6 @@ class VllmEngine(LoraServerEngine):
         Args:
             route: `generate`, `completions`, or `auto` to ask the server.
             options: as of `RemoteEngine`.
-
-        Raises:
-            ConfigError: for an invalid setting.
         """
         super().__init__(url, **options)
         if route not in ("auto", "generate", "completions"):

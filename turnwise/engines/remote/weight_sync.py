@@ -90,18 +90,10 @@ class WeightGroup(Protocol):
     """`gloo` or `nccl`."""
 
     async def connect(self) -> None:
-        """Wait for the server's ranks.
-
-        Raises:
-            SyncError: when they do not connect in time.
-        """
+        """Wait for the server's ranks."""
 
     async def send(self, index: int) -> None:
-        """Send a bucket to all ranks.
-
-        Raises:
-            SyncError: when they do not receive it in time, or have ended.
-        """
+        """Send a bucket to all ranks."""
 
     def close(self) -> None:
         """Leave the group in any state; pending operations end with an error."""
@@ -186,11 +178,7 @@ async def suppress_errors(work: Awaitable[Any]) -> None:
 
 
 async def send_group_to_sglang(engine: RemoteEngine, transfer: GroupTransfer, ranks: int) -> None:
-    """Send weights to a paused SGLang server.
-
-    Raises:
-        SyncError, EngineError: when the transfer is incomplete; the server then reports its weights as unfinished.
-    """
+    """Send weights to a paused SGLang server."""
     http, seconds = engine.http, transfer.seconds + SPARE_S
     group = transfer.group(engine.url, ranks)
     try:
@@ -221,21 +209,13 @@ def _rendezvous(group: WeightGroup) -> dict[str, Any]:
 
 
 def check_success(response: Any, engine: RemoteEngine) -> None:
-    """Check the response of an SGLang server.
-
-    Raises:
-        SyncError: when it reports no success.
-    """
+    """Check the response of an SGLang server."""
     if not (isinstance(response, dict) and response.get("success")):
         raise SyncError(f"{engine.display_name} reports failure: {response}")
 
 
 async def send_group_to_vllm(engine: RemoteEngine, transfer: GroupTransfer, ranks: int) -> None:
-    """Send weights to a paused vLLM server.
-
-    Raises:
-        SyncError, EngineError: when the transfer is incomplete; the server then reports its weights as unfinished.
-    """
+    """Send weights to a paused vLLM server."""
     http, seconds = engine.http, transfer.seconds + SPARE_S
     group = transfer.group(engine.url, ranks)
     try:
@@ -267,9 +247,6 @@ async def send_requests_to_sglang(engine: RemoteEngine, transfer: RequestTransfe
     """Send weights to a paused SGLang server in request bodies.
 
     Each of its ranks reads its own copy of a body and keeps its part of the tensors.
-
-    Raises:
-        SyncError, EngineError: when the transfer is incomplete; the server then reports its weights as unfinished.
     """
     name = UNFINISHED.format(transfer.version)
     check_success(await engine.http.post("/update_weight_version", {"new_version": name}, CONTROL_S), engine)

@@ -46,39 +46,24 @@ class WeightReceiver(Protocol):
     """Receives a trainer's weights and applies them completely or not at all; implemented where torch is available."""
 
     async def join(self, address: str, port: int, rank: int, world: int, name: str, backend: str) -> None:
-        """Join a trainer's process group; the trainer is rank 0.
-
-        Raises:
-            SyncError: when the trainer does not connect, or the group is invalid.
-        """
+        """Join a trainer's process group; the trainer is rank 0."""
 
     async def receive(self, group: str | None, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Any]) -> None:
         """Receive a bucket.
 
         Args:
             group: name of the group; None for the only one.
-
-        Raises:
-            SyncError: for weights that the model lacks, an unknown group, or a lost trainer.
         """
 
     async def decode_request(self, text: str) -> None:
-        """Decode weights from a request body.
-
-        Raises:
-            SyncError: for weights that the model lacks, or an invalid body.
-        """
+        """Decode weights from a request body."""
 
     @property
     def complete(self) -> bool:
         """Whether all weights of the model have arrived."""
 
     async def apply(self) -> None:
-        """Load the received weights into the engine.
-
-        Raises:
-            SyncError: when some are missing.
-        """
+        """Load the received weights into the engine."""
 
     def leave(self, group: str | None) -> bool:
         """Leave a group (all for None) and discard unapplied weights. Return False for an unknown group."""
