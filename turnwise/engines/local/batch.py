@@ -16,7 +16,6 @@ from typing import Any
 
 from turnwise.engines.base import Generation, Request
 from turnwise.engines.local.attention import AttentionRun
-from turnwise.engines.local.sampling import RowDraw
 from turnwise.engines.local.slots import Slot
 from turnwise.engines.local.vision import ContextMedia, ImageFeatures
 from turnwise.errors import EngineError
@@ -159,6 +158,10 @@ class DraftPosition:
 
     request: Request
     position: int
+
+
+RowDraw = ActiveCall | DraftPosition
+"""A row to sample: request, and position within the reply."""
 
 
 @dataclass(slots=True)

@@ -203,7 +203,6 @@ async def send_group_to_sglang(engine: RemoteEngine, transfer: GroupTransfer, ra
 
 
 def _rendezvous(group: WeightGroup) -> dict[str, Any]:
-    """Return where and how a server's ranks join a group."""
     where = {"master_address": group.address, "master_port": group.port, "rank_offset": 1, "world_size": group.world}
     return where | {"group_name": group.name, "backend": group.backend}
 

@@ -190,22 +190,17 @@ class _Gate:
         if scope["type"] != "http":
             return
         headers = Request(scope).headers
-        fault = _browser_fault(headers) or ("" if self._every else _host_fault(headers.get("host", "")))
+        fault = "" if self._every else _host_fault(headers.get("host", ""))
+        if headers.get("origin") is not None:
+            fault = "requests from web pages are refused (they carry an Origin)"
+        elif headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            fault = "requests from web pages are refused (Sec-Fetch-Site)"
         answer: ASGIApp = self._app
         if fault:
             answer = _error_response(403, fault, close=True)
         elif self._every and not _has_token(headers, self._token):
             answer = _error_response(401, "the token is wrong or missing (authorization: Bearer ...)", close=True)
         await answer(scope, receive, send)
-
-
-def _browser_fault(headers: Mapping[str, str]) -> str:
-    """Return why a request comes from a web page, or an empty string."""
-    if headers.get("origin") is not None:
-        return "requests from web pages are refused (they carry an Origin)"
-    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        return "requests from web pages are refused (Sec-Fetch-Site)"
-    return ""
 
 
 def _host_fault(host: str) -> str:
