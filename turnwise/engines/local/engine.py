@@ -469,7 +469,6 @@ class LocalEngine:
                     call.future.set_exception(error)
 
     def _check_request(self, request: Request) -> list[int]:
-        """Return the ids of a valid request."""
         ids, wrong_ids = ids_of(request)
         where = f"session {request.session!r:.80}, call {request.call}"
         if self.asleep:

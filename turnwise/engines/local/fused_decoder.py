@@ -247,7 +247,6 @@ def is_supported(module: Any, tower: SplitVLM | None = None) -> bool:
 
 
 def _names(layer: Any) -> set[str]:
-    """Return the weight names of a layer of this structure."""
     attention = [f"self_attn.{letter}_proj.weight" for letter in "qkvo"]
     biases = [f"self_attn.{letter}_proj.bias" for letter in "qkv"] if layer.self_attn.q_proj.bias is not None else []
     norms = ["self_attn.q_norm.weight", "self_attn.k_norm.weight"] if hasattr(layer.self_attn, "q_norm") else []
@@ -289,7 +288,6 @@ def matches_module(module: Any, made: FusedDecoder, count: int, tower: SplitVLM 
 
 
 def _random_media(tower: SplitVLM, made: FusedDecoder, count: int, generator: torch.Generator) -> RowMedia:
-    """Return random media for a number of ids."""
     places = list(range(count // 6, count // 3)) + list(range(count // 2, count // 2 + 2))
     width = made.table.shape[1]
 
@@ -302,7 +300,6 @@ def _random_media(tower: SplitVLM, made: FusedDecoder, count: int, generator: to
 
 
 def _media_between(media: RowMedia, start: int, end: int) -> RowMedia:
-    """Return the media of the rows from `start` to `end`."""
     inside = [number for number, position in enumerate(media.feature_rows) if start <= position < end]
     features = [media.features[0].take(torch.tensor(inside))] if inside else []
     time, high, wide = (row[start:end] for row in media.rotary_positions)

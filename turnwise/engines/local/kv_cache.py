@@ -28,7 +28,6 @@ class KVCache:
 
     @property
     def scratch(self) -> int:
-        """Index of the scratch slot."""
         return self.slots
 
     @property
@@ -41,7 +40,6 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for all slots."""
         total: int = sum(store.nbytes for store in self._stores)
         return total if self.routes is None else total + int(self.routes.nbytes)
 
@@ -67,7 +65,6 @@ class KVCache:
         return self.routes
 
     def clear(self) -> None:
-        """Drop all slots and layers."""
         self.layers.clear()
         self.routes = None
         self.slots = self.capacity = 0

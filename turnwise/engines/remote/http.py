@@ -168,7 +168,6 @@ class _Pool:
 
     @contextmanager
     def one(self) -> Iterator[Any]:
-        """Yield a client for one request."""
         index = self._busy.index(min(self._busy))
         self._busy[index] += 1
         try:

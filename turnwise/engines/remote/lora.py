@@ -98,7 +98,6 @@ class LoraServerEngine(RemoteEngine):
         await super().close()
 
     async def _unload_adapter(self, name: str) -> None:
-        """Unload an adapter, ignoring failures."""
         await suppress_errors(self.http.post_status(self.lora_api.unload, {"lora_name": name}, CONTROL_S))
 
     @contextmanager

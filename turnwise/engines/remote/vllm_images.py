@@ -137,7 +137,6 @@ class VllmImages:
         return {"token_ids": list(pixels.vision.compact(request.ids, media)), "content_parts": parts}
 
     def _features(self, media: Sequence[MediaPlacement], names: Sequence[str], have: Collection[str]) -> dict[str, Any]:
-        """Return the `features` of a request: images whose blocks are one run of placeholders each."""
         from msgpack import packb
 
         pixels, data = self._engine.pixels, list[str | None]()
@@ -211,7 +210,6 @@ class ServerImageCache:
         self._sizes: OrderedDict[str, int] = OrderedDict()
 
     def among(self, names: Iterable[str]) -> frozenset[str]:
-        """Return the names in the cache."""
         return frozenset(name for name in names if name in self._sizes)
 
     def put(self, sent: Iterable[tuple[str, int]]) -> None:

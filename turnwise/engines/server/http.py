@@ -235,7 +235,6 @@ def _make_endpoint(endpoint: Endpoint, token: str) -> Callable[[Request], Awaita
 
 
 async def _read(request: Request, endpoint: Endpoint) -> Any:
-    """Read and validate the body."""
     pieces, size = [], int(request.headers.get("content-length") or 0)
     if size > endpoint.max_bytes:
         raise HttpError(413, f"the body has {size} bytes; at most {endpoint.max_bytes} are accepted")

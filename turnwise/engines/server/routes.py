@@ -130,7 +130,6 @@ class EngineService:
         self._sampling_allowed.set()
 
     def routes(self, formats: Formats) -> Table:
-        """Return the routes of a format."""
         table = {(method, path): endpoint(self) for kinds, method, path, endpoint in _ROUTES if formats in kinds}
         if formats == "vllm":
             paths: dict[str, dict[str, str]] = {path: {} for _, path in table}
@@ -469,7 +468,6 @@ class EngineService:
         await self._receiver.join(info.master_address, info.master_port, info.rank_offset, info.world_size, name, backend)
 
     async def _sleep(self) -> None:
-        """End the running calls and release the engine's memory."""
         await self._pause_sampling("abort")
         await self.engine.sleep()
         self.released = set(PARTS)
@@ -486,7 +484,6 @@ class EngineService:
 
 
 def _vllm_drafts(reply: Generation) -> dict[str, Any]:
-    """Return the counts of speculative decoding, if any."""
     if not reply.drafted:
         return {}
     info = {"num_draft_tokens": reply.drafted, "num_accepted_draft_tokens": reply.accepted}
