@@ -227,34 +227,27 @@ class EngineModel:
         if self.recording:
             self.recording.rows = batch[2], batch[1]
         wanted = torch.tensor(keep + [0] * (round_up_rows(len(keep)) - len(keep)), device=self.device)
-        logits = self._logits(batch, wanted, plan, media, padding)
+        logits: torch.Tensor
+        if self.tower is None:
+            logits = self.module(
+                input_ids=batch[:1], position_ids=batch[1:2], use_cache=False, logits_to_keep=wanted, turnwise_plan=plan
+            ).logits[0]
+        else:
+            given, places, features = batch[1:2], None, None
+            if media is not None:
+                if self.tower.uses_mrope:
+                    rotary = torch.tensor([row + [0] * padding for row in media.rotary_positions], device=self.device)
+                    given = rotary[:, None]
+                if media.feature_rows:
+                    places, features = torch.tensor(media.feature_rows, device=self.device), ImageFeatures.join(media.features)
+            hidden = self.tower.decode(batch[:1], given, places, features, turnwise_plan=plan)
+            logits = self.tower.head(hidden[0].index_select(0, wanted))
         if plan.touched != self.config.num_hidden_layers:
             raise EngineError(
                 f"{type(self.module).__name__}: only {plan.touched} of {self.config.num_hidden_layers} layers use "
                 "transformers' attention interface, so the local engine cannot cache the others; use a server"
             )
         return logits
-
-    def _logits(
-        self, batch: torch.Tensor, wanted: torch.Tensor, plan: AttentionPlan, media: RowMedia | None, padding: int
-    ) -> torch.Tensor:
-        tower = self.tower
-        if tower is None:
-            output = self.module(
-                input_ids=batch[:1], position_ids=batch[1:2], use_cache=False, logits_to_keep=wanted, turnwise_plan=plan
-            )
-            logits: torch.Tensor = output.logits[0]
-            return logits
-        positions, places, features = batch[1:2], None, None
-        if media is not None:
-            if tower.uses_mrope:
-                rotary = torch.tensor([row + [0] * padding for row in media.rotary_positions], device=self.device)
-                positions = rotary[:, None]
-            if media.feature_rows:
-                places, features = torch.tensor(media.feature_rows, device=self.device), ImageFeatures.join(media.features)
-        hidden = tower.decode(batch[:1], positions, places, features, turnwise_plan=plan)
-        chosen: torch.Tensor = tower.head(hidden[0].index_select(0, wanted))
-        return chosen
 
 
 def _check_rope(config: Any, context: int) -> None:

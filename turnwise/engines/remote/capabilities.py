@@ -146,7 +146,7 @@ async def probe_server(engine: RemoteEngine) -> ServerCapabilities:
         found.routes = [route for route in used if route in engine.routes]
         found.updates = {"/collective_rpc", "/pause"} <= engine.routes
         found.lora = engine.lora_api.load in engine.routes
-        found.images = bool(await _or_none(engine.images.supports_images()))
+        found.images = bool(await _or_none(engine.supports_images()))
     elif isinstance(engine, SglangEngine):
         found.routes = ["/generate", "/update_weights_from_disk", "/pause_generation", "/abort_request"]
         found.updates = True

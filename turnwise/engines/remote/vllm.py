@@ -31,11 +31,7 @@ MAX_HEADER = 1024
 def vllm_experts(given: Any, request: Request, sampled: int, breach: ResponseErrors) -> Mapping[str, tuple[int, ExpertRoutes]]:
     """Convert vLLM's `routed_experts`, an array [positions, layers, k] up to the last position fed, to extras.
 
-    Args:
-        sampled: number of ids the server sampled.
-
-    Raises:
-        BackendContractError: for another form. Missing or unrequested data is ignored.
+    `sampled` is the number of ids the server sampled. Missing or unrequested data is ignored.
     """
     if given is None or ROUTES not in request.extras:
         return {}
@@ -55,10 +51,7 @@ def sglang_experts(
 ) -> Mapping[str, tuple[int, ExpertRoutes]]:
     """Convert SGLang's `meta_info.routed_experts` to extras: int32 [positions, layers, k], sent without a shape.
 
-    The positions run from the requested one to the last one fed.
-
-    Raises:
-        BackendContractError: for another form. Missing or unrequested data is ignored.
+    The positions run from the requested one to the last one fed. Missing or unrequested data is ignored.
     """
     positions = len(request.ids) + sampled - 1 - request.routes_from
     if given is None or ROUTES not in request.extras or not positions:
@@ -148,7 +141,7 @@ class VllmEngine(LoraServerEngine):
         self.drafts = False
         """Whether the server decodes speculatively; set by `open`."""
         self._allowed_last: tuple[frozenset[int], list[int]] | None = None
-        self.images = VllmImages(self)
+        self._images = VllmImages(self)
 
     async def _identify(self) -> None:
         self.server_version = str((await self.http.page("/version", CONTROL_S)).get("version", ""))
@@ -190,7 +183,7 @@ class VllmEngine(LoraServerEngine):
             body |= {"sampling_params": sampling, "return_token_ids": True} | self._cache_salt()
             with self._check_adapter_loaded():
                 if request.media:
-                    return await self.images.ask(GENERATE, body, request, seconds)
+                    return await self._images.ask(GENERATE, body, request, seconds)
                 return await self.http.post(GENERATE, body, seconds)
         if request.media:
             raise EngineError(
@@ -252,6 +245,10 @@ class VllmEngine(LoraServerEngine):
     def _cache_salt(self) -> dict[str, str]:
         """Return a cache salt that separates prefixes by weights: an in-place load does not clear the cache."""
         return {"cache_salt": f"turnwise-{self.adapter[0] if self.adapter else 'base'}-{self.version}"}
+
+    async def supports_images(self) -> bool:
+        """Probe whether the server accepts images; False when it cannot render (no route, no template)."""
+        return await self._images.supports_images()
 
     def _read(self, raw: Any, request: Request, expected: ExpectedWeights) -> ServerResponse:
         breach = ResponseErrors(self.display_name)

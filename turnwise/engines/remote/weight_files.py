@@ -15,8 +15,6 @@ from turnwise.errors import SyncError
 
 HEAD = "lm_head.weight"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
-KEPT = 2
-"""Number of policies whose directories are kept; the oldest are deleted first."""
 Fingerprint = Callable[[Iterable[tuple[str, Any]]], str]
 
 
@@ -25,6 +23,7 @@ class WeightDirectories(ABC):
 
     Args:
         root: parent of the directories; servers must see it under the same path.
+        keep: number of policies to keep; the oldest are deleted first.
         fingerprint: of named weights; the trainer's by default.
     """
 
@@ -33,9 +32,8 @@ class WeightDirectories(ABC):
     as_source: ClassVar[type[DiskWeights | DiskAdapter]]
     """Source by which servers load a directory."""
 
-    def __init__(self, root: str | Path, *, fingerprint: Fingerprint | None = None) -> None:
-        self.root = Path(root).absolute()
-        self._fingerprint = fingerprint
+    def __init__(self, root: str | Path, *, keep: int = 2, fingerprint: Fingerprint | None = None) -> None:
+        self.root, self.keep, self._fingerprint = Path(root).absolute(), max(1, keep), fingerprint
 
     def write(self, weights: Iterable[tuple[str, Any]], version: int) -> tuple[Path, str]:
         """Write weights, verify them by reading them back, and rename the directory.
@@ -76,7 +74,7 @@ class WeightDirectories(ABC):
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         policies = [path for path in self.root.glob("policy-*") if path.name[7:].isdigit()]
-        for path in sorted(policies, key=lambda path: path.stat().st_mtime_ns)[:-KEPT]:
+        for path in sorted(policies, key=lambda path: path.stat().st_mtime_ns)[: -self.keep]:
             shutil.rmtree(path, ignore_errors=True)
         return final, sent
 
@@ -89,7 +87,7 @@ class ModelDirectories(WeightDirectories):
     """Writes each policy's weights as a Hugging Face model directory.
 
     Args:
-        root, fingerprint: as in `WeightDirectories`.
+        root, keep, fingerprint: as in `WeightDirectories`.
         source: model directory at the start of the run, for config and tokenizer.
         untie: write the output matrix separately although it equals the embedding, and say so in the config. vLLM on a CPU
             needs it: after a reload of a tied model it keeps the old output matrix. The server must start from such a
@@ -98,10 +96,8 @@ class ModelDirectories(WeightDirectories):
 
     file, as_source = "model.safetensors", DiskWeights
 
-    def __init__(
-        self, root: str | Path, source: str | Path, *, untie: bool = False, fingerprint: Fingerprint | None = None
-    ) -> None:
-        super().__init__(root, fingerprint=fingerprint)
+    def __init__(self, root: str | Path, source: str | Path, keep: int = 2, *, untie: bool = False, **options: Any) -> None:
+        super().__init__(root, keep=keep, **options)
         self.source, self.untie = Path(source), untie
 
     def _fill(self, draft: Path, rows: dict[str, Any]) -> None:
@@ -122,16 +118,14 @@ class AdapterDirectories(WeightDirectories):
     """Writes each policy's LoRA adapter in peft's layout, with peft's tensor names.
 
     Args:
-        root, fingerprint: as in `WeightDirectories`.
+        root, keep, fingerprint: as in `WeightDirectories`.
         config: returns the content of adapter_config.json.
     """
 
     file, as_source = "adapter_model.safetensors", DiskAdapter
 
-    def __init__(
-        self, root: str | Path, config: Callable[[], Mapping[str, Any]], *, fingerprint: Fingerprint | None = None
-    ) -> None:
-        super().__init__(root, fingerprint=fingerprint)
+    def __init__(self, root: str | Path, config: Callable[[], Mapping[str, Any]], **options: Any) -> None:
+        super().__init__(root, **options)
         self._config = config
 
     def _fill(self, draft: Path, rows: dict[str, Any]) -> None:
