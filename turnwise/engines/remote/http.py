@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack
+from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -59,7 +60,7 @@ class HttpClient:
         self._token = ""
         """Token of a local server of this user, once the server asked for one."""
         self._most = most
-        self._pools: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[_Pool, AsyncGenerator[_Pool, None]]] = (
+        self._pools: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[_Clients, AsyncGenerator[_Clients, None]]] = (
             WeakKeyDictionary()
         )
 
@@ -122,10 +123,14 @@ class HttpClient:
         try:
             # Cancelling a request closes its connection, which ends the request on all three kinds of server.
             async with asyncio.timeout(seconds):
-                pool = await self._pool()
-                with pool.one() as client:
-                    async with client.stream(method, where, content=content, headers=sent | dict(headers or {})) as response:
+                least_busy = min(await self._clients(), key=itemgetter(0))
+                least_busy[0] += 1
+                try:
+                    asked = least_busy[1].stream(method, where, content=content, headers=sent | dict(headers or {}))
+                    async with asked as response:
                         raw = await _read(response, where)
+                finally:
+                    least_busy[0] -= 1
         except TimeoutError:
             raise EngineUnavailable(f"{where} did not answer in {seconds:g} s") from None
         except (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL, OSError) as error:
@@ -151,32 +156,20 @@ class HttpClient:
         except orjson.JSONDecodeError as error:
             raise BackendContractError(f"{self.url}{path} returned invalid JSON ({error}): {raw[:120]!r}") from None
 
-    async def _pool(self) -> _Pool:
+    async def _clients(self) -> _Clients:
         loop = asyncio.get_running_loop()
         cached = self._pools.get(loop)
         if cached is None:
-            holder = _pool(self._most + SPARE_CONNECTIONS, self.url.startswith("https:"))
+            holder = _open_clients(self._most + SPARE_CONNECTIONS, self.url.startswith("https:"))
             cached = self._pools[loop] = (await anext(holder), holder)
         return cached[0]
 
 
-class _Pool:
-    """Library clients that share the requests; each request takes the least busy one."""
-
-    def __init__(self, clients: Sequence[Any]) -> None:
-        self._clients, self._busy = clients, [0] * len(clients)
-
-    @contextmanager
-    def one(self) -> Iterator[Any]:
-        index = self._busy.index(min(self._busy))
-        self._busy[index] += 1
-        try:
-            yield self._clients[index]
-        finally:
-            self._busy[index] -= 1
+_Clients = list[list[Any]]
+"""Library clients that share the requests, each as [requests in flight, client]."""
 
 
-async def _pool(most: int, secure: bool) -> AsyncGenerator[_Pool, None]:
+async def _open_clients(most: int, secure: bool) -> AsyncGenerator[_Clients, None]:
     """Yield clients for `most` requests, closed with the event loop, which closes remaining generators."""
     import httpx2
 
@@ -187,13 +180,9 @@ async def _pool(most: int, secure: bool) -> AsyncGenerator[_Pool, None]:
     deadlines = httpx2.Timeout(None, connect=CONNECT_S)
     verify: Any = httpx2.create_ssl_context() if secure else False
     async with AsyncExitStack() as stack:
-        clients = [
-            await stack.enter_async_context(
-                httpx2.AsyncClient(timeout=deadlines, limits=limits, trust_env=False, verify=verify)
-            )
-            for _ in range(-(-most // CONNECTIONS_PER_CLIENT))
-        ]
-        yield _Pool(clients)
+        options = {"timeout": deadlines, "limits": limits, "trust_env": False, "verify": verify}
+        count = -(-most // CONNECTIONS_PER_CLIENT)
+        yield [[0, await stack.enter_async_context(httpx2.AsyncClient(**options))] for _ in range(count)]
 
 
 async def _read(response: Any, where: str) -> bytes:
