@@ -105,8 +105,6 @@ RECORDS = {
     "recording",
     # tensors, modules and configurations of torch, transformers, tokenizers and jinja
     "ctx",
-    "weight",
-    "bias",
     "p",
     "master",
     "parameter",

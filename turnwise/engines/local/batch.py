@@ -100,6 +100,7 @@ class Drafter:
             self._draft_length = max(1, self._draft_length // 2)
 
     def stop(self) -> None:
+        """Stop drafting."""
         self._max_draft = self._draft_length = 0
 
 

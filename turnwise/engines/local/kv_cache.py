@@ -28,6 +28,7 @@ class KVCache:
 
     @property
     def scratch(self) -> int:
+        """Index of the scratch slot."""
         return self.slots
 
     @property
@@ -40,6 +41,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
+        """Bytes allocated for all slots."""
         total: int = sum(store.nbytes for store in self._stores)
         return total if self.routes is None else total + int(self.routes.nbytes)
 
@@ -65,6 +67,7 @@ class KVCache:
         return self.routes
 
     def clear(self) -> None:
+        """Drop all slots and layers."""
         self.layers.clear()
         self.routes = None
         self.slots = self.capacity = 0

@@ -51,6 +51,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
+        """Whether there is work for a step."""
         return bool(self.running or self.waiting)
 
     def submit(self, call: ActiveCall) -> None:

@@ -42,20 +42,25 @@ class ImageFeatures:
 
     @property
     def nbytes(self) -> int:
+        """Total bytes."""
         return sum(part.nbytes for part in (self.rows, *self.deep))
 
     def take(self, index: slice | Tensor) -> ImageFeatures:
+        """Return some rows."""
         return ImageFeatures(self.rows[index], tuple(part[index] for part in self.deep))
 
     def same(self, other: ImageFeatures) -> bool:
+        """Return whether all values are bit-identical."""
         pairs = zip((self.rows, *self.deep), (other.rows, *other.deep), strict=True)
         return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
     def clone(self) -> ImageFeatures:
+        """Return a copy."""
         return ImageFeatures(self.rows.clone(), tuple(part.clone() for part in self.deep))
 
     @classmethod
     def join(cls, parts: Sequence[ImageFeatures]) -> ImageFeatures:
+        """Concatenate features."""
         if len(parts) == 1:
             return parts[0]
         deep = zip(*(part.deep for part in parts), strict=True)
@@ -249,10 +254,12 @@ class ImageFeatureCache:
 
     @property
     def has_pixel_source(self) -> bool:
+        """Whether any source was added."""
         return self._last is not None
 
     @property
     def vision(self) -> Any:
+        """Vision processor of the latest source."""
         if self._last is None:
             raise EngineError("a request has images, but no pixel source; call engine.add_pixel_source(pixels)")
         return self._last.vision

@@ -54,6 +54,7 @@ class ServerCommand:
     """Files that the commands need."""
 
     def prepare(self) -> None:
+        """Write the files."""
         try:
             for path, text in self.files.items():
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,6 +69,7 @@ class ServerCommand:
             self.why.append((options, reason))
 
     def describe(self) -> Iterator[str]:
+        """Yield lines that describe the commands."""
         yield from (f"  {name}={value}" for name, value in self.env.items())
         yield from ("  " + " ".join(command) for command in self.commands)
         yield from (f"{setting}: {reason}" for setting, reason in self.why)
@@ -308,14 +310,17 @@ class ServerProcess:
 
     @property
     def url(self) -> str:
+        """URL of the server."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def pid(self) -> int | None:
+        """Process id, or None before the start."""
         return self._process.pid if self._process is not None else None
 
     @property
     def ended(self) -> bool:
+        """Whether it was started and has exited."""
         return self._process is not None and self._process.poll() is not None
 
     def start(self, directory: Path) -> None:

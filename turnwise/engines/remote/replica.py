@@ -139,6 +139,7 @@ class Replica:
 
     @property
     def available(self) -> bool:
+        """Whether it may take a call now."""
         return self.state == "up" and len(self.calls) < self.most and time.monotonic() >= self.not_before
 
     async def generate(self, request: Request) -> Generation:
@@ -244,6 +245,7 @@ class Replica:
         self.proof, self.outdated = await _score_if_supported(self.engine), False
 
     async def start(self) -> None:
+        """Check the server for the first time."""
         await self.engine.open()
         if self.engine.asleep:
             self.state, self.fault = "asleep", f"{self.engine.display_name} {SLEEPING}"

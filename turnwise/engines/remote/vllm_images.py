@@ -210,6 +210,7 @@ class ServerImageCache:
         self._sizes: OrderedDict[str, int] = OrderedDict()
 
     def among(self, names: Iterable[str]) -> frozenset[str]:
+        """Return the names in the cache."""
         return frozenset(name for name in names if name in self._sizes)
 
     def put(self, sent: Iterable[tuple[str, int]]) -> None:

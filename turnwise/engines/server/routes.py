@@ -130,6 +130,7 @@ class EngineService:
         self._sampling_allowed.set()
 
     def routes(self, formats: Formats) -> Table:
+        """Return the routes of a format."""
         table = {(method, path): endpoint(self) for kinds, method, path, endpoint in _ROUTES if formats in kinds}
         if formats == "vllm":
             paths: dict[str, dict[str, str]] = {path: {} for _, path in table}
