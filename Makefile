@@ -47,8 +47,9 @@ test: $(READY)
 	@$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-engines: $(READY)
-	@home="$${TURNWISE_ENGINES:-$$HOME/.cache/turnwise/engines}"; for kind in vllm sglang llamacpp; do \
-	[ -e "$$home/$$kind" ] || $(BIN)/turnwise engines install $$kind --home "$$home" || exit 1; done
+	@home="$${TURNWISE_ENGINES:-$$HOME/.cache/turnwise/engines}"; for kind in vllm sglang; do \
+	[ -e "$$home/$$kind" ] || $(BIN)/python contrib/cpu_servers.py install $$kind --home "$$home" || exit 1; done; \
+	[ -e "$$home/llamacpp" ] || $(BIN)/turnwise engines install llamacpp --home "$$home"
 	@$(BIN)/python -m pytest -m engines --timeout 3600 -s $(ARGS) tests/engines_real
 
 test-slow: $(READY)

@@ -2,7 +2,7 @@
 
 A tiny Qwen3 (128 wide, 4 layers, heads of 32 numbers, fp32, random weights) plays episodes of 4 turns: replies of 48 ids that
 nothing ends, observations of about 20 ids, siblings of 8 with one prompt. Servers are started as `turnwise engines start` does,
-each alone, and get the model as training gives it; their environments are those of `turnwise engines install`. After a first
+each alone, and get the model as training gives it; their environments are those of `contrib/cpu_servers.py`. After a first
 round, whose first calls pay for warming up, the medians of the rounds are told: sampled ids a second by the clock, the share of
 the prompts' ids that came from a cache, the time until the first reply, and the largest |logprob - trainer's|.
 
@@ -29,7 +29,7 @@ import torch
 
 import turnwise as tw
 from turnwise.config import EngineConfig, Limits, ModelConfig, RunConfig, TrainConfig
-from turnwise.engines.remote.managed import HOME
+from turnwise.engines.remote.managed import HOME, how_to_install
 from turnwise.renderers import load_renderer
 from turnwise.rollouts.api import arollout
 from turnwise.training.model.models import create_tiny_model, load
@@ -128,7 +128,7 @@ def main() -> None:
         source = create_tiny_model(ModelConfig(hidden=128, layers=4, heads=4, kv_heads=2), TEXTS, Path(place) / "model", seed=1)
         for kind in args.engines.split(","):
             if kind != "local" and not (args.home / kind).is_dir():
-                print(f"{kind}: not installed in {args.home} (turnwise engines install {kind})", file=sys.stderr)
+                print(f"{kind}: not installed in {args.home} ({how_to_install(kind, gpu=False)})", file=sys.stderr)
                 continue
             found[kind] = asyncio.run(measure(kind, source, Path(place) / kind, args))
             row = found[kind]

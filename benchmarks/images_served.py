@@ -1,7 +1,7 @@
 """Episodes with a new image in each turn through a real vLLM: images sent once and named after that, or sent with each turn.
 
 A tiny Qwen3-VL (random weights, float32) plays episodes of 8 turns, replies of 8 ids, an image of noise of 224 x 224 pixels in
-each. The server is started as `turnwise engines start` does; its environment is that of `turnwise engines install vllm`. Both
+each. The server is started as `turnwise engines start` does; its environment is that of `contrib/cpu_servers.py`. Both
 ways take turns with it, each with weights of its own number, so that nothing is known from before. Told are the medians of the
 rounds: bytes that requests sent, and seconds by the clock.
 

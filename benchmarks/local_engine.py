@@ -36,7 +36,8 @@ from transformers import (
 
 from turnwise.engines.base import Generation, Request
 from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.sampling import RowDraw, Sampler
+from turnwise.engines.local.batch import RowDraw
+from turnwise.engines.local.sampling import Sampler
 
 VOCABULARY = 2048
 GROUPS, SIBLINGS, TURNS = 16, 8, 8

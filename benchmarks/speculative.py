@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from turnwise.engines.base import Generation, Request
 from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.sampling import RowDraw, Sampler
+from turnwise.engines.local.batch import RowDraw
+from turnwise.engines.local.sampling import Sampler
 
 VOCABULARY, PROMPT, REPLY = 2048, 128, 384
 SIZES = {"small": (128, 4, 4), "medium": (512, 6, 8)}

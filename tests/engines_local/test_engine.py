@@ -14,7 +14,8 @@ from local_kit import KINDS, VOCABULARY, bits, config, full_logprobs, model, req
 from turnwise.engines import StopText
 from turnwise.engines.base import Engine, Generation, Sampling, SupportsWeightUpdate
 from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.sampling import RowDraw, Sampler
+from turnwise.engines.local.batch import RowDraw
+from turnwise.engines.local.sampling import Sampler
 from turnwise.errors import BackendContractError, EngineError, ModelError
 from turnwise.types import ImageRef, MediaPlacement
 

@@ -20,8 +20,8 @@ import turnwise as tw
 from turnwise.config import EngineConfig, ModelConfig, RunConfig
 from turnwise.engines.base import Generation, Request, Sampling, StopText
 from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.batch import Drafter
-from turnwise.engines.local.sampling import RowDraw, Sampler
+from turnwise.engines.local.batch import Drafter, RowDraw
+from turnwise.engines.local.sampling import Sampler
 from turnwise.errors import EngineError
 from turnwise.training.model import models
 from turnwise.training.setup import load_model_and_renderer, make_engine

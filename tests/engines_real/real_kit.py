@@ -14,7 +14,7 @@ import torch
 import turnwise as tw
 from turnwise.config import Limits, ModelConfig, TrainConfig
 from turnwise.engines.remote import Fleet, LlamaCppEngine, SglangEngine, VllmEngine
-from turnwise.engines.remote.managed import HOME, ServerProcess
+from turnwise.engines.remote.managed import HOME, ServerProcess, how_to_install
 from turnwise.engines.remote.weight_files import ModelDirectories
 from turnwise.renderers import load_renderer
 from turnwise.training.model.models import create_tiny_model, load
@@ -99,7 +99,7 @@ def fleet(model: Model, make, server: ServerProcess, **options) -> Fleet:
 def server(kind: str, directory: Path, logs: Path, **options):
     """A server that answers, or a skip where its environment is missing."""
     if not (PLACE / kind).is_dir():
-        pytest.skip(f"{PLACE / kind}: not installed; `turnwise engines install {kind}`")
+        pytest.skip(f"{PLACE / kind}: not installed; `{how_to_install(kind, gpu=False)}`")
     running = ServerProcess(kind, PLACE, logs / f"{kind}.log", context=CONTEXT, gpu=False, **options)
     try:
         running.start(directory)

@@ -15,8 +15,8 @@ from long_world import LONG
 from turnwise.cli.main import main
 from turnwise.engines import Request
 from turnwise.engines.remote import Fleet, SglangEngine
-from turnwise.engines.remote.managed import ManagedFleet
-from turnwise.engines.remote.weight_requests import UNFINISHED
+from turnwise.engines.remote.managed import ManagedFleet, how_to_install
+from turnwise.engines.remote.weight_sync import UNFINISHED
 from turnwise.errors import StaleWeights, SyncError
 from turnwise.training.setup import unique_weights
 from turnwise.training.weight_transfer import GroupConnection, GroupWeightPacker, RequestWeightPacker
@@ -149,7 +149,7 @@ def test_a_server_that_slept_answers_from_the_weights_that_wake_it(running, way)
 def test_a_run_takes_turns_with_a_server_that_dies_asleep(kind, way, tmp_path, monkeypatch, capsys):
     """The server is a process of the run's own: it is killed once while the trainer trains."""
     if not (kit.PLACE / kind).is_dir():
-        pytest.skip(f"{kit.PLACE / kind}: not installed; `turnwise engines install {kind}`")
+        pytest.skip(f"{kit.PLACE / kind}: not installed; `{how_to_install(kind, gpu=False)}`")
     slept, sleep = [], ManagedFleet.sleep
 
     async def noted(fleet):

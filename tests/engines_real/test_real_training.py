@@ -12,7 +12,7 @@ import real_kit as kit
 from long_world import LONG
 
 from turnwise.cli.main import main
-from turnwise.engines.remote.managed import ManagedFleet
+from turnwise.engines.remote.managed import ManagedFleet, how_to_install
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
@@ -45,7 +45,7 @@ def local(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_the_quickstart_learns_through_a_server_what_it_learns_here(kind, local, tmp_path):
     if not (kit.PLACE / kind).is_dir():
-        pytest.skip(f"{kit.PLACE / kind}: not installed; `turnwise engines install {kind}`")
+        pytest.skip(f"{kit.PLACE / kind}: not installed; `{how_to_install(kind, gpu=False)}`")
     print(f"{kind}: ", end="")
     summary, gap = trained(tmp_path / "run", "--engine.kind", kind, "--engine.install-dir", str(kit.PLACE))
     assert summary["success_before"] < 0.45
@@ -60,7 +60,7 @@ def test_a_lora_goes_out_alone_and_comes_back_to_a_server_that_died(kind, tmp_pa
     """The server has the model from the start; each policy is an adapter of its own. One is killed between two steps."""
     pytest.importorskip("peft")
     if not (kit.PLACE / kind).is_dir():
-        pytest.skip(f"{kit.PLACE / kind}: not installed; `turnwise engines install {kind}`")
+        pytest.skip(f"{kit.PLACE / kind}: not installed; `{how_to_install(kind, gpu=False)}`")
     update = ManagedFleet.update
 
     async def killed_once(fleet, weights, version):

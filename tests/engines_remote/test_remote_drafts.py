@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ import remote_kit as kit
 
 import turnwise as tw
 from turnwise.engines import Request
-from turnwise.engines.remote import SglangEngine, VllmEngine, cpu_patches, managed, probe_server
+from turnwise.engines.remote import SglangEngine, VllmEngine, managed, probe_server
 from turnwise.errors import ConfigError, EngineError, UsageError
 from turnwise.records.metrics import rollout_metrics
 from turnwise.renderers import byte_renderer
@@ -64,9 +63,8 @@ def test_what_servers_drafted_reaches_the_metrics():
     class Within(VllmEngine):
         """The server has fewer ids than the renderer: it is asked the same thing about ids that it has."""
 
-        def _generate_body(self, request, asked, name):
-            body = super()._generate_body(request, asked, name)
-            return body | {"token_ids": [one % kit.IDS for one in body["token_ids"]]}
+        async def _sample(self, request, *more):
+            return await super()._sample(replace(request, ids=[one % kit.IDS for one in request.ids]), *more)
 
         def _read(self, raw, request, held):
             answer = super()._read(raw, request, held)
@@ -109,11 +107,11 @@ def started(kind, home, **options):
 
 
 def test_vllm_is_started_with_drafts_that_are_told_of(tmp_path):
-    with pytest.raises(UsageError, match="recreate it with `turnwise engines install vllm`"):
+    with pytest.raises(UsageError, match=r"recreate it with `python contrib/cpu_servers.py install vllm`"):
         started("vllm", tmp_path, speculate=5)
-    for path, text in managed.install("vllm", tmp_path).files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    fixed = managed.packages(tmp_path / "vllm") / f"{managed.DRAFTS}.py"
+    fixed.parent.mkdir(parents=True)
+    fixed.touch()
     (command,) = started("vllm", tmp_path, speculate=5).commands
     told = command[command.index("--speculative-config") + 1]
     assert '"method": "ngram"' in told
@@ -129,35 +127,6 @@ def test_sglang_drafts_on_a_gpu_alone(tmp_path):
         started("sglang", tmp_path, speculate=5)
     with pytest.raises(UsageError, match="llamacpp is not supported"):
         started("llamacpp", tmp_path, speculate=5)
-
-
-FAKE = "def _expand_kernel_impl(*given):\n    raise AssertionError('not put right')\n"
-TRY = """
-import torch
-import vllm.utils.cpu_triton_utils as there
-for kind in (torch.float32, torch.int32):
-    given = torch.tensor([0, 3, 0, 7], dtype=kind) / (4 if kind == torch.float32 else 1)
-    out = torch.full((6,), 99, dtype=kind)
-    there._expand_kernel_impl(out, given, torch.tensor([2, 3, 3, 6], dtype=torch.int32), 0, 1, MAX_NUM_TOKENS=128)
-    share = 0.25 if kind == torch.float32 else 1
-    assert out.tolist() == [1, 1, 3 * share, 7 * share, 7 * share, 7 * share], out
-print("right")
-"""
-
-
-def test_what_vllm_loses_on_a_cpu_is_put_right(tmp_path):
-    """Each drafted id has its request's temperature: a number with a fraction, in the tensor that was given."""
-    pytest.importorskip("torch")
-    for path, text in cpu_patches.patch_vllm_speculation(tmp_path).items():
-        (tmp_path / path.name).write_text(text)
-    package = tmp_path / "vllm" / "utils"
-    package.mkdir(parents=True)
-    for folder in (package.parent, package):
-        (folder / "__init__.py").write_text("")
-    (package / "cpu_triton_utils.py").write_text(FAKE)
-    line = (tmp_path / f"{cpu_patches.DRAFTS}.pth").read_text()
-    run = subprocess.run([sys.executable, "-c", line + TRY], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert run.stdout == "right\n", run.stderr
 
 
 def test_auto_that_turns_out_to_be_sglang_refuses_what_it_cannot_be_trained_with(tmp_path):

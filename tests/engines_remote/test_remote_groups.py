@@ -23,7 +23,7 @@ from turnwise.engines import Request
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.local.weights import fingerprint
 from turnwise.engines.remote import Fleet
-from turnwise.engines.remote.weight_requests import UNFINISHED
+from turnwise.engines.remote.weight_sync import UNFINISHED
 from turnwise.engines.server import JsonHttpServer
 from turnwise.errors import StaleWeights, SyncError
 from turnwise.training.model.models import create_tiny_model, load
@@ -235,7 +235,7 @@ def test_a_server_process_that_is_killed_or_hangs_in_the_middle_is_told_and_give
             packer.seconds = 1.0
             nudge(model, 2)
             at_bucket(monkeypatch, 1, lambda _: stopped.process.send_signal(signal.SIGSTOP), stopped.url)
-            monkeypatch.setattr("turnwise.engines.remote.weight_requests.SPARE_S", 0.5)
+            monkeypatch.setattr("turnwise.engines.remote.weight_sync.SPARE_S", 0.5)
             await engine.update(unique_weights(model), 3)
             states = [member.state for member in engine.members]
             told, reloaded = engine.members[1].fault, engine.members[0].counts["reloaded"]

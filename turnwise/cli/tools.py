@@ -141,7 +141,7 @@ def _env(spec: str) -> str:
 KINDS = ("vllm", "sglang", "llamacpp")
 ENGINES_EPILOG = """\
 examples:
-  turnwise engines install vllm                     install vLLM into its own environment
+  turnwise engines install vllm --gpu               install vLLM into its own environment
   turnwise engines start vllm --model DIR           serve a model directory, with exact logprobs
   turnwise engines start vllm --model DIR --dry-run print the command and the reasons for its flags
   turnwise check --engine http://localhost:8000     report the capabilities of a server

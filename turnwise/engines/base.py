@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -51,12 +52,11 @@ class StopText:
         last = {text[-1] for text in self.texts}
         self._last = last if all("!" <= char <= "~" for char in last) else None
         self._may_end: dict[int, bool] = {}
+        """Whether a text may end in an id, judging by its last character."""
 
     def continued_after(self, ids: Sequence[int]) -> StopText:
         """Return a detector for ids that continue these, for an aborted reply that another call continues."""
-        other = object.__new__(StopText)
-        other.texts, other._decode, other._max_bytes = self.texts, self._decode, self._max_bytes
-        other._last, other._may_end = self._last, self._may_end
+        other = copy(self)
         other._before = (*self._before, *ids)
         return other
 
@@ -69,8 +69,13 @@ class StopText:
         return next((count for count in range(1, len(ids) + 1) if self._ends(ids, count)), 0)
 
     def _ends(self, ids: Sequence[int], count: int) -> bool:
-        if not self._can_end(ids[count - 1]):
-            return False
+        last = ids[count - 1]
+        if self._last is not None:
+            if last not in self._may_end:
+                decoded = self._decode([last])
+                self._may_end[last] = any(char in decoded for char in self._last)
+            if not self._may_end[last]:
+                return False
         window = self._max_bytes + 2
         while True:
             missing = window - count
@@ -87,16 +92,6 @@ class StopText:
         """Truncate a text after the first complete stop text; return all of it when there is none."""
         ends = [text.index(stop) + len(stop) for stop in self.texts if stop in text]
         return text[: min(ends)] if ends else text
-
-    def _can_end(self, last: int) -> bool:
-        """Return whether a text may end in this id, judging by its last character."""
-        if self._last is None:
-            return True
-        known = self._may_end.get(last)
-        if known is None:
-            decoded = self._decode([last])
-            known = self._may_end[last] = any(char in decoded for char in self._last)
-        return known
 
 
 Finish = Literal["stop", "length", "abort"]
@@ -184,15 +179,12 @@ class Engine(Protocol):
         Raises:
             EngineError: when no reply can be obtained.
         """
-        ...
 
     def release(self, session: str) -> None:
         """End a session; its caches may be freed."""
-        ...
 
     async def close(self) -> None:
         """Stop; calls in flight end as aborted."""
-        ...
 
 
 @runtime_checkable
@@ -202,7 +194,6 @@ class HasContextLimit(Protocol):
     @property
     def context(self) -> int | None:
         """Maximum number of ids of context plus reply; None while it is unknown. Read before each episode."""
-        ...
 
 
 @runtime_checkable
@@ -212,7 +203,6 @@ class HasRenderer(Protocol):
     @property
     def renderer(self) -> Any:
         """Renderer of the model, or None."""
-        ...
 
 
 @runtime_checkable
@@ -221,7 +211,6 @@ class NeedsRenderer(Protocol):
 
     def set_renderer(self, renderer: Any) -> None:
         """Take the renderer; called once, before the first request."""
-        ...
 
 
 @runtime_checkable
@@ -230,7 +219,6 @@ class AcceptsPixelSource(Protocol):
 
     def add_pixel_source(self, pixels: Any) -> None:
         """Add a source of pixel values for `Request.media`; called once per rollout with a vision renderer."""
-        ...
 
 
 @runtime_checkable
@@ -243,7 +231,6 @@ class SupportsPause(Protocol):
         Raises:
             SyncError: when the server lacks the route.
         """
-        ...
 
 
 @runtime_checkable
@@ -256,7 +243,6 @@ class SupportsSleep(Engine, Protocol):
         Raises:
             EngineError: when it cannot.
         """
-        ...
 
 
 @runtime_checkable
@@ -266,7 +252,6 @@ class SupportsWeightUpdate(Engine, Protocol):
     @property
     def version(self) -> int:
         """Policy version of the weights."""
-        ...
 
     async def update(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
         """Replace the weights, given by Hugging Face name; calls in flight first end as aborted.
@@ -277,7 +262,6 @@ class SupportsWeightUpdate(Engine, Protocol):
         Raises:
             SyncError: when a name or a shape does not match.
         """
-        ...
 
 
 def check_generation(generation: Generation, request: Request, name: str) -> None:
@@ -285,9 +269,6 @@ def check_generation(generation: Generation, request: Request, name: str) -> Non
 
     Args:
         name: engine name for errors.
-
-    Raises:
-        BackendContractError: naming the violation.
     """
     fault = _find_fault(generation, request)
     if fault:

@@ -84,7 +84,6 @@ def truncate(scores: Any, sampling: Sampling) -> Any:
 
 
 def _namespace(array: Any) -> Any:
-    """Return the array API namespace of an array."""
     from array_api_compat import array_namespace
 
     return array_namespace(array)

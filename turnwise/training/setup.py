@@ -143,7 +143,7 @@ def _fleet(
         adapter: returns adapter_config.json for updates of a LoRA adapter of `source`.
     """
     from turnwise.engines.remote import Fleet
-    from turnwise.engines.remote.managed import HOME, ManagedFleet, ServerProcess
+    from turnwise.engines.remote.managed import HOME, ManagedFleet, ServerProcess, how_to_install
     from turnwise.engines.remote.weight_files import AdapterDirectories, ModelDirectories
 
     engine, limit = config.engine, config.limits.context
@@ -176,8 +176,8 @@ def _fleet(
     home = Path(engine.install_dir) if engine.install_dir is not None else HOME
     if not (home / engine.kind).is_dir():
         raise ConfigError(
-            f"{home / engine.kind}: no environment for {engine.kind}; create it with `turnwise engines install {engine.kind}`, "
-            "set engine.install_dir, or set engine.urls to running servers"
+            f"{home / engine.kind}: no environment for {engine.kind}; create it with "
+            f"`{how_to_install(engine.kind, gpu=weight.is_cuda)}`, set engine.install_dir, or set engine.urls to running servers"
         )
     context, logs = limit or int(shape.max_position_embeddings), (directory / "engines").absolute()
     options_of: dict[str, Any] = {"context": context, "gpu": weight.is_cuda, "group": engine.update == "group"}

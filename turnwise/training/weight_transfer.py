@@ -28,8 +28,9 @@ import torch
 import torch.distributed as dist
 
 from turnwise.engines.local.weights import fingerprint
+from turnwise.engines.remote import RemoteEngine
 from turnwise.engines.remote.weight_files import add_output_head
-from turnwise.engines.remote.weight_sync import WeightBucket, WeightReceiverClient
+from turnwise.engines.remote.weight_sync import WeightBucket
 from turnwise.errors import SyncError
 
 BUCKET = 256 * 2**20
@@ -115,7 +116,7 @@ class GroupWeights:
             for bucket in rows
         ]
 
-    async def send_to(self, engine: WeightReceiverClient) -> None:
+    async def send_to(self, engine: RemoteEngine) -> None:
         """Have a server load them."""
         await engine.load_from_group(self)
 
@@ -307,7 +308,7 @@ class RequestWeights:
         """Encode one request's body, see `encode_tensors`."""
         return encode_tensors(self._rows[index])
 
-    async def send_to(self, engine: WeightReceiverClient) -> None:
+    async def send_to(self, engine: RemoteEngine) -> None:
         """Have a server load them."""
         await engine.load_from_requests(self)
 

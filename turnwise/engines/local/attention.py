@@ -63,12 +63,11 @@ class AttentionPlan:
 
     def rows_of_keys(self, heads: int) -> torch.Tensor:
         """[rows * heads] storage indices of each row's keys, over single-head rows; computed once per step."""
-        found = self.row_indices.get(heads)
-        if found is None:
+        if heads not in self.row_indices:
             each = torch.arange(heads, device=self.slots.device)
             row_indices = (self.slots[:, None] * heads + each) * self.cache.capacity + self.positions[:, None]
-            found = self.row_indices[heads] = row_indices.reshape(-1)
-        return found
+            self.row_indices[heads] = row_indices.reshape(-1)
+        return self.row_indices[heads]
 
     def mask(self, window: int | None, dtype: torch.dtype) -> list[torch.Tensor]:
         """Additive masks [count, 1, 1, length] of the runs, computed once per step and window size."""

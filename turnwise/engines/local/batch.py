@@ -16,7 +16,6 @@ from typing import Any
 
 from turnwise.engines.base import Generation, Request
 from turnwise.engines.local.attention import AttentionRun
-from turnwise.engines.local.sampling import RowDraw
 from turnwise.engines.local.slots import Slot
 from turnwise.engines.local.vision import ContextMedia, ImageFeatures
 from turnwise.errors import EngineError
@@ -70,9 +69,14 @@ class Drafter:
             excluded: a draft ends before an id in any of these.
         """
         self._ids += reply[len(self._ids) - self._prompt :]
-        self._index_context()
+        ids, followers = self._ids, self._followers
+        for end in range(self._known, len(ids)):
+            for length in LENGTHS:
+                if end >= length:
+                    followers[tuple(ids[end - length : end])] = end
+        self._known = max(self._known, len(ids))
         draft: list[int] = []
-        at, ids = self._find_match(), self._ids
+        at = next((followers[last] for length in LENGTHS if (last := tuple(ids[-length:])) in followers), None)
         if at is not None:
             for step in range(min(limit, self._draft_length)):
                 # Past the end of the context the draft continues from itself, so short cycles are drafted repeatedly.
@@ -98,28 +102,6 @@ class Drafter:
     def stop(self) -> None:
         """Stop drafting."""
         self._max_draft = self._draft_length = 0
-
-    def _index_context(self) -> None:
-        """Index the n-grams of the context, excluding its end."""
-        ids, following = self._ids, self._followers
-        for at in range(self._known, len(ids)):
-            for length in LENGTHS:
-                if at >= length:
-                    following[tuple(ids[at - length : at])] = at
-        self._known = max(self._known, len(ids))
-
-    def _find_match(self) -> int | None:
-        """Return the position after an earlier occurrence of the last ids."""
-        for length in LENGTHS:
-            found = self._followers.get(tuple(self._ids[-length:]))
-            if found is not None:
-                return found
-        return None
-
-
-def excluded_from_drafts(request: Request) -> tuple[Container[int], ...]:
-    """Return the sets of ids that no draft contains: banned ids and stop ids."""
-    return request.banned_ids, request.stop_ids
 
 
 @dataclass(slots=True, eq=False)
@@ -163,12 +145,23 @@ class ActiveCall:
 Outcome = tuple[ActiveCall, Generation | EngineError]
 
 
+def caused_error(text: str, cause: BaseException) -> EngineError:
+    """Return an error with its cause, as `raise ... from` would raise it."""
+    error = EngineError(text)
+    error.__cause__ = cause
+    return error
+
+
 @dataclass(frozen=True, slots=True)
 class DraftPosition:
     """Position after drafted ids, for the sampler."""
 
     request: Request
     position: int
+
+
+RowDraw = ActiveCall | DraftPosition
+"""A row to sample: request, and position within the reply."""
 
 
 @dataclass(slots=True)

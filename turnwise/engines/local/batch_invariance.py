@@ -11,6 +11,7 @@ from turnwise.engines.local.model import CHUNK, EngineModel
 _GRANULES = (32, 64, 128, 256)
 
 
+@torch.inference_mode()  # type: ignore[untyped-decorator]
 def calibrate_batch_invariance(model: EngineModel) -> bool:
     """Set the model's granule to the smallest safe one and check that batching does not change bits.
 
@@ -19,11 +20,6 @@ def calibrate_batch_invariance(model: EngineModel) -> bool:
     Returns:
         Whether a sequence had the same bits alone and in a batch, computed at once and in pieces.
     """
-    with torch.inference_mode():
-        return _calibrate(model)
-
-
-def _calibrate(model: EngineModel) -> bool:
     model.reserve(8, min(model.context, 64))
     _probe(model, [(0, 0, 2)], 0, [])  # allocates the layers, which sets their shapes
     if not model.on_cpu:
@@ -39,17 +35,14 @@ def _calibrate(model: EngineModel) -> bool:
 
 def _find_granule(model: EngineModel) -> None:
     """Set the granule to the smallest safe one."""
-    sizes = {(k.shape[1], _heads(model) // k.shape[1], k.shape[3], v.shape[3], k.dtype) for k, v in model.cache.layers.values()}
+    heads = int(model.config.num_attention_heads)
+    sizes = {(k.shape[1], heads // k.shape[1], k.shape[3], v.shape[3], k.dtype) for k, v in model.cache.layers.values()}
     granules = [g for g in _GRANULES if FLASH is not None and all(_is_granule_safe(g, CHUNK, *size) for size in sizes)]
     if granules:
         model.granule = granules[0]
     else:  # no slice is safe: always attend over the full capacity in one call
         model.granule = -(-(model.context + 1) // CHUNK) * CHUNK
         model.chunk = 2 * model.granule
-
-
-def _heads(model: EngineModel) -> int:
-    return int(model.config.num_attention_heads)
 
 
 def _is_granule_safe(granule: int, reach: int, kv: int, shared: int, size: int, value_size: int, dtype: torch.dtype) -> bool:
@@ -79,11 +72,8 @@ def _probe(model: EngineModel, runs: list[tuple[int, int, int]], decode: int, ke
     def word(slot: int, position: int) -> int:
         return (17 + 131 * position + 37 * (slot if slot > 1 else 0)) % model.vocabulary  # slots 0 and 1 hold the same ids
 
-    tokens, positions, slots = [], [], []
-    for slot in range(2 if decode else 0):
-        tokens.append(word(slot, decode))
-        positions.append(decode)
-        slots.append(slot)
+    slots = [0, 1] if decode else []
+    tokens, positions = [word(slot, decode) for slot in slots], [decode for _ in slots]
     parts = [AttentionRun(0, len(tokens), decode + 1)] if tokens else []
     for slot, start, count in runs:
         parts.append(AttentionRun(len(tokens), count, start + count, slot))

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoConfig
 
 from turnwise.engines.base import Generation, Request, StopText
-from turnwise.engines.local.batch import ActiveCall, Outcome
+from turnwise.engines.local.batch import ActiveCall, Outcome, caused_error
 from turnwise.engines.local.batch_invariance import calibrate_batch_invariance
 from turnwise.engines.local.model import EngineModel
 from turnwise.engines.local.sampling import Sampler
@@ -28,7 +28,7 @@ from turnwise.engines.local.scheduler import Scheduler
 from turnwise.engines.local.vision import ContextMedia, auto_class
 from turnwise.engines.local.weights import check_weights, copy_weights
 from turnwise.errors import BackendContractError, EngineError, ModelError
-from turnwise.types import Sampling, ids_with_media_keys
+from turnwise.types import ids_with_media_keys
 
 _log = logging.getLogger(__name__)
 Command = Callable[[], Any]
@@ -46,13 +46,9 @@ class Worker:
         self._failure: BaseException | None = None
 
     def post(self, commands: list[Command]) -> None:
-        """Queue commands for the thread, to run in sequence before its next step.
-
-        Raises:
-            EngineError: when the engine is closed, or has failed.
-        """
+        """Queue commands for the thread, to run in sequence before its next step; raises as `check`."""
         with self._lock:
-            self._check()
+            self.check()
             self._commands += commands
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="turnwise-local-engine", daemon=True)
@@ -81,7 +77,10 @@ class Worker:
             EngineError: when the engine is closed, or has failed.
         """
         with self._lock:
-            self._check()
+            if self._failure is not None:
+                raise EngineError(f"the local engine failed earlier: {self._failure!r}; make a new one") from self._failure
+            if self._closing:
+                raise EngineError("the local engine is closed; make a new one")
 
     def stop(self) -> None:
         """End every call as aborted, then the thread; later commands are refused."""
@@ -105,12 +104,6 @@ class Worker:
                 except RuntimeError:
                     continue
 
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise EngineError(f"the local engine failed earlier: {self._failure!r}; make a new one") from self._failure
-        if self._closing:
-            raise EngineError("the local engine is closed; make a new one")
-
     def _run(self) -> None:
         try:
             while self._run_once():
@@ -121,7 +114,9 @@ class Worker:
                 commands, self._commands = self._commands, []
             for command in commands:  # calls being submitted fail with the others
                 command()
-            self.deliver([(call, _failed(error)) for call in (*self.scheduler.running, *self.scheduler.waiting)])
+            text = f"the local engine failed in a step: {error!r}"
+            calls = (*self.scheduler.running, *self.scheduler.waiting)
+            self.deliver([(call, caused_error(text, error)) for call in calls])
         else:
             self.deliver(self.scheduler.abort())
 
@@ -143,13 +138,7 @@ class Worker:
         return True
 
 
-def _failed(error: BaseException) -> EngineError:
-    failure = EngineError(f"the local engine failed in a step: {error!r}")
-    failure.__cause__ = error
-    return failure
-
-
-def _settle(outcomes: list[tuple[ActiveCall, Generation | EngineError]]) -> None:
+def _settle(outcomes: list[Outcome]) -> None:
     for call, result in outcomes:
         if call.future.done():  # its caller is gone
             continue
@@ -187,10 +176,7 @@ def fault_of(request: Request, vocabulary: int) -> str:
         return f"routes_from must be a position, not {request.routes_from!r:.80}"
     if request.stop_text is not None and not isinstance(request.stop_text, StopText):
         return f"stop_text must be a StopText, not {request.stop_text!r:.80}"
-    return _sampling_fault(request.sampling) or _bans_fault(request.banned_ids, vocabulary)
-
-
-def _sampling_fault(sampling: Sampling) -> str:
+    sampling, banned = request.sampling, request.banned_ids
     temperature, top_p, top_k = sampling.temperature, sampling.top_p, sampling.top_k
     if not _is_number(temperature) or (temperature != 0 and not MIN_TEMPERATURE <= temperature <= 1 / MIN_TEMPERATURE):
         return f"the temperature must be 0 or from {MIN_TEMPERATURE:g} to {1 / MIN_TEMPERATURE:g}, not {temperature!r:.80}"
@@ -198,10 +184,6 @@ def _sampling_fault(sampling: Sampling) -> str:
         return f"top_p must be over 0 and at most 1, not {top_p!r:.80}"
     if type(top_k) is not int or not 0 <= top_k < 2**31:
         return f"top_k must be 0 (all) or a number of ids, not {top_k!r:.80}"
-    return ""
-
-
-def _bans_fault(banned: Any, vocabulary: int) -> str:
     if not banned:
         return ""
     if not isinstance(banned, frozenset) or any(type(one) is not int for one in banned):
@@ -339,8 +321,7 @@ class LocalEngine:
     @property
     def media_encoded(self) -> int:
         """Number of images and videos encoded by the vision tower."""
-        seen = self._scheduler.seen
-        return 0 if seen is None else seen.encoded
+        return 0 if self._scheduler.seen is None else self._scheduler.seen.encoded
 
     @property
     def drafted(self) -> int:
@@ -447,11 +428,7 @@ class LocalEngine:
             await asyncio.wrap_future(self._worker.ask(self._sleep))
 
     async def wake(self) -> None:
-        """Undo `sleep`, with the same weights.
-
-        Raises:
-            EngineError: the engine failed or is closed.
-        """
+        """Undo `sleep`, with the same weights; raises as `sleep`."""
         await asyncio.wrap_future(self._worker.ask(self._wake))
 
     async def close(self) -> None:
@@ -462,7 +439,8 @@ class LocalEngine:
 
     def _sleep(self) -> None:
         self._worker.deliver(self._scheduler.abort())
-        self._scheduler.offload()
+        self._scheduler.clear_cache()
+        self._model.offload()
 
     def _wake(self) -> None:
         if self.asleep:
@@ -491,7 +469,6 @@ class LocalEngine:
                     call.future.set_exception(error)
 
     def _check_request(self, request: Request) -> list[int]:
-        """Return the ids of a valid request."""
         ids, wrong_ids = ids_of(request)
         where = f"session {request.session!r:.80}, call {request.call}"
         if self.asleep:

@@ -7,6 +7,7 @@ recognized by structure, not by name, and only after the pass reproduced the mod
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -246,7 +247,6 @@ def is_supported(module: Any, tower: SplitVLM | None = None) -> bool:
 
 
 def _names(layer: Any) -> set[str]:
-    """Return the weight names of a layer of this structure."""
     attention = [f"self_attn.{letter}_proj.weight" for letter in "qkvo"]
     biases = [f"self_attn.{letter}_proj.bias" for letter in "qkv"] if layer.self_attn.q_proj.bias is not None else []
     norms = ["self_attn.q_norm.weight", "self_attn.k_norm.weight"] if hasattr(layer.self_attn, "q_norm") else []
@@ -288,7 +288,6 @@ def matches_module(module: Any, made: FusedDecoder, count: int, tower: SplitVLM 
 
 
 def _random_media(tower: SplitVLM, made: FusedDecoder, count: int, generator: torch.Generator) -> RowMedia:
-    """Return random media for a number of ids."""
     places = list(range(count // 6, count // 3)) + list(range(count // 2, count // 2 + 2))
     width = made.table.shape[1]
 
@@ -301,7 +300,6 @@ def _random_media(tower: SplitVLM, made: FusedDecoder, count: int, generator: to
 
 
 def _media_between(media: RowMedia, start: int, end: int) -> RowMedia:
-    """Return the media of the rows from `start` to `end`."""
     inside = [number for number, position in enumerate(media.feature_rows) if start <= position < end]
     features = [media.features[0].take(torch.tensor(inside))] if inside else []
     time, high, wide = (row[start:end] for row in media.rotary_positions)
@@ -309,11 +307,11 @@ def _media_between(media: RowMedia, start: int, end: int) -> RowMedia:
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def _join_weights(*linear: Any) -> torch.Tensor:
-    """Concatenate the weights of linear modules; the modules' weights become views of the result."""
-    joined = torch.cat([module.weight for module in linear])
-    for module, part in zip(linear, joined.split([module.weight.shape[0] for module in linear]), strict=True):
-        module.weight.data = part
+def _join(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate parameters, which become views of the result."""
+    joined = torch.cat(tuple(parameters))
+    for parameter, part in zip(parameters, joined.split([len(parameter) for parameter in parameters]), strict=True):
+        parameter.data = part
     return joined
 
 
@@ -324,20 +322,17 @@ def _layer(layer: Any) -> FusedLayer:
     nothing = np.zeros(0, dtype=np.float32)
     bias, q_norm, k_norm, head_eps = nothing, nothing, nothing, 0.0
     if attention.q_proj.bias is not None:
-        joined = torch.cat([module.bias for module in projections])
-        for module, part in zip(projections, joined.split([module.bias.shape[0] for module in projections]), strict=True):
-            module.bias.data = part
-        bias = _flat(joined)
+        bias = _flat(_join([module.bias for module in projections]))
     if hasattr(attention, "q_norm"):
         q_norm, k_norm = _flat(attention.q_norm.weight), _flat(attention.k_norm.weight)
         head_eps = float(attention.q_norm.variance_epsilon)
     return FusedLayer(
-        qkv=_join_weights(*projections),
+        qkv=_join([module.weight for module in projections]),
         bias=bias,
         q_norm=q_norm,
         k_norm=k_norm,
         output=attention.o_proj.weight,
-        both=_join_weights(mlp.gate_proj, mlp.up_proj),
+        both=_join([mlp.gate_proj.weight, mlp.up_proj.weight]),
         down=mlp.down_proj.weight,
         first=_flat(layer.input_layernorm.weight),
         second=_flat(layer.post_attention_layernorm.weight),

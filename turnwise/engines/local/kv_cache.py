@@ -42,8 +42,12 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes allocated for all slots."""
-        total: int = sum(store.nbytes for pair in self.layers.values() for store in pair)
+        total: int = sum(store.nbytes for store in self._stores)
         return total if self.routes is None else total + int(self.routes.nbytes)
+
+    @property
+    def _stores(self) -> list[torch.Tensor]:
+        return [store for pair in self.layers.values() for store in pair]
 
     def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the storage of a layer, allocating it like `key` and `value` [1, heads, n, head size] if new."""
@@ -82,41 +86,34 @@ class KVCache:
             self.routes = _zeros(shape, routes.dtype, routes.device)
             self.routes[:old_slots, : routes.shape[1]] = routes[:old_slots]
 
-    def copy(self, source: int, targets: list[int], length: int) -> None:
-        """Copy the first `length` positions of a slot to others."""
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of a slot to another."""
         if self.routes is not None:
-            self.routes[targets, :length] = self.routes[source, :length]
+            self.routes[target, :length] = self.routes[source, :length]
         length = -(-length // self.unit)
-        for pair in self.layers.values():
-            for store in pair:
-                for target in targets:
-                    store[target, :, :length] = store[source, :, :length]
+        for store in self._stores:
+            store[target, :, :length] = store[source, :, :length]
 
     def swap(self, one: int, other: int, length: int) -> None:
         """Exchange the first `length` positions of two slots."""
         if self.routes is not None:
             self.routes[[one, other], :length] = self.routes[[other, one], :length]
         length = -(-length // self.unit)
-        for pair in self.layers.values():
-            for store in pair:
-                saved = store[one, :, :length].clone()
-                store[one, :, :length] = store[other, :, :length]
-                store[other, :, :length] = saved
+        for store in self._stores:
+            saved = store[one, :, :length].clone()
+            store[one, :, :length] = store[other, :, :length]
+            store[other, :, :length] = saved
 
     def zero(self, slot: int | None = None) -> None:
         """Zero a slot, or all of them: non-finite values would pass through a mask."""
-        if self.routes is not None:
-            (self.routes if slot is None else self.routes[slot]).zero_()
-        for pair in self.layers.values():
-            for store in pair:
-                (store if slot is None else store[slot]).zero_()
+        for store in self._stores if self.routes is None else [self.routes, *self._stores]:
+            (store if slot is None else store[slot]).zero_()
 
     def zero_from(self, slot: int, start: int) -> None:
         """Zero a slot from a position on; not in units, whose reader never passes the last position."""
         if self.unit == 1:
-            for pair in self.layers.values():
-                for store in pair:
-                    store[slot, :, start:].zero_()
+            for store in self._stores:
+                store[slot, :, start:].zero_()
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         shape = (self.slots + 1, like.shape[1], self.capacity // self.unit, like.shape[3])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -42,10 +41,7 @@ def find_routers(model: nn.Module) -> list[MoERouter]:
 
     A router is a module with a `weight` [experts, d] and a `top_k` that returns logits, scores and indices for random rows.
     """
-    return list(_iter_routers(model))
-
-
-def _iter_routers(model: nn.Module) -> Iterator[MoERouter]:
+    routers = []
     for name, module in model.named_modules():
         weight, k = getattr(module, "weight", None), getattr(module, "top_k", None)
         if not isinstance(weight, Tensor) or weight.dim() != 2 or type(k) is not int:
@@ -55,7 +51,8 @@ def _iter_routers(model: nn.Module) -> Iterator[MoERouter]:
         if given is None or given[0].shape != (PROBE_ROWS, experts) or given[1].shape != given[2].shape or given[2].dim() != 2:
             continue
         layer = next((int(part) for part in reversed(name.split(".")) if part.isdigit()), -1)
-        yield MoERouter(name, module, int(experts), int(given[2].shape[1]), layer)
+        routers.append(MoERouter(name, module, int(experts), int(given[2].shape[1]), layer))
+    return routers
 
 
 def probe_router(module: nn.Module) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -131,9 +128,6 @@ class EngineModel:
         model: a module, which is copied with its config, or a config for random weights.
         context: maximum number of positions of a sequence.
         device, dtype: of the copy; None keeps the module's.
-
-    Raises:
-        EngineError: when its attention does not use transformers' attention interface.
     """
 
     def __init__(self, model: Any, context: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
@@ -220,9 +214,6 @@ class EngineModel:
         Returns:
             [padded number of `keep`, vocabulary], which the next pass may overwrite; rows after the number of `keep` are
             padding.
-
-        Raises:
-            EngineError: when a layer did not attend through the engine.
         """
         if self.fused is not None:
             return self.fused.forward(tokens, positions, slots, keep, media)
@@ -236,34 +227,27 @@ class EngineModel:
         if self.recording:
             self.recording.rows = batch[2], batch[1]
         wanted = torch.tensor(keep + [0] * (round_up_rows(len(keep)) - len(keep)), device=self.device)
-        logits = self._logits(batch, wanted, plan, media, padding)
+        logits: torch.Tensor
+        if self.tower is None:
+            logits = self.module(
+                input_ids=batch[:1], position_ids=batch[1:2], use_cache=False, logits_to_keep=wanted, turnwise_plan=plan
+            ).logits[0]
+        else:
+            given, places, features = batch[1:2], None, None
+            if media is not None:
+                if self.tower.uses_mrope:
+                    rotary = torch.tensor([row + [0] * padding for row in media.rotary_positions], device=self.device)
+                    given = rotary[:, None]
+                if media.feature_rows:
+                    places, features = torch.tensor(media.feature_rows, device=self.device), ImageFeatures.join(media.features)
+            hidden = self.tower.decode(batch[:1], given, places, features, turnwise_plan=plan)
+            logits = self.tower.head(hidden[0].index_select(0, wanted))
         if plan.touched != self.config.num_hidden_layers:
             raise EngineError(
                 f"{type(self.module).__name__}: only {plan.touched} of {self.config.num_hidden_layers} layers use "
                 "transformers' attention interface, so the local engine cannot cache the others; use a server"
             )
         return logits
-
-    def _logits(
-        self, batch: torch.Tensor, wanted: torch.Tensor, plan: AttentionPlan, media: RowMedia | None, padding: int
-    ) -> torch.Tensor:
-        tower = self.tower
-        if tower is None:
-            output = self.module(
-                input_ids=batch[:1], position_ids=batch[1:2], use_cache=False, logits_to_keep=wanted, turnwise_plan=plan
-            )
-            logits: torch.Tensor = output.logits[0]
-            return logits
-        positions, places, features = batch[1:2], None, None
-        if media is not None:
-            if tower.uses_mrope:
-                rotary = torch.tensor([row + [0] * padding for row in media.rotary_positions], device=self.device)
-                positions = rotary[:, None]
-            if media.feature_rows:
-                places, features = torch.tensor(media.feature_rows, device=self.device), ImageFeatures.join(media.features)
-        hidden = tower.decode(batch[:1], positions, places, features, turnwise_plan=plan)
-        chosen: torch.Tensor = tower.head(hidden[0].index_select(0, wanted))
-        return chosen
 
 
 def _check_rope(config: Any, context: int) -> None:

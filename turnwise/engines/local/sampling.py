@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from turnwise.engines.base import Request
 from turnwise.engines.distribution import masked_scores
 from turnwise.types import Sampling
+
+if TYPE_CHECKING:
+    from turnwise.engines.local.batch import RowDraw
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
@@ -49,20 +51,6 @@ ROWS = 16
 def round_up_rows(count: int) -> int:
     """Round a row count up to a multiple of `ROWS`, at least one multiple."""
     return max(ROWS, -(-count // ROWS) * ROWS)
-
-
-class RowDraw(Protocol):
-    """A row to sample: request and position."""
-
-    @property
-    def request(self) -> Request:
-        """Request of the row's call."""
-        ...
-
-    @property
-    def position(self) -> int:
-        """Position within the reply of the id to sample."""
-        ...
 
 
 class Sampler:

@@ -10,7 +10,7 @@ import torch
 
 from turnwise.engines.base import Finish, Generation
 from turnwise.engines.local.attention import AttentionRun
-from turnwise.engines.local.batch import ActiveCall, Drafter, EngineBatch, Outcome, excluded_from_drafts
+from turnwise.engines.local.batch import ActiveCall, Drafter, EngineBatch, Outcome, caused_error
 from turnwise.engines.local.model import EngineModel
 from turnwise.engines.local.sampling import Sampler
 from turnwise.engines.local.slots import GRACE, Slot, SlotTable
@@ -89,17 +89,8 @@ class Scheduler:
         if self.seen is not None:
             self.seen.clear()
 
-    def offload(self) -> None:
-        """Clear the cache and release its memory. No call may be running."""
-        self.clear_cache()
-        self.model.offload()
-
     def step(self) -> list[Outcome]:
-        """Compute one step. A failing step ends only the call that causes the failure.
-
-        Returns:
-            The calls that ended.
-        """
+        """Compute one step and return the calls that ended. A failing step ends only the call that causes the failure."""
         with torch.inference_mode():
             try:
                 ended = self._step()
@@ -117,16 +108,15 @@ class Scheduler:
         """
         suspects, self.running = self.running, []
         for call in suspects:
-            slot = call.slot
-            if slot is not None:
-                self.model.cache.zero(slot.index)
-                self.table.finish(slot)
+            if call.slot is not None:
+                self.model.cache.zero(call.slot.index)
+                self.table.finish(call.slot)
         self.clear_cache()
         self.waiting = deque(call for call in self.waiting if call not in suspects)
         if not suspects and (self.waiting[0].alone or len(self.waiting) == 1):
             suspects = [self.waiting.popleft()]  # its placement failed
         if len(suspects) == 1:
-            return [(suspects[0], _step_error(suspects[0], error))]
+            return [(suspects[0], caused_error(_step_fault(suspects[0], error), error))]
         for call in suspects or self.waiting:
             call.restart()
         self.waiting.extendleft(reversed(suspects))
@@ -141,7 +131,13 @@ class Scheduler:
             return []
         if self.speculate:
             self._draft()
-        batch = self._decode_rows() if self.model.fused is not None else self._decode_rows_in_place()
+        if self.model.fused is not None:
+            batch = EngineBatch()
+            for call in self.running:
+                if call.ids:
+                    batch.decode(call)
+        else:
+            batch = self._decode_rows_in_place()
         if self.seen is not None:
             batch.media = batch.rotary_positions()
             self._encode_images(self.seen, self.model.rows_per_step(len(batch.tokens)) - len(batch.tokens))
@@ -164,15 +160,8 @@ class Scheduler:
                     call.drafter = Drafter(call.prompt, self.speculate)
                 # The last id of a reply is sampled but not fed, so a draft is one shorter than the remaining ids.
                 max_draft = min(space, call.limit - len(call.ids) - 1)
-                space -= len(call.drafter.propose(call.ids, max_draft, excluded_from_drafts(call.request)))
-
-    def _decode_rows(self) -> EngineBatch:
-        """Batch the next id of every running reply, each followed by its draft."""
-        batch = EngineBatch()
-        for call in self.running:
-            if call.ids:
-                batch.decode(call)
-        return batch
+                excluded = (call.request.banned_ids, call.request.stop_ids)
+                space -= len(call.drafter.propose(call.ids, max_draft, excluded))
 
     def _decode_rows_in_place(self) -> EngineBatch:
         """Batch with each reply's row at the index of its slot, for attention over slots in place.
@@ -226,7 +215,7 @@ class Scheduler:
             slot = placement.slot
             self.model.reserve(slot.index + 1, len(call.prompt) + call.limit)
             if placement.donor is not None:
-                self.model.cache.copy(placement.donor.index, [slot.index], placement.keep)
+                self.model.cache.copy(placement.donor.index, slot.index, placement.keep)
             slot.call, call.slot, call.cached = call, slot, placement.keep
             self.running.append(call)
         self.waiting = left
@@ -273,7 +262,8 @@ class Scheduler:
                 try:
                     self._add_media(call, batch, start, start + count)
                 except (TurnwiseError, OSError) as error:
-                    batch.broken.append((call, _media_error(call, error)))
+                    fault = f"session {call.request.session!r}: an image of its context is unavailable: {error}"
+                    batch.broken.append((call, caused_error(fault, error)))
                     continue
             batch.runs.append(AttentionRun(len(batch.tokens), count, start + count, slot.index))
             batch.tokens += call.prompt[start : start + count]
@@ -346,7 +336,7 @@ class Scheduler:
             try:
                 finish = _finish(call)
             except Exception as error:  # from the request's own decoder
-                return _step_error(call, error)
+                return caused_error(_step_fault(call, error), error)
             if finish is not None:
                 break
             slot.seq.append(id_)
@@ -411,13 +401,5 @@ def _finish(call: ActiveCall) -> Finish | None:
     return "length" if len(call.ids) >= call.limit else None
 
 
-def _step_error(call: ActiveCall, error: Exception) -> EngineError:
-    failure = EngineError(f"session {call.request.session!r}: the local engine failed in a step: {error!r:.500}")
-    failure.__cause__ = error
-    return failure
-
-
-def _media_error(call: ActiveCall, error: Exception) -> EngineError:
-    failure = EngineError(f"session {call.request.session!r}: an image of its context is unavailable: {error}")
-    failure.__cause__ = error
-    return failure
+def _step_fault(call: ActiveCall, error: Exception) -> str:
+    return f"session {call.request.session!r}: the local engine failed in a step: {error!r:.500}"

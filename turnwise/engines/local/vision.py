@@ -105,9 +105,6 @@ class SplitVLM:
         Args:
             arrays: by the processor's names, all of one kind.
             sizes: number of rows of each.
-
-        Raises:
-            ModelError: when the tower returns another number of rows.
         """
         video = is_video(arrays)
         make = getattr(self.body, "get_video_features" if video else "get_image_features", None)
@@ -195,7 +192,6 @@ def split_vlm(module: Any) -> tuple[SplitVLM | None, str]:
 
 
 def _find_parts(module: Any) -> tuple[Any, Any, nn.Module]:
-    """Return body, decoder and head."""
     name = type(module).__name__
     body = getattr(module, getattr(module, "base_model_prefix", "") or "model", None)
     head = module.get_output_embeddings()
@@ -218,9 +214,7 @@ def _tensor(value: Any, like: Tensor) -> Tensor:
 
 def _flatten(parts: Any) -> Tensor:
     """Flatten features given as one tensor or one per image."""
-    if isinstance(parts, Tensor):
-        return parts.flatten(0, -2)
-    return torch.cat([part.flatten(0, -2) for part in parts])
+    return parts.flatten(0, -2) if isinstance(parts, Tensor) else torch.cat([part.flatten(0, -2) for part in parts])
 
 
 CACHE_BYTES = 2**28
@@ -255,8 +249,8 @@ class ImageFeatureCache:
 
     def add_pixel_source(self, pixels: Any) -> None:
         """Add a source of pixel values; the latest is tried first, and sources are held weakly except the latest."""
-        known = [found for found in self._sources() if found is not pixels]
-        self._last, self._earlier = pixels, [weakref.ref(found) for found in known]
+        self._earlier = [weakref.ref(found) for found in self._sources() if found is not pixels]
+        self._last = pixels
 
     @property
     def has_pixel_source(self) -> bool:
@@ -265,21 +259,13 @@ class ImageFeatureCache:
 
     @property
     def vision(self) -> Any:
-        """Vision processor of the latest source.
-
-        Raises:
-            EngineError: without a source.
-        """
+        """Vision processor of the latest source."""
         if self._last is None:
             raise EngineError("a request has images, but no pixel source; call engine.add_pixel_source(pixels)")
         return self._last.vision
 
     def features(self, media: Media, size: int) -> ImageFeatures:
-        """Return the features of one image or video, `size` rows.
-
-        Raises:
-            EngineError, MediaError, ModelError: when they are unavailable.
-        """
+        """Return the features of one image or video, `size` rows."""
         if media.key not in self._cached:
             arrays = self._pixels(media)
             self._encode(_shape(arrays, size), {media.key: arrays})
@@ -319,13 +305,10 @@ class ImageFeatureCache:
 
     def _batch_size(self, shape: Shape, chunk: Mapping[str, Any]) -> int:
         """Return how many images of a shape are encoded per tower pass."""
-        count = self._batch_sizes.get(shape)
-        if count is None:
+        if shape not in self._batch_sizes:
             count = max(1, MIN_FEATURES_PER_PASS // max(1, shape[0]))
-            if count > 1 and not self._same_bits(shape[0], chunk, count):
-                count = 1
-            self._batch_sizes[shape] = count
-        return count
+            self._batch_sizes[shape] = count if count > 1 and self._same_bits(shape[0], chunk, count) else 1
+        return self._batch_sizes[shape]
 
     def _same_bits(self, size: int, chunk: Mapping[str, Any], count: int) -> bool:
         """Return whether an image's features are identical at every batch index and beside other images."""
@@ -346,8 +329,7 @@ class ImageFeatureCache:
 
     def _sources(self) -> list[Any]:
         """Return the live sources, latest first."""
-        found = [self._last, *(ref() for ref in self._earlier)]
-        return [pixels for pixels in found if pixels is not None]
+        return [pixels for pixels in (self._last, *(ref() for ref in self._earlier)) if pixels is not None]
 
 
 def _shape(arrays: Mapping[str, Any], size: int) -> Shape:

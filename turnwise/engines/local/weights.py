@@ -29,10 +29,11 @@ def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
     Returns:
         32 hexadecimal digits.
     """
-    rows = []
-    for name, tensor in weights:
-        # A separate header per tensor makes boundaries between names and shapes unambiguous.
-        rows.append((f"{name}|{str(tensor.dtype).removeprefix('torch.')}|{tuple(tensor.shape)}", _blocks(tensor)))
+    # A separate header per tensor makes boundaries between names and shapes unambiguous.
+    rows = [
+        (f"{name}|{str(tensor.dtype).removeprefix('torch.')}|{tuple(tensor.shape)}", _blocks(tensor))
+        for name, tensor in weights
+    ]
     digest = blake2b(digest_size=16)
     for header, blocks in sorted(rows, key=lambda row: row[0]):
         digest.update(header.encode() + b"\0" + blocks.cpu().numpy().astype("<i8").tobytes())
@@ -96,8 +97,7 @@ def check_weights(module: torch.nn.Module, weights: Iterable[tuple[str, torch.Te
 def copy_weights(module: torch.nn.Module, weights: Weights) -> str:
     """Copy checked weights into the module.
 
-    Returns:
-        Fingerprint of the module's copies where the types match, so that a failed copy is detected.
+    Return the fingerprint of the module's copies where the types match, so that a failed copy is detected.
     """
     own = module.state_dict()
     with torch.no_grad():

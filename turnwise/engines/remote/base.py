@@ -22,22 +22,12 @@ from turnwise.engines.remote.response import (
     verify_response,
 )
 from turnwise.engines.remote.weight_sync import GroupTransfer, RequestTransfer
-from turnwise.errors import (
-    ConfigError,
-    EngineError,
-    EngineUnavailable,
-    NotTrainable,
-    StaleWeights,
-    SyncError,
-    TurnwiseError,
-)
+from turnwise.errors import ConfigError, EngineError, EngineUnavailable, NotTrainable, StaleWeights, SyncError, TurnwiseError
 from turnwise.renderers.base import HasCodec
 from turnwise.renderers.tokenizer import ByteTokenizer
 
 MAX_RETRY_AFTER = 8
 """Times that one call waits for a server's `Retry-After`."""
-CONTROL_S = 10.0
-"""Deadline for requests without computation: health, versions, aborts."""
 Part = Literal["weights", "kv_cache"]
 """Parts of a server's memory, as vLLM and SGLang name them."""
 UPDATE_S = 600.0
@@ -140,11 +130,7 @@ class RemoteEngine:
         self.pixels = pixels
 
     async def open(self) -> None:
-        """Query versions, model and context once; called automatically before the first request.
-
-        Raises:
-            EngineError: when the server does not report them.
-        """
+        """Query versions, model and context once; called automatically before the first request."""
         if not self._opened:
             with parsing("the server's description", ResponseErrors(self.display_name)):
                 await self._identify()
@@ -185,19 +171,13 @@ class RemoteEngine:
 
     async def _generate(self, request: Request, max_tokens: int) -> Generation:
         name = uuid4().hex
-        expected, seconds, breach = (
-            ExpectedWeights(self.version, self.label, name),
-            self._seconds(request),
-            ResponseErrors(self.display_name),
-        )
+        expected, breach = ExpectedWeights(self.version, self.label, name), ResponseErrors(self.display_name)
         self.counts["requests"] += 1
-        done = False
         try:
-            raw = await self._sample(request, max_tokens, name, seconds)
-            done = True
-        finally:
-            if not done:
-                self._abort_later(name)
+            raw = await self._sample(request, max_tokens, name, self._seconds(request))
+        except BaseException:
+            self._abort_later(name)
+            raise
         with parsing("the response", breach):
             response = self._read(raw, request, expected)
             generation, left_out = verify_response(
@@ -217,21 +197,13 @@ class RemoteEngine:
         await self.http.close()
 
     async def check_health(self, seconds: float) -> None:
-        """Check that the server responds.
-
-        Raises:
-            EngineError: when it does not.
-        """
-        await self.http.alive(self.health, seconds)
+        """Check that the server responds."""
+        await self.http.text(self.health, seconds)
 
     # Weights
 
     async def weights_label(self) -> WeightsLabel:
-        """Return the server's name for its weights and its scores of `CANARY`.
-
-        Raises:
-            EngineError: when the server does not report them.
-        """
+        """Return the server's name for its weights and its scores of `CANARY`."""
         with parsing("the server's description of its weights", ResponseErrors(self.display_name)):
             return WeightsLabel(await self.weights_name(), tuple(await self.score(CANARY)))
 
@@ -243,7 +215,6 @@ class RemoteEngine:
         Raises:
             SyncError: when the server refuses or fails.
         """
-        await self.open()
         await self._update_weights(lambda: self._load_from_disk(Path(directory), version), version)
 
     async def load_from_group(self, transfer: GroupTransfer) -> None:
@@ -255,32 +226,18 @@ class RemoteEngine:
         Raises:
             SyncError: when the server refuses, fails, or ends before it has all weights.
         """
-        await self.open()
         await self._update_weights(lambda: self._load_from_group(transfer), transfer.version)
 
     async def load_from_requests(self, transfer: RequestTransfer) -> None:
-        """Make the server take weights from request bodies; otherwise as `load_from_group`.
-
-        Raises:
-            SyncError: as `load_from_group`.
-        """
-        await self.open()
+        """Make the server take weights from request bodies; otherwise as `load_from_group`."""
         await self._update_weights(lambda: self._load_from_requests(transfer), transfer.version)
 
     async def use_adapter(self, directory: Path, version: int) -> None:
-        """Make the server use a LoRA adapter from a directory it can access, named `version`.
-
-        Raises:
-            SyncError: when the server refuses or fails.
-        """
+        """Make the server use a LoRA adapter from a directory it can access, named `version`."""
         raise SyncError(f"{self.display_name}: this kind of server does not take LoRA adapters (engine.update)")
 
     async def sleep(self) -> None:
-        """Make the server release the memory of weights and cache; calls in flight end first. New weights wake it.
-
-        Raises:
-            EngineError: when it does not.
-        """
+        """Make the server release the memory of weights and cache; calls in flight end first. New weights wake it."""
         await self.open()
         if not self.asleep:
             await self._sleep()
@@ -288,6 +245,7 @@ class RemoteEngine:
 
     async def _update_weights(self, work: Callable[[], Awaitable[None]], version: int) -> None:
         """Apply new weights; a sleeping server gets its memory for weights before, and for the cache after."""
+        await self.open()
         try:
             if self.asleep and not await self._sleeps():
                 self.asleep = False  # restarted meanwhile, with all its memory
@@ -313,11 +271,7 @@ class RemoteEngine:
         return None
 
     async def draft_totals(self) -> tuple[int, int] | None:
-        """Return total drafted and accepted ids since the server started; None when it drafts none or reports no totals.
-
-        Raises:
-            EngineError: when the server does not respond.
-        """
+        """Return total drafted and accepted ids since the server started; None when it drafts none or reports no totals."""
         return None
 
     async def score(self, ids: Sequence[int]) -> list[float]:
@@ -375,8 +329,7 @@ class RemoteEngine:
     def _seconds(self, request: Request) -> float:
         if request.deadline is None:
             return self.request_s
-        left = request.deadline - asyncio.get_running_loop().time()
-        return max(0.001, min(self.request_s, left))
+        return max(0.001, min(self.request_s, request.deadline - asyncio.get_running_loop().time()))
 
     def _abort_later(self, name: str) -> None:
         """Abort a request in the background, for servers that do not end it when its connection closes."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from turnwise.engines.base import Request
-from turnwise.engines.remote.base import CANARY, CONTROL_S, RemoteEngine
-from turnwise.engines.remote.http import HttpClient
+from turnwise.engines.remote.base import CANARY, RemoteEngine
+from turnwise.engines.remote.http import CONTROL_S, HttpClient
 from turnwise.engines.remote.llamacpp import LlamaCppEngine
 from turnwise.engines.remote.sglang import SglangEngine
 from turnwise.engines.remote.vllm import GENERATE, VllmEngine
@@ -73,22 +74,15 @@ class ServerCapabilities:
         if self.logprob_error is not None:
             yield None, f"sampled logprobs are within {self.logprob_error:.2g} nats of the server's own scores"
         yield None, f"weights: {'the server has no name for them' if self.weights is None else f'named {self.weights!r}'}"
-        yield (
-            None,
-            f"new weights from a disk: {_yes(self.updates)}; aborts: {_yes(self.aborts)}; LoRA: {_yes(self.lora)}; "
-            f"images: {_yes(self.images)}",
-        )
+        able = {"new weights from a disk": self.updates, "aborts": self.aborts, "LoRA": self.lora, "images": self.images}
+        yield None, "; ".join(f"{what}: {'yes' if can else 'no'}" for what, can in able.items())
         if self.drafts is not None:
             yield None, f"speculative decoding: {self.drafts[1]} of {self.drafts[0]} drafted ids accepted since the start"
         for fault in self.faults:
             yield False, fault
 
 
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
-
-
-async def kind_of(url: str, *, key_env: str | None = None, seconds: float = CONTROL_S) -> str:
+async def kind_of(url: str, *, key_env: str | None = None) -> str:
     """Detect the kind of server at a URL: `vllm`, `sglang` or `llamacpp`.
 
     Raises:
@@ -105,7 +99,7 @@ async def kind_of(url: str, *, key_env: str | None = None, seconds: float = CONT
             ("vllm", "/version", "version"),
         ):
             try:
-                found = await http.get(path, seconds)
+                found = await http.get(path, CONTROL_S)
             except EngineError as error:
                 faults.append(error)
                 continue
@@ -141,20 +135,25 @@ async def connect(url: str, *, kind: str | None = None, **options: Any) -> Remot
 
 
 async def probe_server(engine: RemoteEngine) -> ServerCapabilities:
-    """Probe a server with a few short requests.
-
-    Raises:
-        EngineUnavailable: when it does not respond.
-    """
+    """Probe a server with a few short requests."""
     await engine.open()
     found = ServerCapabilities(engine.url, engine.kind, engine.server_version, engine.model, engine.context)
-    found.routes = _routes(engine)
     found.weights = await _or_none(engine.weights_name())
     found.aborts = engine.kind in ("vLLM", "SGLang")
-    routes = set(found.routes)
-    found.updates = engine.kind == "SGLang" or {"/collective_rpc", "/pause"} <= routes
-    found.lora = await _adapts(engine)
-    found.images = await _sees(engine)
+    if isinstance(engine, VllmEngine):
+        used = [GENERATE, "/v1/completions", "/pause", "/resume", "/collective_rpc", "/weight_info", "/update_weight_version"]
+        used += [engine.lora_api.load, "/reset_prefix_cache"]
+        found.routes = [route for route in used if route in engine.routes]
+        found.updates = {"/collective_rpc", "/pause"} <= engine.routes
+        found.lora = engine.lora_api.load in engine.routes
+        found.images = bool(await _or_none(engine.supports_images()))
+    elif isinstance(engine, SglangEngine):
+        found.routes = ["/generate", "/update_weights_from_disk", "/pause_generation", "/abort_request"]
+        found.updates = True
+        found.lora = bool((await _or_none(engine._server_info()) or {}).get("enable_lora"))
+        found.images = bool((await _or_none(engine._model_info()) or {}).get("has_image_understanding"))
+    else:
+        found.routes = ["/completion"]
     totals = await _or_none(engine.draft_totals())
     found.drafts = None if totals is None else list(totals)
     try:
@@ -164,7 +163,13 @@ async def probe_server(engine: RemoteEngine) -> ServerCapabilities:
         return found
     found.ids_in = found.ids_out = True
     found.logprobs = None not in first.logprobs
-    found.logprob_error = await _compare(engine, first.ids, first.logprobs)
+    if isinstance(engine, LlamaCppEngine):
+        found.distribution = "sampled"  # requested after the samplers wherever that differs from the model's
+        return found
+    with suppress(EngineError, SyncError):
+        scores = (await engine.score([*CANARY, *first.ids]))[-len(first.ids) :]
+        differences = (abs(p - s) for p, s in zip(first.logprobs, scores, strict=True) if p is not None)
+        found.logprob_error = max(differences, default=None)
     found.distribution = await _distribution(engine, found)
     return found
 
@@ -175,8 +180,6 @@ async def _distribution(engine: RemoteEngine, found: ServerCapabilities) -> str:
     With l(x) the server's score of an id at temperature 1, logprobs equal l(x) if they are the model's. If they are the
     sampling distribution's, they equal l(x) / 2 plus a constant.
     """
-    if isinstance(engine, LlamaCppEngine):
-        return "sampled"  # requested after the samplers wherever that differs from the model's
     rows: dict[int, tuple[float, float]] = {}
     try:
         for drawn in await asyncio.gather(
@@ -197,40 +200,8 @@ async def _distribution(engine: RemoteEngine, found: ServerCapabilities) -> str:
     return "sampled" if max(constants) - min(constants) < 5e-2 else "unknown"
 
 
-async def _compare(engine: RemoteEngine, ids: Sequence[int], logprobs: Sequence[float | None]) -> float | None:
-    if isinstance(engine, LlamaCppEngine):
-        return None
-    try:
-        scores = (await engine.score([*CANARY, *ids]))[-len(ids) :]
-    except (EngineError, SyncError):
-        return None
-    return max((abs(p - s) for p, s in zip(logprobs, scores, strict=True) if p is not None), default=None)
-
-
 def _question(engine: RemoteEngine, temperature: float, tokens: int, seed: int = 1) -> Request:
     return Request(list(CANARY), tokens, frozenset(), seed, f"probe-{id(engine)}", sampling=Sampling(temperature))
-
-
-def _routes(engine: RemoteEngine) -> list[str]:
-    if isinstance(engine, VllmEngine):
-        used = (GENERATE, "/v1/completions", "/pause", "/resume", "/collective_rpc", "/weight_info", "/update_weight_version")
-        return [route for route in (*used, engine.lora_api.load, "/reset_prefix_cache") if route in engine.routes]
-    if isinstance(engine, SglangEngine):
-        return ["/generate", "/update_weights_from_disk", "/pause_generation", "/abort_request"]
-    return ["/completion"]
-
-
-async def _adapts(engine: RemoteEngine) -> bool:
-    if isinstance(engine, SglangEngine):
-        return bool((await _or_none(engine._server_info()) or {}).get("enable_lora"))
-    return isinstance(engine, VllmEngine) and engine.lora_api.load in engine.routes
-
-
-async def _sees(engine: RemoteEngine) -> bool:
-    if isinstance(engine, SglangEngine):
-        info = await _or_none(engine._model_info()) or {}
-        return bool(info.get("has_image_understanding"))
-    return isinstance(engine, VllmEngine) and bool(await _or_none(engine.supports_images()))
 
 
 async def _or_none(work: Any) -> Any:

@@ -11,8 +11,6 @@ from turnwise.engines.remote.base import RemoteEngine
 from turnwise.engines.remote.response import ResponseErrors, field_of, only_choice
 from turnwise.errors import EngineError, NotTrainable
 
-FINISH = {"stop": "stop", "length": "length"}
-
 
 class ChatEngine(RemoteEngine):
     """Client of `URL/chat/completions`, for evaluation, judges and simulated users.
@@ -29,9 +27,6 @@ class ChatEngine(RemoteEngine):
             url: base URL of the API including its version: `https://host/v1`.
             model: model name known to the endpoint.
             options: as of `RemoteEngine`.
-
-        Raises:
-            ConfigError: for an invalid setting.
         """
         super().__init__(url, model=model, **options | {"missing_logprobs": "mask"})
 
@@ -39,7 +34,7 @@ class ChatEngine(RemoteEngine):
         """Do nothing: a chat endpoint does not describe itself."""
 
     async def check_health(self, seconds: float) -> None:
-        await self.http.alive("/models", seconds)
+        await self.http.text("/models", seconds)
 
     async def generate(self, request: Request) -> Generation:
         if self.renderer is None:
@@ -70,7 +65,7 @@ class ChatEngine(RemoteEngine):
         text = message.get("content")
         if not isinstance(text, str):
             raise breach("choices.0.message.content", f"is {text!r}, not text")
-        if FINISH.get(str(choice.get("finish_reason"))) is None:
+        if choice.get("finish_reason") not in ("stop", "length"):
             raise breach("choices.0.finish_reason", f"is {choice.get('finish_reason')!r}; expected stop or length")
         ids = list(self.renderer.encode_reply(text))[: request.max_tokens]
         end = request.stop_text.first_completion(ids) if request.stop_text is not None else 0
@@ -89,11 +84,7 @@ class ChatEngine(RemoteEngine):
         raise self._refusal()
 
     async def update(self, weights: Any, version: int) -> str:
-        """Refuse weights.
-
-        Raises:
-            NotTrainable: always.
-        """
+        """Refuse weights."""
         raise self._refusal()
 
     async def _load_from_disk(self, directory: Path, version: int) -> None:

@@ -15,7 +15,7 @@ from turnwise.engines.base import Generation, Request
 from turnwise.engines.remote import replica
 from turnwise.engines.remote.base import CANARY, RemoteEngine
 from turnwise.engines.remote.chat import ChatEngine
-from turnwise.engines.remote.replica import ExpectedScores, LogprobFunction, Replica, WeightsProof
+from turnwise.engines.remote.replica import ExpectedScores, LogprobFunction, Replica
 from turnwise.engines.remote.response import WeightsLabel
 from turnwise.engines.remote.weight_files import WeightDirectories
 from turnwise.engines.remote.weight_sync import DiskWeights, WeightPacker, WeightsSource
@@ -193,11 +193,11 @@ class Fleet:
 
     async def close(self) -> None:
         """Stop the checks and close the connections; the servers keep running."""
-        for task in self._health_tasks:
+        tasks, self._health_tasks = self._health_tasks, []
+        for task in tasks:
             task.cancel()
         if self._loop is asyncio.get_running_loop():
-            await asyncio.gather(*self._health_tasks, return_exceptions=True)
-        self._health_tasks = []
+            await asyncio.gather(*tasks, return_exceptions=True)
         for member in self.members:
             member.abort_calls()
         await asyncio.gather(*(member.engine.close() for member in self.members), return_exceptions=True)
@@ -336,14 +336,7 @@ class Fleet:
                 raise error
 
     async def load_from_disk(self, directory: str | Path, version: int, *, changed: bool = True) -> None:
-        """Make every server load the weights of a directory, and verify them.
-
-        Args:
-            changed: whether they differ from the previous ones.
-
-        Raises:
-            SyncError: when no server has them.
-        """
+        """Make every server load the weights of a directory, and verify them, as `update_from`."""
         await self.update_from(DiskWeights(Path(directory), version), changed=changed)
 
     async def update_from(self, source: WeightsSource, *, changed: bool = True) -> None:
@@ -400,6 +393,4 @@ class Fleet:
             return None
         scores = tuple(await asyncio.to_thread(self._expected_logprobs, CANARY))
         before, self._trainer_label = self._trainer_label, WeightsLabel(None, scores)
-        return ExpectedScores(
-            scores, WeightsProof(before, 0.0).max_difference(self._trainer_label) if before is not None else 0.0
-        )
+        return ExpectedScores(self._trainer_label, self._trainer_label.max_difference(before) if before is not None else 0.0)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack
+from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,6 +26,8 @@ SPARE_CONNECTIONS = 8
 CONNECTIONS_PER_CLIENT = 32
 """Connections per library client: its pool scans all of them for each request, so a pool of 256 costs more than the
 requests."""
+CONTROL_S = 10.0
+"""Deadline for requests without computation: health, versions, aborts."""
 CONNECT_S = 5.0
 """Timeout for establishing a connection."""
 RETRYABLE_STATUS = frozenset((404, 408, 409, 425, 429, *range(500, 600)))
@@ -57,12 +60,9 @@ class HttpClient:
         self._token = ""
         """Token of a local server of this user, once the server asked for one."""
         self._most = most
-        self._pools: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[_Pool, AsyncGenerator[_Pool, None]]] = (
+        self._pools: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[_Clients, AsyncGenerator[_Clients, None]]] = (
             WeakKeyDictionary()
         )
-
-    def __repr__(self) -> str:
-        return self.url
 
     async def post(self, path: str, body: Any, seconds: float, headers: Mapping[str, str] | None = None) -> Any:
         """Post a JSON body and return the JSON response; None for an empty one.
@@ -83,11 +83,7 @@ class HttpClient:
         return self._json(path, await self._ask("GET", path, b"", seconds))
 
     async def page(self, path: str, seconds: float) -> dict[str, Any]:
-        """Return the JSON object at a path; an empty one for an empty response.
-
-        Raises:
-            EngineUnavailable, EngineError, BackendContractError: as `post`; the last also for JSON that is not an object.
-        """
+        """Return the JSON object at a path; an empty one for an empty response; raises as `post`."""
         found = await self.get(path, seconds)
         if found is not None and not isinstance(found, dict):
             raise BackendContractError(f"{self.url}{path} returned JSON that is not an object: {found!r:.120}")
@@ -96,10 +92,6 @@ class HttpClient:
     async def text(self, path: str, seconds: float) -> str:
         """Return the text at a path; raises as `post`."""
         return (await self._ask("GET", path, b"", seconds)).decode("utf-8", "replace")
-
-    async def alive(self, path: str, seconds: float) -> None:
-        """Check that the server responds at a path; raises as `post`."""
-        await self._ask("GET", path, b"", seconds)
 
     async def close(self) -> None:
         """Close the connections of the running event loop; requests in flight on them fail."""
@@ -124,31 +116,34 @@ class HttpClient:
     ) -> bytes:
         import httpx2
 
+        where = f"{self.url}{path}"
         key = os.environ.get(self._key_env, "") if self._key_env is not None else self._token
         sent = {"content-type": "application/json"} if content else {}
         sent |= {"authorization": f"Bearer {key}"} if key else {}
         try:
             # Cancelling a request closes its connection, which ends the request on all three kinds of server.
             async with asyncio.timeout(seconds):
-                pool = await self._pool()
-                with pool.one() as client:
-                    async with client.stream(
-                        method, self.url + path, content=content, headers=sent | dict(headers or {})
-                    ) as response:
-                        raw = await _read(response, f"{self.url}{path}")
+                least_busy = min(await self._clients(), key=itemgetter(0))
+                least_busy[0] += 1
+                try:
+                    asked = least_busy[1].stream(method, where, content=content, headers=sent | dict(headers or {}))
+                    async with asked as response:
+                        raw = await _read(response, where)
+                finally:
+                    least_busy[0] -= 1
         except TimeoutError:
-            raise EngineUnavailable(f"{self.url}{path} did not answer in {seconds:g} s") from None
+            raise EngineUnavailable(f"{where} did not answer in {seconds:g} s") from None
         except (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL, OSError) as error:
-            raise EngineUnavailable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+            raise EngineUnavailable(f"{where}: {type(error).__name__}: {error}") from error
         except RuntimeError as error:
             if "client has been closed" not in str(error):
                 raise
-            raise EngineUnavailable(f"{self.url}{path}: the connection pool was closed") from error
+            raise EngineUnavailable(f"{where}: the connection pool was closed") from error
         if response.status_code >= 300:
             text = raw[:300].decode("utf-8", "replace")
             kind = EngineUnavailable if response.status_code in RETRYABLE_STATUS else EngineError
             text = text.replace(key, "***") if key else text
-            refused = kind(f"{self.url}{path} returned HTTP status {response.status_code}: {text}")
+            refused = kind(f"{where} returned HTTP status {response.status_code}: {text}")
             refused.status, refused.retry_after = response.status_code, retry_after(response.headers.get("retry-after"))
             raise refused
         return raw
@@ -161,34 +156,20 @@ class HttpClient:
         except orjson.JSONDecodeError as error:
             raise BackendContractError(f"{self.url}{path} returned invalid JSON ({error}): {raw[:120]!r}") from None
 
-    async def _pool(self) -> _Pool:
+    async def _clients(self) -> _Clients:
         loop = asyncio.get_running_loop()
         cached = self._pools.get(loop)
         if cached is None:
-            holder = _pool(self._most + SPARE_CONNECTIONS, self.url.startswith("https:"))
+            holder = _open_clients(self._most + SPARE_CONNECTIONS, self.url.startswith("https:"))
             cached = self._pools[loop] = (await anext(holder), holder)
         return cached[0]
 
 
-class _Pool:
-    """Library clients that share the requests; each request takes the least busy one."""
-
-    def __init__(self, clients: Sequence[Any]) -> None:
-        self._clients = clients
-        self._busy = [0] * len(clients)
-
-    @contextmanager
-    def one(self) -> Iterator[Any]:
-        """Yield a client for one request."""
-        index = self._busy.index(min(self._busy))
-        self._busy[index] += 1
-        try:
-            yield self._clients[index]
-        finally:
-            self._busy[index] -= 1
+_Clients = list[list[Any]]
+"""Library clients that share the requests, each as [requests in flight, client]."""
 
 
-async def _pool(most: int, secure: bool) -> AsyncGenerator[_Pool, None]:
+async def _open_clients(most: int, secure: bool) -> AsyncGenerator[_Clients, None]:
     """Yield clients for `most` requests, closed with the event loop, which closes remaining generators."""
     import httpx2
 
@@ -199,13 +180,9 @@ async def _pool(most: int, secure: bool) -> AsyncGenerator[_Pool, None]:
     deadlines = httpx2.Timeout(None, connect=CONNECT_S)
     verify: Any = httpx2.create_ssl_context() if secure else False
     async with AsyncExitStack() as stack:
-        clients = [
-            await stack.enter_async_context(
-                httpx2.AsyncClient(timeout=deadlines, limits=limits, trust_env=False, verify=verify)
-            )
-            for _ in range(-(-most // CONNECTIONS_PER_CLIENT))
-        ]
-        yield _Pool(clients)
+        options = {"timeout": deadlines, "limits": limits, "trust_env": False, "verify": verify}
+        count = -(-most // CONNECTIONS_PER_CLIENT)
+        yield [[0, await stack.enter_async_context(httpx2.AsyncClient(**options))] for _ in range(count)]
 
 
 async def _read(response: Any, where: str) -> bytes:

@@ -7,7 +7,8 @@ from math import log
 from typing import Any
 
 from turnwise.engines.base import Request
-from turnwise.engines.remote.base import CONTROL_S, RemoteEngine
+from turnwise.engines.remote.base import RemoteEngine
+from turnwise.engines.remote.http import CONTROL_S
 from turnwise.engines.remote.response import (
     ExpectedWeights,
     ResponseErrors,
@@ -46,6 +47,8 @@ class LlamaCppEngine(RemoteEngine):
         if request.media:
             raise EngineError(f"{self.display_name}: images work with vLLM and SGLang, not with llama.cpp")
         sampling = request.sampling
+        changed = sampling.temperature != 1.0 or not sampling.is_unmodified or bool(request.banned_ids)
+        post_sampling = bool(sampling.temperature) and changed
         samplers = ["top_k"] if sampling.top_k else []
         samplers += ["temperature"] if sampling.temperature else []
         samplers += ["top_p"] if sampling.top_p < 1.0 else []
@@ -69,7 +72,7 @@ class LlamaCppEngine(RemoteEngine):
             "ignore_eos": False,
             "n_probs": 1,
             "min_keep": 0,
-            "post_sampling_probs": _post_sampling(request),
+            "post_sampling_probs": post_sampling,
             "return_tokens": True,
             "cache_prompt": True,
             "seed": request.seed & 0xFFFFFFFE,  # all bits set requests a random seed
@@ -85,10 +88,8 @@ class LlamaCppEngine(RemoteEngine):
         ids, stop_type = field_of(raw, "tokens", breach), field_of(raw, "stop_type", breach)
         if raw.get("truncated"):
             raise breach("truncated", "is true: the ids were sampled from a truncated context")
-        entries = []
-        for row in raw.get("completion_probabilities") or ():
-            token = field_of(row, "id", breach)
-            entries.append((token, _logprob(row, breach)))
+        rows = raw.get("completion_probabilities") or ()
+        entries = [(field_of(row, "id", breach), _logprob(row, breach)) for row in rows]
         logprobs = align_logprobs(ids, entries)
         if logprobs is None:
             raise breach("completion_probabilities", f"are not a subsequence of the {len(ids)} sampled ids")
@@ -97,26 +98,13 @@ class LlamaCppEngine(RemoteEngine):
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         """Return the likeliest next ids and their logprobs: llama.cpp does not score given ids."""
-        body = {
-            "prompt": list(ids),
-            "n_predict": 1,
-            "temperature": 0.0,
-            "n_probs": 8,
-            "return_tokens": True,
-            "cache_prompt": False,
-        }
-        raw = await self.http.post("/completion", body | {"post_sampling_probs": False, "samplers": []}, self.request_s)
+        body = {"prompt": list(ids), "n_predict": 1, "temperature": 0.0, "n_probs": 8, "return_tokens": True}
+        body |= {"cache_prompt": False, "post_sampling_probs": False, "samplers": []}
+        raw = await self.http.post("/completion", body, self.request_s)
         breach = ResponseErrors(self.display_name)
         rows = field_of(raw, "completion_probabilities", breach)
         top = field_of(rows, "0.top_logprobs", breach) if rows else ()
         return [value for row in top for value in (float(row["id"]), float(row["logprob"]))]
-
-
-def _post_sampling(request: Request) -> bool:
-    sampling = request.sampling
-    if not sampling.temperature:
-        return False
-    return sampling.temperature != 1.0 or not sampling.is_unmodified or bool(request.banned_ids)
 
 
 def _logprob(row: Any, breach: ResponseErrors) -> float:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 from uuid import uuid4
 
-from turnwise.engines.remote.base import CONTROL_S, UPDATE_S, RemoteEngine
+from turnwise.engines.remote.base import UPDATE_S, RemoteEngine
+from turnwise.engines.remote.http import CONTROL_S
 from turnwise.engines.remote.response import ResponseErrors, field_of
 from turnwise.engines.remote.weight_sync import suppress_errors
 from turnwise.errors import EngineError, StaleWeights, SyncError
@@ -42,21 +43,14 @@ class LoraServerEngine(RemoteEngine):
     lora_api: ClassVar[LoraApi]
 
     def __init__(self, url: str, **options: Any) -> None:
-        """
-        Args:
-            options: as of `RemoteEngine`.
-
-        Raises:
-            ConfigError: for an invalid setting.
-        """
         super().__init__(url, **options)
         self.adapter: tuple[str, int] | None = None
         """Name and version of the active LoRA adapter; None for the base model."""
         self.owner = uuid4().hex[:8]
         """Unique part of the names of adapters loaded by `use_adapter`."""
 
-    async def _while_paused(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run an update while sampling is paused; calls in flight end first where the server can end them."""
+    def _paused(self) -> AbstractAsyncContextManager[None]:
+        """Pause sampling for an update; calls in flight end first where the server can end them."""
         raise NotImplementedError
 
     async def load_adapter(self, name: str, directory: str | Path, version: int) -> None:
@@ -66,35 +60,6 @@ class LoraServerEngine(RemoteEngine):
             SyncError: when the server rejects it or does not list it afterwards.
         """
         await self.open()
-        await self._load_adapter(name, directory)
-        self.adapter, self.version = (name, version), version
-
-    async def use_adapter(self, directory: Path, version: int) -> None:
-        """Use a policy's adapter, under a name that is unique across policies and runs.
-
-        So the server's caches for that name belong to this adapter, and a restarted server rejects the name instead of
-        answering with the base model.
-
-        Raises:
-            SyncError: as `load_adapter`.
-        """
-        await self.open()
-        await self._while_paused(lambda: self._replace_adapter(directory, version))
-
-    async def close(self) -> None:
-        """Close the connections and unload the adapter of `use_adapter`."""
-        if self.adapter is not None and self.owner in self.adapter[0]:
-            await self._unload_adapter(self.adapter[0])
-        await super().close()
-
-    async def _replace_adapter(self, directory: Path, version: int) -> None:
-        before, name = self.adapter, NAME.format(self.owner, version)
-        await self._load_adapter(name, directory)
-        self.adapter, self.version = (name, version), version
-        if before is not None and before[0] != name:
-            await self._unload_adapter(before[0])
-
-    async def _load_adapter(self, name: str, directory: str | Path) -> None:
         if not self.lora_api.in_place:  # an earlier load may have succeeded without a response
             await self._unload_adapter(name)
         body: dict[str, Any] = {"lora_name": name, "lora_path": str(directory)}
@@ -111,24 +76,38 @@ class LoraServerEngine(RemoteEngine):
             raise SyncError(
                 f"{self.display_name} accepted the adapter {name!r} but does not list it: it would answer with the base model"
             )
+        self.adapter, self.version = (name, version), version
+
+    async def use_adapter(self, directory: Path, version: int) -> None:
+        """Use a policy's adapter, under a name that is unique across policies and runs; raises as `load_adapter`.
+
+        So the server's caches for that name belong to this adapter, and a restarted server rejects the name instead of
+        answering with the base model.
+        """
+        await self.open()
+        async with self._paused():
+            before = self.adapter
+            await self.load_adapter(NAME.format(self.owner, version), directory, version)
+            if before is not None and before != self.adapter:
+                await self._unload_adapter(before[0])
+
+    async def close(self) -> None:
+        """Close the connections and unload the adapter of `use_adapter`."""
+        if self.adapter is not None and self.owner in self.adapter[0]:
+            await self._unload_adapter(self.adapter[0])
+        await super().close()
 
     async def _unload_adapter(self, name: str) -> None:
-        """Unload an adapter, ignoring failures."""
         await suppress_errors(self.http.post_status(self.lora_api.unload, {"lora_name": name}, CONTROL_S))
 
     @contextmanager
     def _check_adapter_loaded(self) -> Iterator[None]:
-        """Guard a request for an adapter.
-
-        Raises:
-            StaleWeights: when the server no longer knows the adapter.
-        """
+        """Raise StaleWeights when a request shows that the server no longer knows the adapter."""
         try:
             yield
         except EngineError as error:
             if self.adapter is None or error.status != self.lora_api.status or self.lora_api.words not in str(error):
                 raise
-            name = self.adapter[0]
             raise StaleWeights(
-                f"{self.display_name} no longer has the adapter {name!r} (it may have restarted): {error}"
+                f"{self.display_name} no longer has the adapter {self.adapter[0]!r} (it may have restarted): {error}"
             ) from error

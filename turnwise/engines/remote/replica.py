@@ -31,22 +31,11 @@ class WeightsProof:
     noise: float
     """Largest difference between two measurements of the same weights, in nats."""
 
-    def max_difference(self, other: WeightsLabel) -> float:
-        """Return the largest difference of the scores in nats; infinite when not comparable."""
-        mine, theirs = self.label.scores, other.scores
-        if len(mine) != len(theirs):
-            return float("inf")
-        return max((abs(a - b) for a, b in zip(mine, theirs, strict=True)), default=0.0)
-
     def check(self, now: WeightsLabel, who: str) -> None:
-        """Check that the server still has these weights.
-
-        Raises:
-            StaleWeights: when it has others.
-        """
+        """Raise StaleWeights when the server has other weights than these."""
         if now.name != self.label.name:
             raise StaleWeights(f"{who} reports the weights {now.name!r} instead of {self.label.name!r}")
-        difference = self.max_difference(now)
+        difference = self.label.max_difference(now)
         if difference > max(10 * self.noise, 1e-6):
             raise StaleWeights(
                 f"{who} has other weights under the same name: its logprobs of known ids moved by up to {difference:.3g} nats; "
@@ -55,20 +44,16 @@ class WeightsProof:
 
 
 async def score_canary(engine: RemoteEngine) -> WeightsProof:
-    """Score `CANARY` twice on a server.
-
-    Raises:
-        EngineError: when the server returns no scores.
-    """
+    """Score `CANARY` twice on a server."""
     first, second = await engine.weights_label(), await engine.weights_label()
-    return WeightsProof(second, WeightsProof(first, 0.0).max_difference(second))
+    return WeightsProof(second, first.max_difference(second))
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedScores:
     """The trainer's own scores of `CANARY` for its new weights."""
 
-    scores: tuple[float, ...]
+    label: WeightsLabel
     moved: float
     """Largest difference from its scores of the previous weights, in nats; 0 for the first weights."""
 
@@ -83,19 +68,16 @@ async def verify_weights_arrived(
         changed: whether the new weights differ from them.
         wanted: the trainer's scores; without them only a change of the server's scores is checked.
         tolerance: maximum difference from the trainer's scores, in nats.
-
-    Raises:
-        SyncError: when the weights did not arrive completely.
     """
     now = await score_canary(engine)
     if wanted is not None:
-        difference = WeightsProof(WeightsLabel(None, wanted.scores), 0.0).max_difference(now.label)
+        difference = wanted.label.max_difference(now.label)
         if not difference <= tolerance:
             raise SyncError(
                 f"{engine.display_name} accepted the weights of policy {engine.version} but samples from others: "
                 f"its logprobs of known ids differ from the trainer's by up to {difference:.3g} nats (tolerance {tolerance:g})"
             )
-        if before is not None and wanted.moved > tolerance / 10 and before.max_difference(now.label) == 0.0:
+        if before is not None and wanted.moved > tolerance / 10 and before.label.max_difference(now.label) == 0.0:
             raise SyncError(
                 f"{engine.display_name} accepted the weights of policy {engine.version} but its logprobs of known ids are "
                 f"bit-identical to before, while the trainer's moved by {wanted.moved:.3g} nats: the weights did not arrive"
@@ -103,7 +85,7 @@ async def verify_weights_arrived(
         return now
     if not changed or before is None:
         return now
-    difference = before.max_difference(now.label)
+    difference = before.label.max_difference(now.label)
     if difference == 0.0:
         raise SyncError(
             f"{engine.display_name} accepted the weights of policy {engine.version} but its logprobs of known ids are "
@@ -161,12 +143,7 @@ class Replica:
         return self.state == "up" and len(self.calls) < self.most and time.monotonic() >= self.not_before
 
     async def generate(self, request: Request) -> Generation:
-        """Sample one reply.
-
-        Raises:
-            EngineUnavailable: as the engine, and when the call was moved off this server.
-            EngineError: as the engine.
-        """
+        """Sample one reply; EngineUnavailable also when the call was moved off this server."""
         task = asyncio.get_running_loop().create_task(self.engine.generate(request))
         self.calls.add(task)
         try:
@@ -199,14 +176,9 @@ class Replica:
             task.cancel()
 
     async def check(self, seconds: float, latest: Callable[[], WeightsSource | None]) -> bool:
-        """Check health and weights; send the latest weights where they are missing.
+        """Check health (within `seconds`) and weights; return whether the server may take calls.
 
-        Args:
-            seconds: deadline of the health check.
-            latest: returns the latest weights.
-
-        Returns:
-            Whether the server may take calls.
+        Missing weights are replaced by the latest.
         """
         if self.state in ("loading", "asleep"):
             return False
@@ -224,11 +196,7 @@ class Replica:
         except (EngineError, SyncError, TimeoutError) as error:
             self._record_failure(error)
             return False
-        return self._record_success()
-
-    def _record_success(self) -> bool:
-        """Mark the server as up, unless an update or sleep started during the check."""
-        if self.state in ("doubted", "down"):
+        if self.state in ("doubted", "down"):  # no update or sleep started during the check
             self.state, self.fault = "up", ""
             self.counts["recovered"] += 1
             _log.info("%s recovered", self.engine.display_name)
@@ -250,11 +218,12 @@ class Replica:
 
     async def _check_quickly(self) -> None:
         """Check the weights of a healthy server by name, or by scores if it has no names."""
-        if self.engine.label is None:
+        label = self.engine.label
+        if label is None:
             if self.proof is not None:
                 self.proof.check(await self.engine.weights_label(), self.engine.display_name)
             return
-        label, name = self.engine.label, await self.engine.weights_name()
+        name = await self.engine.weights_name()
         if name != label and self.engine.label == label and self.state == "up":
             raise StaleWeights(f"{self.engine.display_name} reports the weights {name!r} instead of {label!r}")
 
@@ -276,11 +245,7 @@ class Replica:
         self.proof, self.outdated = await _score_if_supported(self.engine), False
 
     async def start(self) -> None:
-        """Check the server for the first time.
-
-        Raises:
-            EngineError: when it cannot be used.
-        """
+        """Check the server for the first time."""
         await self.engine.open()
         if self.engine.asleep:
             self.state, self.fault = "asleep", f"{self.engine.display_name} {SLEEPING}"
@@ -297,11 +262,7 @@ class Replica:
             self.abort_calls()
 
     async def sleep(self) -> None:
-        """Make the server release its memory; it gets no calls until new weights wake it.
-
-        Raises:
-            EngineError: when it fails; it then gets no calls before a check.
-        """
+        """Make the server release its memory; it gets no calls until new weights wake it, or, if this fails, a check."""
         async with self.lock:
             await self.drain()
             try:

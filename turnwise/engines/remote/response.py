@@ -9,11 +9,7 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from turnwise.engines.base import Finish, Generation, MissingLogprobs, Request
-from turnwise.errors import (
-    BackendContractError,
-    StaleWeights,
-    TurnwiseError,
-)
+from turnwise.errors import BackendContractError, StaleWeights, TurnwiseError
 from turnwise.types import ROUTES
 
 
@@ -57,8 +53,6 @@ MAX_VOCABULARY = 2**31
 """Larger than any vocabulary."""
 MIN_LOGPROB = -9000.0
 """vLLM and others report -9999 for a missing logprob."""
-
-
 MAX_LOGPROB = 1e-3
 """Tolerance for rounding; a logprob is at most 0."""
 
@@ -73,11 +67,7 @@ class ExpectedWeights(NamedTuple):
     """Request id sent to the server."""
 
     def check(self, names: Sequence[str], who: str) -> None:
-        """Check that these weights sampled a response.
-
-        Raises:
-            StaleWeights: when others did.
-        """
+        """Raise StaleWeights unless these weights sampled a response."""
         if self.name is not None and any(name != self.name for name in names):
             raise StaleWeights(
                 f"{who} sampled with weights it calls {', '.join(map(repr, names))}, but policy {self.version} is "
@@ -95,11 +85,7 @@ class ResponseFields:
         self._fields: set[str] = set()
 
     def check_present(self, field_name: str, found: bool, breach: ResponseErrors) -> bool:
-        """Return whether a response has a field.
-
-        Raises:
-            BackendContractError: when it is missing and an earlier response had it.
-        """
+        """Return whether a response has a field; raise when it is missing and an earlier response had it."""
         if found:
             self._fields.add(field_name)
         elif field_name in self._fields:
@@ -107,11 +93,7 @@ class ResponseFields:
         return found
 
     def check_name(self, field_name: str, value: Any, request: str, breach: ResponseErrors) -> None:
-        """Check that a response belongs to a request; servers may add a prefix or suffix to the request id.
-
-        Raises:
-            BackendContractError: when it belongs to another request.
-        """
+        """Check that a response belongs to a request; servers may add a prefix or suffix to the request id."""
         if self.check_present(field_name, value is not None, breach) and (not isinstance(value, str) or request not in value):
             raise breach(field_name, f"is {value!r:.80} for the request {request!r}: the response is another request's")
 
@@ -260,14 +242,16 @@ class WeightsLabel(NamedTuple):
     scores: tuple[float, ...]
     """The server's logprobs of `CANARY`."""
 
+    def max_difference(self, other: WeightsLabel) -> float:
+        """Return the largest difference of the scores in nats; infinite when not comparable."""
+        if len(self.scores) != len(other.scores):
+            return float("inf")
+        return max((abs(a - b) for a, b in zip(self.scores, other.scores, strict=True)), default=0.0)
+
 
 @contextmanager
 def parsing(what: str, breach: ResponseErrors) -> Iterator[None]:
-    """Parse a response.
-
-    Raises:
-        BackendContractError: in place of a Python error caused by an unexpected form.
-    """
+    """Parse a response: a Python error caused by an unexpected form becomes a BackendContractError."""
     try:
         yield
     except TurnwiseError:
@@ -277,11 +261,7 @@ def parsing(what: str, breach: ResponseErrors) -> Iterator[None]:
 
 
 def only_choice(raw: Any, breach: ResponseErrors) -> Any:
-    """Return the only choice of a response.
-
-    Raises:
-        BackendContractError: when there is not exactly one, or it is not an object.
-    """
+    """Return the only choice of a response, an object."""
     choices = field_of(raw, "choices", breach)
     if not isinstance(choices, list) or len(choices) != 1:
         count = f"{len(choices)}" if isinstance(choices, list) else f"{choices!r:.80}"
@@ -292,18 +272,13 @@ def only_choice(raw: Any, breach: ResponseErrors) -> Any:
 
 
 def field_of(raw: Any, path: str, breach: ResponseErrors) -> Any:
-    """Return a value of a response, by a path such as `choices.0.token_ids`.
-
-    Raises:
-        BackendContractError: when it is missing; null counts as present.
-    """
+    """Return a value of a response, by a path such as `choices.0.token_ids`; null counts as present."""
     value = raw
     for part in path.split("."):
         try:
             value = value[int(part)] if part.isdigit() else value[part]
         except (LookupError, TypeError):
-            error: BackendContractError = breach(path, "is missing from the response")
-            raise error from None
+            raise breach(path, "is missing from the response") from None
     return value
 
 

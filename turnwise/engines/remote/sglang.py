@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from base64 import b64encode
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.engines.base import Request
-from turnwise.engines.remote.base import CONTROL_S, UPDATE_S, Part
-from turnwise.engines.remote.http import HttpClient
+from turnwise.engines.remote.base import UPDATE_S, Part
+from turnwise.engines.remote.http import CONTROL_S
 from turnwise.engines.remote.lora import LoraApi, LoraServerEngine
 from turnwise.engines.remote.response import ExpectedWeights, ResponseErrors, ServerResponse, field_of, number_at
 from turnwise.engines.remote.vllm import sglang_experts
-from turnwise.engines.remote.weight_requests import UNFINISHED, check_success, send_group_to_sglang, send_requests_to_sglang
-from turnwise.engines.remote.weight_sync import GroupTransfer, RequestTransfer, suppress_errors
+from turnwise.engines.remote.weight_sync import (
+    UNFINISHED,
+    GroupTransfer,
+    RequestTransfer,
+    check_success,
+    send_group_to_sglang,
+    send_requests_to_sglang,
+    suppress_errors,
+)
 from turnwise.errors import EngineError
 from turnwise.types import ROUTES, VideoRef
 
@@ -24,24 +32,6 @@ ASLEEP = "asleep"
 another name."""
 IDLE_S = 30.0
 """Seconds for a paused server to become idle."""
-
-
-async def wait_until_idle(http: HttpClient) -> None:
-    """Wait until an SGLang server is idle; releasing memory earlier ends the server.
-
-    Raises:
-        EngineError: when it is still busy after `IDLE_S`.
-    """
-    fault: EngineError | None = None
-    for _ in range(int(IDLE_S / 0.1)):
-        try:
-            await http.post_status("/flush_cache", {}, IDLE_S)  # refused while requests run
-        except EngineError as error:
-            fault = error
-        else:
-            return
-        await asyncio.sleep(0.1)
-    raise EngineError(f"the paused server still has requests after {IDLE_S:g} s: {fault}")
 
 
 ROUTING_KEY = "x-smg-routing-key"
@@ -145,9 +135,8 @@ class SglangEngine(LoraServerEngine):
         finish = field_of(meta, "finish_reason", breach)
         reason = finish.get("type") if isinstance(finish, dict) else finish
         rows = meta.get("output_token_logprobs")
-        if rows is None:
-            logprobs: Sequence[Any] = [None] * len(ids)
-        else:
+        logprobs: Sequence[Any] = [None] * len(ids)
+        if rows is not None:
             if len(rows) != len(ids):
                 raise breach("meta_info.output_token_logprobs", f"are {len(rows)} for {len(ids)} ids")
             logprobs = [_logprob_of(row, token, breach) for row, token in zip(rows, ids, strict=True)]
@@ -174,12 +163,8 @@ class SglangEngine(LoraServerEngine):
         return _name(await self._model_info())
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        body = {
-            "input_ids": list(ids),
-            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
+        body: dict[str, Any] = {"input_ids": list(ids), "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}}
+        body |= {"return_logprob": True, "logprob_start_len": 0}
         with self._check_adapter_loaded():
             raw = await self.http.post("/generate", body | self._adapter_name(), self.request_s)
         breach = ResponseErrors(self.display_name)
@@ -204,41 +189,47 @@ class SglangEngine(LoraServerEngine):
     async def _load_from_disk(self, directory: Path, version: int) -> None:
         await self.pause("abort")
         try:
-            body: dict[str, Any] = {
-                "model_path": str(directory),
-                "weight_version": str(version),
-                "flush_cache": True,
-                "abort_all_requests": True,
-            }
+            body: dict[str, Any] = {"model_path": str(directory), "weight_version": str(version)}
+            body |= {"flush_cache": True, "abort_all_requests": True}
             check_success(await self.http.post("/update_weights_from_disk", body, UPDATE_S), self)
         finally:
             if not self.asleep:
                 await self.resume()
 
     async def _load_from_group(self, transfer: GroupTransfer) -> None:
-        await self._paused(lambda ranks: send_group_to_sglang(self, transfer, ranks))
+        ranks = int((await self._server_info()).get("tp_size") or 1)
+        async with self._paused():
+            await send_group_to_sglang(self, transfer, ranks)
 
     async def _load_from_requests(self, transfer: RequestTransfer) -> None:
-        await self._paused(lambda ranks: send_requests_to_sglang(self, transfer, ranks))
+        ranks = int((await self._server_info()).get("tp_size") or 1)
+        async with self._paused():
+            await send_requests_to_sglang(self, transfer, ranks)
 
-    async def _paused(self, work: Callable[[int], Awaitable[None]]) -> None:
-        """Run an update that takes the number of ranks, while sampling is paused."""
-        info = await self._server_info()
-        await self._while_paused(lambda: work(int(info.get("tp_size") or 1)))
-
-    async def _while_paused(self, work: Callable[[], Awaitable[None]]) -> None:
+    @asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
         await self.pause("abort")
         try:
-            await work()
+            yield
         finally:
             if not self.asleep:
                 await suppress_errors(self.resume())
 
     async def _sleep(self) -> None:
         await self.pause("abort")
-        await wait_until_idle(self.http)
+        await self._wait_until_idle()  # releasing memory earlier ends the server
         await self.http.post("/update_weight_version", {"new_version": ASLEEP}, CONTROL_S)
         await self.http.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, UPDATE_S)
+
+    async def _wait_until_idle(self) -> None:
+        fault: EngineError | None = None
+        for _ in range(int(IDLE_S / 0.1)):
+            try:
+                return await self.http.post_status("/flush_cache", {}, IDLE_S)  # refused while requests run
+            except EngineError as error:
+                fault = error
+            await asyncio.sleep(0.1)
+        raise EngineError(f"the paused server still has requests after {IDLE_S:g} s: {fault}")
 
     async def _sleeps(self) -> bool:
         name = await self.weights_name() or ""

@@ -6,18 +6,19 @@ import ast
 import binascii
 import re
 from base64 import b64decode
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.engines.base import Request
-from turnwise.engines.remote.base import CONTROL_S, UPDATE_S, Part
+from turnwise.engines.remote.base import UPDATE_S, Part
+from turnwise.engines.remote.http import CONTROL_S
 from turnwise.engines.remote.lora import LoraApi, LoraServerEngine
 from turnwise.engines.remote.response import ExpectedWeights, ResponseErrors, ServerResponse, field_of, number_at, only_choice
 from turnwise.engines.remote.vllm_images import VllmImages
-from turnwise.engines.remote.weight_requests import TRANSFER, send_group_to_vllm
-from turnwise.engines.remote.weight_sync import GroupTransfer, suppress_errors
+from turnwise.engines.remote.weight_sync import TRANSFER, GroupTransfer, send_group_to_vllm, suppress_errors
 from turnwise.errors import ConfigError, EngineError, EngineUnavailable, SyncError
 from turnwise.renderers.base import HasCodec
 from turnwise.types import ROUTES, ExpertRoutes
@@ -30,11 +31,7 @@ MAX_HEADER = 1024
 def vllm_experts(given: Any, request: Request, sampled: int, breach: ResponseErrors) -> Mapping[str, tuple[int, ExpertRoutes]]:
     """Convert vLLM's `routed_experts`, an array [positions, layers, k] up to the last position fed, to extras.
 
-    Args:
-        sampled: number of ids the server sampled.
-
-    Raises:
-        BackendContractError: for another form. Missing or unrequested data is ignored.
+    `sampled` is the number of ids the server sampled. Missing or unrequested data is ignored.
     """
     if given is None or ROUTES not in request.extras:
         return {}
@@ -54,10 +51,7 @@ def sglang_experts(
 ) -> Mapping[str, tuple[int, ExpertRoutes]]:
     """Convert SGLang's `meta_info.routed_experts` to extras: int32 [positions, layers, k], sent without a shape.
 
-    The positions run from the requested one to the last one fed.
-
-    Raises:
-        BackendContractError: for another form. Missing or unrequested data is ignored.
+    The positions run from the requested one to the last one fed. Missing or unrequested data is ignored.
     """
     positions = len(request.ids) + sampled - 1 - request.routes_from
     if given is None or ROUTES not in request.extras or not positions:
@@ -138,9 +132,6 @@ class VllmEngine(LoraServerEngine):
         Args:
             route: `generate`, `completions`, or `auto` to ask the server.
             options: as of `RemoteEngine`.
-
-        Raises:
-            ConfigError: for an invalid setting.
         """
         super().__init__(url, **options)
         if route not in ("auto", "generate", "completions"):
@@ -185,8 +176,11 @@ class VllmEngine(LoraServerEngine):
         return (int(sum(map(float, found[0]))), int(sum(map(float, found[1])))) if found[0] else None
 
     async def _sample(self, request: Request, max_tokens: int, name: str, seconds: float) -> Any:
+        sampling = self._sampling(request, max_tokens)
         if self.route == "generate":
-            body = self._generate_body(request, max_tokens, name)
+            sampling["detokenize"] = "stop" in sampling
+            body: dict[str, Any] = {"request_id": name, "model": self._model_name, "token_ids": list(request.ids)}
+            body |= {"sampling_params": sampling, "return_token_ids": True} | self._cache_salt()
             with self._check_adapter_loaded():
                 if request.media:
                     return await self._images.ask(GENERATE, body, request, seconds)
@@ -195,10 +189,10 @@ class VllmEngine(LoraServerEngine):
             raise EngineError(
                 f"{self.display_name}: images need {GENERATE}, which this server lacks; start it with --enable-scale-out"
             )
+        body = {"model": self._model_name, "prompt": list(request.ids), "return_token_ids": True}
+        body |= {"return_tokens_as_token_ids": True, "add_special_tokens": False} | sampling | self._cache_salt()
         with self._check_adapter_loaded():
-            return await self.http.post(
-                COMPLETIONS, self._completions_body(request, max_tokens), seconds, {"x-request-id": name}
-            )
+            return await self.http.post(COMPLETIONS, body, seconds, {"x-request-id": name})
 
     def _sampling(self, request: Request, max_tokens: int) -> dict[str, Any]:
         """Return sampling parameters that override every server default and set exactly our stop ids."""
@@ -248,38 +242,12 @@ class VllmEngine(LoraServerEngine):
         """Model name of requests: the adapter, or else the model itself."""
         return self.adapter[0] if self.adapter else self.model
 
-    def _completions_body(self, request: Request, max_tokens: int) -> dict[str, Any]:
-        own = {
-            "model": self._model_name,
-            "prompt": list(request.ids),
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-            "add_special_tokens": False,
-        }
-        return own | self._sampling(request, max_tokens) | self._cache_salt()
-
-    def _generate_body(self, request: Request, max_tokens: int, name: str) -> dict[str, Any]:
-        sampling = self._sampling(request, max_tokens)
-        sampling["detokenize"] = "stop" in sampling
-        body: dict[str, Any] = {
-            "request_id": name,
-            "model": self._model_name,
-            "token_ids": list(request.ids),
-            "sampling_params": sampling,
-            "return_token_ids": True,
-        }
-        return body | self._cache_salt()
-
     def _cache_salt(self) -> dict[str, str]:
         """Return a cache salt that separates prefixes by weights: an in-place load does not clear the cache."""
         return {"cache_salt": f"turnwise-{self.adapter[0] if self.adapter else 'base'}-{self.version}"}
 
     async def supports_images(self) -> bool:
-        """Probe whether the server accepts images, as `VllmImages.supports_images`.
-
-        Raises:
-            EngineUnavailable: when the server does not respond.
-        """
+        """Probe whether the server accepts images; False when it cannot render (no route, no template)."""
         return await self._images.supports_images()
 
     def _read(self, raw: Any, request: Request, expected: ExpectedWeights) -> ServerResponse:
@@ -293,9 +261,9 @@ class VllmEngine(LoraServerEngine):
         if self.route == "generate":
             prompt = field_of(raw, "prompt_token_ids", breach)
             content = (choice.get("logprobs") or {}).get("content")
-            logprobs = (
-                None if content is None else [_logprob_of(row, token, breach) for row, token in zip(content, ids, strict=False)]
-            )
+            logprobs = None
+            if content is not None:
+                logprobs = [_logprob_of(row, token, breach) for row, token in zip(content, ids, strict=False)]
             spans = choice.get("weight_versions")
         else:
             prompt = field_of(choice, "prompt_token_ids", breach)
@@ -331,14 +299,8 @@ class VllmEngine(LoraServerEngine):
         return None if found is None else str(found)
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        body = {
-            "model": self._model_name,
-            "prompt": list(ids),
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "prompt_logprobs": 0,
-            "add_special_tokens": False,
-        }
+        body: dict[str, Any] = {"model": self._model_name, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0}
+        body |= {"prompt_logprobs": 0, "add_special_tokens": False}
         with self._check_adapter_loaded():
             raw = await self.http.post(COMPLETIONS, body | self._cache_salt(), self.request_s)
         breach = ResponseErrors(self.display_name)
@@ -360,11 +322,8 @@ class VllmEngine(LoraServerEngine):
     async def _load_from_disk(self, directory: Path, version: int) -> None:
         await self._ensure_paused()
         try:
-            await self.http.post(
-                "/collective_rpc",
-                {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}, "timeout": UPDATE_S},
-                UPDATE_S,
-            )
+            body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}, "timeout": UPDATE_S}
+            await self.http.post("/collective_rpc", body, UPDATE_S)
             await self._control("/reset_prefix_cache", {})
             if "/update_weight_version" in self.routes:
                 await self.http.post("/update_weight_version", {"new_version": str(version)}, CONTROL_S)
@@ -405,12 +364,14 @@ class VllmEngine(LoraServerEngine):
         if part == "kv_cache" and await self._sleeps():
             raise EngineError(f"{self.display_name} accepted /wake_up, but /is_sleeping is still true")
 
-    async def _while_paused(self, work: Callable[[], Awaitable[None]]) -> None:
+    @asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
         if "/pause" not in self.routes:
-            return await work()
+            yield
+            return
         await self._ensure_paused()
         try:
-            await work()
+            yield
         finally:
             await self.resume()
 

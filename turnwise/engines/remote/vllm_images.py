@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from base64 import b64decode, b64encode
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from turnwise.engines.base import Request
-from turnwise.engines.remote.base import CONTROL_S
-from turnwise.engines.remote.http import HttpClient
+from turnwise.engines.remote.http import CONTROL_S
 from turnwise.errors import EngineError, EngineUnavailable
 from turnwise.types import MediaPlacement, VideoRef
+
+if TYPE_CHECKING:
+    from turnwise.engines.remote.vllm import VllmEngine
 
 RAW_PIXELS, SCALED_PIXELS = "uint8", "float32"
 """Pixel formats of a server's model: 8-bit pixels, which it scales and normalizes itself (`mm_device_do_normalize`, a default
@@ -27,12 +29,8 @@ NDARRAY_EXT = 3
 PROBE_IMAGE = "iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAAAAACPAi4CAAAAG0lEQVR42u3BgQAAAADDoPlT3+AEVQEAAAB8AxBAAAG9PLePAAAAAElFTkSuQmCC"
 """A 64 x 64 pixel PNG file in base64."""
 PATCH_ARRAYS = frozenset(("pixel_values", "image_grid_thw"))
-"""Output of Qwen-VL processors for an image: patches [patches, values] and their grid [1, 3]."""
-
-
-def is_supported(arrays: Mapping[str, Any]) -> bool:
-    """Return whether an image's arrays can be sent; joining others is internal to vLLM's processors."""
-    return set(arrays) == PATCH_ARRAYS
+"""Output of Qwen-VL processors for an image: patches [patches, values] and their grid [1, 3]. Joining others is internal to
+vLLM's processors."""
 
 
 def accepted_features(features: Any) -> str | None:
@@ -44,56 +42,6 @@ def accepted_features(features: Any) -> str | None:
         return {"uint8": RAW_PIXELS, "float32": SCALED_PIXELS, "float16": SCALED_PIXELS, "bfloat16": SCALED_PIXELS}.get(kind)
     except (LookupError, TypeError, ValueError):  # includes msgpack's errors
         return None
-
-
-def feature_key(block: MediaPlacement, pixels: Any, salt: str) -> str:
-    """Return the hash under which a server caches an image.
-
-    vLLM caches vision-tower output by this hash and keeps it across weight updates, so the hash covers image, processor and
-    weights.
-
-    Args:
-        salt: identifies the weights.
-    """
-    return sha256(f"{block.media.key} {pixels.vision.fingerprint} {salt}".encode()).hexdigest()
-
-
-def vllm_features(
-    media: Sequence[MediaPlacement], names: Sequence[str], pixels: Any, takes: str, have: Collection[str] = ()
-) -> dict[str, Any]:
-    """Return the `features` of a request.
-
-    Args:
-        media: images whose blocks are one run of placeholders each.
-        names: their `feature_key`s.
-        pixels: source of processed images (`get(media)`), numpy arrays that pass `is_supported`.
-        takes: `RAW_PIXELS` or `SCALED_PIXELS`.
-        have: keys of images that the server has already.
-    """
-    from msgpack import packb
-
-    ranges, data = [], list[str | None]()
-    for name, block in zip(names, media, strict=True):
-        ranges.append({"offset": block.start, "length": block.length})
-        if name in have:
-            data.append(None)
-            continue
-        arrays = pixels.get(block.media)
-        patches, grid = arrays["pixel_values"], arrays["image_grid_thw"][0]
-        if takes == RAW_PIXELS:
-            patches = pixels.vision.unscaled(patches)
-        together = ["flat", {"slices": [[0, len(patches), None]], "dim": 0, "keep_on_cpu": False}]
-        item = {
-            "pixel_values": {"data": _array(patches), "field": together},
-            "image_grid_thw": {"data": _array(grid), "field": ["batched", {"keep_on_cpu": True}]},
-        }
-        data.append(b64encode(packb(item)).decode())
-    return {"mm_hashes": {"image": list(names)}, "mm_placeholders": {"image": ranges}, "kwargs_data": {"image": data}}
-
-
-def size_of(data: str | None) -> int:
-    """Return the bytes of an image in a request's features; 0 when omitted."""
-    return 0 if data is None else len(data) * 3 // 4
 
 
 def _array(array: Any) -> list[Any]:
@@ -115,21 +63,6 @@ MAX_MISSES = 8
 """With more misses than this, and more than hits, the address is assumed to have several servers."""
 
 
-class VllmConnection(Protocol):
-    """Client of a vLLM server."""
-
-    http: HttpClient
-    model: str | None
-    routes: frozenset[str]
-    server_version: str
-    pixels: Any
-    counts: Counter[str]
-
-    @property
-    def display_name(self) -> str:
-        """Name in errors."""
-
-
 class VllmImages:
     """Sends the images of requests to one server.
 
@@ -138,7 +71,7 @@ class VllmImages:
     with all images.
     """
 
-    def __init__(self, engine: VllmConnection) -> None:
+    def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
         self._pixel_format: str | None = None
         """Pixel format of the server's model: "" when undetermined, None before the probe."""
@@ -148,14 +81,7 @@ class VllmImages:
         """Requests that referred to cached images, since the last weight update."""
 
     async def ask(self, path: str, body: Mapping[str, Any], request: Request, seconds: float) -> Any:
-        """Post a request with images and return the response.
-
-        Args:
-            body: the request without images.
-
-        Raises:
-            EngineError: as `HttpClient.post`, and for images that cannot be sent.
-        """
+        """Post a request, `body` without its images, and return the response."""
         engine, end = self._engine, asyncio.get_running_loop().time() + seconds
         if engine.pixels is None:
             raise EngineError(f"{engine.display_name}: images, but no pixel source; call add_pixel_source")
@@ -165,13 +91,11 @@ class VllmImages:
             self._capacity = await self._cache_bytes(seconds)
             self._pixel_format = await self._probe_pixel_format(self._data_url(request.media[0].media), seconds)
         if body["cache_salt"] != self._weights_key:  # new weights: new keys, empty cache
-            self._weights_key, self._cache, self._hits, self._misses = (
-                body["cache_salt"],
-                ServerImageCache(self._capacity),
-                0,
-                0,
-            )
-        names = [feature_key(block, engine.pixels, self._weights_key) for block in request.media]
+            self._weights_key, self._cache = body["cache_salt"], ServerImageCache(self._capacity)
+            self._hits = self._misses = 0
+        # vLLM caches tower output by this hash and keeps it across weight updates, so it covers image, processor and weights.
+        about = f"{engine.pixels.vision.fingerprint} {self._weights_key}"
+        names = [sha256(f"{block.media.key} {about}".encode()).hexdigest() for block in request.media]
         cache, have = self._cache, self._cache.among(names)
         fields = self._media_fields(request, names, have)
         try:
@@ -184,18 +108,14 @@ class VllmImages:
             fields = self._media_fields(request, names, frozenset())
             response = await engine.http.post(path, {**body, **fields}, max(0.001, end - asyncio.get_running_loop().time()))
         if "features" in fields:
-            sizes = [size_of(data) for data in fields["features"]["kwargs_data"]["image"]]
+            sizes = [len(data or "") * 3 // 4 for data in fields["features"]["kwargs_data"]["image"]]
             engine.counts["images_sent"] += sum(size > 0 for size in sizes)
             engine.counts["images_named"] += sizes.count(0)
             cache.put(zip(names, sizes, strict=True))
         return response
 
     async def supports_images(self) -> bool:
-        """Return whether the server processes images; False when it cannot render (no route, no template).
-
-        Raises:
-            EngineUnavailable: when it does not respond.
-        """
+        """Return whether the server processes images; False when it cannot render (no route, no template)."""
         return bool(await self._probe_pixel_format(f"data:image/png;base64,{PROBE_IMAGE}", CONTROL_S))
 
     def _media_fields(self, request: Request, names: Sequence[str], have: Collection[str]) -> dict[str, Any]:
@@ -207,20 +127,41 @@ class VllmImages:
         pixels, media, takes = self._engine.pixels, request.media, self._pixel_format
         pads = pixels.vision.pad_ids
         if takes and all(
-            pads.issuperset(request.ids[block.start : block.end]) and (name in have or is_supported(pixels.get(block.media)))
+            pads.issuperset(request.ids[block.start : block.end])
+            and (name in have or set(pixels.get(block.media)) == PATCH_ARRAYS)
             for block, name in zip(media, names, strict=True)
         ):
-            return {"features": vllm_features(media, names, pixels, takes, have)}
+            return {"features": self._features(media, names, have)}
         self._engine.counts["images_as_pictures"] += len(media)
         parts = [{"type": "image_url", "url": self._data_url(block.media)} for block in media]
         return {"token_ids": list(pixels.vision.compact(request.ids, media)), "content_parts": parts}
+
+    def _features(self, media: Sequence[MediaPlacement], names: Sequence[str], have: Collection[str]) -> dict[str, Any]:
+        from msgpack import packb
+
+        pixels, data = self._engine.pixels, list[str | None]()
+        for name, block in zip(names, media, strict=True):
+            if name in have:
+                data.append(None)
+                continue
+            arrays = pixels.get(block.media)
+            patches, grid = arrays["pixel_values"], arrays["image_grid_thw"][0]
+            if self._pixel_format == RAW_PIXELS:
+                patches = pixels.vision.unscaled(patches)
+            together = ["flat", {"slices": [[0, len(patches), None]], "dim": 0, "keep_on_cpu": False}]
+            item = {
+                "pixel_values": {"data": _array(patches), "field": together},
+                "image_grid_thw": {"data": _array(grid), "field": ["batched", {"keep_on_cpu": True}]},
+            }
+            data.append(b64encode(packb(item)).decode())
+        ranges = [{"offset": block.start, "length": block.length} for block in media]
+        return {"mm_hashes": {"image": list(names)}, "mm_placeholders": {"image": ranges}, "kwargs_data": {"image": data}}
 
     def _record_miss(self) -> None:
         """Record that assumed images were missing: the server restarted, or evicted them."""
         self._engine.counts["images_missed"] += 1
         self._misses += 1
-        stops = self._misses > max(MAX_MISSES, self._hits)
-        self._cache.clear(0.0 if stops else self._capacity)
+        self._cache.clear(0.0 if self._misses > max(MAX_MISSES, self._hits) else self._capacity)
 
     async def _cache_bytes(self, seconds: float) -> float:
         """Return the bytes of images that the server caches; 0 unless reported.

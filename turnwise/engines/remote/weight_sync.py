@@ -1,4 +1,8 @@
-"""Transfer of new weights to a server: from disk (full weights or an adapter), by process group, or in requests."""
+"""Transfer of new weights to a server: from disk (full weights or an adapter), by process group, or in requests.
+
+A process group lives for one update. A permanent one would be server state that a restart changes unnoticed, and SGLang exits
+when it receives the name of an unknown group.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +11,22 @@ from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from turnwise.engines.remote.http import CONTROL_S
 from turnwise.errors import EngineError, SyncError
+
+if TYPE_CHECKING:
+    from turnwise.engines.remote.base import RemoteEngine
 
 CLEANUP_TIMEOUT_S = 10.0
 FINAL_REQUEST_TIMEOUT_S = 5.0
 """Seconds for a server to report why it left a group after our side failed."""
-
-
-class WeightReceiverClient(Protocol):
-    """Server client as seen by weight updates; methods raise SyncError where the server does not support them."""
-
-    async def load_from_disk(self, directory: str | Path, version: int) -> None:
-        """Load weights from a directory."""
-
-    async def load_from_group(self, transfer: GroupTransfer) -> None:
-        """Receive weights over a process group."""
-
-    async def load_from_requests(self, transfer: RequestTransfer) -> None:
-        """Receive weights in request bodies."""
-
-    async def use_adapter(self, directory: Path, version: int) -> None:
-        """Use the LoRA adapter in a directory."""
+UNFINISHED = "{}-unfinished"
+"""Name of weights during a transfer: no request expects it, so responses from partial weights are rejected."""
+TRANSFER = "start it with `turnwise engines start vllm --group`, which enables weights by process group"
+SPARE_S = 10.0
+"""Seconds that a server's response may arrive after our side timed out; it is the more informative error."""
 
 
 class WeightsSource(Protocol):
@@ -39,7 +36,7 @@ class WeightsSource(Protocol):
     def version(self) -> int:
         """Policy version."""
 
-    async def send_to(self, engine: WeightReceiverClient) -> None:
+    async def send_to(self, engine: RemoteEngine) -> None:
         """Send the weights to a server.
 
         Raises:
@@ -54,7 +51,7 @@ class DiskWeights:
     directory: Path
     version: int
 
-    async def send_to(self, engine: WeightReceiverClient) -> None:
+    async def send_to(self, engine: RemoteEngine) -> None:
         """As `WeightsSource.send_to`."""
         await engine.load_from_disk(self.directory, self.version)
 
@@ -66,7 +63,7 @@ class DiskAdapter:
     directory: Path
     version: int
 
-    async def send_to(self, engine: WeightReceiverClient) -> None:
+    async def send_to(self, engine: RemoteEngine) -> None:
         """As `WeightsSource.send_to`."""
         await engine.use_adapter(self.directory, self.version)
 
@@ -93,18 +90,10 @@ class WeightGroup(Protocol):
     """`gloo` or `nccl`."""
 
     async def connect(self) -> None:
-        """Wait for the server's ranks.
-
-        Raises:
-            SyncError: when they do not connect in time.
-        """
+        """Wait for the server's ranks."""
 
     async def send(self, index: int) -> None:
-        """Send a bucket to all ranks.
-
-        Raises:
-            SyncError: when they do not receive it in time, or have ended.
-        """
+        """Send a bucket to all ranks."""
 
     def close(self) -> None:
         """Leave the group in any state; pending operations end with an error."""
@@ -186,3 +175,83 @@ async def suppress_errors(work: Awaitable[Any]) -> None:
     with suppress(EngineError, SyncError, TimeoutError):
         async with asyncio.timeout(CLEANUP_TIMEOUT_S):
             await work
+
+
+async def send_group_to_sglang(engine: RemoteEngine, transfer: GroupTransfer, ranks: int) -> None:
+    """Send weights to a paused SGLang server."""
+    http, seconds = engine.http, transfer.seconds + SPARE_S
+    group = transfer.group(engine.url, ranks)
+    try:
+        name = UNFINISHED.format(transfer.version)
+        check_success(await http.post("/update_weight_version", {"new_version": name}, CONTROL_S), engine)
+        meeting = _rendezvous(group)
+        check_success(
+            await run_together(http.post("/init_weights_update_group", meeting, seconds), group.connect(), group), engine
+        )
+        try:
+            for index, bucket in enumerate(transfer.buckets):
+                body: dict[str, Any] = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes}
+                body |= {"group_name": group.name, "flush_cache": False}
+                if index == len(transfer.buckets) - 1:
+                    body |= {"flush_cache": True, "weight_version": str(transfer.version)}
+                asked = http.post("/update_weights_from_distributed", body, seconds)
+                check_success(await run_together(asked, group.send(index), group), engine)
+        finally:
+            await suppress_errors(http.post("/destroy_weights_update_group", {"group_name": group.name}, CONTROL_S))
+    finally:
+        group.close()
+
+
+def _rendezvous(group: WeightGroup) -> dict[str, Any]:
+    where = {"master_address": group.address, "master_port": group.port, "rank_offset": 1, "world_size": group.world}
+    return where | {"group_name": group.name, "backend": group.backend}
+
+
+def check_success(response: Any, engine: RemoteEngine) -> None:
+    """Check the response of an SGLang server."""
+    if not (isinstance(response, dict) and response.get("success")):
+        raise SyncError(f"{engine.display_name} reports failure: {response}")
+
+
+async def send_group_to_vllm(engine: RemoteEngine, transfer: GroupTransfer, ranks: int) -> None:
+    """Send weights to a paused vLLM server."""
+    http, seconds = engine.http, transfer.seconds + SPARE_S
+    group = transfer.group(engine.url, ranks)
+    try:
+        await http.post("/update_weight_version", {"new_version": UNFINISHED.format(transfer.version)}, CONTROL_S)
+        meeting = _rendezvous(group)
+        await run_together(http.post("/init_weight_transfer_engine", {"init_info": meeting}, seconds), group.connect(), group)
+        try:
+            await _start_update(engine, seconds)
+            for index, bucket in enumerate(transfer.buckets):
+                body = {"names": bucket.names, "dtype_names": bucket.dtypes, "shapes": bucket.shapes}
+                await run_together(http.post("/update_weights", {"update_info": body}, seconds), group.send(index), group)
+            await http.post("/finish_weight_update", {"weight_version": str(transfer.version)}, seconds)
+        finally:
+            await suppress_errors(http.post("/shutdown_weight_transfer_engine", {}, CONTROL_S))
+    finally:
+        group.close()
+
+
+async def _start_update(engine: RemoteEngine, seconds: float) -> None:
+    """Start an update; first end an interrupted one."""
+    try:
+        await engine.http.post("/start_weight_update", {}, seconds)
+    except EngineError:
+        await suppress_errors(engine.http.post("/finish_weight_update", {}, seconds))
+        await engine.http.post("/start_weight_update", {}, seconds)
+
+
+async def send_requests_to_sglang(engine: RemoteEngine, transfer: RequestTransfer, ranks: int) -> None:
+    """Send weights to a paused SGLang server in request bodies.
+
+    Each of its ranks reads its own copy of a body and keeps its part of the tensors.
+    """
+    name = UNFINISHED.format(transfer.version)
+    check_success(await engine.http.post("/update_weight_version", {"new_version": name}, CONTROL_S), engine)
+    for index in range(transfer.request_count):
+        text = await asyncio.to_thread(transfer.encode_body, index)
+        body: dict[str, Any] = {"serialized_named_tensors": [text] * ranks, "flush_cache": False}
+        if index == transfer.request_count - 1:
+            body |= {"flush_cache": True, "weight_version": str(transfer.version)}
+        check_success(await engine.http.post("/update_weights_from_tensor", body, transfer.seconds), engine)

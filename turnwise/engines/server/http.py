@@ -97,7 +97,9 @@ class JsonHttpServer:
         """Token required by requests that change anything."""
         self.published = not token
         """Whether the token is in a file."""
-        self._app = _Gate(_app(routes, self.token), self.token, every=bool(token))
+        made = [Route(path, _make_endpoint(end, self.token), methods=[method]) for (method, path), end in routes.items()]
+        app = Starlette(routes=made, exception_handlers={HTTPException: _no_route})
+        self._app = _Gate(app, self.token, every=bool(token))
         self._socket: socket.socket | None = None
         self._server: _Uvicorn | None = None
         self._task: asyncio.Task[None] | None = None
@@ -114,12 +116,7 @@ class JsonHttpServer:
         return f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{self.port}"
 
     async def start(self) -> None:
-        """Start listening.
-
-        Raises:
-            OSError: when the address is unavailable.
-            ConfigError: when the token cannot be written.
-        """
+        """Start listening: OSError for an unavailable address, ConfigError when the token cannot be written."""
         config = uvicorn.Config(
             self._app,
             http=_Protocol,
@@ -193,22 +190,17 @@ class _Gate:
         if scope["type"] != "http":
             return
         headers = Request(scope).headers
-        fault = _browser_fault(headers) or ("" if self._every else _host_fault(headers.get("host", "")))
+        fault = "" if self._every else _host_fault(headers.get("host", ""))
+        if headers.get("origin") is not None:
+            fault = "requests from web pages are refused (they carry an Origin)"
+        elif headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            fault = "requests from web pages are refused (Sec-Fetch-Site)"
         answer: ASGIApp = self._app
         if fault:
             answer = _error_response(403, fault, close=True)
         elif self._every and not _has_token(headers, self._token):
             answer = _error_response(401, "the token is wrong or missing (authorization: Bearer ...)", close=True)
         await answer(scope, receive, send)
-
-
-def _browser_fault(headers: Mapping[str, str]) -> str:
-    """Return why a request comes from a web page, or an empty string."""
-    if headers.get("origin") is not None:
-        return "requests from web pages are refused (they carry an Origin)"
-    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        return "requests from web pages are refused (Sec-Fetch-Site)"
-    return ""
 
 
 def _host_fault(host: str) -> str:
@@ -222,13 +214,9 @@ def _has_token(headers: Mapping[str, str], token: str) -> bool:
     return hmac.compare_digest(given.encode("latin-1", "replace"), f"Bearer {token}".encode("latin-1", "replace"))
 
 
-def _app(routes: Mapping[tuple[str, str], Endpoint], token: str) -> Starlette:
-    async def no_route(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        return _error_response(error.status_code, error.detail, name="detail", headers=error.headers)
-
-    made = [Route(path, _make_endpoint(endpoint, token), methods=[method]) for (method, path), endpoint in routes.items()]
-    return Starlette(routes=made, exception_handlers={HTTPException: no_route})
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _error_response(error.status_code, error.detail, name="detail", headers=error.headers)
 
 
 def _make_endpoint(endpoint: Endpoint, token: str) -> Callable[[Request], Awaitable[Response]]:
@@ -247,11 +235,6 @@ def _make_endpoint(endpoint: Endpoint, token: str) -> Callable[[Request], Awaita
 
 
 async def _read(request: Request, endpoint: Endpoint) -> Any:
-    """Read and validate the body.
-
-    Raises:
-        HttpError: for an invalid body.
-    """
     pieces, size = [], int(request.headers.get("content-length") or 0)
     if size > endpoint.max_bytes:
         raise HttpError(413, f"the body has {size} bytes; at most {endpoint.max_bytes} are accepted")

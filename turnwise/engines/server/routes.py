@@ -6,6 +6,7 @@ import asyncio
 import random
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -45,210 +46,52 @@ class WeightReceiver(Protocol):
     """Receives a trainer's weights and applies them completely or not at all; implemented where torch is available."""
 
     async def join(self, address: str, port: int, rank: int, world: int, name: str, backend: str) -> None:
-        """Join a trainer's process group; the trainer is rank 0.
-
-        Raises:
-            SyncError: when the trainer does not connect, or the group is invalid.
-        """
+        """Join a trainer's process group; the trainer is rank 0."""
 
     async def receive(self, group: str | None, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Any]) -> None:
         """Receive a bucket.
 
         Args:
             group: name of the group; None for the only one.
-
-        Raises:
-            SyncError: for weights that the model lacks, an unknown group, or a lost trainer.
         """
 
     async def decode_request(self, text: str) -> None:
-        """Decode weights from a request body.
-
-        Raises:
-            SyncError: for weights that the model lacks, or an invalid body.
-        """
+        """Decode weights from a request body."""
 
     @property
     def complete(self) -> bool:
         """Whether all weights of the model have arrived."""
 
     async def apply(self) -> None:
-        """Load the received weights into the engine.
-
-        Raises:
-            SyncError: when some are missing.
-        """
+        """Load the received weights into the engine."""
 
     def leave(self, group: str | None) -> bool:
         """Leave a group (all for None) and discard unapplied weights. Return False for an unknown group."""
 
 
-class NamedWeights(Protocol):
-    """Holder of the weights' name and of the lock for changing them."""
-
-    name: str
-    changing: asyncio.Lock
-
-
-def sglang_groups(served: NamedWeights, receiver: WeightReceiver) -> Table:
-    """Return SGLang's routes. SGLang has no end-of-update request: weights are applied once all have arrived."""
-
-    async def join(call: Call) -> Any:
-        info: Meeting = call.body
-        name, backend = info.group_name or DEFAULT_GROUP, info.backend or "nccl"
-        await receiver.join(info.master_address, info.master_port, info.rank_offset, info.world_size, name, backend)
-        return {"success": True, "message": ""}
-
-    async def update(call: Call) -> Any:
-        info: Bucket = call.body
-        await receiver.receive(info.group_name or DEFAULT_GROUP, info.names, info.dtypes, info.shapes)
-        return await apply_if_complete(info.weight_version)
-
-    async def read(call: Call) -> Any:
-        await receiver.decode_request(call.body.serialized_named_tensors[0])
-        return await apply_if_complete(call.body.weight_version)
-
-    async def apply_if_complete(version: Any) -> Any:
-        async with served.changing:
-            if version is not None or receiver.complete:
-                await receiver.apply()
-            served.name = str(version) if version is not None else served.name
-        return {"success": True, "message": ""}
-
-    async def leave(call: Call) -> Any:
-        left = receiver.leave(call.body.group_name or DEFAULT_GROUP)
-        return {"success": left, "message": "" if left else "unknown group"}
-
-    return {
-        ("POST", "/init_weights_update_group"): Endpoint(join, Meeting, changes=True),
-        ("POST", "/update_weights_from_distributed"): Endpoint(update, Bucket, changes=True),
-        ("POST", "/destroy_weights_update_group"): Endpoint(leave, LeaveGroup, changes=True),
-        ("POST", "/update_weights_from_tensor"): Endpoint(read, Tensors, changes=True, max_bytes=MAX_WEIGHTS),
-    }
-
-
-def vllm_groups(served: NamedWeights, receiver: WeightReceiver) -> Table:
-    """Return vLLM's routes, with the group name and torch backend that `vllm_plugin` takes."""
-
-    async def world(call: Call) -> Any:
-        return {"world_size": 1}
-
-    async def join(call: Call) -> Any:
-        info: Meeting = call.body.init_info
-        if not info.group_name or not info.backend:
-            raise HttpError(400, "init_info: group_name and backend are required")
-        await receiver.join(
-            info.master_address, info.master_port, info.rank_offset, info.world_size, info.group_name, info.backend
-        )
-        return {"message": "Weight transfer initialized"}
-
-    async def begin(call: Call) -> Any:
-        return {"message": "Weight update started"}
-
-    async def update(call: Call) -> Any:
-        info: BucketInfo = call.body.update_info
-        await receiver.receive(None, info.names, info.dtype_names, info.shapes)
-        return {"message": "Weights updated"}
-
-    async def finish(call: Call) -> Any:
-        async with served.changing:
-            await receiver.apply()
-            served.name = str(call.body.weight_version or served.name)
-        return {"message": "Weight update finished"}
-
-    async def leave(call: Call) -> Any:
-        receiver.leave(None)
-        return {"message": "Weight transfer shut down"}
-
-    return {
-        ("GET", "/get_world_size"): Endpoint(world),
-        ("POST", "/init_weight_transfer_engine"): Endpoint(join, Init, changes=True),
-        ("POST", "/start_weight_update"): Endpoint(begin, changes=True),
-        ("POST", "/update_weights"): Endpoint(update, Update, changes=True),
-        ("POST", "/finish_weight_update"): Endpoint(finish, Finish, changes=True),
-        ("POST", "/shutdown_weight_transfer_engine"): Endpoint(leave, changes=True),
-    }
-
-
 PARTS = ("weights", "kv_cache")
-
-
-class SleepControl(Protocol):
-    """Releases and restores memory."""
-
-    released: set[str]
-    """Parts whose memory is released: `weights`, `kv_cache`."""
-
-    async def sleep(self) -> None:
-        """End the running calls and release all memory."""
-
-    async def wake(self, part: str) -> None:
-        """Restore the memory of a part."""
-
-    def resume(self) -> None:
-        """Resume sampling."""
-
-    @property
-    def paused(self) -> bool:
-        """Whether sampling is paused."""
-
-
-def vllm_sleep(served: SleepControl) -> Table:
-    """Return vLLM's routes; sampling resumes once all memory is restored."""
-
-    async def sleep(call: Call) -> Any:
-        level = call.query.get("level") or "1"
-        if level not in ("1", "2"):
-            raise HttpError(400, f"level must be 1 or 2, not {level!r:.80}")
-        if not served.released:
-            await served.sleep()
-        return {"status": "sleeping", "level": int(level)}
-
-    async def wake(call: Call) -> Any:
-        tag = call.query.get("tags")
-        if tag and tag not in PARTS:
-            raise HttpError(400, f"tags must be {' or '.join(PARTS)}, not {tag!r:.80}")
-        for part in [tag] if tag else sorted(served.released):
-            if part in served.released:
-                await served.wake(part)
-        if not served.released:
-            served.resume()
-        return {"status": "sleeping" if served.released else "awake", "tags": tag}
-
-    async def sleeps(call: Call) -> Any:
-        return {"is_sleeping": bool(served.released) or served.paused}
-
-    return {
-        ("POST", "/sleep"): Endpoint(sleep, changes=True),
-        ("POST", "/wake_up"): Endpoint(wake, changes=True),
-        ("GET", "/is_sleeping"): Endpoint(sleeps),
-    }
-
-
-def sglang_sleep(served: SleepControl) -> Table:
-    """Return SGLang's routes. Releasing while busy or resuming what is not released ends SGLang; here it is refused."""
-
-    async def release(call: Call) -> Any:
-        if served.released or not served.paused:
-            raise HttpError(400, "already released" if served.released else "pause first")
-        await served.sleep()
-        return {}
-
-    async def resume(call: Call) -> Any:
-        for part in call.body.tags or sorted(served.released):
-            if part not in served.released:
-                raise HttpError(400, f"{part} was not released")
-            await served.wake(part)
-        return {}
-
-    return {
-        ("POST", "/release_memory_occupation"): Endpoint(release, Tags, changes=True),
-        ("POST", "/resume_memory_occupation"): Endpoint(resume, Tags, changes=True),
-    }
-
-
-Formats = Literal["vllm", "sglang"]
 MODES = ("abort", "wait", "keep", "retract", "in_place")
+Formats = Literal["vllm", "sglang"]
+ServiceHandler = Callable[["EngineService", Call], Awaitable[Any]]
+_ROUTES: list[tuple[tuple[Formats, ...], str, str, Callable[..., Endpoint]]] = []
+"""Formats, method, path, and what makes the endpoint of a handler."""
+
+
+def _route(
+    formats: tuple[Formats, ...], path: str, body: type[Body] | None = None, *, method: str = "POST", **rules: Any
+) -> Callable[[ServiceHandler], ServiceHandler]:
+    """Serve a path by a method of `EngineService`; `rules` as in `Endpoint`."""
+
+    def register(handler: ServiceHandler) -> ServiceHandler:
+        _ROUTES.append((formats, method, path, lambda service: Endpoint(partial(handler, service), body, **rules)))
+        return handler
+
+    return register
+
+
+_both = partial(_route, ("vllm", "sglang"))
+_vllm = partial(_route, ("vllm",))
+_sglang = partial(_route, ("sglang",))
 
 
 class EngineService:
@@ -288,48 +131,23 @@ class EngineService:
 
     def routes(self, formats: Formats) -> Table:
         """Return the routes of a format."""
-        common: Table = {("GET", "/health"): Endpoint(self._health)}
-        if formats == "sglang":
-            return (
-                common
-                | {
-                    ("GET", "/model_info"): Endpoint(self._sglang_model),
-                    ("GET", "/server_info"): Endpoint(self._sglang_server),
-                    ("POST", "/generate"): Endpoint(self._sglang_generate, Generate),
-                    ("POST", "/abort_request"): Endpoint(self._sglang_abort, Abort, changes=True),
-                    ("POST", "/pause_generation"): Endpoint(self._pause, Pause, changes=True),
-                    ("POST", "/continue_generation"): Endpoint(self._resume, changes=True),
-                    ("POST", "/flush_cache"): Endpoint(self._no_op, changes=True),
-                    ("POST", "/update_weights_from_disk"): Endpoint(self._sglang_update, FromDisk, changes=True),
-                    ("POST", "/update_weight_version"): Endpoint(self._rename, Rename, changes=True),
-                }
-                | sglang_groups(self, self._receiver)
-                | sglang_sleep(self)
-            )
-        table: Table = (
-            common
-            | {
-                ("GET", "/version"): Endpoint(self._vllm_version),
-                ("GET", "/v1/models"): Endpoint(self._vllm_models),
-                ("GET", "/weight_info"): Endpoint(self._vllm_weights),
-                ("POST", "/v1/completions"): Endpoint(self._vllm_completions, Completion),
-                ("POST", "/inference/v1/generate"): Endpoint(self._vllm_generate, TokensIn),
-                ("POST", "/inference/v1/abort_requests"): Endpoint(self._vllm_abort, Aborts, changes=True),
-                ("POST", "/pause"): Endpoint(self._pause, Pause, changes=True),
-                ("POST", "/resume"): Endpoint(self._resume, changes=True),
-                ("POST", "/collective_rpc"): Endpoint(self._vllm_reload, Reload, changes=True),
-                ("POST", "/reset_prefix_cache"): Endpoint(self._no_op, changes=True),
-                ("POST", "/update_weight_version"): Endpoint(self._rename, Rename, changes=True),
-            }
-            | vllm_groups(self, self._receiver)
-            | vllm_sleep(self)
-        )
-        paths: dict[str, dict[str, str]] = {path: {} for _, path in table}
+        table = {(method, path): endpoint(self) for kinds, method, path, endpoint in _ROUTES if formats in kinds}
+        if formats == "vllm":
+            paths: dict[str, dict[str, str]] = {path: {} for _, path in table}
 
-        async def page(call: Call) -> Any:
-            return {"paths": paths}
+            async def page(call: Call) -> Any:
+                return {"paths": paths}
 
-        return table | {("GET", "/openapi.json"): Endpoint(page)}
+            table["GET", "/openapi.json"] = Endpoint(page)
+        return table
+
+    @_both("/health", method="GET")
+    async def _health(self, call: Call) -> Any:
+        try:
+            self.engine.check()
+        except EngineError as error:
+            raise HttpError(503, str(error)) from None
+        return {}
 
     # One reply
 
@@ -400,15 +218,19 @@ class EngineService:
 
     # vLLM
 
+    @_vllm("/version", method="GET")
     async def _vllm_version(self, call: Call) -> Any:
         return {"version": f"turnwise-{__version__}"}
 
+    @_vllm("/v1/models", method="GET")
     async def _vllm_models(self, call: Call) -> Any:
         return {"data": [{"id": self.model, "parent": None, "max_model_len": self.engine.context}]}
 
+    @_vllm("/weight_info", method="GET")
     async def _vllm_weights(self, call: Call) -> Any:
         return {"weight_version": self.name}
 
+    @_vllm("/v1/completions", Completion)
     async def _vllm_completions(self, call: Call) -> Any:
         body: Completion = call.body
         self._check(body, body.model)
@@ -430,6 +252,7 @@ class EngineService:
         }
         return {"id": name, "model": self.model, "choices": [choice], "usage": _usage(ids, reply)} | _vllm_drafts(reply)
 
+    @_vllm("/inference/v1/generate", TokensIn)
     async def _vllm_generate(self, call: Call) -> Any:
         body: TokensIn = call.body
         self._check(body, body.model)
@@ -441,24 +264,88 @@ class EngineService:
         info = {"request_id": name, "prompt_token_ids": ids, "choices": [choice], "usage": _usage(ids, reply)}
         return info | _vllm_drafts(reply)
 
+    @_vllm("/inference/v1/abort_requests", Aborts, changes=True)
     async def _vllm_abort(self, call: Call) -> Any:
         for name in call.body.request_ids:
             self._cancel(name)
         return {}
 
+    @_vllm("/collective_rpc", Reload, changes=True)
     async def _vllm_reload(self, call: Call) -> Any:
         async with self.changing:
             await self._load(Path(call.body.kwargs.weights_path))
         return {"results": [None]}
 
+    @_vllm("/get_world_size", method="GET")
+    async def _vllm_world(self, call: Call) -> Any:
+        return {"world_size": 1}
+
+    @_vllm("/init_weight_transfer_engine", Init, changes=True)
+    async def _vllm_join(self, call: Call) -> Any:
+        info: Meeting = call.body.init_info
+        if not info.group_name or not info.backend:
+            raise HttpError(400, "init_info: group_name and backend are required")
+        await self._join(info, info.group_name, info.backend)
+        return {"message": "Weight transfer initialized"}
+
+    @_vllm("/start_weight_update", changes=True)
+    async def _vllm_begin(self, call: Call) -> Any:
+        return {"message": "Weight update started"}
+
+    @_vllm("/update_weights", Update, changes=True)
+    async def _vllm_bucket(self, call: Call) -> Any:
+        info: BucketInfo = call.body.update_info
+        await self._receiver.receive(None, info.names, info.dtype_names, info.shapes)
+        return {"message": "Weights updated"}
+
+    @_vllm("/finish_weight_update", Finish, changes=True)
+    async def _vllm_finish(self, call: Call) -> Any:
+        async with self.changing:
+            await self._receiver.apply()
+            self.name = str(call.body.weight_version or self.name)
+        return {"message": "Weight update finished"}
+
+    @_vllm("/shutdown_weight_transfer_engine", changes=True)
+    async def _vllm_leave(self, call: Call) -> Any:
+        self._receiver.leave(None)
+        return {"message": "Weight transfer shut down"}
+
+    @_vllm("/sleep", changes=True)
+    async def _vllm_sleep(self, call: Call) -> Any:
+        level = call.query.get("level") or "1"
+        if level not in ("1", "2"):
+            raise HttpError(400, f"level must be 1 or 2, not {level!r:.80}")
+        if not self.released:
+            await self._sleep()
+        return {"status": "sleeping", "level": int(level)}
+
+    @_vllm("/wake_up", changes=True)
+    async def _vllm_wake(self, call: Call) -> Any:
+        tag = call.query.get("tags")
+        if tag and tag not in PARTS:
+            raise HttpError(400, f"tags must be {' or '.join(PARTS)}, not {tag!r:.80}")
+        for part in [tag] if tag else sorted(self.released):
+            if part in self.released:
+                await self._wake(part)
+        if not self.released:
+            self._sampling_allowed.set()
+        return {"status": "sleeping" if self.released else "awake", "tags": tag}
+
+    @_vllm("/is_sleeping", method="GET")
+    async def _vllm_sleeps(self, call: Call) -> Any:
+        return {"is_sleeping": bool(self.released) or not self._sampling_allowed.is_set()}
+
     # SGLang
 
+    @_sglang("/model_info", method="GET")
     async def _sglang_model(self, call: Call) -> Any:
         return {"model_path": self.model, "served_model_name": self.model, "weight_version": self.name}
 
+    @_sglang("/server_info", method="GET")
     async def _sglang_server(self, call: Call) -> Any:
         return {"version": f"turnwise-{__version__}", "context_length": self.engine.context}
 
+    @_sglang("/generate", Generate)
     async def _sglang_generate(self, call: Call) -> Any:
         body: Generate = call.body
         self._check(body)
@@ -483,54 +370,78 @@ class EngineService:
             meta["spec_accept_rate"] = reply.accepted / reply.drafted
         return {"text": self._decode(reply.ids), "output_ids": reply.ids, "meta_info": meta}
 
+    @_sglang("/abort_request", Abort, changes=True)
     async def _sglang_abort(self, call: Call) -> Any:
         for name in list(self._running) if call.body.abort_all else [call.body.rid]:
             self._cancel(name)
         return {}
 
+    @_sglang("/update_weights_from_disk", FromDisk, changes=True)
     async def _sglang_update(self, call: Call) -> Any:
         async with self.changing:
             await self._load(Path(call.body.model_path))
             self.name = str(call.body.weight_version or self.name)
         return {"success": True, "message": ""}
 
+    @_sglang("/init_weights_update_group", Meeting, changes=True)
+    async def _sglang_join(self, call: Call) -> Any:
+        await self._join(call.body, call.body.group_name or DEFAULT_GROUP, call.body.backend or "nccl")
+        return {"success": True, "message": ""}
+
+    @_sglang("/update_weights_from_distributed", Bucket, changes=True)
+    async def _sglang_bucket(self, call: Call) -> Any:
+        info: Bucket = call.body
+        await self._receiver.receive(info.group_name or DEFAULT_GROUP, info.names, info.dtypes, info.shapes)
+        return await self._apply_if_complete(info.weight_version)
+
+    @_sglang("/update_weights_from_tensor", Tensors, changes=True, max_bytes=MAX_WEIGHTS)
+    async def _sglang_tensors(self, call: Call) -> Any:
+        await self._receiver.decode_request(call.body.serialized_named_tensors[0])
+        return await self._apply_if_complete(call.body.weight_version)
+
+    async def _apply_if_complete(self, version: Any) -> Any:
+        """Apply weights once all have arrived: SGLang has no end-of-update request."""
+        async with self.changing:
+            if version is not None or self._receiver.complete:
+                await self._receiver.apply()
+            self.name = str(version) if version is not None else self.name
+        return {"success": True, "message": ""}
+
+    @_sglang("/destroy_weights_update_group", LeaveGroup, changes=True)
+    async def _sglang_leave(self, call: Call) -> Any:
+        left = self._receiver.leave(call.body.group_name or DEFAULT_GROUP)
+        return {"success": left, "message": "" if left else "unknown group"}
+
+    @_sglang("/release_memory_occupation", Tags, changes=True)
+    async def _sglang_sleep(self, call: Call) -> Any:
+        # Releasing while busy or resuming what is not released ends SGLang; here it is refused.
+        if self.released or self._sampling_allowed.is_set():
+            raise HttpError(400, "already released" if self.released else "pause first")
+        await self._sleep()
+        return {}
+
+    @_sglang("/resume_memory_occupation", Tags, changes=True)
+    async def _sglang_wake(self, call: Call) -> Any:
+        for part in call.body.tags or sorted(self.released):
+            if part not in self.released:
+                raise HttpError(400, f"{part} was not released")
+            await self._wake(part)
+        return {}
+
     # Both
 
+    @_both("/update_weight_version", Rename, changes=True)
     async def _rename(self, call: Call) -> Any:
         self.name = str(call.body.new_version)
         return {"success": True, "new_version": self.name}
 
-    async def _health(self, call: Call) -> Any:
-        try:
-            self.engine.check()
-        except EngineError as error:
-            raise HttpError(503, str(error)) from None
-        return {}
-
+    @_vllm("/reset_prefix_cache", changes=True)
+    @_sglang("/flush_cache", changes=True)
     async def _no_op(self, call: Call) -> Any:
         return {}
 
-    async def sleep(self) -> None:
-        """End the running calls and release the engine's memory."""
-        await self._pause_sampling("abort")
-        await self.engine.sleep()
-        self.released = {"weights", "kv_cache"}
-
-    async def wake(self, part: str) -> None:
-        """Restore the memory of a part."""
-        self.released.discard(part)
-        if part == "weights":
-            await self.engine.wake()
-
-    def resume(self) -> None:
-        """Resume sampling."""
-        self._sampling_allowed.set()
-
-    @property
-    def paused(self) -> bool:
-        """Whether sampling is paused."""
-        return not self._sampling_allowed.is_set()
-
+    @_vllm("/pause", Pause, changes=True)
+    @_sglang("/pause_generation", Pause, changes=True)
     async def _pause(self, call: Call) -> Any:
         mode = call.query.get("mode") or call.body.mode or "abort"
         if mode not in MODES:
@@ -546,11 +457,26 @@ class EngineService:
         if self._running:
             await asyncio.wait(list(self._running.values()))
 
+    @_vllm("/resume", changes=True)
+    @_sglang("/continue_generation", changes=True)
     async def _resume(self, call: Call) -> Any:
         if self.released:
             raise HttpError(400, f"asleep: {', '.join(sorted(self.released))}")
         self._sampling_allowed.set()
         return {"status": "resumed"}
+
+    async def _join(self, info: Meeting, name: str, backend: str) -> None:
+        await self._receiver.join(info.master_address, info.master_port, info.rank_offset, info.world_size, name, backend)
+
+    async def _sleep(self) -> None:
+        await self._pause_sampling("abort")
+        await self.engine.sleep()
+        self.released = set(PARTS)
+
+    async def _wake(self, part: str) -> None:
+        self.released.discard(part)
+        if part == "weights":
+            await self.engine.wake()
 
     def _cancel(self, name: str) -> None:
         task = self._running.get(name.removeprefix("generate-tokens-"))
@@ -559,7 +485,6 @@ class EngineService:
 
 
 def _vllm_drafts(reply: Generation) -> dict[str, Any]:
-    """Return the counts of speculative decoding, if any."""
     if not reply.drafted:
         return {}
     info = {"num_draft_tokens": reply.drafted, "num_accepted_draft_tokens": reply.accepted}
