@@ -177,7 +177,8 @@ def _fleet(
     if not (home / engine.kind).is_dir():
         raise ConfigError(
             f"{home / engine.kind}: no environment for {engine.kind}; create it with "
-            f"`{how_to_install(engine.kind, gpu=weight.is_cuda)}`, set engine.install_dir, or set engine.urls to running servers"
+            f"`{how_to_install(engine.kind, gpu=weight.is_cuda)}`, set engine.install_dir, or set engine.urls to running "
+            "servers"
         )
     context, logs = limit or int(shape.max_position_embeddings), (directory / "engines").absolute()
     options_of: dict[str, Any] = {"context": context, "gpu": weight.is_cuda, "group": engine.update == "group"}
