@@ -181,8 +181,7 @@ def with_current_names(cls: Any, values: Mapping[str, Any], place: str, warn: Ca
         place: name of the section in messages, such as `recipe.toml: train`.
         warn: called with a line per replacement.
 
-    Raises:
-        ConfigError: for a key given under two names.
+    Raises `ConfigError` for a key given under two names.
     """
     found = dict(values)
     for name, old in formerly(cls).items():
@@ -280,8 +279,7 @@ def field_errors(section: Any, *, training: bool = True) -> Iterator[tuple[str, 
 def check_section(section: Any, place: str) -> None:
     """Check the constraints of a section made in Python, named `place` in errors, such as `tw.rollout(limits=...)`.
 
-    Raises:
-        ConfigError: for the first invalid value.
+    Raises `ConfigError` for the first invalid value.
     """
     for name, value, error in field_errors(section):
         raise ConfigError(f"{place}: {name} = {value!r}: {error}")
@@ -307,8 +305,7 @@ def without_effect(
 def check_rules_of_play(rules: Any, where: str) -> None:
     """Check that `EnvRules`, named `where` in errors, set nothing that has no effect on a play function.
 
-    Raises:
-        ConfigError: for the first such rule.
+    Raises `ConfigError` for the first such rule.
     """
     kind: Any = type(rules)
     for name, value in changed(rules).items():

@@ -107,8 +107,7 @@ def unknown_key(dotted: str, *, flags: bool = False) -> str:
 def current_table(table: Mapping[str, Any], where: str, *, notify: bool = True) -> dict[str, Any]:
     """Return a recipe's tables with old names of keys (`Formerly`) replaced, each with a FutureWarning if `notify`.
 
-    Raises:
-        ConfigError: for a key given under two names.
+    Raises `ConfigError` for a key given under two names.
     """
 
     def warn(message: str) -> None:

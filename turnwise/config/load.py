@@ -64,8 +64,7 @@ def load(
         templates: names of the built-in chat templates; None does not check names.
         training: whether the run trains; evaluation alone needs no groups of two.
 
-    Raises:
-        ConfigError: one line that names file, key and remedy.
+    Raises `ConfigError`: one line that names file, key and remedy.
     """
     merged = ConfigMerge()
     merged.add(dict(defaults or {}), DEFAULT, where="defaults")

@@ -72,8 +72,7 @@ def validate(
         given: keys to reject if they have no effect; None is the keys of `where`.
         has_objects: whether environments are given as objects, so that the configuration names none.
 
-    Raises:
-        ConfigError: for the first violation.
+    Raises `ConfigError` for the first violation.
     """
     error = partial(_error, where, file)
     for prefix, section in _sections(config):

@@ -18,11 +18,7 @@ def path_of(port: int) -> Path:
 
 
 def publish(port: int, token: str) -> None:
-    """Write a server's token to a file that only this user can read.
-
-    Raises:
-        ConfigError: when it cannot be written.
-    """
+    """Write a server's token to a file that only this user can read. Raises `ConfigError` when it cannot be written."""
     path = path_of(port)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

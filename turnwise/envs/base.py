@@ -242,9 +242,8 @@ class HasGroupReward(Protocol):
 def as_step(value: Any) -> Step:
     """Convert a return value of `Env.step` to a `Step`.
 
-    Raises:
-        EnvError: when it is neither a Step nor a 5-tuple, a flag is not a boolean, or info is not a dict.
-        RewardError: when the reward is not a finite number.
+    Raises `EnvError` when it is neither a Step nor a 5-tuple, a flag is not a boolean, or info is not a dict; `RewardError`
+    when the reward is not a finite number.
     """
     if not isinstance(value, tuple) or len(value) != 5:
         raise EnvError(f"step returned {describe_value(value)}; return tw.Step(...) or a Gymnasium 5-tuple")

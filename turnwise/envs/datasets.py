@@ -274,8 +274,7 @@ def _at(row: Mapping[str, Any], column: str, missing: Any = None) -> Any:
 def read_rows(path: Path) -> Iterator[tuple[Any, str]]:
     """Yield the rows of a JSONL, Parquet or Arrow file or a Hugging Face dataset directory, each with its location.
 
-    Raises:
-        TaskError: for a path that does not exist or cannot be read, bad JSON, or a missing pyarrow.
+    Raises `TaskError` for a path that does not exist or cannot be read, bad JSON, or a missing pyarrow.
     """
     if not path.exists():
         near = did_you_mean(path.name, [entry.name for entry in path.parent.glob("*")], 0.6)

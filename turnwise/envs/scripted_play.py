@@ -138,8 +138,7 @@ async def play_scripted(
 async def take_step(env: Env, action: Action) -> Step:
     """Call `step` and return a `Step`; mistakes of the model (`InvalidAction`) become observations.
 
-    Raises:
-        EnvError: when `step` does not return a step, or its reward is not a finite number.
+    Raises `EnvError` when `step` does not return a step, or its reward is not a finite number.
     """
     try:
         result = await call_method(env.step, action)

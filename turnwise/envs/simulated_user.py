@@ -98,11 +98,7 @@ class SimulatedUserEnv(Env):
         return opening
 
     async def step(self, action: Action) -> Step:
-        """Ask the user to answer a reply.
-
-        Raises:
-            JudgeError: when the user gives no answer, and `on_failure` is `error`.
-        """
+        """Ask the user to answer a reply. Raises `JudgeError` when the user gives no answer, and `on_failure` is `error`."""
         before = self._conversation
         self._conversation = (*before, Message("assistant", action.text, tool_calls=action.tool_calls))
         with collect_counts() as counts:

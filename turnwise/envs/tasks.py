@@ -174,8 +174,7 @@ def split_tasks(tasks: Sequence[Task], n_eval: int | None = None, seed: int = 0)
     Args:
         n_eval: tasks to hold out (a few more if equal rows must stay together); by default one in five.
 
-    Raises:
-        TaskError: when a split would be empty, or the splits overlap.
+    Raises `TaskError` when a split would be empty, or the splits overlap.
     """
     if n_eval is None:
         n_eval = len(tasks) // HELD_OUT_SHARE
@@ -211,8 +210,7 @@ def _rank(key: str, seed: int) -> bytes:
 def check_disjoint(train: Iterable[Task], held_out: Iterable[Task]) -> None:
     """Check that training and held-out tasks share neither ids nor content.
 
-    Raises:
-        TaskError: with the first task that is in both splits.
+    Raises `TaskError` with the first task that is in both splits.
     """
     held = list(held_out)
     ids = {task.id for task in held}

@@ -176,11 +176,7 @@ class ToolEnv(Env):
         return scores
 
     async def close(self) -> None:
-        """Release all tool instances concurrently.
-
-        Raises:
-            ToolFailure: the first failed release.
-        """
+        """Release all tool instances concurrently. Raises `ToolFailure`: the first failed release."""
         if self.instances:
             results = await asyncio.gather(*(instance.release() for instance in self.instances), return_exceptions=True)
             failed = [result for result in results if isinstance(result, BaseException)]

@@ -143,8 +143,7 @@ def _is_bug(error: BaseException) -> bool:
 async def call_user(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """Call a function: await an async one, run a sync one in its own thread.
 
-    Raises:
-        RuntimeError: for SystemExit, which would end the event loop if raised in a task.
+    Raises `RuntimeError` for SystemExit, which would end the event loop if raised in a task.
     """
     try:
         if inspect.iscoroutinefunction(function):
@@ -217,8 +216,7 @@ def as_number(value: Any, what: str) -> float | None:
     Args:
         what: name of the value in errors.
 
-    Raises:
-        RewardError: for anything else, and for a number that is not finite.
+    Raises `RewardError` for anything else, and for a number that is not finite.
     """
     if value is None:
         return None
@@ -249,8 +247,7 @@ def number_of(value: Any) -> float | None:
 def as_flag(value: Any, what: str) -> bool:
     """Convert a flag returned by user code, Python or NumPy boolean, to a bool.
 
-    Raises:
-        EnvError: for anything else, although Python would give it a truth value.
+    Raises `EnvError` for anything else, although Python would give it a truth value.
     """
     if value is True or value is False:
         return value

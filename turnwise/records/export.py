@@ -171,9 +171,8 @@ def write(rows: Iterable[Mapping[str, Any]], layout: str, out: Path, shape: Colu
     Args:
         shape: layout passed to `rows_of`.
 
-    Raises:
-        UsageError: for another suffix, or without pyarrow.
-        TraceError: when the file cannot be written; a partial file is removed.
+    Raises `UsageError` for another suffix, or without pyarrow; `TraceError` when the file cannot be written; a partial file
+    is removed.
     """
     if out.suffix not in (".parquet", ".jsonl"):
         raise UsageError(f"{out}: must end in .parquet or .jsonl")

@@ -110,8 +110,7 @@ def read_recorded_steps(events: Iterable[Event], tasks: Mapping[str, Task]) -> I
     Of an episode recorded twice (interrupted, then played again), only the last within its step is returned. A task missing in
     `tasks` is replaced by one that has only the id.
 
-    Raises:
-        TraceError: when an event does not fit those before it.
+    Raises `TraceError` when an event does not fit those before it.
     """
     reader = _Reader(tasks)
     done: dict[EpisodeKey, RecordedEpisode] = {}

@@ -385,8 +385,7 @@ def wilson(successes: float, n: int, z: float = Z95) -> tuple[float, float]:
 
     Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", JASA 22 (1927), eq. for p0.
 
-    Raises:
-        ValueError: when `successes` is not between 0 and `n`.
+    Raises `ValueError` when `successes` is not between 0 and `n`.
     """
     if n < 0 or not 0 <= successes <= max(n, 0):
         raise ValueError(f"successes must be from 0 to n, not {successes} of {n}")
@@ -406,8 +405,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
     Source: Chen et al., "Evaluating Large Language Models Trained on Code", arXiv 2107.03374, eq. 1: 1 - C(n-c, k) / C(n, k).
 
-    Raises:
-        ValueError: unless 0 <= c <= n and 1 <= k <= n.
+    Raises `ValueError` unless 0 <= c <= n and 1 <= k <= n.
     """
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n, not n={n}, c={c}, k={k}")

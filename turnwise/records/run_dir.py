@@ -98,8 +98,7 @@ class JsonLines:
         Args:
             sealed: whether lines get a checksum (`Checks`).
 
-        Raises:
-            TraceError: when it cannot be opened.
+        Raises `TraceError` when it cannot be opened.
         """
         self.path = path
         self._sealed = sealed
@@ -154,8 +153,7 @@ class JsonLines:
         Returns:
             The name, which depends only on kind and value.
 
-        Raises:
-            TraceError: as `append`.
+        Raises `TraceError` as `append`.
         """
         name = blake2b(kind.encode() + b"\0" + to_json(value), digest_size=8).hexdigest()
         if name not in self._named:
@@ -166,8 +164,7 @@ class JsonLines:
     def sync(self) -> None:
         """Flush all lines to the disk; takes milliseconds, so do not call it on an event loop.
 
-        Raises:
-            TraceError: when the disk fails.
+        Raises `TraceError` when the disk fails.
         """
         try:
             os.fsync(self._file)
@@ -206,8 +203,7 @@ def read_json_lines(path: Path, checks: Checks | None = None) -> Iterator[Any]:
     Args:
         checks: collects damage; without it the first damage is raised.
 
-    Raises:
-        TraceError: for any other line that is not JSON or has a wrong checksum.
+    Raises `TraceError` for any other line that is not JSON or has a wrong checksum.
     """
     mark = checks.mark if checks is not None else None
     crc = size = 0

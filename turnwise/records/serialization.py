@@ -278,8 +278,7 @@ def reading(event: Event) -> Iterator[None]:
 def apply_event(trajectory: Trajectory, event: Event) -> None:
     """Apply one event of an episode to its trajectory, other than the one that opened it.
 
-    Raises:
-        TraceError: when a turn is missing before it.
+    Raises `TraceError` when a turn is missing before it.
     """
     if event["e"] == "turn" and event["n"] != len(trajectory.turns):
         raise TraceError(f"the journal of episode {event['k']} misses turn {len(trajectory.turns)}: the file was edited")

@@ -150,8 +150,7 @@ def make_episode_specs(
 ) -> list[EpisodeSpec]:
     """Return the episodes of tasks, `samples` each; equal tasks form one group with more samples.
 
-    Raises:
-        UsageError: as `rollout`.
+    Raises `UsageError` as `rollout`.
     """
     make, play = _factory_or_agent(env)
     if rules is not None:

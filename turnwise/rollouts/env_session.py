@@ -168,8 +168,7 @@ class EnvSession:
     async def revive(self) -> None:
         """Restore an environment whose process ended during its reward, so that the reward can be retried.
 
-        Raises:
-            ProcessDied: when the environment cannot be restored; and any exception of the environment.
+        Raises `ProcessDied` when the environment cannot be restored; and any exception of the environment.
         """
         if self.process is None or not self.process.exited:
             return
@@ -251,9 +250,8 @@ class EnvSession:
     async def _recover(self, error: Exception, tries: int) -> int:
         """Restore the environment after a failure; return the number of tries so far.
 
-        Raises:
-            RestartEpisode: when a replayed observation differs.
-            Exception: the last failure, when it is not retryable or no retries are left.
+        Raises `RestartEpisode` when a replayed observation differs; `Exception`: the last failure, when it is not retryable
+        or no retries are left.
         """
         recorder = self._recorder
         failures = recorder.trajectory.failures

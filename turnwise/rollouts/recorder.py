@@ -306,10 +306,8 @@ class Recorder:
             sampling: sampling parameters; None uses the episode's.
             stop: texts that end the reply; None uses the episode's.
 
-        Raises:
-            LimitReached: when no token is left for a reply, or the reply itself breaks a limit (it is recorded then).
-            EngineError: when the engine fails or breaks its contract.
-            TimeoutError: when the engine misses its deadline.
+        Raises `LimitReached` when no token is left for a reply, or the reply itself breaks a limit (it is recorded then);
+        `EngineError` when the engine fails or breaks its contract; `TimeoutError` when the engine misses its deadline.
         """
         budget, cause = self._budget.left(len(self.trajectory.turns), len(path.ids))
         if max_tokens is not None and max_tokens < budget:

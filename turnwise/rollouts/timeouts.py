@@ -60,10 +60,8 @@ class Deadline:
     async def wait(self, awaitable: Awaitable[T], seconds: float) -> T:
         """Wait for an awaitable for at most `seconds`.
 
-        Raises:
-            TimeoutError: when it takes longer; it is cancelled then.
-            RuntimeError: when it cancels the task, exits the process, or raises another `BaseException`, which would end other
-                episodes too.
+        Raises `TimeoutError` when it takes longer; it is cancelled then; `RuntimeError` when it cancels the task, exits the
+        process, or raises another `BaseException`, which would end other episodes too.
         """
         at = min(self._loop.time() + seconds, self.end)
         self._at = at

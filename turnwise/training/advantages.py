@@ -59,8 +59,7 @@ LossScale = Callable[[Trajectory], TokenWeights | None]
 def loss_scale(spec: str) -> LossScale | None:
     """Resolve `train.loss_scale`; None if all sampled ids count alike.
 
-    Raises:
-        ConfigError: for an unknown name, or a function that does not take one trajectory.
+    Raises `ConfigError` for an unknown name, or a function that does not take one trajectory.
     """
     if wrong := loss_scale_error(spec):
         raise ConfigError(f"train.loss_scale = {spec!r}: {wrong}")
@@ -104,8 +103,7 @@ def custom_weights(function: Callable[[Trajectory], Any], spec: str, trajectory:
 
     It returns one entry per turn: a number, or one number per id sampled in that turn. Weights are finite and not negative.
 
-    Raises:
-        UsageError: when the function raises or returns something else.
+    Raises `UsageError` when the function raises or returns something else.
     """
 
     def refuse(why: str) -> UsageError:
@@ -367,8 +365,7 @@ def advantages(
     Returns:
         One credit per trajectory, sorted by key, independent of the order in which episodes finished.
 
-    Raises:
-        RewardError: for a reward that is NaN or infinite.
+    Raises `RewardError` for a reward that is NaN or infinite.
     """
     rules = rules or CreditRules()
     min_group = 1 if kind == "batch" else max(min_group, 1)
@@ -413,8 +410,7 @@ def _credit(trajectory: Trajectory, reason: str | None, member: GroupMember | No
 def count_ids(credits: Sequence[Credit]) -> StepCredits:
     """Count every sampled id under `trained` or under the reason for its weight of 0.
 
-    Raises:
-        AssertionError: when the counts do not sum to the sampled ids, a bug here (invariant 1).
+    Raises `AssertionError` when the counts do not sum to the sampled ids, a bug here (invariant 1).
     """
     tokens: Counter[str] = Counter()
     for credit in credits:
@@ -444,8 +440,7 @@ def sort_key(trajectory: Trajectory) -> tuple[str, int, str, int, int]:
 def exclusion_reason(trajectory: Trajectory) -> str | None:
     """Return why a trajectory cannot be trained on, independent of its group; None if it can.
 
-    Raises:
-        RewardError: for a reward that is NaN or infinite.
+    Raises `RewardError` for a reward that is NaN or infinite.
     """
     # An error while the environment was closed came after the reward, which remains valid.
     if trajectory.error is not None and trajectory.error.phase != "close":

@@ -70,8 +70,7 @@ class Checkpoints:
     def newest(self) -> Checkpoint | None:
         """Return the newest checkpoint to resume from.
 
-        Raises:
-            TraceError: when it is damaged; the message names the one before.
+        Raises `TraceError` when it is damaged; the message names the one before.
         """
         good = self.all()[::-1]
         named = (path for path in self.root.iterdir() if _NAME.fullmatch(path.name)) if self.root.is_dir() else ()
@@ -97,8 +96,7 @@ class Checkpoints:
             cursor: any JSON; restored as `latest().cursor`.
             template: source of a chat template that replaces the model directory's.
 
-        Raises:
-            TraceError: when it cannot be written; earlier checkpoints are unchanged.
+        Raises `TraceError` when it cannot be written; earlier checkpoints are unchanged.
         """
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise ValueError(f"a checkpoint's name consists of letters, digits, '_', '-' and '.', not {name!r}")
@@ -129,8 +127,7 @@ class Checkpoints:
     def mark_best(self, name: str, score: float) -> None:
         """Mark a checkpoint as the best, so that it is kept; unmark the previous one.
 
-        Raises:
-            TraceError: when the mark cannot be written.
+        Raises `TraceError` when the mark cannot be written.
         """
         draft = self.root / f".{BEST_FILE}.tmp"
         try:

@@ -35,11 +35,7 @@ class ProcessRanks(Ranks):
     """Ranks that torchrun started, seen from one of them."""
 
     def __init__(self) -> None:
-        """Join them.
-
-        Raises:
-            ConfigError: when they cannot connect.
-        """
+        """Join them. Raises `ConfigError` when they cannot connect."""
         cuda = torch.cuda.is_available()
         if cuda:
             torch.cuda.set_device(local_rank())
@@ -61,11 +57,7 @@ class ProcessRanks(Ranks):
     # Messages.
 
     def broadcast(self, message: Any) -> None:
-        """Send a message to all other ranks, from rank 0.
-
-        Raises:
-            UsageError: when it cannot be pickled.
-        """
+        """Send a message to all other ranks, from rank 0. Raises `UsageError` when it cannot be pickled."""
         try:
             pickle.dumps(message)
         except Exception as error:  # whatever an object's own code raises

@@ -404,8 +404,7 @@ def check_logprobs(batch: TrainingBatch, key: str = "train.old_logprobs = 'engin
         key: recipe key that needs them.
         other: value of that key that does not.
 
-    Raises:
-        ConfigError: when one is missing.
+    Raises `ConfigError` when one is missing.
     """
     missing = int(torch.isnan(batch.engine_n).sum())
     if missing:

@@ -36,9 +36,8 @@ def replay_run(
         reward: reward function that replaces the recorded reward.
         only: filter of episodes by key.
 
-    Raises:
-        UsageError: for invalid arguments; a run of `turnwise.rollout` has no settings to override.
-        TraceError: when the record is missing or unreadable.
+    Raises `UsageError` for invalid arguments; a run of `turnwise.rollout` has no settings to override; `TraceError` when the
+    record is missing or unreadable.
     """
     options: dict[str, Any] = {"reward": reward, "only": only}
     if not (run / "config.json").is_file():

@@ -82,8 +82,7 @@ class TrainingRun:
             history: history policy object that replaces `rollout.history`.
             ranks: processes that train together; this one is rank 0.
 
-        Raises:
-            UsageError: when the recipe, a model or a dataset cannot be used.
+        Raises `UsageError` when the recipe, a model or a dataset cannot be used.
         """
         self.config, self.env_specs = config, list(env_specs)
         self.run = run
@@ -146,8 +145,7 @@ class TrainingRun:
     async def play(self) -> dict[str, Any]:
         """Run to the end and return the content of summary.json.
 
-        Raises:
-            TurnwiseError: when the run cannot continue; it can be resumed.
+        Raises `TurnwiseError` when the run cannot continue; it can be resumed.
         """
         trainer = self.parts.trainer
         for note in trainer.objective.settings.notes:
@@ -386,8 +384,7 @@ class TrainingRun:
     async def _sync(self, version: int) -> None:
         """Send the trainer's weights to the engine and verify that they arrived.
 
-        Raises:
-            SyncError: when the engine's fingerprint differs from the trainer's, or its samples lack the last update.
+        Raises `SyncError` when the engine's fingerprint differs from the trainer's, or its samples lack the last update.
         """
         self.watch.waiting("weight update")
         weights = list(self.parts.weights())
@@ -499,9 +496,8 @@ _REMEDY = {
 def check_run_template(run: RunDir, renderer: ChatRenderer, *, resumed: bool) -> None:
     """Write the hashes of a run's template, tokenizer and settings into its `config.json`, or check a resumed run's.
 
-    Raises:
-        ConfigError: when a resumed run has others; the message names them and the remedy.
-        TraceError: when `config.json` cannot be read or written.
+    Raises `ConfigError` when a resumed run has others; the message names them and the remedy; `TraceError` when `config.json`
+    cannot be read or written.
     """
     now = {"hash": renderer.fingerprint, "origin": renderer.template.origin, **renderer.fingerprints}
     path = run.path / "config.json"

@@ -89,9 +89,8 @@ class RandomImagesEnv(Env):
 def check_vision(directory: str | Path) -> VisionCheck:
     """Check a vision-language model directory in the local engine and in the trainer.
 
-    Raises:
-        ModelError: when the directory cannot be used, or its model has no vision.
-        EngineError: when the local engine cannot run it.
+    Raises `ModelError` when the directory cannot be used, or its model has no vision; `EngineError` when the local engine
+    cannot run it.
     """
     source = Path(directory)
     module, renderer = load_model_and_renderer(source, source, ModelConfig(path=str(source)))
@@ -221,9 +220,7 @@ def check_learning(algorithms: Sequence[str], *, model: Path | None = None) -> I
         algorithms: names, or `file.py:function`.
         model: model directory; None creates a tiny one with random weights.
 
-    Raises:
-        UsageError: for an algorithm or a model that cannot be used.
-        TurnwiseError: when a run cannot continue.
+    Raises `UsageError` for an algorithm or a model that cannot be used; `TurnwiseError` when a run cannot continue.
     """
     for name in algorithms:
         began = time.monotonic()

@@ -31,8 +31,7 @@ def make_service(
     Args:
         context, speculate: as in `LocalEngine`.
 
-    Raises:
-        ModelError, TemplateError, ConfigError, EngineError: when the model cannot be used.
+    Raises `ModelError`, `TemplateError`, `ConfigError` or `EngineError` when the model cannot be used.
     """
     try:
         from turnwise.engines.server import EngineService
@@ -111,8 +110,7 @@ async def serve(
             requests that change something, and stores it where this user's clients find it.
         context, device, speculate: as in `make_service`.
 
-    Raises:
-        ConfigError: for a non-local address without a token, or an unavailable one.
+    Raises `ConfigError` for a non-local address without a token, or an unavailable one.
     """
     if host not in LOOPBACK and not token:
         raise ConfigError(

@@ -99,8 +99,7 @@ async def release_engine_memory(engine: Engine, config: EngineConfig) -> None:
 def make_eval_engine(config: RunConfig, source: Path, model: nn.Module, renderer: ChatRenderer) -> Engine:
     """Build the engine for evaluation only; servers that take weights get the model's before the first call.
 
-    Raises:
-        ConfigError, EngineError: as `make_engine`.
+    Raises `ConfigError` or `EngineError` as `make_engine`.
     """
     if config.engine.kind in ("llamacpp", "chat"):
         return connect_fixed_servers(config, renderer)
@@ -207,9 +206,8 @@ def _check_heads(shape: Any) -> None:
 def make_clients(engine: EngineConfig, urls: Sequence[str], renderer: Any, context: int | None = None) -> list[RemoteEngine]:
     """Create a client for each URL, of the kind that `[engine]` names or that the server reports.
 
-    Raises:
-        ConfigError: when packages of the extra `servers` or the API key are missing.
-        EngineError: when a server does not identify itself.
+    Raises `ConfigError` when packages of the extra `servers` or the API key are missing; `EngineError` when a server does not
+    identify itself.
     """
     from turnwise.engines.remote import ChatEngine
     from turnwise.engines.remote.capabilities import KINDS, kind_of
@@ -405,8 +403,7 @@ def load_model_and_renderer(
     Many models have more embedding rows than their tokenizer has ids (Qwen's are padded to a multiple of 128). Such ids have
     no text, so they are banned: never sampled and excluded from the trainer's softmax.
 
-    Raises:
-        ModelError, TemplateError, ConfigError: when one of them cannot be used.
+    Raises `ModelError`, `TemplateError` or `ConfigError` when one of them cannot be used.
     """
     renderer = renderer_of(source, config, control_text)
     device, dtype = device_and_dtype(config)

@@ -49,8 +49,7 @@ def check_failures(trajectories: Sequence[Trajectory], where: str, run: Path | N
         run: run directory with the tracebacks; None without records.
         max_share: maximum share of failed episodes.
 
-    Raises:
-        TurnwiseError: when more failed; the run would train on an arbitrary rest.
+    Raises `TurnwiseError` when more failed; the run would train on an arbitrary rest.
     """
     failed = [t for t in trajectories if t.stop is not None and t.stop.failed]
     if len(failed) <= max_share * len(trajectories):
@@ -105,8 +104,7 @@ class TaskPlan:
             held_out: tasks to evaluate on, over all environments; fewer if there are not enough.
             seed: of the draws.
 
-        Raises:
-            TaskError: when an environment has no training tasks, or a task is on both sides.
+        Raises `TaskError` when an environment has no training tasks, or a task is on both sides.
         """
         self._seed = seed
         self._groups = groups
@@ -142,11 +140,7 @@ class TaskPlan:
         return [choice for lane, share in zip(self._lanes, shares, strict=True) for choice in lane[:share]]
 
     def restrict_to(self, fits: set[str]) -> None:
-        """Drop every task whose id is not in `fits`.
-
-        Raises:
-            TaskError: when an environment has no training task left.
-        """
+        """Drop every task whose id is not in `fits`. Raises `TaskError` when an environment has no training task left."""
         self._lanes = [[choice for choice in lane if choice.task.id in fits] for lane in self._lanes]
         if not all(self._lanes):
             raise TaskError("no training task of an environment has a first prompt within limits.prompt_tokens; raise it")
@@ -218,11 +212,7 @@ def _shares(weights: Sequence[float], total: int, rng: random.Random | None = No
 
 
 def make_env_specs(config: RunConfig) -> list[EnvSpec]:
-    """Resolve the environments of a recipe.
-
-    Raises:
-        ConfigError: when one cannot be found, or there is none.
-    """
+    """Resolve the environments of a recipe. Raises `ConfigError` when one cannot be found, or there is none."""
     if not config.env and config.rollout.function is None:
         raise ConfigError(
             "the recipe names no environment: it needs [[env]] with use = a built-in name or file.py:Name; resume a run that "

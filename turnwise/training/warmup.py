@@ -94,8 +94,7 @@ async def conversations(
         limit: maximum conversations, from the first; 0 means all.
         note: receives a line with the number of skipped conversations and the reasons.
 
-    Raises:
-        TaskError: when the file cannot be read, a row is no conversation, or none is left.
+    Raises `TaskError` when the file cannot be read, a row is no conversation, or none is left.
     """
     episodes: list[EpisodeSpec] = []
     lines: dict[str, list[str]] = {}
@@ -139,8 +138,7 @@ async def conversations(
 def read_conversation(row: Any, where: str) -> DatasetConversation | str:
     """Read a row as a conversation; return the reason as a string if it has no usable reply.
 
-    Raises:
-        TaskError: when the row is not a conversation.
+    Raises `TaskError` when the row is not a conversation.
     """
     messages = row.get("messages", row.get("conversations")) if isinstance(row, Mapping) else None
     if not isinstance(messages, Sequence) or isinstance(messages, str):
@@ -217,10 +215,8 @@ async def demonstrations(
         media: store of their images, which the trainer reads.
         note: receives a line about skipped conversations.
 
-    Raises:
-        ConfigError: when no environment has a demonstrator or solver.
-        TaskError: when a dataset cannot be read, or has no usable conversation.
-        TurnwiseError: when most demonstrations fail.
+    Raises `ConfigError` when no environment has a demonstrator or solver; `TaskError` when a dataset cannot be read, or has
+    no usable conversation; `TurnwiseError` when most demonstrations fail.
     """
     if config.warmup.dataset is not None:
         path, limit = Path(config.warmup.dataset), config.warmup.demos

@@ -184,9 +184,7 @@ def join_process_group(store: Any, name: str, rank: int, world: int, backend: st
 
     Blocks until all ranks have joined.
 
-    Raises:
-        RuntimeError: when they do not join in time.
-        ValueError: for a backend that torch lacks.
+    Raises `RuntimeError` when they do not join in time; `ValueError` for a backend that torch lacks.
     """
     device = "cuda" if backend == "nccl" else "cpu"
     store = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
@@ -218,8 +216,7 @@ def _raise_on_timeout() -> Iterator[None]:
 def broadcast(group: Any, tensors: Sequence[torch.Tensor], seconds: float) -> None:
     """Send tensors from rank 0, or receive them in place, one after another.
 
-    Raises:
-        RuntimeError: when it takes too long, or another rank is gone.
+    Raises `RuntimeError` when it takes too long, or another rank is gone.
     """
     end = time.monotonic() + seconds
     options = dist.BroadcastOptions()
@@ -331,11 +328,7 @@ def encode_tensors(rows: Rows) -> str:
 
 
 def decode_tensors(text: str) -> Rows:
-    """Decode the result of `encode_tensors` without executing pickled code.
-
-    Raises:
-        SyncError: for anything else.
-    """
+    """Decode the result of `encode_tensors` without executing pickled code. Raises `SyncError` for anything else."""
     try:
         rows = _Reader(BytesIO(b64decode(text, validate=True))).load()
     except Exception as error:  # untrusted input can raise anything in the unpickler
@@ -394,8 +387,7 @@ class GroupWeightReceiver:
     async def join(self, address: str, port: int, rank: int, world: int, name: str, backend: str) -> None:
         """Connect to a trainer, which is rank 0.
 
-        Raises:
-            SyncError: when no trainer connects, or the group cannot be created.
+        Raises `SyncError` when no trainer connects, or the group cannot be created.
         """
         if name in self._groups:
             raise SyncError(f"the group {name!r} exists already")
@@ -413,11 +405,7 @@ class GroupWeightReceiver:
         self._groups[name] = store, group, self._device if backend == "nccl" else torch.device("cpu")
 
     async def receive(self, group: str | None, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Any]) -> None:
-        """Receive a bucket.
-
-        Raises:
-            SyncError: for weights that do not fit the model, an unknown group, or a lost trainer.
-        """
+        """Receive a bucket. Raises `SyncError` for weights that do not fit the model, an unknown group, or a lost trainer."""
         name = group if group is not None else next(iter(self._groups), "")
         if name not in self._groups:
             raise SyncError(f"there is no group {name!r}")
@@ -435,11 +423,7 @@ class GroupWeightReceiver:
         self._received |= dict(rows)
 
     async def decode_request(self, text: str) -> None:
-        """Decode the weights of a request.
-
-        Raises:
-            SyncError: for weights that do not fit the model, or an invalid body.
-        """
+        """Decode the weights of a request. Raises `SyncError` for weights that do not fit the model, or an invalid body."""
         rows = await asyncio.to_thread(decode_tensors, text)
         for weight, tensor in rows:
             if self._shapes.get(weight) != tensor.shape:
@@ -447,11 +431,7 @@ class GroupWeightReceiver:
         self._received |= dict(rows)
 
     async def apply(self) -> None:
-        """Load the received weights into the engine.
-
-        Raises:
-            SyncError: when some are missing.
-        """
+        """Load the received weights into the engine. Raises `SyncError` when some are missing."""
         received, self._received = self._received, {}
         if missing := sorted(self._needed - received.keys()):
             raise SyncError(f"{len(missing)} weights are missing, the first is {missing[0]!r}; nothing was changed")

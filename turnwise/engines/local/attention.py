@@ -118,8 +118,7 @@ def attend(
     Returns:
         [1, rows, query heads, value size], and None for the weights.
 
-    Raises:
-        EngineError: when the model's attention needs an unsupported feature.
+    Raises `EngineError` when the model's attention needs an unsupported feature.
     """
     if turnwise_plan is None:
         raise EngineError(f"{type(module).__name__} does not pass the engine's plan to its attention; use a server")

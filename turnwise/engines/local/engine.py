@@ -71,11 +71,7 @@ class Worker:
         return answer
 
     def check(self) -> None:
-        """Check that the thread accepts commands.
-
-        Raises:
-            EngineError: when the engine is closed, or has failed.
-        """
+        """Check that the thread accepts commands. Raises `EngineError` when the engine is closed, or has failed."""
         with self._lock:
             if self._failure is not None:
                 raise EngineError(f"the local engine failed earlier: {self._failure!r}; make a new one") from self._failure

@@ -66,8 +66,7 @@ def check_weights(module: torch.nn.Module, weights: Iterable[tuple[str, torch.Te
 
     A tied weight may be given under one of its names or all of them.
 
-    Raises:
-        SyncError: a name is unknown, missing or given twice, or a shape or tied value differs.
+    Raises `SyncError`: a name is unknown, missing or given twice, or a shape or tied value differs.
     """
     own = module.state_dict()
     given: dict[str, torch.Tensor] = {}

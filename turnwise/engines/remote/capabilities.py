@@ -85,9 +85,7 @@ class ServerCapabilities:
 async def kind_of(url: str, *, key_env: str | None = None) -> str:
     """Detect the kind of server at a URL: `vllm`, `sglang` or `llamacpp`.
 
-    Raises:
-        EngineUnavailable: when there is no response.
-        EngineError: when it is none of these.
+    Raises `EngineUnavailable` when there is no response; `EngineError` when it is none of these.
     """
     http = HttpClient(url, key_env=key_env)
     try:
@@ -123,8 +121,7 @@ async def connect(url: str, *, kind: str | None = None, **options: Any) -> Remot
         kind: `vllm`, `sglang` or `llamacpp`, if known.
         options: as of the engine.
 
-    Raises:
-        EngineError: when the server does not respond or is of an unknown kind.
+    Raises `EngineError` when the server does not respond or is of an unknown kind.
     """
     kind = kind or await kind_of(url, key_env=options.get("key_env"))
     if kind not in KINDS:

@@ -44,8 +44,7 @@ class HttpClient:
             key_env: environment variable that holds an API key; read at each call, never stored.
             most: maximum number of concurrent calls; others wait for a connection.
 
-        Raises:
-            ConfigError: for an invalid URL, an unset variable, or without `httpx2`.
+        Raises `ConfigError` for an invalid URL, an unset variable, or without `httpx2`.
         """
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"engine URL {url!r}: must start with http:// or https://, as in http://localhost:8000")
@@ -67,10 +66,9 @@ class HttpClient:
     async def post(self, path: str, body: Any, seconds: float, headers: Mapping[str, str] | None = None) -> Any:
         """Post a JSON body and return the JSON response; None for an empty one.
 
-        Raises:
-            EngineUnavailable: no response: connection error, deadline, truncated response, or a retryable status.
-            EngineError: the server rejects the request (any other status); retrying does not help.
-            BackendContractError: the response is not JSON.
+        Raises `EngineUnavailable`: no response: connection error, deadline, truncated response, or a retryable status;
+        `EngineError`: the server rejects the request (any other status); retrying does not help; `BackendContractError`: the
+        response is not JSON.
         """
         return self._json(path, await self._ask("POST", path, orjson.dumps(body), seconds, headers))
 

@@ -137,8 +137,7 @@ def start_command(
         lora: maximum rank of LoRA adapters; 0 disables them.
         speculate: maximum number of ids drafted after each id by lookup in the context; 0 drafts none.
 
-    Raises:
-        UsageError: when the environment is missing or does not support the options.
+    Raises `UsageError` when the environment is missing or does not support the options.
     """
     place = home / kind
     where = ["--host", host, "--port", str(port)]

@@ -150,8 +150,7 @@ def verify_response(
     Returns:
         The generation and the number of dropped ids.
 
-    Raises:
-        BackendContractError: naming server, version and field.
+    Raises `BackendContractError`: naming server, version and field.
     """
     _check_prompt(response.prompt, request.ids, breach)
     ids = response.ids

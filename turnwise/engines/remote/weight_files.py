@@ -44,8 +44,7 @@ class WeightDirectories(ABC):
         Returns:
             The directory and the fingerprint of its content.
 
-        Raises:
-            SyncError: when writing fails or the content read back differs.
+        Raises `SyncError` when writing fails or the content read back differs.
         """
         from safetensors.torch import load_file, save_file
 

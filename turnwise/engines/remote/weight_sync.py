@@ -37,11 +37,7 @@ class WeightsSource(Protocol):
         """Policy version."""
 
     async def send_to(self, engine: RemoteEngine) -> None:
-        """Send the weights to a server.
-
-        Raises:
-            SyncError: when it does not take them.
-        """
+        """Send the weights to a server. Raises `SyncError` when it does not take them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +142,7 @@ async def run_together(request: Awaitable[Any], transfer: Awaitable[None], group
     Returns:
         The server's response.
 
-    Raises:
-        SyncError: when our side failed, with the server's error if one arrives soon.
-        TurnwiseError: as the request.
+    Raises `SyncError` when our side failed, with the server's error if one arrives soon; `TurnwiseError` as the request.
     """
     asked, sent = asyncio.ensure_future(request), asyncio.ensure_future(transfer)
     try:

@@ -111,9 +111,7 @@ class OpenEnv(Env):
     async def reset(self, task: Task, *, seed: int | None = None) -> Messages:
         """Connect and reset; return the task's messages and the first observation.
 
-        Raises:
-            ServerError: when the server is unreachable, full, or fails.
-            TimeoutError: when it does not answer in time.
+        Raises `ServerError` when the server is unreachable, full, or fails; `TimeoutError` when it does not answer in time.
         """
         factory = self._factory
         given: Any = factory.begin(task) if factory.begin is not None else task.info.get("reset")

@@ -24,8 +24,7 @@ ROW = "verifiers"
 def check_taskset(source_env: Any) -> None:
     """Check that the tasks of a taskset can be played.
 
-    Raises:
-        ConfigError: when they need tool servers, containers, or hooks in verifiers' own loop.
+    Raises `ConfigError` when they need tool servers, containers, or hooks in verifiers' own loop.
     """
     kind = type(source_env).task_type()
     v1: Any = importlib.import_module("verifiers.v1")

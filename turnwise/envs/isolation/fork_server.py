@@ -68,11 +68,7 @@ class RestrictedUnpickler(pickle.Unpickler):
 
 
 def restricted_loads(data: bytes) -> Any:
-    """Unpickle a message from an environment process.
-
-    Raises:
-        pickle.UnpicklingError: for anything but plain data.
-    """
+    """Unpickle a message from an environment process. Raises `pickle.UnpicklingError` for anything but plain data."""
     return RestrictedUnpickler(io.BytesIO(data)).load()
 
 

@@ -79,8 +79,7 @@ class ForkServer:
 
     def __init__(self, factory: Callable[[], Env]) -> None:
         """
-        Raises:
-            UsageError: for a factory that cannot be pickled, or inside an isolated process.
+        Raises `UsageError` for a factory that cannot be pickled, or inside an isolated process.
         """
         if in_isolated_process():
             raise UsageError(
@@ -379,9 +378,8 @@ class ProcessEnv(Env):
 async def receive(loop: asyncio.AbstractEventLoop, sock: socket.socket, number: int = 0) -> Any:
     """Receive the answer to a request from an environment's process; answers to earlier requests are dropped.
 
-    Raises:
-        EOFError: when the process has ended.
-        pickle.UnpicklingError: for a message with anything but data, or not written by Turnwise.
+    Raises `EOFError` when the process has ended; `pickle.UnpicklingError` for a message with anything but data, or not
+    written by Turnwise.
     """
     while True:
         mark, found, size = HEAD.unpack(await _exactly(loop, sock, HEAD.size))

@@ -131,8 +131,7 @@ class SandboxProtocol(Protocol):
             files: texts by plain file name, placed in the program's directory.
             channel: maximum bytes to return of output to descriptor 3; 0 leaves the descriptor closed.
 
-        Raises:
-            SandboxError: when isolation is unavailable; nothing runs without it.
+        Raises `SandboxError` when isolation is unavailable; nothing runs without it.
         """
         ...
 

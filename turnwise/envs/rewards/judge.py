@@ -99,8 +99,7 @@ class JudgedReward:
     async def __call__(self, trajectory: Trajectory, turn: int | None = None) -> float | None:
         """Return the verdict from 0 to 1 on the complete conversation, or on the conversation up to the reply of a turn.
 
-        Raises:
-            JudgeError: without a verdict, if `on_failure` is `error`.
+        Raises `JudgeError` without a verdict, if `on_failure` is `error`.
         """
         messages = [*trajectory.messages, *trajectory.final] if turn is None else trajectory.conversation(turn)
         answer = trajectory.task.answer if self.reference else None

@@ -203,8 +203,7 @@ def count_metric(name: str, amount: float = 1.0) -> None:
 def takes_task(reward: Callable[..., Any]) -> bool:
     """Return whether a reward function takes the task as its second positional parameter.
 
-    Raises:
-        ConfigError: when it accepts neither (trajectory) nor (trajectory, task).
+    Raises `ConfigError` when it accepts neither (trajectory) nor (trajectory, task).
     """
     if not callable(reward):
         raise ConfigError(f"the reward is {type(reward).__name__}; it is a function of the trajectory")

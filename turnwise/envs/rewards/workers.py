@@ -223,10 +223,8 @@ def use_worker(workers: list[RewardWorker]) -> Iterator[None]:
 async def run_isolated(name: str, function: Callable[..., Any], *args: Any) -> Any:
     """Call a reward function in a process, which is killed with its descendants if the call is cancelled.
 
-    Raises:
-        UsageError: when function or arguments cannot be pickled.
-        ProcessDied: when the process ended by itself.
-        RemoteException: for an exception of the function.
+    Raises `UsageError` when function or arguments cannot be pickled; `ProcessDied` when the process ended by itself;
+    `RemoteException` for an exception of the function.
     """
     with mark_running(name):
         if in_isolated_process():  # already isolated

@@ -118,9 +118,8 @@ class McpSession:
     async def call(self, name: str, arguments: Mapping[str, Any], seconds: float) -> Any:
         """Call a tool and return the server's result.
 
-        Raises:
-            ToolFailure: when the server does not answer in time, or has ended.
-            ValueError: when the server rejects the arguments.
+        Raises `ToolFailure` when the server does not answer in time, or has ended; `ValueError` when the server rejects the
+        arguments.
         """
         work = self._call(name, dict(arguments), seconds)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.session_thread.loop))

@@ -98,8 +98,7 @@ def read_result(result: Any, name: str) -> ToolResult:
     A response is text, a dict, an object in verl's format, an image, parts with an image, or None. Other tuples, such as two
     numbers, and named tuples are data and become JSON.
 
-    Raises:
-        EnvError: for metrics that are not a dict, for audio, and for an image nested in data that would become JSON.
+    Raises `EnvError` for metrics that are not a dict, for audio, and for an image nested in data that would become JSON.
     """
     if isinstance(result, ToolResult):
         return result

@@ -101,11 +101,7 @@ def _nested_hints(hint: Any) -> typing.Iterator[Any]:
 
 
 def flatten(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema with references resolved and titles removed.
-
-    Raises:
-        ValueError: for a recursive type.
-    """
+    """Return a schema with references resolved and titles removed. Raises `ValueError` for a recursive type."""
     definitions: Mapping[str, Any] = schema.get("$defs") or {}
 
     def walk(value: Any, inside: tuple[str, ...]) -> Any:
@@ -249,8 +245,7 @@ class ToolSignature:
 
         An integer is accepted for a float; nothing else is coerced: no bool for a number, no string for either.
 
-        Raises:
-            InvalidArguments: for an argument that is unknown, missing or of the wrong type.
+        Raises `InvalidArguments` for an argument that is unknown, missing or of the wrong type.
         """
         properties: Mapping[str, Any] = self.parameters.get("properties") or {}
         if self.parameters.get("additionalProperties", False) is False:
@@ -297,8 +292,7 @@ def tool_signature(
         schema: OpenAI schema instead of one from hints and docstring, with or without the outer `{"type": "function"}`.
         from_row: parameters set by the task's row and hidden from the model.
 
-    Raises:
-        ToolSchemaError: with the function, the parameter and the remedy.
+    Raises `ToolSchemaError` with the function, the parameter and the remedy.
     """
     where = f"tool {getattr(function, '__qualname__', None) or type(function).__name__}"
     parameters = _parameters(function, where, own_schema=schema is not None)

@@ -79,8 +79,7 @@ class RowArguments:
     def for_method(self, name: str, phase: str, target: Callable[..., Any] | Tool) -> dict[str, Any]:
         """Return the row's arguments for a method, or for the `from_row` parameters of a tool (the model sets all others).
 
-        Raises:
-            TaskError: for an unknown or missing argument.
+        Raises `TaskError` for an unknown or missing argument.
         """
         given = (self.given.get(name) or {}).get(f"{phase}_kwargs") or {}
         where = f"task {self.task}: tools_kwargs[{name!r}][{phase + '_kwargs'!r}]"
@@ -417,10 +416,8 @@ class ToolSet:
 
         Every instance begun is in `instances`, also after errors.
 
-        Raises:
-            TaskError: when the row names an unknown tool or gives arguments that a tool does not accept.
-            ToolSchemaError: when two tools have the same name.
-            ToolFailure: when `create` fails.
+        Raises `TaskError` when the row names an unknown tool or gives arguments that a tool does not accept;
+        `ToolSchemaError` when two tools have the same name; `ToolFailure` when `create` fails.
         """
         row, chosen = arguments_of(task), tool_names_of(task)
         if chosen is None and not row.given and not self.sources and not any(tool.from_row for tool in self.shared):

@@ -173,8 +173,7 @@ class Tools:
     async def call_all(self, calls: Sequence[ToolCall]) -> list[CallOutcome]:
         """Run the calls of one reply: async tools concurrently, sync ones sequentially; outcomes in call order.
 
-        Raises:
-            ToolFailure, EnvError: as `call`; running calls are cancelled.
+        Raises `ToolFailure` or `EnvError` as `call`; running calls are cancelled.
         """
         if len(calls) == 1:
             return [await self.call(calls[0])]
@@ -203,10 +202,8 @@ class Tools:
     async def call(self, call: ToolCall) -> CallOutcome:
         """Run one call; mistakes of the model and exceptions of the tool become a message `Error: ...`.
 
-        Raises:
-            ToolFailure: when the tool raised it.
-            EnvError: for an unsupported return value.
-            RewardError: for a non-finite reward or metric.
+        Raises `ToolFailure` when the tool raised it; `EnvError` for an unsupported return value; `RewardError` for a non-
+        finite reward or metric.
         """
         began = time.monotonic()
         outcome = await self._call(call)

@@ -165,9 +165,7 @@ class RecordedEngine:
     async def generate(self, request: Request) -> Generation:
         """Return the recorded answer.
 
-        Raises:
-            ReplayDiverged: when the record has no answer to this request.
-            EngineError: when the record has a failure.
+        Raises `ReplayDiverged` when the record has no answer to this request; `EngineError` when the record has a failure.
         """
         session = self._sessions.get(request.session)
         if session is None:

@@ -252,8 +252,7 @@ def _max_turns(episode: RecordedEpisode) -> int | None:
 def uses_builtin_renderer(episode: RecordedEpisode) -> Renderer:
     """Return the built-in renderer if an episode was played with it.
 
-    Raises:
-        UsageError: when it was played with another renderer.
+    Raises `UsageError` when it was played with another renderer.
     """
     for control_text in ("neutralise", "reject", "allow"):
         renderer = byte_renderer(control_text)

@@ -26,8 +26,7 @@ BUILT_IN: dict[str, Algorithm] = {
 def resolve_settings(config: TrainConfig) -> AlgorithmSettings:
     """Resolve every key: the recipe's value if set, else the algorithm's.
 
-    Raises:
-        ConfigError: for an unknown or invalid algorithm, or keys that exclude each other.
+    Raises `ConfigError` for an unknown or invalid algorithm, or keys that exclude each other.
     """
     if found := conflicting_keys(config):
         key, why = found
@@ -96,8 +95,7 @@ def check_custom(function: Any, spec: str) -> None:
     only at sampled positions. A token's loss must not depend on the other tokens of its pass: a mean over the pass would make
     the result depend on micro-batches.
 
-    Raises:
-        ConfigError: with the defect and its remedy.
+    Raises `ConfigError` with the defect and its remedy.
     """
 
     def refuse(why: str) -> ConfigError:

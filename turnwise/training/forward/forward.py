@@ -373,8 +373,7 @@ class ForwardPass:
         Args:
             replay: whether passes carry the engine's experts.
 
-        Raises:
-            ConfigError: when `replay` is set and the model has no routers that support it.
+        Raises `ConfigError` when `replay` is set and the model has no routers that support it.
         """
         self.model = model
         self.replay = RoutingReplay(model) if replay else None
@@ -410,9 +409,7 @@ class ForwardPass:
             support: top-k/top-p support found before; None computes it if the distribution truncates.
             entropy: whether to compute the entropy.
 
-        Raises:
-            UsageError: for images with a text-only model.
-            MediaError: when images are missing.
+        Raises `UsageError` for images with a text-only model; `MediaError` when images are missing.
         """
         if self.head is None:
             return distribution.stats(self._all_logits(micro), micro.targets_m, support, entropy=entropy)
@@ -445,8 +442,7 @@ class ForwardPass:
     def hidden(self, micro: MicroBatch, pixels: PixelCache | None = None) -> Tensor:
         """Compute the hidden states (M, width) that predict a pass's targets, after the last norm.
 
-        Raises:
-            UsageError, MediaError: as `stats`.
+        Raises `UsageError` or `MediaError` as `stats`.
         """
         if self.tower is not None and self.vision_inputs is not None:
             places_p, features = self.vision_inputs.features_for(micro, pixels)

@@ -73,8 +73,7 @@ def keys_with_routes(keys: Sequence[Sequence[int]], routes: Sequence[ExpertRoute
 def routes_of(sample: Sample, end: int) -> ExpertRoutes:
     """Return the routes of a row's first `end` positions, its input ids.
 
-    Raises:
-        RoutesMissing: when one is unknown; the error names trajectory and position.
+    Raises `RoutesMissing` when one is unknown; the error names trajectory and position.
     """
     if sample.routes is not None and all(sample.routes_mask[:end]):
         return sample.routes.slice(0, end)
@@ -130,8 +129,7 @@ class RoutingReplay:
     def set_routes(self, routes: PassRoutes | None) -> None:
         """Set the experts of the next pass; None leaves the choice to the routers.
 
-        Raises:
-            TurnwiseError: when they come from another model.
+        Raises `TurnwiseError` when they come from another model.
         """
         self._routes = routes
         if routes is None:

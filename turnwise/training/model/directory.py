@@ -19,8 +19,7 @@ ADAPTER_FILE = "adapter_config.json"
 def base_model_of(directory: Path) -> Path | None:
     """Return the base model directory of an adapter's directory; None if it holds no adapter.
 
-    Raises:
-        ModelError: when the base is missing.
+    Raises `ModelError` when the base is missing.
     """
     path = directory / ADAPTER_FILE
     if not path.is_file():
@@ -49,8 +48,7 @@ def renderer_of(source: Path, config: ModelConfig, control_text: ControlText = "
 def token_count(root: Path) -> int:
     """Return one more than the highest id of a tokenizer, which may leave ids unused.
 
-    Raises:
-        ModelError: when it cannot be read.
+    Raises `ModelError` when it cannot be read.
     """
     from tokenizers import Tokenizer
 
@@ -74,8 +72,7 @@ def read_json(path: Path, otherwise: str) -> dict[str, Any]:
     Args:
         otherwise: what a missing file means.
 
-    Raises:
-        ModelError: when the file is missing or holds no object.
+    Raises `ModelError` when the file is missing or holds no object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

@@ -39,11 +39,7 @@ class Adapter:
     """LoRA adapter of a model prepared by peft."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Find the model's adapter layers.
-
-        Raises:
-            ConfigError: for adapters of another kind, which cannot be merged here.
-        """
+        """Find the model's adapter layers. Raises `ConfigError` for adapters of another kind, which cannot be merged here."""
         from peft.tuners.lora import Linear as LoraLinear
         from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -141,8 +137,7 @@ def add_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0) -> Adapter:
     Args:
         seed: of the random A.
 
-    Raises:
-        ConfigError: when peft is not installed, or a target is no linear layer.
+    Raises `ConfigError` when peft is not installed, or a target is no linear layer.
     """
     names = linear_layers(model, config.targets)
     made = _peft().LoraConfig(
@@ -161,9 +156,8 @@ def add_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0) -> Adapter:
 def load_adapter(model: nn.Module, directory: str | Path) -> Adapter:
     """Load the adapter of a directory in peft's layout into its base model, in place.
 
-    Raises:
-        ModelError: when it cannot be read, or belongs to another model.
-        ConfigError: when peft is not installed, or the adapter's kind cannot be merged.
+    Raises `ModelError` when it cannot be read, or belongs to another model; `ConfigError` when peft is not installed, or the
+    adapter's kind cannot be merged.
     """
     directory = Path(directory)
     peft = _peft()
@@ -195,8 +189,7 @@ def unload(model: nn.Module, adapter: Adapter) -> None:
 def linear_layers(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
     """Resolve targets to names of linear layers: `all`, or suffixes of names, such as `q_proj` or `mlp.up_proj`.
 
-    Raises:
-        ConfigError: for a target that matches no linear layer.
+    Raises `ConfigError` for a target that matches no linear layer.
     """
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None

@@ -39,8 +39,7 @@ def enable_gradient_checkpointing(model: nn.Module) -> int:
     Returns:
         The number of wrapped layers.
 
-    Raises:
-        ConfigError: for a model with none.
+    Raises `ConfigError` for a model with none.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -225,8 +224,7 @@ def create_tiny_model(config: ModelConfig, texts: Iterable[str], directory: str 
     Returns:
         The directory, for `load`.
 
-    Raises:
-        ConfigError: for sizes that do not fit together.
+    Raises `ConfigError` for sizes that do not fit together.
     """
     _check_sizes(config)
     directory = Path(directory)
@@ -274,8 +272,7 @@ def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None
     Args:
         dtype: None is float32 on a CPU, bfloat16 elsewhere.
 
-    Raises:
-        ModelError: when something is missing or does not fit; the message has the remedy.
+    Raises `ModelError` when something is missing or does not fit; the message has the remedy.
     """
     root = Path(path)
     if (base := base_model_of(root)) is not None:
@@ -320,11 +317,7 @@ def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None
 
 
 def freeze_vision(model: nn.Module) -> None:
-    """Freeze the vision tower and its projection to text.
-
-    Raises:
-        ConfigError: for a model without one.
-    """
+    """Freeze the vision tower and its projection to text. Raises `ConfigError` for a model without one."""
     tower, why = split_vlm(model)
     if tower is None:
         raise ConfigError(f'train.vision = "frozen", but {why}')
@@ -335,8 +328,7 @@ def freeze_vision(model: nn.Module) -> None:
 def device_and_dtype(config: ModelConfig) -> tuple[str, torch.dtype]:
     """Resolve device and dtype of a model; also set torch's number of threads.
 
-    Raises:
-        ConfigError: for a device that this machine does not have.
+    Raises `ConfigError` for a device that this machine does not have.
     """
     device = config.device
     if device == "auto":
@@ -354,11 +346,7 @@ def device_and_dtype(config: ModelConfig) -> tuple[str, torch.dtype]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint file.
-
-    Raises:
-        ModelError: when it cannot be read.
-    """
+    """Read the tensors of a checkpoint file. Raises `ModelError` when it cannot be read."""
     try:
         return dict(load_file(path))
     except (OSError, SafetensorError) as error:

@@ -33,8 +33,7 @@ class ReferencePolicy:
         Args:
             untouched: whether the adapter is initial on every rank, so that disabling it gives the same policy.
 
-        Raises:
-            ConfigError: for `adapter_off` without an adapter.
+        Raises `ConfigError` for `adapter_off` without an adapter.
         """
         if config.reference == "adapter_off" and adapter is None:
             raise ConfigError('train.reference = "adapter_off", but the model has no LoRA adapter; set lora.rank, or "copy"')
@@ -66,11 +65,7 @@ class ReferencePolicy:
         return None if self.copied is None else {name: full_tensor(tensor) for name, tensor in self.copied.items()}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Restore the tensors of `tensors`.
-
-        Raises:
-            ModelError: when they are of another model.
-        """
+        """Restore the tensors of `tensors`. Raises `ModelError` when they are of another model."""
         copied = {}
         for name, parameter in self._own.items():
             if name not in tensors or tensors[name].shape != parameter.shape:

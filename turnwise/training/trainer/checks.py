@@ -117,9 +117,8 @@ def mismatch_bound(config: TrainConfig, dtype: torch.dtype) -> float:
 def check_mismatch(batch: TrainingBatch, config: TrainConfig, dtype: torch.dtype, distribution: LogitDistribution) -> None:
     """Compare the trainer's logprobs before the first update with the engine's.
 
-    Raises:
-        TurnwiseError: when the trainer gives a sampled id no probability.
-        SyncError: when one differs by more than `mismatch_bound`, or the mean KL exceeds the allowed divergence.
+    Raises `TurnwiseError` when the trainer gives a sampled id no probability; `SyncError` when one differs by more than
+    `mismatch_bound`, or the mean KL exceeds the allowed divergence.
     """
     bound = mismatch_bound(config, dtype)
     # Rounding stays far below 0.1 nats in any precision, and a diverging run reaches it; `max_mismatch` declares a difference
@@ -163,8 +162,7 @@ def check_mismatch(batch: TrainingBatch, config: TrainConfig, dtype: torch.dtype
 def check_finite(loss: float, norm: float, where: str) -> None:
     """Check that an update would not destroy the weights.
 
-    Raises:
-        TurnwiseError: when the loss or its gradient is not finite.
+    Raises `TurnwiseError` when the loss or its gradient is not finite.
     """
     if not math.isfinite(norm) or not math.isfinite(loss):
         raise TurnwiseError(
@@ -181,8 +179,7 @@ def _where(batch: TrainingBatch, token: int) -> str:
 def check_fingerprints(fingerprint: str, trajectories: Iterable[Trajectory], where: str) -> None:
     """Refuse trajectories whose ids come from another template, tokenizer or settings; an empty fingerprint accepts any.
 
-    Raises:
-        UsageError: for the first of them.
+    Raises `UsageError` for the first of them.
     """
     for trajectory in trajectories:
         if fingerprint and trajectory.template and trajectory.template != fingerprint:
@@ -239,9 +236,7 @@ class WeightSyncProbe:
     async def ask(self, engine: Engine, version: int, banned_ids: Collection[int], seconds: float) -> None:
         """Check that the engine has the update.
 
-        Raises:
-            SyncError: when it lacks a part of it.
-            EngineError: when it does not answer.
+        Raises `SyncError` when it lacks a part of it; `EngineError` when it does not answer.
         """
         requests = [
             Request(

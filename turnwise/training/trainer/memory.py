@@ -177,8 +177,7 @@ def report_memory(trainer: Trainer, longest: int | None, engine: Engine, note: C
 def check_memory(found: MemoryEstimate, have: int | None) -> str:
     """Format the estimate, with a warning if it is close to the available memory.
 
-    Raises:
-        ConfigError: when the fixed part alone does not fit.
+    Raises `ConfigError` when the fixed part alone does not fit.
     """
     text = found.text(have)
     if have is None or found.total <= 0.9 * have:

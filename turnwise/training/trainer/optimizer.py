@@ -95,11 +95,7 @@ class Optimizer:
                 yield f"master.{name}", full_tensor(master)
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Restore the tensors of `tensors`.
-
-        Raises:
-            ModelError: when they are of another model.
-        """
+        """Restore the tensors of `tensors`. Raises `ModelError` when they are of another model."""
         unknown = sorted({name.partition(".")[2] for name in tensors} - set(self.names))
         if unknown:
             raise ModelError(f"the optimizer state is of another model: this model has no {unknown[0]!r}")

@@ -152,12 +152,10 @@ class Trainer:
             gradients, learning rate, ratio, clip fraction, entropy, mismatch with the engine, tokens by outcome
             (`tokens_trained` and `tokens_<reason>` sum to `tokens_sampled`) and tokens trained per second.
 
-        Raises:
-            RewardError: for a reward that is NaN or infinite.
-            UsageError: for a trajectory of another chat template, tokenizer or settings, or invalid loss-scale weights.
-            RoutesMissing: with `train.routing_replay = "replay"`, when the engine did not report its experts.
-            SyncError: when the mismatch exceeds `max_mismatch` or `max_mismatch_kl`; nothing was updated.
-            TurnwiseError: when the loss or its gradient is not finite; nothing was updated.
+        Raises `RewardError` for a reward that is NaN or infinite; `UsageError` for a trajectory of another chat template,
+        tokenizer or settings, or invalid loss-scale weights; `RoutesMissing` with `train.routing_replay = "replay"`, when the
+        engine did not report its experts; `SyncError` when the mismatch exceeds `max_mismatch` or `max_mismatch_kl`; nothing
+        was updated; `TurnwiseError` when the loss or its gradient is not finite; nothing was updated.
         """
         began = time.perf_counter()
         config = self.config
@@ -312,9 +310,7 @@ class Trainer:
         Returns:
             `loss` (nats per token), `grad_norm`, `lr`, `tokens_trained`, `tokens_per_s`, `train_s`.
 
-        Raises:
-            UsageError: as `step`.
-            TurnwiseError: when no id carries loss, or the loss or its gradient is not finite.
+        Raises `UsageError` as `step`; `TurnwiseError` when no id carries loss, or the loss or its gradient is not finite.
         """
         began = time.perf_counter()
         check_fingerprints(self.template, trajectories, "the training data")
@@ -350,8 +346,7 @@ class Trainer:
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """Return log-probabilities in nats of each trajectory's ids that can carry loss, path by path in order.
 
-        Raises:
-            UsageError: as `step`.
+        Raises `UsageError` as `step`.
         """
         check_fingerprints(self.template, trajectories, "the training data")
         credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in trajectories]
@@ -374,8 +369,7 @@ class Trainer:
     def adapter_weights(self) -> Weights:
         """Yield copies of the LoRA matrices A and B by peft's file names, for engines that take adapters.
 
-        Raises:
-            TurnwiseError: when the model has no adapter.
+        Raises `TurnwiseError` when the model has no adapter.
         """
         if self.adapter is None:
             raise TurnwiseError("the model has no LoRA adapter; use weights()")
@@ -384,8 +378,7 @@ class Trainer:
     def reference(self) -> None:
         """Keep the current policy as the reference of the KL term; do nothing if `kl = 0`.
 
-        Raises:
-            ConfigError: when `train.reference` needs an adapter and there is none.
+        Raises `ConfigError` when `train.reference` needs an adapter and there is none.
         """
         if self.config.kl:
             untouched = self.adapter is not None and not self.ranks.any(not self.adapter.is_initial)
@@ -428,8 +421,7 @@ class Trainer:
     def load(self, directory: str | Path) -> None:
         """Restore what `save` wrote. The model's weights are loaded with the model.
 
-        Raises:
-            ModelError: when the state is missing, unreadable or of another model.
+        Raises `ModelError` when the state is missing, unreadable or of another model.
         """
         directory = Path(directory)
         tensors = read_tensors(directory / OPTIMIZER_FILE)
@@ -474,8 +466,7 @@ class MicroBatchLimit:
             work: starts from the first pass at each call; gradients are then as before the first call.
             undo: discards the results of a failed attempt.
 
-        Raises:
-            TurnwiseError: when memory runs out although the passes were halved before.
+        Raises `TurnwiseError` when memory runs out although the passes were halved before.
         """
         while True:
             if self.halved:
