@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from turnwise.errors import ConfigError, UsageError
-from turnwise.renderers.base import Branch, Extend, Renderer, SampledReply
-from turnwise.renderers.recompose import common_prefix_length
+from turnwise.renderers.base import Branch, Extend, Renderer, SampledReply, common_prefix_length
 from turnwise.types import (
     ContentPart,
     ImageRef,

@@ -6,16 +6,17 @@ import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from turnwise.errors import TemplateError
+from turnwise.renderers.base import common_prefix_length
 from turnwise.renderers.chat_renderer import ChatRenderer
 from turnwise.renderers.vision.media_blocks import media_of
-from turnwise.types import Media, MediaPlacement, Message, Origin
+from turnwise.types import Media, MediaPlacement, Message, Origin, Tools
 
 
 def template_assistant_mask(
-    renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    renderer: ChatRenderer, messages: Sequence[Message], tools: Tools = ()
 ) -> tuple[list[int], list[int]]:
     """Return the ids of a full render, and a mask: 1 for each id that overlaps a `{% generation %}` block, else 0.
 
@@ -81,7 +82,7 @@ class BuiltConversation:
     ids: Sequence[int]
     pieces: Sequence[OriginRun]
     messages: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Tools = ()
     finish: Mapping[int, str] | None = None
     """Finish reason of each turn's reply, from the engine."""
     neutralised: bool = False
@@ -201,7 +202,7 @@ def _only_closes(renderer: ChatRenderer, rest: str) -> bool:
 
 def _first_difference(sent: str, text: str, level: Level) -> int:
     """Return the position in `sent` where the texts first differ; its length if `text` contains all of it."""
-    at = next((i for i, (a, b) in enumerate(zip(sent, text, strict=False)) if a != b), min(len(sent), len(text)))
+    at = common_prefix_length(sent, text)
     if level == "strict":
         return at
     here = there = at

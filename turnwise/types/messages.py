@@ -13,6 +13,9 @@ from turnwise.types.media import Image, ImageRef, Media, Video, VideoRef
 ROLES = ("system", "developer", "user", "assistant", "tool")
 NO_AUDIO = "audio is not supported, only images and videos; give a transcript"
 
+Tools = Sequence[Mapping[str, Any]]
+"""Schemas of tools in OpenAI's format."""
+
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 

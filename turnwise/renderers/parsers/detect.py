@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from turnwise.errors import TemplateError
 from turnwise.renderers.parsers import formats, special_formats
-from turnwise.renderers.parsers.base import Parser, Tools
+from turnwise.renderers.parsers.base import Parser
 from turnwise.renderers.parsers.special_formats import BARE
-from turnwise.renderers.template import ChatTemplate
-from turnwise.types import Message, ToolCall
+from turnwise.renderers.template import ChatTemplate, probe_tool
+from turnwise.types import Message, ToolCall, Tools
 
 _ALL: tuple[Parser, ...] = (
     formats.HERMES,
@@ -48,18 +47,7 @@ PARSERS: Mapping[str, Parser] = {parser.name: parser for parser in (*_ALL, *BARE
 PROBE_NAME, PROBE_ARGUMENTS, PROBE_CONTENT, PROBE_REASON = "probe_name", {"probe_key": "probe_value"}, "CONTENT", "REASON"
 PROBE_CALL = ToolCall(PROBE_NAME, PROBE_ARGUMENTS, "abcdefghi")
 _USER = Message("user", "USERMARK")
-PROBE_TOOL = {
-    "type": "function",
-    "function": {
-        "name": PROBE_NAME,
-        "description": "A tool.",
-        "parameters": {
-            "type": "object",
-            "properties": {"probe_key": {"type": "string", "description": "A key."}},
-            "required": ["probe_key"],
-        },
-    },
-}
+PROBE_TOOL = probe_tool(PROBE_NAME, "A tool.", "probe_key", "A key.")
 
 
 def detect_format(rendered: str) -> str | None:
@@ -108,10 +96,8 @@ def render_probe_reply(
     """
     best = None
     for content, reasoning in ((PROBE_CONTENT, PROBE_REASON), ("", PROBE_REASON), (PROBE_CONTENT, None), ("", None)):
-        try:
-            text = template.render((_USER, Message("assistant", content, tool_calls=calls, reasoning=reasoning)), tools)
-        except TemplateError:
-            continue
+        asked = (_USER, Message("assistant", content, tool_calls=calls, reasoning=reasoning))
+        text = template.try_render(asked, tools) or ""
         _, found, reply = text.rpartition(_USER.text)
         if found and calls[0].name in reply:
             return reply
@@ -131,18 +117,8 @@ def parser_for_template(template: ChatTemplate) -> Parser | None:
     return next((parser for text in without_call_endings(alone) for parser in BARE if _reads(parser, text)), None)
 
 
-def rendered_call(template: ChatTemplate) -> str:
-    """Return the template's text for a reply with a call; empty if it writes no calls."""
-    rendered = render_probe_reply(template) or ""
-    return rendered if PROBE_NAME in rendered else ""
-
-
 def _render_lone_call(template: ChatTemplate) -> str:
     """Render a reply of one call after the generation prompt; empty if the two cannot be separated."""
-    asked, reply = (_USER,), Message("assistant", "", tool_calls=(PROBE_CALL,))
-    try:
-        prompt = template.render(asked, (PROBE_TOOL,), generation_prompt=True)
-        full = template.render((*asked, reply), (PROBE_TOOL,))
-    except TemplateError:
-        return ""
-    return full.removeprefix(prompt) if full.startswith(prompt) else ""
+    prompt = template.try_render((_USER,), (PROBE_TOOL,), generation_prompt=True)
+    full = template.try_render((_USER, Message("assistant", "", tool_calls=(PROBE_CALL,))), (PROBE_TOOL,))
+    return full.removeprefix(prompt) if full and prompt is not None and full.startswith(prompt) else ""
