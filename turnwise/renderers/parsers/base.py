@@ -6,13 +6,12 @@ become calls with an error and a cause (`ToolCall.error`, `.cause`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from turnwise.types import Message, ToolCall
+from turnwise.types import Message, ToolCall, Tools
 
-Tools = Sequence[Mapping[str, Any]]
 Read = Callable[[str, Tools], list[ToolCall]]
 """Reads the text between the marks of a call, or of a list of calls; ids may be empty. Never raises."""
 
@@ -58,7 +57,6 @@ class ReasoningMarks:
     close: str = "</think>"
 
     def opened(self, prompt: str) -> bool:
-        """See `Parser.opens_reasoning`."""
         return prompt.rfind(self.open.strip()) > prompt.rfind(self.close)
 
     def split(self, text: str, thinking: bool) -> tuple[str | None, str | None]:
@@ -145,13 +143,8 @@ class ReplyFormat:
     """Marks around the visible text."""
 
     def parse(self, text: str, tools: Tools = (), *, thinking: bool = False) -> Message:
-        """See `Parser.parse`."""
-        if not thinking:
-            for hint in self.hints:
-                if hint in text:
-                    break
-            else:
-                return Message("assistant", text)
+        if not thinking and not any(hint in text for hint in self.hints):
+            return Message("assistant", text)
         reasoning, rest = (
             (None, text) if tools and not thinking and self._calls_first(text) else self.thinking.split(text, thinking)
         )
@@ -168,7 +161,6 @@ class ReplyFormat:
         return Message("assistant", visible, tool_calls=calls, reasoning=reasoning, calls_in_thinking=ignored)
 
     def opens_reasoning(self, prompt: str) -> bool:
-        """See `Parser.opens_reasoning`."""
         return self.thinking.opened(prompt)
 
     def _calls_first(self, text: str) -> bool:

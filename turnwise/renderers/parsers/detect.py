@@ -4,45 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from turnwise.renderers.parsers import formats, special_formats
 from turnwise.renderers.parsers.base import Parser
+from turnwise.renderers.parsers.formats import FORMATS
 from turnwise.renderers.parsers.special_formats import BARE
 from turnwise.renderers.template import ChatTemplate, probe_tool
 from turnwise.types import Message, ToolCall, Tools
 
-_ALL: tuple[Parser, ...] = (
-    formats.HERMES,
-    formats.QWEN3_CODER,
-    formats.SEED,
-    formats.MISTRAL,
-    formats.DEEPSEEK,
-    formats.GLM,
-    formats.HUNYUAN,
-    formats.KIMI,
-    formats.KIMI_K3,
-    special_formats.HARMONY,
-    formats.COHERE,
-    formats.COMMAND_R,
-    formats.GEMMA,
-    special_formats.LFM2,
-    formats.MINIMAX_M2,
-    formats.MUSE,
-    formats.MINIMAX_M1,
-    formats.APRIEL,
-    formats.NEMOTRON_V2,
-    formats.GIGACHAT,
-    formats.FUNCTIONARY,
-    formats.MINICPM,
-    formats.GRANITE,
-    formats.INTERNLM2,
-    formats.FUNCTION_GEMMA,
-    special_formats.MINICPM3,
-    special_formats.OLMO3,
-    formats.SOLAR,
-    formats.APERTUS,
-    special_formats.LLAMA3,
-)
-PARSERS: Mapping[str, Parser] = {parser.name: parser for parser in (*_ALL, *BARE)}
+PARSERS: Mapping[str, Parser] = {parser.name: parser for parser in (*FORMATS, *BARE)}
 
 PROBE_NAME, PROBE_ARGUMENTS, PROBE_CONTENT, PROBE_REASON = "probe_name", {"probe_key": "probe_value"}, "CONTENT", "REASON"
 PROBE_CALL = ToolCall(PROBE_NAME, PROBE_ARGUMENTS, "abcdefghi")
@@ -63,8 +31,8 @@ def detect_format(rendered: str) -> str | None:
     if PROBE_NAME not in rendered:
         if PROBE_REASON not in rendered:
             return None
-        return next((p.name for p in _ALL if PROBE_REASON in (p.parse(rendered).reasoning or "")), None)
-    return next((parser.name for text in without_call_endings(rendered) for parser in _ALL if _reads(parser, text)), None)
+        return next((p.name for p in FORMATS if PROBE_REASON in (p.parse(rendered).reasoning or "")), None)
+    return next((parser.name for text in without_call_endings(rendered) for parser in FORMATS if _reads(parser, text)), None)
 
 
 def _reads(parser: Parser, text: str) -> bool:

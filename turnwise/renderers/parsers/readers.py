@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from turnwise.renderers.parsers.base import MalformedCall, Tools, malformed_call, properties_of
-from turnwise.types import ToolCall
+from turnwise.renderers.parsers.base import MalformedCall, malformed_call, properties_of
+from turnwise.types import ToolCall, Tools
 
 _NEAR = 64
 """Characters before an error that are inspected for its cause."""
