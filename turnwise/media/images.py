@@ -14,6 +14,7 @@ import stat
 import struct
 import zlib
 from dataclasses import dataclass
+from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -78,23 +79,18 @@ def import_numpy() -> Any:
     Raises:
         UsageError: where it is missing.
     """
-    try:
-        import numpy
-    except ImportError as error:
-        raise _missing("numpy") from error
-    return numpy
+    return _import("numpy", "numpy")
 
 
 def _pillow() -> Any:
+    return _import("PIL.Image", "Pillow")
+
+
+def _import(module: str, package: str) -> Any:
     try:
-        from PIL import Image as Pillow
+        return import_module(module)
     except ImportError as error:
-        raise _missing("Pillow") from error
-    return Pillow
-
-
-def _missing(package: str) -> UsageError:
-    return UsageError(f"images need {package}, which is not installed; pip install 'turnwise[vision]'")
+        raise UsageError(f"images need {package}, which is not installed; pip install 'turnwise[vision]'") from error
 
 
 def _open(value: Any, limits: MediaLimits) -> Any:
@@ -102,8 +98,7 @@ def _open(value: Any, limits: MediaLimits) -> Any:
     try:
         return _pillow().open(BytesIO(content), formats=FORMATS)
     except _pillow().UnidentifiedImageError:
-        is_svg = b"<svg" in content[:4096]
-        found = "an SVG drawing" if is_svg else f"{len(content)} bytes"
+        found = "an SVG drawing" if b"<svg" in content[:4096] else f"{len(content)} bytes"
         raise MediaError(
             f"{found}, which is no image in one of the formats {', '.join(FORMATS)}; pass pixels or such a file"
         ) from None

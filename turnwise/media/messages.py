@@ -48,11 +48,8 @@ def media_as_bytes(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 def _replace_media(message: Message, convert: Callable[[AnyMedia], AnyMedia]) -> Message:
     content = tuple(part if isinstance(part, str) else convert(part) for part in message.content)
-    return (
-        message
-        if all(new is old for new, old in zip(content, message.content, strict=True))
-        else replace(message, content=content)
-    )
+    same = all(new is old for new, old in zip(content, message.content, strict=True))
+    return message if same else replace(message, content=content)
 
 
 def _text_content(message: Message, strict: bool) -> str | tuple[ContentPart, ...]:

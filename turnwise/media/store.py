@@ -31,8 +31,7 @@ class MediaStore:
         limits: limits on images.
         decoded_bytes: memory for decoded pixels, if there is a directory.
         blank: whether every image, references included, becomes a gray one of its size: a control experiment that shows how a
-            model
-            performs without images.
+            model performs without images.
     """
 
     def __init__(

@@ -189,12 +189,15 @@ class ChatRenderer:
     # Text and ids
 
     def encode(self, text: str) -> list[int]:
+        """See `Renderer.encode`."""
         return self.codec.encode_plain(text, "control")
 
     def decode(self, ids: Sequence[int]) -> str:
+        """See `Renderer.decode`."""
         return self.codec.decode(ids)
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """See `Renderer.token_texts`."""
         texts = self.codec.token_texts
         return [texts[i] for i in ids]
 
@@ -205,6 +208,7 @@ class ChatRenderer:
         text: str | None = None,
         thinking: bool | None = None,
     ) -> Message:
+        """See `Renderer.parse`; the end token is not part of its text."""
         if text is None:
             ended = bool(ids) and ids[-1] in self.stop_ids
             text = self.codec.decode(ids[:-1] if ended else ids)
@@ -213,11 +217,13 @@ class ChatRenderer:
         return self._replies.parse(text, tools, thinking)
 
     def encode_reply(self, text: str) -> list[int]:
+        """See `Renderer.encode_reply`; thinking and call marks are control tokens."""
         return [*self._replies.encode(text, self._prompt_end), *self._encode_segment(self._before_end), *self._end]
 
     # Opening
 
     def open(self, messages: Sequence[Message], tools: Tools = ()) -> Extend:
+        """See `Renderer.open`."""
         if not messages:
             raise TemplateError("an episode opens with at least one message: return it from reset, or put it in the task")
 
@@ -279,6 +285,7 @@ class ChatRenderer:
         return Extend(known, close, found.neutralised + forged.total(), met, None, placed, moved)
 
     def inline(self, reply_ids: Sequence[int], text: str) -> Extend | Branch:
+        """See `Renderer.inline`."""
         found = self._guard.encode_continuation(text)
         if reply_ids and reply_ids[-1] in self.stop_ids:
             return Branch(len(reply_ids) - 1, found.ids, "close_dropped", found.neutralised, found.control)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -15,13 +15,12 @@ from turnwise.types import (
     Media,
     MediaPlacement,
     Message,
+    Tools,
     VideoRef,
     ids_with_media_keys,
     limit_pixels,
     placements_between,
 )
-
-Tools = Sequence[Mapping[str, Any]]
 
 
 class HistoryPolicy(Protocol):
@@ -196,7 +195,11 @@ def downscale_images(count: int) -> HistoryPolicy:
     """
 
     def policy(conversation: Sequence[Message], replies: Sequence[int]) -> list[Message]:
-        return _older(conversation, count, _quarter)
+        return _older(
+            conversation,
+            count,
+            lambda m: replace(m, frames=tuple(map(_quarter, m.frames))) if isinstance(m, VideoRef) else _quarter(m),
+        )
 
     return _named(policy, "downscale_images", count)
 
@@ -217,13 +220,7 @@ def _older(conversation: Sequence[Message], count: int, change: Callable[[Media]
     return changed
 
 
-def _quarter(media: Media) -> Media:
-    if isinstance(media, VideoRef):
-        return replace(media, frames=tuple(map(_quarter_image, media.frames)))
-    return _quarter_image(media)
-
-
-def _quarter_image(ref: ImageRef) -> ImageRef:
+def _quarter(ref: ImageRef) -> ImageRef:
     area = min(ref.width * ref.height, ref.max_pixels or ref.width * ref.height)
     return limit_pixels(ref, max(1, area // 4))
 

@@ -157,7 +157,8 @@ def _compare(renderer: ChatRenderer, built: BuiltConversation, level: Level) -> 
         found = _difference(renderer, built, cause, position, len(renderer.decode(ids[:position])), text)
         # The texts are equal: show the ids around the difference.
         nearby = slice(max(0, position - 4), position + 8)
-        return replace(found, canonical=_split_text(renderer, canonical[nearby]), sent=_split_text(renderer, ids[nearby]))
+        texts = ["|".join(renderer.token_texts(row[nearby])) for row in (canonical, ids)]
+        return replace(found, canonical=texts[0], sent=texts[1])
     position = _position(renderer, ids, at)
     return _difference(renderer, built, _cause(renderer, built, sent, text, at, position), position, at, text)
 
@@ -186,11 +187,6 @@ def _with_media_blocks(
     ids, _ = renderer.vision.expand(canonical, [block.media for block in built.placed])
     rest = iter(blocks)
     return ids, placeholders.sub(lambda _: next(rest), text)
-
-
-def _split_text(renderer: ChatRenderer, ids: Sequence[int]) -> str:
-    """Return the text of ids, separated by `|`."""
-    return "|".join(renderer.token_texts(ids))
 
 
 def _only_closes(renderer: ChatRenderer, rest: str) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from turnwise.types.trajectory import Trajectory
 
 ROUTES = "routes"
 """Name of the extra in `Request.extras`, `Generation.extras` and `Turn.extras`."""
@@ -116,36 +119,13 @@ class ExpertRoutes:
         return ExpertRoutes(bytes(data), self.layers, self.k, 2)
 
 
-class TrajectoryView(Protocol):
-    """The part of a trajectory that routes need."""
-
-    @property
-    def key(self) -> Any:
-        """Name for errors."""
-
-    @property
-    def spans(self) -> Sequence[Any]:
-        """Spans by index."""
-
-    @property
-    def turns(self) -> Sequence[Any]:
-        """Turns in sampling order."""
-
-    @property
-    def failed_turns(self) -> Sequence[Any]:
-        """Turns of failed attempts."""
-
-    def chain(self, leaf: int) -> Sequence[tuple[int, int]]:
-        """Return the spans from the root to a leaf, with the number of ids used of each."""
-
-
 class SpanRoutes:
     """Routes of a trajectory by span, so that branches share those of their trunk.
 
     The first report of a position wins: later ids were sampled with it.
     """
 
-    def __init__(self, trajectory: TrajectoryView) -> None:
+    def __init__(self, trajectory: Trajectory) -> None:
         self._reported: ReportedRoutes = {}
         self._sizes: tuple[int, int, int] | None = None
         """Layers, k, width."""

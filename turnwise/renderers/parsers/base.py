@@ -57,6 +57,7 @@ class ReasoningMarks:
     close: str = "</think>"
 
     def opened(self, prompt: str) -> bool:
+        """See `Parser.opens_reasoning`."""
         return prompt.rfind(self.open.strip()) > prompt.rfind(self.close)
 
     def split(self, text: str, thinking: bool) -> tuple[str | None, str | None]:
@@ -143,6 +144,7 @@ class ReplyFormat:
     """Marks around the visible text."""
 
     def parse(self, text: str, tools: Tools = (), *, thinking: bool = False) -> Message:
+        """See `Parser.parse`."""
         if not thinking and not any(hint in text for hint in self.hints):
             return Message("assistant", text)
         reasoning, rest = (
@@ -161,6 +163,7 @@ class ReplyFormat:
         return Message("assistant", visible, tool_calls=calls, reasoning=reasoning, calls_in_thinking=ignored)
 
     def opens_reasoning(self, prompt: str) -> bool:
+        """See `Parser.opens_reasoning`."""
         return self.thinking.opened(prompt)
 
     def _calls_first(self, text: str) -> bool:

@@ -95,6 +95,7 @@ class Harmony:
         return Message("assistant", "\n".join(visible), tool_calls=calls, reasoning=reasoning, calls_in_thinking=ignored)
 
     def opens_reasoning(self, prompt: str) -> bool:
+        """See `Parser.opens_reasoning`."""
         return prompt.rstrip().endswith(f"{_CHANNEL}analysis{_MESSAGE}")
 
 
@@ -222,6 +223,7 @@ class Bare:
     """Optional marks around the list."""
 
     def parse(self, text: str, tools: Tools = (), *, thinking: bool = False) -> Message:
+        """See `Parser.parse`."""
         message = _PLAIN.parse(text, tools, thinking=thinking)
         visible = message.text.strip()
         for mark in self.dropped:
@@ -232,6 +234,7 @@ class Bare:
         return Message("assistant", "", tool_calls=finish_calls(self.read(visible, tools), tools), reasoning=message.reasoning)
 
     def opens_reasoning(self, prompt: str) -> bool:
+        """See `Parser.opens_reasoning`."""
         return _PLAIN.opens_reasoning(prompt)
 
 
