@@ -159,13 +159,10 @@ class ChatRenderer:
         self.invalid_ids = ((codec.special - assistant) | incoming | self.banned_ids) - self.stop_ids
         self._replies = ReplyReader(codec, template, self.invalid_ids | self.stop_ids)
         settings = {"stop_ids": sorted(self.stop_ids), "control_text": control_text}
-        self.fingerprints = {
-            "template": template.fingerprint,
-            "tokenizer": codec.fingerprint,
-            "settings": digest(settings),
-            **({} if vision is None else {"vision": vision.fingerprint}),
-        }
+        self.fingerprints = {"template": template.fingerprint, "tokenizer": codec.fingerprint, "settings": digest(settings)}
         """Parts of `fingerprint`, to report which one differs."""
+        if vision is not None:
+            self.fingerprints["vision"] = vision.fingerprint
         self.fingerprint = digest(self.fingerprints)
 
     def ban(self, ids: Iterable[int]) -> None:
@@ -297,7 +294,8 @@ class ChatRenderer:
             bool(reply.content),
             reply.reasoning is None,
             tuple([(call.name, self._rendered_id(call.id)) for call in reply.tool_calls]) if reply.tool_calls else (),
-            _key_of(tools) if tools else (),
+            # Cheaper than full schemas; appends proven with tools also compare the schemas.
+            tuple([tool.get("function", tool).get("name") for tool in tools]),
             self._rows(messages),
         )
         found = self._append_patterns.get(key)
@@ -359,7 +357,7 @@ class ChatRenderer:
                 (
                     m.role,
                     m.name,
-                    _kinds_of(m),
+                    str if isinstance(m.content, str) else tuple([type(part) for part in m.content]),
                     bool(m.tool_calls or m.reasoning),
                     m.tool_call_id and self._rendered_id(m.tool_call_id),
                 )
@@ -372,16 +370,6 @@ class ChatRenderer:
         return name if self._renders_ids else None
 
 
-def _kinds_of(message: Message) -> type | tuple[type, ...]:
-    """Return the types of a message's content parts."""
-    return str if isinstance(message.content, str) else tuple([type(part) for part in message.content])
-
-
-def _key_of(tools: Tools) -> tuple[Any, ...]:
-    """Return tool names, cheaper than full schemas; appends proven with tools also compare the schemas."""
-    return tuple([tool.get("function", tool).get("name") for tool in tools])
-
-
 def _cache(known: dict[Any, Any], key: Any, value: Any) -> None:
     if len(known) >= _MAX_SHAPES:
         known.clear()
@@ -391,9 +379,7 @@ def _cache(known: dict[Any, Any], key: Any, value: Any) -> None:
 def _check_close(probe: TemplateProbe, ends: bool) -> None:
     """Reject a template whose replies would never end with this tokenizer."""
     closing = probe.text
-    if closing.stops:
-        return
-    if not ends or _MARKUP.search(closing.head):
+    if not closing.stops and (not ends or _MARKUP.search(closing.head)):
         raise TemplateError(
             f"{probe.template.origin}: closes an assistant turn with {closing.last or closing.head!r}, which contains no "
             "special token of the tokenizer, so a reply would never end; use the template that belongs to this tokenizer"

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -58,10 +59,7 @@ class ControlTextEscaper:
     def message(self, message: Message) -> Message:
         """Split each control text in a message, in every field that a template may render."""
         role = message.role
-
-        def change(text: str) -> str:
-            return self._text(text, role)
-
+        change = partial(self._text, role=role)
         changed = map_texts(message, change)
         if role not in ROLES:
             changed = replace(changed, role=change(role))
@@ -382,12 +380,8 @@ class ControlTextGuard:
         if not reply.tool_calls:
             return reply, _NONE
         escaper = ControlTextEscaper(self._codec, self.split, lambda _: self._rules("tool"), ("", ""))
-        calls = tuple(
-            replace(
-                call, name=escaper.without_control(call.name, "assistant"), id=escaper.without_control(call.id, "assistant")
-            )
-            for call in reply.tool_calls
-        )
+        clean = partial(escaper.without_control, role="assistant")
+        calls = tuple(replace(call, name=clean(call.name), id=clean(call.id)) for call in reply.tool_calls)
         return (replace(reply, tool_calls=calls), escaper.hits) if escaper.hits else (reply, _NONE)
 
     def encode(self, messages: Sequence[Message], render: GuardRender, tools: Tools = (), after: str = "") -> EncodedMessages:

@@ -175,10 +175,8 @@ class TemplateProbe:
         following = self.template.try_render((*base, Message("user", next_message)), generation_prompt=True)
         text = (_after_mark(rendered if following is None else following, reply) or "").partition(next_message)[0]
         same = last[: common_prefix_length(last, text)]
-        found = [(t, end) for t, end in self._tokens(text) if t in self.declared]
-        if found:
-            stop, end = found[0]
-            return ReplyEnding((stop,), self._opens(stop, text, rendered, asked), text[:end], last)
+        if found := [(t, end) for t, end in self._tokens(text) if t in self.declared]:
+            return self._stopped(found[0], text, rendered, asked, last)
         both, ending = self._tokens(same), self._tokens(last)
         if not text.startswith(last) or len(set(self._prompts())) == 1:
             # A template that always opens the next reply seems to close the last one by its header: leave out the tokens that
@@ -187,24 +185,24 @@ class TemplateProbe:
             same_end = rendered[len(rendered) - common_prefix_length(alone[::-1], rendered[::-1]) :]
             both = both[: len(ending) - len(self._tokens(same_end)) + 1]
         if both:
-            stop, end = both[-1]
-            return ReplyEnding((stop,), self._opens(stop, text, rendered, asked), text[:end], last)
+            return self._stopped(both[-1], text, rendered, asked, last)
         if ending:  # replaced by another token once something follows
             following_tokens = self._tokens(text)[: len(ending)]
             return ReplyEnding((ending[-1][0],), False, text[: following_tokens[-1][1]] if following_tokens else "", last)
         tokens = self._tokens(text)
         if tokens and not last.strip():  # nothing ends the last reply; the next message's header does
-            stop, end = tokens[0]
-            return ReplyEnding((stop,), self._opens(stop, text, rendered, asked), text[:end], last)
+            return self._stopped(tokens[0], text, rendered, asked, last)
         return ReplyEnding(head=same, last=last)
 
     def _prompts(self) -> tuple[str, str]:
         """Render a question without and with the generation prompt."""
         return self.template.render((ASKED,)), self.template.render((ASKED,), generation_prompt=True)
 
-    def _opens(self, stop: str, between: str, rendered: str, asked: str) -> bool:
-        """Return whether a token that ends a reply is the header of the next user message (GLM's `<|user|>`)."""
-        return self._tokens(between)[-1][0] == stop and stop in rendered.partition(asked)[0]
+    def _stopped(self, stop: tuple[str, int], text: str, rendered: str, asked: str, last: str) -> ReplyEnding:
+        """Return the ending by a token, which may be the header of the next user message too (GLM's `<|user|>`)."""
+        token, end = stop
+        heads = self._tokens(text)[-1][0] == token and token in rendered.partition(asked)[0]
+        return ReplyEnding((token,), heads, text[:end], last)
 
     def _find_calls_ending(self) -> ReplyEnding:
         """Find the ending of replies with calls; that of other replies if none with calls can be rendered."""
@@ -281,7 +279,8 @@ class TemplateProbe:
 
     def _prove(self, before: Sequence[Message], reply: Message, messages: Sequence[Message], tools: Tools) -> AppendProbe:
         refused: TemplateError | None = None
-        for calls in self._calls(reply, messages):
+        of_reply, answered = calls_before(reply), calls_before(reply, messages)  # some templates require calls
+        for calls in (of_reply,) if of_reply == answered else (of_reply, answered):
             for offered in (tools, ()) if tools else (tools,):
                 for base, mark in self._placeholders(before, reply, calls, offered):
                     try:
@@ -290,11 +289,6 @@ class TemplateProbe:
                         refused = refused or problem
         error = f"{self.template.origin}: cannot render the reply that {[m.role for m in messages]} answers"
         raise refused or TemplateError(error)
-
-    def _calls(self, reply: Message, messages: Sequence[Message]) -> list[tuple[ToolCall, ...]]:
-        """Return the calls of a placeholder: the reply's own, or the answered ones for templates that require calls."""
-        of_reply, answered = calls_before(reply), calls_before(reply, messages)
-        return [of_reply] if of_reply == answered else [of_reply, answered]
 
     def _try(self, base: tuple[Message, ...], mark: str, messages: Sequence[Message], tools: Tools) -> AppendProbe:
         """Derive how messages are appended to a placeholder.

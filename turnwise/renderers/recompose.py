@@ -98,16 +98,17 @@ class ReplyPlaceholders:
         if self._reads_calls:
             answers = list(takewhile(lambda m: m.role == "tool", messages[reply.message + 1 :]))
             calls = calls or (calls_before(message, answers) if called else ())
-            calls = tuple(ToolCall(self._name(call.name), {"x": new_mark()}, call.id) for call in calls)
+            # A name that contains control text is `f`.
+            names = [call.name if call.name and not self._probe.split.search(call.name) else "f" for call in calls]
+            calls = tuple(ToolCall(name, {"x": new_mark()}, call.id) for name, call in zip(names, calls, strict=True))
         elif calls:
             calls, message = (), replace(message, content="calls")
         malformed = any(call.error for call in message.tool_calls)  # then the text around the call is a part of it
         content = new_mark() if not marks or (message.text and not malformed) else ""
         stub = self._with_folded_reasoning(replace(message, content=content, reasoning=reasoning, tool_calls=calls))
         opening = self._opening(messages[: reply.message], tools)
-        real = self._real(original, reply.ids)
         plain = original.text if original.reasoning is None and not original.tool_calls else None
-        return ReplyPlaceholder(reply, stub, real, tuple(marks), thinking, opening, plain, blank)
+        return ReplyPlaceholder(reply, stub, self._real(original, reply.ids), tuple(marks), thinking, opening, plain, blank)
 
     def closed(self, reply: SampledReply) -> bool:
         """Return whether a reply ends in a stop id."""
@@ -145,10 +146,6 @@ class ReplyPlaceholders:
             rows += adapt([messages[reply.message]])
             low = reply.message + 1
         return rows + adapt(messages[low:]), moved
-
-    def _name(self, name: str) -> str:
-        """Return a name for a placeholder: `f` in place of a name that contains control text."""
-        return name if name and not self._probe.split.search(name) else "f"
 
     def _real(self, message: Message, ids: Sequence[int]) -> Message:
         """Return the message to render in place of the ids; malformed or unsupported calls are text."""
