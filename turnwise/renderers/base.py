@@ -111,11 +111,7 @@ class Renderer(Protocol):
         """
 
     def extend(
-        self,
-        history: Sequence[Message],
-        reply_ids: Sequence[int],
-        messages: Sequence[Message],
-        tools: Tools = (),
+        self, history: Sequence[Message], reply_ids: Sequence[int], messages: Sequence[Message], tools: Tools = ()
     ) -> Extend | Branch:
         """Render what follows a reply: its close, `messages`, and the start of the next reply.
 
@@ -158,13 +154,7 @@ class Renderer(Protocol):
             TemplateError: if the template cannot render the conversation.
         """
 
-    def parse(
-        self,
-        ids: Sequence[int],
-        tools: Tools = (),
-        text: str | None = None,
-        thinking: bool | None = None,
-    ) -> Message:
+    def parse(self, ids: Sequence[int], tools: Tools = (), text: str | None = None, thinking: bool | None = None) -> Message:
         """Parse a reply into text, reasoning and tool calls. Never raises: a malformed call carries its `error`.
 
         Args:

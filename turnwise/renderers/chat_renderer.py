@@ -198,13 +198,7 @@ class ChatRenderer:
         texts = self.codec.token_texts
         return [texts[i] for i in ids]
 
-    def parse(
-        self,
-        ids: Sequence[int],
-        tools: Tools = (),
-        text: str | None = None,
-        thinking: bool | None = None,
-    ) -> Message:
+    def parse(self, ids: Sequence[int], tools: Tools = (), text: str | None = None, thinking: bool | None = None) -> Message:
         """See `Renderer.parse`; the end token is not part of its text."""
         if text is None:
             ended = bool(ids) and ids[-1] in self.stop_ids
@@ -245,11 +239,7 @@ class ChatRenderer:
     # After a reply
 
     def extend(
-        self,
-        history: Sequence[Message],
-        reply_ids: Sequence[int],
-        messages: Sequence[Message],
-        tools: Tools = (),
+        self, history: Sequence[Message], reply_ids: Sequence[int], messages: Sequence[Message], tools: Tools = ()
     ) -> Extend | Branch:
         """Render what follows a reply: its close, `messages`, and the start of the next reply.
 
@@ -310,12 +300,7 @@ class ChatRenderer:
         return found
 
     def _pattern_after(
-        self,
-        known: _AppendPattern,
-        history: Sequence[Message],
-        reply: Message,
-        messages: Sequence[Message],
-        tools: Tools,
+        self, known: _AppendPattern, history: Sequence[Message], reply: Message, messages: Sequence[Message], tools: Tools
     ) -> _AppendPattern:
         """Return how messages follow the reply in this conversation: `known` where the template writes the same."""
         if len(history) > 1:

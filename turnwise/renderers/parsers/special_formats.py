@@ -261,11 +261,7 @@ def _read_objects(body: str, tools: Tools) -> list[ToolCall]:
         at = between.end()
 
 
-LLAMA3 = Bare(
-    "llama3",
-    re.compile(re.escape(_MARK) + r'|\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:'),
-    _read_objects,
-)
+LLAMA3 = Bare("llama3", re.compile(re.escape(_MARK) + r'|\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:'), _read_objects)
 PYTHONIC = Bare("pythonic", re.compile(r"\[\s*([\w.-]+)\("), read_list, ("<|python_start|>", "<|python_end|>"))
 JSON_LIST = Bare(
     "json_list",
