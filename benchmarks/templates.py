@@ -80,7 +80,7 @@ def play(renderer: ChatRenderer, roles: Sequence[str], row: Row, name: str) -> N
     """One append in both modes, behind the ids of a reply that the template itself wrote."""
     contract = renderer.contract
     tools = TOOLS if "tool" in roles else ()
-    template, messages = renderer._template, messages_of(roles)
+    template, messages = renderer.template, messages_of(roles)
     try:
         reply = reply_of(template, roles, tools)
         opened = renderer.open([USER], tools).ids

@@ -102,7 +102,7 @@ def test_each_way_of_rewriting_history_has_its_reason(name, said, reason):
     assert (type(rendered), rendered.reason) == (Branch, reason)
     # What follows is the text that the template shows, but for the spelling of replies that it shows whole.
     messages = [message for message in talk.messages]
-    assert talk.shown == renderer(name)._template.render(messages, generation_prompt=True)
+    assert talk.shown == renderer(name).template.render(messages, generation_prompt=True)
 
 
 def test_what_is_not_shown_at_all_and_what_is_said_twice_have_reasons():

@@ -43,38 +43,15 @@ History = str | HistoryPolicy
 """`append`, `template`, or a policy."""
 
 
-class ConversationState(Protocol):
+class ConversationState(NamedTuple):
     """A conversation up to its last reply, with the ids that the engine has processed."""
-
-    @property
-    def messages(self) -> Sequence[Message]:
-        """All messages."""
-
-    @property
-    def replies(self) -> Sequence[SampledReply]:
-        """The sampled replies."""
-
-    @property
-    def ids(self) -> Sequence[int]:
-        """Ids that the engine has processed."""
-
-    @property
-    def tools(self) -> Tools:
-        """Schemas of the tools offered to the model."""
-
-    @property
-    def placed(self) -> Sequence[MediaPlacement]:
-        """Images and videos among the ids."""
-
-
-class StaticConversation(NamedTuple):
-    """Conversation state with fixed values."""
 
     messages: Sequence[Message]
     replies: Sequence[SampledReply]
     ids: Sequence[int]
     tools: Tools
     placed: Sequence[MediaPlacement] = ()
+    """Images and videos among the ids."""
 
 
 def render_next(history: History, renderer: Renderer, state: ConversationState, messages: Sequence[Message]) -> Extend | Branch:
@@ -117,7 +94,7 @@ def render_from_scratch(
         found = renderer.compose(messages, replies, (), tools)
         return Extend(found.ids, 0, found.neutralised, found.control_text, found.replies, found.media, found.tool_images_moved)
     selected = messages if isinstance(history, str) else _apply_policy(history, policy_name(history), messages, replies)
-    return _arrange(renderer, selected, messages, StaticConversation((), replies, (), tools), 0)
+    return _arrange(renderer, selected, messages, ConversationState((), replies, (), tools), 0)
 
 
 def _apply_policy(

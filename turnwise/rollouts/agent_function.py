@@ -212,7 +212,7 @@ class Model:
             )
             path.turn = number
         recorder.append(
-            path, self._skip_shared(path, render_next(path.history, recorder.renderer, path, new_messages)), new_messages
+            path, self._skip_shared(path, render_next(path.history, recorder.renderer, path.state, new_messages)), new_messages
         )
         return path
 

@@ -10,7 +10,7 @@ from turnwise.engines import Generation, StopText
 from turnwise.errors import BackendContractError, UsageError
 from turnwise.renderers import Renderer, SampledReply
 from turnwise.renderers.base import Decode
-from turnwise.renderers.history import History
+from turnwise.renderers.history import ConversationState, History
 from turnwise.rollouts.observations import add_counts
 from turnwise.types import ROUTES, ExpertRoutes, MediaPlacement, Message, Trajectory, Turn
 
@@ -76,6 +76,11 @@ class ConversationPath:
         self.seed = seed
         """Seeds this path's calls, independently of the calls of other paths."""
         self.calls = 0
+
+    @property
+    def state(self) -> ConversationState:
+        """What the next prompt is rendered from."""
+        return ConversationState(self.messages, self.replies, self.ids, self.tools, self.placed)
 
     def mark(self) -> Mark:
         """Return the state before a reply, for `rewind`."""

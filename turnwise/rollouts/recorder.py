@@ -304,7 +304,7 @@ class Recorder:
         self, path: ConversationPath, messages: tuple[Message, ...]
     ) -> tuple[Extend | Branch, tuple[Message, ...]]:
         """Render an observation, truncated to the limit. The path is unchanged, so a worker thread may call this."""
-        messages, rendered = self.truncate_observation(messages, partial(render_next, path.history, self.renderer, path))
+        messages, rendered = self.truncate_observation(messages, partial(render_next, path.history, self.renderer, path.state))
         return rendered, messages
 
     def truncate_observation(
