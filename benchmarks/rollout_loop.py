@@ -180,7 +180,7 @@ def check(trajectories: list[tw.Trajectory], renderer: ChatRenderer, template: C
         ids = trajectory.path(len(trajectory.spans) - 1)
         if canonical:
             text = template.render(trajectory.messages)
-            whole = renderer._codec.encode(text)[: len(ids)]  # the close's newline behind the last reply was never needed
+            whole = renderer.codec.encode(text)[: len(ids)]  # the close's newline behind the last reply was never needed
             if ids != whole:
                 return False
     return True
@@ -219,7 +219,7 @@ def main() -> None:
                 **({} if share is None else {"sanity_share": share}),
             )
 
-    codec = renderer._codec
+    codec = renderer.codec
     words = codec._words
 
     def library(turns: int) -> list[tw.Trajectory]:

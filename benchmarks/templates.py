@@ -70,7 +70,7 @@ def reply_of(template: ChatTemplate, roles: Sequence[str], tools: Sequence[Any])
 def sampled(renderer: ChatRenderer, prompt: str, shown: str) -> list[int]:
     """The ids of a reply as the template shows it behind its prompt, canonical."""
     text = shown[len(prompt) :] if shown.startswith(prompt) else "It is a resin."
-    codec = renderer._codec
+    codec = renderer.codec
     ids = codec.encode(text)
     end = next((i for i, token in enumerate(ids) if token in renderer.stop_ids), None)
     return ids[: end + 1] if end is not None else ids
@@ -80,7 +80,7 @@ def play(renderer: ChatRenderer, roles: Sequence[str], row: Row, name: str) -> N
     """One append in both modes, behind the ids of a reply that the template itself wrote."""
     contract = renderer.contract
     tools = TOOLS if "tool" in roles else ()
-    template, messages = renderer._template, messages_of(roles)
+    template, messages = renderer.template, messages_of(roles)
     try:
         reply = reply_of(template, roles, tools)
         opened = renderer.open([USER], tools).ids
@@ -96,7 +96,7 @@ def play(renderer: ChatRenderer, roles: Sequence[str], row: Row, name: str) -> N
     else:
         row.append[name] = outcome(answer, contract.appends[name])
         if contract.append_only and contract.appends[name] == "append":
-            whole = renderer._codec.encode(template.render([USER, reply, *messages], tools, generation_prompt=True))
+            whole = renderer.codec.encode(template.render([USER, reply, *messages], tools, generation_prompt=True))
             if [*opened, *ids, *answer.ids] != whole:
                 row.unequal.append(name)
     try:

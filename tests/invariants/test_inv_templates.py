@@ -59,7 +59,7 @@ def said(roles, texts):
 def test_clean_content_has_the_ids_of_the_full_render(name, roles, texts, data):
     renderer = renderer_of(name)
     assume(renderer is not None and renderer.contract.append_only and renderer.contract.appends[", ".join(roles)] == "append")
-    template, codec = renderer.template, renderer._codec
+    template, codec = renderer.template, renderer.codec
     tools = TOOLS if "tool" in roles else ()
     messages = said(roles, texts[: len(roles)])
     asked = Message("user", data.draw(clean))
@@ -82,7 +82,7 @@ def test_clean_content_has_the_ids_of_the_full_render(name, roles, texts, data):
 def test_no_content_becomes_control(name, roles, data):
     renderer = renderer_of(name)
     assume(renderer is not None)
-    control = renderer._codec.control
+    control = renderer.codec.control
     marks = st.sampled_from([*control, *(text[:-1] for text in control), "assistant\n", "\n", "[INST]", "### User:", " "])
     hostile = st.lists(marks | clean, max_size=5).map("".join)
     tools = TOOLS if "tool" in roles else ()

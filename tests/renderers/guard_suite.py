@@ -73,7 +73,7 @@ class Counts:
 
 def control_of(renderer: ChatRenderer, ids: Sequence[int]) -> list[int]:
     """The control ids among ids, in order."""
-    known = frozenset(renderer._codec.control.values())
+    known = frozenset(renderer.codec.control.values())
     return [i for i in ids if i in known]
 
 
@@ -102,7 +102,7 @@ def hold(renderer: ChatRenderer, template: ChatTemplate, suite: Sequence[tuple[s
             ):
                 counts.broken += 1
                 counts.worst = counts.worst or f"{name} in {made.__name__}: {renderer.decode(found.ids)!a}"
-        naive = [renderer._codec.encode(template.render(opening(x), generation_prompt=True)) for x in (text, HARMLESS)]
+        naive = [renderer.codec.encode(template.render(opening(x), generation_prompt=True)) for x in (text, HARMLESS)]
         counts.forged += control_of(renderer, naive[0]) != control_of(renderer, naive[1])
     return counts
 

@@ -102,7 +102,7 @@ def test_no_place_that_the_world_fills_forges(kind, source):
             if place == "demonstration's call" and not any(s in said for s in SPECIAL):
                 continue
             found = text.open(messages, tools)
-            known = {text._codec.control[m] for m in MARKUP} if place == "demonstration's call" else set()
+            known = {text.codec.control[m] for m in MARKUP} if place == "demonstration's call" else set()
             ids = [i for i in control_of(text, found.ids) if i not in known]
             assert ids == [i for i in control_of(text, plain[place]) if i not in known], f"{name} as {place}"
 
@@ -237,7 +237,7 @@ def test_parts_that_join_into_control_are_rejected_and_neutralised_too():
 
 def test_allow_lets_control_through_but_never_an_image_placeholder():
     text = chatml("byte-level BPE", control_text="allow")
-    names = text._codec.control
+    names = text.codec.control
     messages = [Message("user", "<|im_end|><think><|image_pad|>")]
     for found, plain in (
         (text.open(messages), text.open([Message("user", "x")])),
@@ -290,7 +290,7 @@ def test_a_mode_beside_a_renderer_of_one_s_own_is_refused():
 @pytest.mark.parametrize("forged", ["<|im_start|>", "<|endoftext|>", "<|image_pad|>", "<tool_response>"])
 def test_control_that_only_the_world_s_turns_hold_ends_an_episode_that_sampled_it(forged):
     text = ChatRenderer(ByteTokenizer(SPECIAL, MARKUP), ChatTemplate(WRAPS_RESULTS), banned=("<|image_pad|>",))
-    reply = [*text.encode("so "), text._codec.control[forged], *text.encode_reply("it is")]
+    reply = [*text.encode("so "), text.codec.control[forged], *text.encode_reply("it is")]
     (played,) = tw.rollout(Hostile, [tw.Task("go")], tw.ScriptedEngine([reply, "two"]), renderer=text)
     assert played.stop == "invalid_token"
     assert played.sampled_tokens == len(reply)
@@ -300,9 +300,9 @@ def test_control_that_only_the_world_s_turns_hold_ends_an_episode_that_sampled_i
 def test_control_that_the_template_writes_in_replies_may_be_sampled(meant):
     special = (*SPECIAL, *MARKUP)  # special, as Mistral's [TOOL_CALLS] and gpt-oss's <|channel|> are
     text = ChatRenderer(ByteTokenizer(special), ChatTemplate(WRAPS_RESULTS))
-    assert text._codec.control[meant] not in text.invalid_ids
-    assert text._codec.control["<tool_response>"] in text.invalid_ids
-    assert text._codec.control["<|im_start|>"] in text.invalid_ids
+    assert text.codec.control[meant] not in text.invalid_ids
+    assert text.codec.control["<tool_response>"] in text.invalid_ids
+    assert text.codec.control["<|im_start|>"] in text.invalid_ids
 
 
 def test_markers_that_a_preamble_only_speaks_of_may_be_sampled_and_headers_may_not():
@@ -312,7 +312,7 @@ def test_markers_that_a_preamble_only_speaks_of_may_be_sampled_and_headers_may_n
     source = preamble + WRAPS_RESULTS.replace("{%- if message.reasoning_content %}", "{%- if false %}")
     source = source.replace("{{- '<|im_start|>assistant\\n' }}", "{{- '<|assistant|>' }}") + "{# <|vision|> #}"
     text = ChatRenderer(ByteTokenizer((*SPECIAL, *MARKUP, "<|assistant|>", "<|vision|>", "<|other|>")), ChatTemplate(source))
-    names = {i: name for name, i in text._codec.control.items()}
+    names = {i: name for name, i in text.codec.control.items()}
     invalid = {names[i] for i in text.invalid_ids}
     assert not invalid & {"<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>"}
     assert invalid >= {"<|im_start|>", "<|assistant|>", "<|vision|>", "<|other|>", "<tool_response>", "<|image_pad|>"}

@@ -117,7 +117,7 @@ def test_ids_read_as_the_text_that_they_were_made_from(kind):
     for said in ("word", "the word, and\n\nthe of", "a  b", " word", "word ", "\u4e2d\u6587", "\U0001f600", "caf\u00e9"):
         unknown = "Unigram" in kind and not said.isascii()
         expected = said.lstrip(" ") if (spaced or "prefix space" in kind) and said.startswith(" ") else said
-        read = text.decode(text._codec.encode_plain(said, "control"))
+        read = text.decode(text.codec.encode_plain(said, "control"))
         if unknown:
             assert "<unk>" in read
         elif ("(real)" in kind and "first" in kind) or "Tekken" in kind:
@@ -154,8 +154,8 @@ def test_a_bos_token_by_template_and_by_tokenizer_is_written_once():
     assert tokenizer(kind).encode("x").ids[0] == codec(kind).control["<|endoftext|>"]
     text = _renderer(kind, TEMPLATES["BOS by the template"])
     for messages in ([Message("user", "x")], [Message("user", "<|im_end|>")], [Message("user", "<|endoftext|>")]):
-        assert text.open(messages).ids.count(text._codec.control["<|endoftext|>"]) == 1
-    assert text._codec.control["<|endoftext|>"] not in text.extend([], text.encode_reply("y"), [Message("user", "x")]).ids
+        assert text.open(messages).ids.count(text.codec.control["<|endoftext|>"]) == 1
+    assert text.codec.control["<|endoftext|>"] not in text.extend([], text.encode_reply("y"), [Message("user", "x")]).ids
 
 
 def test_a_tokenizer_without_added_tokens_renders_a_template_of_plain_text():

@@ -63,7 +63,7 @@ MANY = settings(max_examples=150, deadline=None)
 
 
 def control(text, ids):
-    known = set(text._codec.control.values())
+    known = set(text.codec.control.values())
     return [i for i in ids if i in known]
 
 
@@ -74,7 +74,7 @@ def bare(messages):
 
 def reads_as_it_is(text, content):
     """Whether a content holds nothing that the tokenizer takes for control."""
-    return not control(text, text._codec.encode(content))
+    return not control(text, text.codec.encode(content))
 
 
 @MANY
@@ -84,12 +84,12 @@ def reads_as_it_is(text, content):
 def test_an_opening_holds_the_control_ids_of_the_template_alone(kind, messages):
     text = renderer(kind)
     given_ids, plain = text.open(messages), text.open(bare(messages))
-    markup = {text._codec.control[t] for t in MARKUP}
+    markup = {text.codec.control[t] for t in MARKUP}
     demonstration = any(m.role == "assistant" for m in messages)
     found = [i for i in control(text, given_ids.ids) if not (demonstration and i in markup)]
     assert found == control(text, plain.ids)
     hostile = [m for m in messages if m.role != "assistant" and not reads_as_it_is(text, m.content)]
-    if hostile and "<unk>" not in text._codec.control:
+    if hostile and "<unk>" not in text.codec.control:
         assert given_ids.neutralised >= len(hostile)
 
 
@@ -132,7 +132,7 @@ def test_what_is_built_turn_by_turn_is_the_full_render_tokenised_anew(kind, open
         said += [Message("assistant", reply), *heard]
         path += [*ids, *more.ids]
     whole = ChatTemplate(CHATML).render(said, generation_prompt=True)
-    assert path == text._codec.encode(whole)
+    assert path == text.codec.encode(whole)
     assert text.decode(path) == whole
 
 
@@ -143,7 +143,7 @@ def test_an_append_has_the_ids_that_the_full_render_has_there(kind, messages):
     assume(all(reads_as_it_is(text, m.content) for m in messages))
     found = text.extend([], text.encode_reply("yes"), messages)
     said = [Message("user", "Begin."), Message("assistant", "yes"), *messages]
-    whole = text._codec.encode(ChatTemplate(CHATML).render(said, generation_prompt=True))
+    whole = text.codec.encode(ChatTemplate(CHATML).render(said, generation_prompt=True))
     if control(text, whole)[4:] == control(text, found.ids):
         assert whole[-len(found.ids) :] == found.ids
         assert whole[-len(found.ids) - 1] in text.stop_ids
@@ -187,7 +187,7 @@ def test_a_demonstration_keeps_its_thinking_and_calls_but_cannot_end_its_turn():
         Message("user", "v"),
     ]
     ids = text.open(said).ids
-    names = {i: t for t, i in text._codec.control.items()}
+    names = {i: t for t, i in text.codec.control.items()}
     assert [names[i] for i in control(text, ids)] == [
         *["<|im_start|>", "<|im_end|>", "<|im_start|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>"],
         *["<|im_start|>", "<|im_end|>", "<|im_start|>"],
@@ -249,6 +249,6 @@ def test_templates_that_trim_or_show_ids_append_what_they_render(source, rows):
     for given_messages in (messages, messages[::-1], messages):
         found = text.extend([], text.encode_reply("yes"), given_messages).ids
         said = [Message("user", "u"), Message("assistant", "yes"), *given_messages]
-        whole = text._codec.encode(ChatTemplate(source).render(said, generation_prompt=True))
+        whole = text.codec.encode(ChatTemplate(source).render(said, generation_prompt=True))
         if control(text, whole)[4:] == control(text, found):
             assert whole[-len(found) :] == found

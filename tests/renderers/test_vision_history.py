@@ -19,7 +19,7 @@ from vision_kit import tiny_vlm_directory
 from turnwise.media import MediaStore
 from turnwise.renderers import Branch, Extend, SampledReply, load_renderer
 from turnwise.renderers.contract import explain_contract
-from turnwise.renderers.history import StaticConversation, downscale_images, keep_images, render_next
+from turnwise.renderers.history import ConversationState, downscale_images, keep_images, render_next
 from turnwise.renderers.render_check import BuiltConversation, OriginRun, compare_with_render
 from turnwise.types import Message, Origin, ToolCall, VideoRef, ids_with_media_keys, placements_between
 
@@ -192,7 +192,7 @@ def test_every_prompt_of_a_conversation_shows_its_images_whole(renderers, store,
         ids += reply
         messages.append(Message("assistant", f"move {number}"))
         told = [Message("user", content_of(store, parts, family))]
-        found = render_next(mode, renderer, StaticConversation(messages, replies, ids, (), placed), told)
+        found = render_next(mode, renderer, ConversationState(messages, replies, ids, (), placed), told)
         if isinstance(found, Branch):
             assert history in ("keep", "downscale")
             assert (

@@ -179,7 +179,7 @@ def test_observations_keep_to_their_limit_with_a_mark_that_the_model_can_see(mos
     assert len(after) <= max(most, bare + 60 * len(said))
     assert bool(cut) == bool(marks)
     assert cut or not any(sizes)
-    control = [i for i in after if i in set(text._codec.control.values())]
+    control = [i for i in after if i in set(text.codec.control.values())]
     assert len(control) == 2 * len(said) + 1, "a cut made a control token, or lost one"
 
 

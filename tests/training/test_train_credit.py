@@ -19,7 +19,6 @@ from turnwise.training.advantages import (
     TokenWeights,
     advantages,
     discounted_returns,
-    holders,
     last_round,
     loss_scale,
     trainable_tokens,
@@ -141,10 +140,10 @@ def test_the_enumeration_sees_a_bias():
 # Loss scales.
 
 
-def test_holders_say_where_each_id_stands():
+def test_slots_say_where_each_id_stands():
     made = episode([[3, 4], [5]], [0.0, 0.0])
-    ((row, sample),) = zip(holders(made), made.samples(), strict=True)
-    assert [made.spans[span].ids[offset] for span, offset in row] == sample.ids
+    (sample,) = made.samples()
+    assert [made.spans[span].ids[offset] for span, offset in sample.slots] == sample.ids
 
 
 def test_last_round_by_hand():
@@ -217,11 +216,11 @@ def test_invariant_1_with_weights(made, kind, seed):
     assert sum(ledger.tokens.values()) == ledger.sampled
     for credit in ledger.trained:
         placed = 0
-        for row, sample in zip(holders(credit.trajectory), credit.trajectory.samples(), strict=True):
+        for sample in credit.trajectory.samples():
             for place, weight in enumerate(sample.weights):
-                if weight and place and credit.weights.of(*row[place]):
+                if weight and place and credit.weights.of(*sample.slots[place]):
                     placed += 1
-                    assert math.isfinite(credit.advantage_of(*row[place]))
+                    assert math.isfinite(credit.advantage_of(*sample.slots[place]))
         assert placed == credit.tokens == trainable_tokens(credit.trajectory, credit.weights)
 
 

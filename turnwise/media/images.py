@@ -14,6 +14,7 @@ import stat
 import struct
 import zlib
 from dataclasses import dataclass
+from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,8 @@ def decode(value: Any, limits: MediaLimits) -> Any:
     Transparent images are composited on white; the EXIF orientation is applied. Of 16-bit channels the upper 8 bits are used;
     of animations the first frame. File formats: `FORMATS`. The size is read from the header before decoding.
 
-    Raises:
-        MediaError: for a value that is not an image, is broken, or is over a limit.
-        UsageError: where numpy or Pillow is missing.
+    Raises `MediaError` for a value that is not an image, is broken, or is over a limit; `UsageError` where numpy or Pillow is
+    missing.
     """
     np, pillow = import_numpy(), _pillow()
     while isinstance(value, Image):
@@ -73,28 +73,19 @@ def decode(value: Any, limits: MediaLimits) -> Any:
 
 
 def import_numpy() -> Any:
-    """Import numpy.
-
-    Raises:
-        UsageError: where it is missing.
-    """
-    try:
-        import numpy
-    except ImportError as error:
-        raise _missing("numpy") from error
-    return numpy
+    """Import numpy. Raises `UsageError` where it is missing."""
+    return _import("numpy", "numpy")
 
 
 def _pillow() -> Any:
+    return _import("PIL.Image", "Pillow")
+
+
+def _import(module: str, package: str) -> Any:
     try:
-        from PIL import Image as Pillow
+        return import_module(module)
     except ImportError as error:
-        raise _missing("Pillow") from error
-    return Pillow
-
-
-def _missing(package: str) -> UsageError:
-    return UsageError(f"images need {package}, which is not installed; pip install 'turnwise[vision]'")
+        raise UsageError(f"images need {package}, which is not installed; pip install 'turnwise[vision]'") from error
 
 
 def _open(value: Any, limits: MediaLimits) -> Any:
@@ -102,8 +93,7 @@ def _open(value: Any, limits: MediaLimits) -> Any:
     try:
         return _pillow().open(BytesIO(content), formats=FORMATS)
     except _pillow().UnidentifiedImageError:
-        is_svg = b"<svg" in content[:4096]
-        found = "an SVG drawing" if is_svg else f"{len(content)} bytes"
+        found = "an SVG drawing" if b"<svg" in content[:4096] else f"{len(content)} bytes"
         raise MediaError(
             f"{found}, which is no image in one of the formats {', '.join(FORMATS)}; pass pixels or such a file"
         ) from None
@@ -140,8 +130,7 @@ def _rgb(picture: Any) -> Any:
 def content_of(value: Any, limits: MediaLimits) -> bytes:
     """Return the content of an image file passed as bytes, a path or a data URI.
 
-    Raises:
-        MediaError: for anything else, for content over the limit, and for a path that is not a file.
+    Raises `MediaError` for anything else, for content over the limit, and for a path that is not a file.
     """
     if isinstance(value, Path):
         return _file(value, limits)
@@ -187,11 +176,7 @@ def _data_uri(value: str, limits: MediaLimits) -> bytes:
 
 
 def check_size(size: tuple[int, int], limits: MediaLimits) -> None:
-    """Check the (width, height) of an image against the limits.
-
-    Raises:
-        MediaError: when it is empty or too large.
-    """
+    """Check the (width, height) of an image against the limits. Raises `MediaError` when it is empty or too large."""
     width, height = size
     if width < 1 or height < 1:
         raise MediaError(f"an image of {width} x {height} pixels")

@@ -26,9 +26,8 @@ def has_media(messages: Sequence[Message]) -> bool:
 def store_media(messages: Sequence[Message], store: MediaStore) -> tuple[Message, ...]:
     """Return messages with references in place of raw media; messages without media are returned as they are.
 
-    Raises:
-        MediaError: for an image that is broken or over a limit, or an unknown reference.
-        UsageError: where numpy or Pillow is missing.
+    Raises `MediaError` for an image that is broken or over a limit, or an unknown reference; `UsageError` where numpy or
+    Pillow is missing.
     """
     return tuple(m if isinstance(m.content, str) else _replace_media(m, store.put) for m in messages)
 
@@ -39,8 +38,7 @@ def media_as_text(messages: Sequence[Message], *, strict: bool = True) -> tuple[
     Args:
         strict: whether each image must have such a text; else it becomes `[image]`.
 
-    Raises:
-        MediaError: for an image without one.
+    Raises `MediaError` for an image without one.
     """
     return tuple(m if isinstance(m.content, str) else replace(m, content=_text_content(m, strict)) for m in messages)
 
@@ -48,19 +46,15 @@ def media_as_text(messages: Sequence[Message], *, strict: bool = True) -> tuple[
 def media_as_bytes(messages: Sequence[Message]) -> tuple[Message, ...]:
     """Return messages with file contents in place of arrays, PIL images and paths, for another process.
 
-    Raises:
-        MediaError: for an image that is broken or over the default limits.
+    Raises `MediaError` for an image that is broken or over the default limits.
     """
     return tuple(_replace_media(m, _as_bytes) if m.has_raw_media else m for m in messages)
 
 
 def _replace_media(message: Message, convert: Callable[[AnyMedia], AnyMedia]) -> Message:
     content = tuple(part if isinstance(part, str) else convert(part) for part in message.content)
-    return (
-        message
-        if all(new is old for new, old in zip(content, message.content, strict=True))
-        else replace(message, content=content)
-    )
+    same = all(new is old for new, old in zip(content, message.content, strict=True))
+    return message if same else replace(message, content=content)
 
 
 def _text_content(message: Message, strict: bool) -> str | tuple[ContentPart, ...]:

@@ -31,8 +31,7 @@ class MediaStore:
         limits: limits on images.
         decoded_bytes: memory for decoded pixels, if there is a directory.
         blank: whether every image, references included, becomes a gray one of its size: a control experiment that shows how a
-            model
-            performs without images.
+            model performs without images.
     """
 
     def __init__(
@@ -259,8 +258,7 @@ def _content_key(value: Any) -> Hashable:
 def frame_times(times: Any, frames: int) -> tuple[float, ...]:
     """Return the times of a video's frames in seconds.
 
-    Raises:
-        MediaError: unless there is one per frame, each a finite number of at least 0, in non-decreasing order.
+    Raises `MediaError` unless there is one per frame, each a finite number of at least 0, in non-decreasing order.
     """
     try:
         seconds = tuple(float(at) for at in times)

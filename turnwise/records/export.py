@@ -73,13 +73,10 @@ def rows_of(
 
 def _paths(trajectory: Trajectory) -> Iterator[tuple[Sample, int]]:
     """Yield each sample with the last turn whose reply is on its path."""
-    samples = trajectory.samples()
-    for leaf in trajectory.leaves():
-        chain = {index for index, _ in trajectory.chain(leaf)}
-        if not any(trajectory.spans[index].sampled for index in chain):
-            continue
-        turns = [number for number, turn in enumerate(trajectory.turns) if turn.spans and set(turn.spans) <= chain]
-        yield next(samples), turns[-1] if turns else -1
+    for sample in trajectory.samples():
+        spans = {span for span, _ in sample.slots}
+        turns = [number for number, turn in enumerate(trajectory.turns) if turn.spans and spans.issuperset(turn.spans)]
+        yield sample, turns[-1] if turns else -1
 
 
 def _columns(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from turnwise._old_names import old_member
 from turnwise.errors import ModelError
-from turnwise.types import MediaPlacement, Message
+from turnwise.types import MediaPlacement, Message, Tools
 
 if TYPE_CHECKING:
     from turnwise.renderers.vision.base import VisionProcessor
@@ -102,7 +102,7 @@ class Renderer(Protocol):
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each id alone; bytes that are not valid UTF-8 by themselves are escaped (`\\xe2`)."""
 
-    def open(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Extend:
+    def open(self, messages: Sequence[Message], tools: Tools = ()) -> Extend:
         """Render the opening prompt, up to the start of the model's reply.
 
         Raises:
@@ -111,11 +111,7 @@ class Renderer(Protocol):
         """
 
     def extend(
-        self,
-        history: Sequence[Message],
-        reply_ids: Sequence[int],
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] = (),
+        self, history: Sequence[Message], reply_ids: Sequence[int], messages: Sequence[Message], tools: Tools = ()
     ) -> Extend | Branch:
         """Render what follows a reply: its close, `messages`, and the start of the next reply.
 
@@ -143,7 +139,7 @@ class Renderer(Protocol):
         messages: Sequence[Message],
         replies: Sequence[SampledReply],
         ids: Sequence[int],
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Tools = (),
         placed: Sequence[MediaPlacement] = (),
     ) -> Extend | Branch:
         """Render the prompt for the next reply by the model's template, and compare it with the ids of the path.
@@ -158,13 +154,7 @@ class Renderer(Protocol):
             TemplateError: if the template cannot render the conversation.
         """
 
-    def parse(
-        self,
-        ids: Sequence[int],
-        tools: Sequence[Mapping[str, Any]] = (),
-        text: str | None = None,
-        thinking: bool | None = None,
-    ) -> Message:
+    def parse(self, ids: Sequence[int], tools: Tools = (), text: str | None = None, thinking: bool | None = None) -> Message:
         """Parse a reply into text, reasoning and tool calls. Never raises: a malformed call carries its `error`.
 
         Args:
@@ -184,8 +174,7 @@ def vision_of(renderer: Renderer) -> VisionProcessor | None:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file; empty if the file does not exist.
 
-    Raises:
-        ModelError: if the file is not valid JSON or not an object.
+    Raises `ModelError` if the file is not valid JSON or not an object.
     """
     if not path.is_file():
         return {}
@@ -196,6 +185,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path}: not a JSON object")
     return value
+
+
+def common_prefix_length(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """Return the length of the common prefix of two sequences."""
+    size = min(len(left), len(right))
+    if list(left[:size]) == list(right[:size]):
+        return size
+    return next(at for at in range(size) if left[at] != right[at])
 
 
 Decode = Callable[[Sequence[int]], str]

@@ -80,11 +80,8 @@ class CachedBPE:
 
     def encode(self, text: str) -> list[int] | None:
         """Encode a text; None if it is not ASCII or may contain an added token, so that the library must encode it."""
-        if not text.isascii():
+        if not text.isascii() or any(map(text.__contains__, self._marks)):
             return None
-        for mark in self._marks:
-            if mark in text:
-                return None
         words = self._first(text)
         if not self._single:
             for cut in self._cuts[1:]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 from turnwise.errors import TemplateError
 from turnwise.renderers.base import Branch, Extend
 from turnwise.renderers.contract import TemplateContract, derive_contract
-from turnwise.renderers.control_text import ControlText, ControlTextGuard, EncodedMessages, find_template_markers, random_mark
+from turnwise.renderers.control_text import ControlText, ControlTextGuard, EncodedMessages, find_template_markers
 from turnwise.renderers.parsers import PARSERS, Parser, parser_for_template
-from turnwise.renderers.parsers.detect import PROBE_TOOL, render_probe_reply, rendered_call
+from turnwise.renderers.parsers.detect import PROBE_NAME, PROBE_TOOL, render_probe_reply
 from turnwise.renderers.probe import AppendProbe, AppendShape, AppendShapes, TemplateProbe, readable
 from turnwise.renderers.recompose import ConversationComposer
 from turnwise.renderers.template import ChatTemplate, adapt_template, digest
 from turnwise.renderers.tokenizer import PrecedingToken, Tokenizer, control_pattern
 from turnwise.renderers.vision.media_blocks import MediaExpander
-from turnwise.types import Message
+from turnwise.types import Message, Tools
 
 if TYPE_CHECKING:
     from turnwise.renderers.vision.base import VisionProcessor
@@ -43,16 +43,17 @@ class ReplyReader:
         sample = render_probe_reply(template) or ""
         found = parser_for_template(template)
         self.parser: Parser = found or _HERMES
-        self.unread = rendered_call(template) if found is None else ""
+        self.unread = sample if found is None and PROBE_NAME in sample else ""
         """Text the template writes for a reply with a call, if no parser reads it back; else empty."""
-        self.thinking = self.parser.opens_reasoning(_prompt(template))
+        prompt = template.try_render((Message("user", "USERMARK"),), generation_prompt=True) or ""
+        self.thinking = self.parser.opens_reasoning(prompt.rpartition("USERMARK")[2])
         """Whether the generation prompt opens the thinking, so that replies start inside it."""
         self._plain = codec.encode_plain
         control = codec.control
         self._marks = {t: i for t, i in control.items() if t in _MARKS or (t in sample and i not in outside)}
         self._split = control_pattern(self._marks)
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]], thinking: bool | None) -> Message:
+    def parse(self, text: str, tools: Tools, thinking: bool | None) -> Message:
         """Parse a reply's text into a message."""
         return self.parser.parse(text, tools, thinking=self.thinking if thinking is None else thinking)
 
@@ -62,8 +63,7 @@ class ReplyReader:
         Args:
             after: what precedes the reply.
 
-        Raises:
-            TemplateError: if calls use the Hermes format but the template's format is a different one.
+        Raises `TemplateError` if calls use the Hermes format but the template's format is a different one.
         """
         if self.parser is not _HERMES and "<tool_call>" in text:
             hermes, own = (parser.parse(text, (PROBE_TOOL,)).tool_calls for parser in (_HERMES, self.parser))
@@ -78,14 +78,6 @@ class ReplyReader:
                 ids.extend([self._marks[piece]] if piece in self._marks else self._plain(piece, after))
                 after = "control"
         return ids
-
-
-def _prompt(template: ChatTemplate) -> str:
-    """Return the generation prompt after a user message."""
-    try:
-        return template.render((Message("user", "USERMARK"),), generation_prompt=True).rpartition("USERMARK")[2]
-    except TemplateError:
-        return ""
 
 
 _MAX_SHAPE_MESSAGES = 8
@@ -130,16 +122,14 @@ class ChatRenderer:
             control_text: how control text in messages is handled.
             vision: the vision processor of a vision-language model; its placeholder ids are banned too.
 
-        Raises:
-            TemplateError: if the template does not render replies, or a reply would never end.
+        Raises `TemplateError` if the template does not render replies, or a reply would never end.
         """
-        self.codec = self._codec = codec
+        self.codec = codec
         self.vision = vision
         self._encode_segment = codec.encode_segment
         if vision is not None:
             banned = [*banned, *(text for text, token in codec.control.items() if token in vision.placeholder_ids)]
-        template = adapt_template(template)
-        self._template = template
+        self.template = template = adapt_template(template)
         self._guard = ControlTextGuard(codec, control_text, banned)
         self._open_shapes: dict[Any, AppendShape] = {}
         self._append_patterns: dict[Any, _AppendPattern] = {}
@@ -156,9 +146,10 @@ class ChatRenderer:
         self._media = MediaExpander(vision, self._probe, self._guard.template_control_ids)
         self._shapes = AppendShapes(codec, self._guard, template.origin)
         self.compose = ConversationComposer(codec, self._guard, self._probe, self.stop_ids, self._media).compose
-        self._prompt_end = self._find_prompt_end()
+        prompt = template.try_render((Message("user", "u"),), generation_prompt=True)
+        self._prompt_end: PrecedingToken = "text" if prompt is not None and self._guard.split.split(prompt)[-1] else "control"
         self.banned_ids = frozenset(codec.control[text] for text in banned if text in codec.control)
-        markers = find_template_markers(template.render, self._guard.split, codec.control, random_mark, template.source)
+        markers = find_template_markers(template.try_render, self._guard.split, codec.control, template.source)
         self._guard.observe_template(markers)
         assistant, incoming = (
             {codec.control[text] for text in texts} for texts in (markers.assistant_control, markers.incoming_control)
@@ -166,28 +157,20 @@ class ChatRenderer:
         self.invalid_ids = ((codec.special - assistant) | incoming | self.banned_ids) - self.stop_ids
         self._replies = ReplyReader(codec, template, self.invalid_ids | self.stop_ids)
         settings = {"stop_ids": sorted(self.stop_ids), "control_text": control_text}
-        self.fingerprints = {
-            "template": template.fingerprint,
-            "tokenizer": codec.fingerprint,
-            "settings": digest(settings),
-            **({} if vision is None else {"vision": vision.fingerprint}),
-        }
+        self.fingerprints = {"template": template.fingerprint, "tokenizer": codec.fingerprint, "settings": digest(settings)}
         """Parts of `fingerprint`, to report which one differs."""
+        if vision is not None:
+            self.fingerprints["vision"] = vision.fingerprint
         self.fingerprint = digest(self.fingerprints)
 
     def ban(self, ids: Iterable[int]) -> None:
         """Ban more ids, such as rows of the model that have no text in its tokenizer."""
         self.banned_ids |= frozenset(ids)
 
-    @property
-    def template(self) -> ChatTemplate:
-        """The chat template."""
-        return self._template
-
     @cached_property
     def contract(self) -> TemplateContract:
         """Behavior of the template that rollouts depend on; derived on first access (about 30 ms)."""
-        return derive_contract(self._probe, self._codec, thinks=self._replies.thinking)
+        return derive_contract(self._probe, self.codec, thinks=self._replies.thinking)
 
     @property
     def call_format(self) -> tuple[str, str]:
@@ -201,60 +184,42 @@ class ChatRenderer:
     # Text and ids
 
     def encode(self, text: str) -> list[int]:
-        """Encode plain text, in which nothing is a control token."""
-        return self._codec.encode_plain(text, "control")
+        """See `Renderer.encode`."""
+        return self.codec.encode_plain(text, "control")
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids, control tokens included."""
-        return self._codec.decode(ids)
+        """See `Renderer.decode`."""
+        return self.codec.decode(ids)
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each id alone; bytes that are not valid UTF-8 by themselves are escaped (`\\xe2`)."""
-        texts = self._codec.token_texts
+        """See `Renderer.token_texts`."""
+        texts = self.codec.token_texts
         return [texts[i] for i in ids]
 
-    def parse(
-        self,
-        ids: Sequence[int],
-        tools: Sequence[Mapping[str, Any]] = (),
-        text: str | None = None,
-        thinking: bool | None = None,
-    ) -> Message:
-        """Parse a reply, see `Renderer.parse`; the end token is not part of its text."""
+    def parse(self, ids: Sequence[int], tools: Tools = (), text: str | None = None, thinking: bool | None = None) -> Message:
+        """See `Renderer.parse`; the end token is not part of its text."""
         if text is None:
             ended = bool(ids) and ids[-1] in self.stop_ids
-            text = self._codec.decode(ids[:-1] if ended else ids)
+            text = self.codec.decode(ids[:-1] if ended else ids)
             if ended:
                 text = text.removesuffix(self._before_end)
         return self._replies.parse(text, tools, thinking)
 
     def encode_reply(self, text: str) -> list[int]:
-        """Return the ids a model would sample to write `text` and end; thinking and call marks are control tokens."""
+        """See `Renderer.encode_reply`; thinking and call marks are control tokens."""
         return [*self._replies.encode(text, self._prompt_end), *self._encode_segment(self._before_end), *self._end]
-
-    def _find_prompt_end(self) -> PrecedingToken:
-        """Return what precedes a reply: a control token, or text of the prompt."""
-        try:
-            prompt = self._template.render((Message("user", "u"),), generation_prompt=True)
-        except TemplateError:
-            return "control"
-        return "text" if self._guard.split.split(prompt)[-1] else "control"
 
     # Opening
 
-    def open(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Extend:
-        """Render the opening prompt, up to the start of the model's reply.
-
-        Raises:
-            TemplateError: if there are no messages, or the template cannot render them.
-        """
+    def open(self, messages: Sequence[Message], tools: Tools = ()) -> Extend:
+        """See `Renderer.open`."""
         if not messages:
             raise TemplateError("an episode opens with at least one message: return it from reset, or put it in the task")
 
         messages, moved, _ = self._media.move_tool_images(messages)
 
-        def render(given: Sequence[Message], offered: Sequence[Mapping[str, Any]] = tools) -> str:
-            return self._template.render(given, offered, generation_prompt=True)
+        def render(given: Sequence[Message], offered: Tools = tools) -> str:
+            return self.template.render(given, offered, generation_prompt=True)
 
         if len(messages) <= _MAX_SHAPE_MESSAGES and all(m.role != "assistant" for m in messages):
             key = (json.dumps(tools, default=repr) if tools else "", self._rows(messages))
@@ -272,11 +237,7 @@ class ChatRenderer:
     # After a reply
 
     def extend(
-        self,
-        history: Sequence[Message],
-        reply_ids: Sequence[int],
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] = (),
+        self, history: Sequence[Message], reply_ids: Sequence[int], messages: Sequence[Message], tools: Tools = ()
     ) -> Extend | Branch:
         """Render what follows a reply: its close, `messages`, and the start of the next reply.
 
@@ -285,8 +246,7 @@ class ChatRenderer:
         the text after the real conversation once per shape and length. For a template that keeps state across turns (a
         counter, a flag, a window) it is derived for each conversation.
 
-        Raises:
-            TemplateError: if the template cannot append these messages.
+        Raises `TemplateError` if the template cannot append these messages.
         """
         reply, forged = self._guard.sanitize_reply(history[-1] if history else _REPLY)
         messages, moved, _ = self._media.move_tool_images(messages)
@@ -309,19 +269,20 @@ class ChatRenderer:
         return Extend(known, close, found.neutralised + forged.total(), met, None, placed, moved)
 
     def inline(self, reply_ids: Sequence[int], text: str) -> Extend | Branch:
-        """Continue a reply with plain `text`, inserted before its stop id if there is one."""
+        """See `Renderer.inline`."""
         found = self._guard.encode_continuation(text)
         if reply_ids and reply_ids[-1] in self.stop_ids:
             return Branch(len(reply_ids) - 1, found.ids, "close_dropped", found.neutralised, found.control)
         return Extend(found.ids, 0, found.neutralised, found.control)
 
-    def _pattern(self, reply: Message, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> _AppendPattern:
+    def _pattern(self, reply: Message, messages: Sequence[Message], tools: Tools) -> _AppendPattern:
         """Return how messages of this shape follow a reply of this shape, derived once."""
         key = (
             bool(reply.content),
             reply.reasoning is None,
             tuple([(call.name, self._rendered_id(call.id)) for call in reply.tool_calls]) if reply.tool_calls else (),
-            _key_of(tools) if tools else (),
+            # Cheaper than full schemas; appends proven with tools also compare the schemas.
+            tuple([tool.get("function", tool).get("name") for tool in tools]),
             self._rows(messages),
         )
         found = self._append_patterns.get(key)
@@ -336,12 +297,7 @@ class ChatRenderer:
         return found
 
     def _pattern_after(
-        self,
-        known: _AppendPattern,
-        history: Sequence[Message],
-        reply: Message,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
+        self, known: _AppendPattern, history: Sequence[Message], reply: Message, messages: Sequence[Message], tools: Tools
     ) -> _AppendPattern:
         """Return how messages follow the reply in this conversation: `known` where the template writes the same."""
         if len(history) > 1:
@@ -366,8 +322,8 @@ class ChatRenderer:
     def _encode_append(self, append: AppendProbe, after: str, messages: Sequence[Message]) -> EncodedMessages:
         """Encode adapted messages as the template writes them at the end of a conversation."""
 
-        def render(given: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-            return self._template.render(given, tools, generation_prompt=True)
+        def render(given: Sequence[Message], tools: Tools = ()) -> str:
+            return self.template.render(given, tools, generation_prompt=True)
 
         def cut(text: str) -> list[tuple[int, int, str]]:
             return [(self._probe.end_of_reply(append, text), len(text), after)]
@@ -383,7 +339,7 @@ class ChatRenderer:
                 (
                     m.role,
                     m.name,
-                    _kinds_of(m),
+                    str if isinstance(m.content, str) else tuple([type(part) for part in m.content]),
                     bool(m.tool_calls or m.reasoning),
                     m.tool_call_id and self._rendered_id(m.tool_call_id),
                 )
@@ -396,16 +352,6 @@ class ChatRenderer:
         return name if self._renders_ids else None
 
 
-def _kinds_of(message: Message) -> type | tuple[type, ...]:
-    """Return the types of a message's content parts."""
-    return str if isinstance(message.content, str) else tuple([type(part) for part in message.content])
-
-
-def _key_of(tools: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
-    """Return tool names, cheaper than full schemas; appends proven with tools also compare the schemas."""
-    return tuple([tool.get("function", tool).get("name") for tool in tools])
-
-
 def _cache(known: dict[Any, Any], key: Any, value: Any) -> None:
     if len(known) >= _MAX_SHAPES:
         known.clear()
@@ -415,9 +361,7 @@ def _cache(known: dict[Any, Any], key: Any, value: Any) -> None:
 def _check_close(probe: TemplateProbe, ends: bool) -> None:
     """Reject a template whose replies would never end with this tokenizer."""
     closing = probe.text
-    if closing.stops:
-        return
-    if not ends or _MARKUP.search(closing.head):
+    if not closing.stops and (not ends or _MARKUP.search(closing.head)):
         raise TemplateError(
             f"{probe.template.origin}: closes an assistant turn with {closing.last or closing.head!r}, which contains no "
             "special token of the tokenizer, so a reply would never end; use the template that belongs to this tokenizer"

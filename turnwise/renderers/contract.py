@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from turnwise.errors import TemplateError
-from turnwise.renderers.control_text import random_mark
-from turnwise.renderers.probe import CONVERSATIONS, TemplateProbe, common_prefix, text_between
-from turnwise.renderers.template import PROBE_TOOLS, ChatTemplate, call_id
-from turnwise.types import ImageRef, Message, ToolCall
+from turnwise.renderers.base import common_prefix_length
+from turnwise.renderers.probe import CONVERSATIONS, TemplateProbe
+from turnwise.renderers.template import ASKED, PROBE_CALL, PROBE_TOOLS, ChatTemplate, call_id, probe_result, random_mark
+from turnwise.types import ImageRef, Message, ToolCall, Tools
 
 if TYPE_CHECKING:
     from turnwise.renderers.tokenizer import Tokenizer
@@ -91,8 +90,7 @@ def derive_contract(probe: TemplateProbe, codec: Tokenizer, *, thinks: bool) -> 
         probe: a probe of the template, with messages in the format it accepts.
         thinks: whether replies are parsed as starting inside the thinking.
 
-    Raises:
-        TemplateError: if the template cannot render a reply to a user.
+    Raises `TemplateError` if the template cannot render a reply to a user.
     """
     template = probe.template
     queries = _TemplateQueries(probe)
@@ -140,18 +138,23 @@ class _TemplateQueries:
         self.probe = probe
         self.template = template or probe.template
         self.has_reasoning_field = False
-        self.call = ToolCall("f", {"x": "1"}, call_id(0))
-        self.answer = Message("tool", "result", tool_call_id=call_id(0), name="f")
 
     def render(self, *messages: Message, prompt: bool = False) -> str:
         """Render messages, with a tool schema where required; empty if the template rejects them."""
         called = any(m.tool_calls or m.role == "tool" for m in messages)
         for tools in (PROBE_TOOLS, ()) if called else ((), PROBE_TOOLS):
-            try:
-                return self.template.render(messages, tools, generation_prompt=prompt)
-            except TemplateError:
-                continue
+            if (text := self.template.try_render(messages, tools, generation_prompt=prompt)) is not None:
+                return text
         return ""
+
+    def _stays(self, before: Sequence[Message], after: Sequence[Message], tools: Tools, *, prompt: bool = False) -> bool | None:
+        """Return whether the text of `before`, with or without the generation prompt, begins that of `after`.
+
+        None if the template rejects one of them.
+        """
+        first = self.template.try_render(before, tools, generation_prompt=prompt)
+        full = self.template.try_render(after, tools)
+        return None if first is None or full is None else full.startswith(first)
 
     def thinking(self) -> dict[str, bool]:
         """Return whether thinking is rendered, by what follows it: in its own field, else in the text."""
@@ -165,89 +168,79 @@ class _TemplateQueries:
     def _thinking(self, fields: Callable[[str], Mapping[str, Any]], text: str) -> dict[str, bool]:
         """Return whether a thought is rendered; a thought inside a text counts as rendered if the text is not."""
         thought = random_mark()
-        asked = Message("user", "u")
         reply = replace(Message("assistant", "reply"), **fields(thought))
-        called = replace(Message("assistant", "", tool_calls=(self.call,)), **fields(thought))
+        called = replace(Message("assistant", "", (PROBE_CALL,)), **fields(thought))
 
         def kept(*messages: Message) -> bool:
             rendered = self.render(*messages, prompt=len(messages) > 2)
             return thought in rendered or bool(text and text not in rendered)
 
-        return {"last": kept(asked, reply), "user": kept(asked, reply, asked), "tool": kept(asked, called, self.answer)}
+        result = probe_result("result")
+        return {"last": kept(ASKED, reply), "user": kept(ASKED, reply, ASKED), "tool": kept(ASKED, called, result)}
 
     def prefix(self) -> str:
         """Return the text that opens a reply: the generation prompt, else the text between a question and its answer."""
-        asked = (Message("user", "u"),)
-        without, prompted = self.template.render(asked), self.template.render(asked, generation_prompt=True)
+        without, prompted = self.template.render((ASKED,)), self.template.render((ASKED,), generation_prompt=True)
         if prompted != without:
             pieces, others = (self.probe.split.split(text) for text in (prompted, without))
             same = next((i for i, (a, b) in enumerate(zip(pieces, others, strict=False)) if a != b), len(others))
             if same < len(others):
-                start = len(common_prefix(pieces[same], others[same])) if pieces[same] not in self.probe.control else 0
+                start = common_prefix_length(pieces[same], others[same]) if pieces[same] not in self.probe.control else 0
                 pieces[same] = pieces[same][start:]
             return "".join(pieces[same:])
         one, other = random_mark(), random_mark()
-        return text_between(self.render(Message("user", one), Message("assistant", other)), one, other)
+        between, found, _ = self.render(Message("user", one), Message("assistant", other)).rpartition(one)[2].partition(other)
+        return between if found else ""
 
     def continues(self) -> bool:
         """Return whether finished replies of every kind are rendered after the generation prompt they were sampled after."""
-        asked = Message("user", "u")
-        for calls in ((), (self.call,)):
-            tools = PROBE_TOOLS if calls else ()
+        for calls in ((), (PROBE_CALL,)):
             for thought in (None, "thought") if self.has_reasoning_field else (None,):
                 reply = Message("assistant", "" if calls else "reply", tool_calls=calls, reasoning=thought)
-                with suppress(TemplateError):
-                    prompted = self.template.render((asked,), tools, generation_prompt=True)
-                    if not self.template.render((asked, reply), tools).startswith(prompted):
-                        return False
+                if self._stays((ASKED,), (ASKED, reply), PROBE_TOOLS if calls else (), prompt=True) is False:
+                    return False
         return True
 
     def moves_tools(self) -> bool:
         """Return whether the tool descriptions move once another user message follows."""
-        asked = Message("user", "u")
-        base = (asked, Message("assistant", "reply"))
-        with suppress(TemplateError):
-            rendered = self.template.render(base, PROBE_TOOLS)
-            has_tools = rendered != self.template.render(base)
-            return has_tools and not self.template.render((*base, Message("user", "on")), PROBE_TOOLS).startswith(rendered)
-        return False
+        base = (ASKED, Message("assistant", "reply"))
+        without = self.template.try_render(base)
+        if without is None or without == self.template.try_render(base, PROBE_TOOLS):
+            return False
+        return self._stays(base, (*base, Message("user", "on")), PROBE_TOOLS) is False
 
     def keeps_results(self) -> bool:
         """Return whether a message after a reply is rendered the same once the next reply follows it."""
-        asked = Message("user", "u")
         answer = Message("assistant", "reply", reasoning="thought" if self.has_reasoning_field else None)
-        called = Message("assistant", "", tool_calls=(self.call,))
-        for rows, tools in (((asked, answer, asked), ()), ((asked, called, self.answer), PROBE_TOOLS)):
-            with suppress(TemplateError):
-                prompted = self.template.render(rows, tools, generation_prompt=True)
-                texts = [self.template.render((*rows, reply), tools) for reply in (answer, replace(answer, reasoning=None))]
-                if not any(text.startswith(prompted) for text in texts):
-                    return False
+        called = (ASKED, Message("assistant", "", (PROBE_CALL,)), probe_result("result"))
+        for rows, tools in (((ASKED, answer, ASKED), ()), (called, PROBE_TOOLS)):
+            replies = (answer, replace(answer, reasoning=None))
+            if [self._stays(rows, (*rows, reply), tools, prompt=True) for reply in replies] == [False, False]:
+                return False
         return True
 
     def grows(self, *, thinking: bool = True) -> bool:
         """Return whether all text stays in long conversations with calls, a system message and thinking."""
-        user = Message("user", "u")
-        for messages in (*CONVERSATIONS, (user, Message("assistant", "a")) * _MAX_TURNS + (user,)):
+        for messages in (*CONVERSATIONS, (ASKED, Message("assistant", "a")) * _MAX_TURNS + (ASKED,)):
             rows = messages if thinking else [replace(m, reasoning=None) for m in messages]
             tools = PROBE_TOOLS if any(m.role == "tool" for m in rows) else ()
             ends = [number + 1 for number, m in enumerate(rows) if m.role == "assistant"]
-            with suppress(TemplateError):
-                full = self.template.render(rows, tools, generation_prompt=True)
-                if any(not full.startswith(self.template.render(rows[:end], tools)) for end in ends[-_MAX_REPLIES:]):
+            full = self.template.try_render(rows, tools, generation_prompt=True)
+            for end in ends[-_MAX_REPLIES:]:
+                text = self.template.try_render(rows[:end], tools)
+                if full is None or text is None:
+                    break
+                if not full.startswith(text):
                     return False
         return True
 
     def splits(self) -> bool:
         """Return whether a reply's text is closed before its calls begin."""
-        asked, argument = Message("user", "u"), random_mark()
-        called = Message("assistant", "", tool_calls=(replace(self.call, arguments={"x": argument}),))
-        try:
-            prompted = self.template.render((asked,), PROBE_TOOLS, generation_prompt=True)
-            rendered = self.template.render((asked, called), PROBE_TOOLS)
-        except TemplateError:
-            return False
-        if not rendered.startswith(prompted) or argument not in rendered:
+        argument = random_mark()
+        called = Message("assistant", "", (replace(PROBE_CALL, arguments={"x": argument}),))
+        prompted = self.template.try_render((ASKED,), PROBE_TOOLS, generation_prompt=True)
+        rendered = self.template.try_render((ASKED, called), PROBE_TOOLS)
+        if prompted is None or rendered is None or not rendered.startswith(prompted) or argument not in rendered:
             return False
         reply = rendered[len(prompted) :].partition(argument)[0]
         return any(stop in reply for stop in self.probe.text.stops)
@@ -255,33 +248,32 @@ class _TemplateQueries:
     def folds_tools(self) -> bool:
         """Return whether a second tool result changes the rendering of the first."""
         calls = tuple(ToolCall("f", {"x": str(i)}, call_id(i)) for i in range(2))
-        answers = [Message("tool", f"result {i}", tool_call_id=call_id(i), name="f") for i in range(2)]
-        base = (Message("user", "u"), Message("assistant", "", tool_calls=calls))
-        one, both = self.render(*base, answers[0]), self.render(*base, *answers)
+        base = (ASKED, Message("assistant", "", calls), probe_result("result 0"))
+        one, both = self.render(*base), self.render(*base, probe_result("result 1", 1))
         return bool(one) and bool(both) and not both.startswith(one)
 
     def follows(self, role: str) -> bool:
         """Return whether a message of a role can follow a reply."""
         text = random_mark()
-        message = Message(role, text, tool_call_id=call_id(0) if role == "tool" else None, name="f" if role == "tool" else None)
-        reply = Message("assistant", "", tool_calls=(self.call,)) if role == "tool" else Message("assistant", "reply")
-        return text in self.render(Message("user", "u"), reply, message, prompt=True)
+        reply, message = Message("assistant", "reply"), Message(role, text)
+        if role == "tool":
+            reply, message = Message("assistant", "", (PROBE_CALL,)), probe_result(text)
+        return text in self.render(ASKED, reply, message, prompt=True)
 
     def system(self) -> str:
         """Return the handling of a system message."""
         text = random_mark()
-        asked = (Message("system", text), Message("user", "u"))
+        asked = (Message("system", text), ASKED)
         rendered = self.render(*asked, prompt=True)
-        later = self.render(*asked, Message("assistant", reply := random_mark()), Message("user", "u"), prompt=True)
+        later = self.render(*asked, Message("assistant", reply := random_mark()), ASKED, prompt=True)
         if text in rendered and text in later.partition(reply)[2]:
             return "moved"
         return "shown" if text in rendered else "dropped" if rendered else "refused"
 
     def default_system(self) -> bool:
         """Return whether the template writes more without a system message than with an empty one."""
-        bare = self.render(Message("user", "u"), prompt=True)
-        empty = self.render(Message("system", ""), Message("user", "u"), prompt=True)
-        own = self.render(Message("system", "s"), Message("user", "u"), prompt=True)
+        bare = self.render(ASKED, prompt=True)
+        empty, own = (self.render(Message("system", text), ASKED, prompt=True) for text in ("", "s"))
         return bool(own) and len(bare) > len(empty) > 0
 
     def tool_images(self) -> bool | None:
@@ -294,10 +286,9 @@ class _TemplateQueries:
             rendered, bare = twin.render(*base[:-1], with_image), twin.render(*base)
             return bool(rendered) and rendered != bare and image.sha256 not in rendered  # else the list was printed as is
 
-        asked, called = Message("user", "u"), Message("assistant", "", tool_calls=(self.call,))
         if not gains(Message("user", "t")):
             return None
-        return gains(asked, called, Message("tool", "t", tool_call_id=call_id(0), name="f"))
+        return gains(ASKED, Message("assistant", "", (PROBE_CALL,)), probe_result("t"))
 
 
 def _kind(thinking: Mapping[str, bool], appends: Mapping[str, str], prefilled: bool, kept: bool, moved: bool) -> str:
@@ -320,9 +311,7 @@ def _append_proof(probe: TemplateProbe, roles: Sequence[str], thought: str | Non
     """Return how messages of these roles are appended to a reply, and whether that depends on earlier turns."""
     calls = tuple(ToolCall("f", {"x": "1"}, call_id(i)) for i, role in enumerate(roles) if role == "tool")
     reply = Message("assistant", "" if calls else "reply", tool_calls=calls, reasoning=thought)
-    messages = [
-        Message(r, "t", tool_call_id=call_id(i), name="f") if r == "tool" else Message(r, "t") for i, r in enumerate(roles)
-    ]
+    messages = [probe_result("t", i) if role == "tool" else Message(role, "t") for i, role in enumerate(roles)]
     try:
         found = probe.append(reply, messages, tools := PROBE_TOOLS if calls else ())
     except TemplateError as error:
@@ -378,10 +367,7 @@ def _seams(probe: TemplateProbe, codec: Tokenizer) -> tuple[str, ...]:
 
 def to_row(contract: TemplateContract) -> dict[str, Any]:
     """Convert the contract to JSON values."""
-    from dataclasses import asdict
-
-    row = asdict(contract)
-    return row | {"append_only": contract.append_only}
+    return asdict(contract) | {"append_only": contract.append_only}
 
 
 def explain_contract(contract: TemplateContract, history: str = "append") -> list[tuple[bool | None, str]]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from turnwise.errors import ControlTextError, TemplateError
+from turnwise.renderers.base import common_prefix_length
+from turnwise.renderers.template import probe_tool, random_mark
 from turnwise.renderers.tokenizer import PrecedingToken, Tokenizer, control_pattern
-from turnwise.types import Message, ToolCall
+from turnwise.types import Message, ToolCall, Tools
 from turnwise.types.messages import ROLES
 
 _ROUNDS = 8
@@ -57,10 +59,7 @@ class ControlTextEscaper:
     def message(self, message: Message) -> Message:
         """Split each control text in a message, in every field that a template may render."""
         role = message.role
-
-        def change(text: str) -> str:
-            return self._text(text, role)
-
+        change = partial(self._text, role=role)
         changed = map_texts(message, change)
         if role not in ROLES:
             changed = replace(changed, role=change(role))
@@ -196,9 +195,6 @@ _MEDIA = re.compile(r"image|img|video|vision|audio|media|pad", re.IGNORECASE)
 _NAMES = ("look_up", "word")
 """Names in the probes below."""
 
-MarkersRender = Callable[..., str]
-"""`render(messages, tools, generation_prompt=...)` of a template."""
-
 
 class TemplateMarkers(NamedTuple):
     """Markers and control tokens that a template writes."""
@@ -226,18 +222,11 @@ def markers(pieces: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted((text for text in found if len(text) > 1), key=lambda text: (-len(text), text)))
 
 
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "description": "Look it up.",
-        "parameters": {"type": "object", "properties": {"word": {"type": "string", "description": "d"}}, "required": ["word"]},
-    },
-}
+_TOOL = probe_tool("look_up", "Look it up.", "word", "d")
 
 
 def find_template_markers(
-    render: MarkersRender, split: re.Pattern[str], known: Iterable[str], mark: Callable[[], str], source: str = ""
+    try_render: Callable[..., str | None], split: re.Pattern[str], known: Iterable[str], source: str
 ) -> TemplateMarkers:
     """Find the markers that a template writes around each role's texts, by rendering short conversations.
 
@@ -245,9 +234,9 @@ def find_template_markers(
     first message is skipped too: a preamble mentions markers without using them.
 
     Args:
+        try_render: `ChatTemplate.try_render`.
         split: pattern that splits a text at control tokens and keeps them.
         known: the texts of control tokens.
-        mark: returns random texts.
         source: the template's source. Control tokens in it that no probe rendered belong to other kinds of replies (such as
             thinking as a content part), except for media placeholders.
     """
@@ -256,17 +245,19 @@ def find_template_markers(
     incoming: set[str] = set()
     loose: list[str] = []
     has_calls = False
-    for messages, tools in _conversations(mark):
+    for messages, tools in _conversations():
         for number, message in enumerate(messages):
-            before = _try(render, messages[:number], tools, message.role == "assistant")
-            after = _try(render, messages[: number + 1], tools, False)
+            prompted = message.role == "assistant"
+            before = try_render(messages[:number], tools, generation_prompt=prompted) if number else ""
+            after = try_render(messages[: number + 1], tools)
             if after is None or (message.role == "tool" and not has_calls) or (tools and number == 0):
                 continue
             if number == 0:
                 incoming.update(_leading(split.split(after), control))
                 if message.role != "system":
                     continue
-            texts = [text for text in (message.text, message.reasoning, *_arguments(message)) if text]
+            arguments = [str(value) for call in message.tool_calls for value in call.arguments.values()]
+            texts = [text for text in (message.text, message.reasoning, *arguments) if text]
             written = _written(before or "", after, texts, message.role)
             if written is None:
                 continue
@@ -276,18 +267,13 @@ def find_template_markers(
             (assistant if message.role == "assistant" else incoming).update(part for part in parts if part in control)
             loose += [part for part in parts if part not in control]
             has_calls |= bool(message.tool_calls)
-    asked, prompt = _prompt(render, mark)
-    header = prompt.removeprefix(asked) if asked else ""
+    asked = [Message("user", random_mark())]
+    bare, prompt = try_render(asked) or "", try_render(asked, generation_prompt=True) or ""
+    header = prompt.removeprefix(bare) if bare else ""
     incoming.update(_leading(split.split(header), control)[:1])  # a reply does not include its header
     unrendered = {text for text in control if text in source and text not in incoming and not _MEDIA.search(text)}
     literals = tuple(text for text in markers(loose) if not any(name in text for name in _NAMES))
     return TemplateMarkers(literals, frozenset(assistant | unrendered), frozenset(incoming - assistant))
-
-
-def _prompt(render: MarkersRender, mark: Callable[[], str]) -> tuple[str, str]:
-    """Render a user message without and with the generation prompt."""
-    asked = [Message("user", mark())]
-    return _try(render, asked, (), False) or "", _try(render, asked, (), True) or ""
 
 
 def _leading(parts: Sequence[str], control: frozenset[str]) -> list[str]:
@@ -302,36 +288,25 @@ def _adjacent_lines(written: Sequence[str]) -> list[str]:
     return [*before, *(line for line in after if not _HEADING.match(line))]
 
 
-def _conversations(mark: Callable[[], str]) -> list[tuple[list[Message], Sequence[Mapping[str, Any]]]]:
-    call = ToolCall("look_up", {"word": mark()}, "call00001")
-    asks = Message("user", mark())
-    answers = Message("assistant", mark())
-    calls = Message("assistant", mark(), tool_calls=(call,))
-    result = Message("tool", mark(), tool_call_id="call00001", name="look_up")
-    again = Message("user", mark())
+def _conversations() -> list[tuple[list[Message], Tools]]:
+    call = ToolCall("look_up", {"word": random_mark()}, "call00001")
+    asks = Message("user", random_mark())
+    answers = Message("assistant", random_mark())
+    calls = Message("assistant", random_mark(), tool_calls=(call,))
+    result = Message("tool", random_mark(), tool_call_id="call00001", name="look_up")
+    again = Message("user", random_mark())
     return [
         ([asks, answers, again], ()),
-        ([asks, replace(answers, reasoning=mark())], ()),
-        ([Message("system", mark()), asks, answers, again], ()),
-        ([asks, calls, result, replace(answers, content=mark()), again], (_TOOL,)),
-        ([asks, replace(calls, content="", reasoning=mark()), result], (_TOOL,)),
+        ([asks, replace(answers, reasoning=random_mark())], ()),
+        ([Message("system", random_mark()), asks, answers, again], ()),
+        ([asks, calls, result, replace(answers, content=random_mark()), again], (_TOOL,)),
+        ([asks, replace(calls, content="", reasoning=random_mark()), result], (_TOOL,)),
     ]
-
-
-def _try(render: MarkersRender, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], prompt: bool) -> str | None:
-    try:
-        return render(messages, tools, generation_prompt=prompt) if messages else ""
-    except TemplateError:
-        return None
-
-
-def _arguments(message: Message) -> list[str]:
-    return [str(value) for call in message.tool_calls for value in call.arguments.values()]
 
 
 def _written(before: str, after: str, texts: Sequence[str], role: str) -> list[str] | None:
     """Return the template text that a message adds around these texts; None if it cannot be separated."""
-    start = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after)))
+    start = common_prefix_length(before, after)
     positions = sorted((after.find(text, start), text) for text in texts if text in after[start:])
     if not positions or (role != "assistant" and start < len(before)):
         return None
@@ -346,7 +321,6 @@ ControlText = Literal["neutralise", "reject", "allow"]
 """Handling of control text in messages: encode as plain text, reject, or encode as control tokens (and count)."""
 GuardRender = Callable[..., str]
 """Renders messages by a template: `render(messages)`, or `render(messages, tools)` if there are tools."""
-Tools = Sequence[Mapping[str, Any]]
 Cut = Callable[[str], Sequence[tuple[int, int, str]]]
 """Returns segments of a text: start, end, and the control token before it (empty for none)."""
 
@@ -406,12 +380,8 @@ class ControlTextGuard:
         if not reply.tool_calls:
             return reply, _NONE
         escaper = ControlTextEscaper(self._codec, self.split, lambda _: self._rules("tool"), ("", ""))
-        calls = tuple(
-            replace(
-                call, name=escaper.without_control(call.name, "assistant"), id=escaper.without_control(call.id, "assistant")
-            )
-            for call in reply.tool_calls
-        )
+        clean = partial(escaper.without_control, role="assistant")
+        calls = tuple(replace(call, name=clean(call.name), id=clean(call.id)) for call in reply.tool_calls)
         return (replace(reply, tool_calls=calls), escaper.hits) if escaper.hits else (reply, _NONE)
 
     def encode(self, messages: Sequence[Message], render: GuardRender, tools: Tools = (), after: str = "") -> EncodedMessages:
@@ -425,9 +395,8 @@ class ControlTextGuard:
             tools: schemas that the template renders, untrusted too.
             after: the control token before the text; empty if the text begins a prompt.
 
-        Raises:
-            ControlTextError: in mode `reject`, for the first control text.
-            TemplateError: if the template cannot render the messages.
+        Raises `ControlTextError` in mode `reject`, for the first control text; `TemplateError` if the template cannot render
+        the messages.
         """
         (ids,), found = self.encode_cut(messages, render, lambda text: [(0, len(text), after)], tools)
         return found._replace(ids=ids)
@@ -473,8 +442,7 @@ class ControlTextGuard:
     def encode_continuation(self, text: str) -> EncodedMessages:
         """Encode untrusted text that continues other text, and count its control texts.
 
-        Raises:
-            ControlTextError: in mode `reject`, for the first control text.
+        Raises `ControlTextError` in mode `reject`, for the first control text.
         """
         escaper = ControlTextEscaper(self._codec, self.split, self._rules, (random_mark(), random_mark()))
         clean = escaper.value(text, "user")
@@ -499,8 +467,6 @@ class ControlTextGuard:
         """Return the rendered text with marks around contents, so that none joins with adjacent text.
 
         If the template does not render marks unchanged, fewer texts get them.
-
-        Where a template does not show marks as they are, fewer texts get them.
         """
         plain = escaper.strip_marks(text)
         wrapped = [escaper.mark_contents(m) for m in messages]
@@ -539,16 +505,10 @@ class ControlTextGuard:
         return ids
 
 
-def random_mark() -> str:
-    """Return random digits, which survive trimming, JSON and changes of case."""
-    return str(10**20 + secrets.randbelow(9 * 10**20))
-
-
 def _between(text: str, marked: str, start: int, end: int, marks: tuple[str, str]) -> str:
     """Return the part of a marked text between two positions of the unmarked text.
 
-    Raises:
-        TemplateError: if the two differ in more than marks.
+    Raises `TemplateError` if the two differ in more than marks.
     """
     if (start, end) == (0, len(text)):
         return marked

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from turnwise.errors import ConfigError, UsageError
-from turnwise.renderers.base import Branch, Extend, Renderer, SampledReply
-from turnwise.renderers.recompose import common_prefix_length
+from turnwise.renderers.base import Branch, Extend, Renderer, SampledReply, common_prefix_length
 from turnwise.types import (
     ContentPart,
     ImageRef,
     Media,
     MediaPlacement,
     Message,
+    Tools,
     VideoRef,
     ids_with_media_keys,
     limit_pixels,
     placements_between,
 )
-
-Tools = Sequence[Mapping[str, Any]]
 
 
 class HistoryPolicy(Protocol):
@@ -45,46 +43,22 @@ History = str | HistoryPolicy
 """`append`, `template`, or a policy."""
 
 
-class ConversationState(Protocol):
+class ConversationState(NamedTuple):
     """A conversation up to its last reply, with the ids that the engine has processed."""
-
-    @property
-    def messages(self) -> Sequence[Message]:
-        """All messages."""
-
-    @property
-    def replies(self) -> Sequence[SampledReply]:
-        """The sampled replies."""
-
-    @property
-    def ids(self) -> Sequence[int]:
-        """Ids that the engine has processed."""
-
-    @property
-    def tools(self) -> Tools:
-        """Schemas of the tools offered to the model."""
-
-    @property
-    def placed(self) -> Sequence[MediaPlacement]:
-        """Images and videos among the ids."""
-
-
-class StaticConversation(NamedTuple):
-    """Conversation state with fixed values."""
 
     messages: Sequence[Message]
     replies: Sequence[SampledReply]
     ids: Sequence[int]
     tools: Tools
     placed: Sequence[MediaPlacement] = ()
+    """Images and videos among the ids."""
 
 
 def render_next(history: History, renderer: Renderer, state: ConversationState, messages: Sequence[Message]) -> Extend | Branch:
     """Render what the engine receives when `messages` follow the last reply of a conversation.
 
-    Raises:
-        TemplateError: if the template cannot render it.
-        UsageError: if a policy returns messages that cannot be rendered.
+    Raises `TemplateError` if the template cannot render it; `UsageError` if a policy returns messages that cannot be
+    rendered.
     """
     if history == "append":
         return renderer.extend(state.messages, state.replies[-1].ids, messages, state.tools)
@@ -109,9 +83,8 @@ def render_from_scratch(
 ) -> Extend:
     """Render the prompt of a conversation that is on no path; replies sampled elsewhere keep their ids.
 
-    Raises:
-        TemplateError: if the template cannot render it.
-        UsageError: if a policy returns messages that cannot be rendered.
+    Raises `TemplateError` if the template cannot render it; `UsageError` if a policy returns messages that cannot be
+    rendered.
     """
     if isinstance(history, str) and (not replies or replies[0].message == 0):
         return renderer.open(messages, tools)
@@ -119,7 +92,7 @@ def render_from_scratch(
         found = renderer.compose(messages, replies, (), tools)
         return Extend(found.ids, 0, found.neutralised, found.control_text, found.replies, found.media, found.tool_images_moved)
     selected = messages if isinstance(history, str) else _apply_policy(history, policy_name(history), messages, replies)
-    return _arrange(renderer, selected, messages, StaticConversation((), replies, (), tools), 0)
+    return _arrange(renderer, selected, messages, ConversationState((), replies, (), tools), 0)
 
 
 def _apply_policy(
@@ -179,8 +152,7 @@ def _arrange(
 def keep_images(count: int) -> HistoryPolicy:
     """Keep the last `count` images and videos; replace each earlier one by a short text.
 
-    Raises:
-        ConfigError: for a count under 0.
+    Raises `ConfigError` for a count under 0.
     """
 
     def policy(conversation: Sequence[Message], replies: Sequence[int]) -> list[Message]:
@@ -192,12 +164,15 @@ def keep_images(count: int) -> HistoryPolicy:
 def downscale_images(count: int) -> HistoryPolicy:
     """Keep the last `count` images and videos at full size; reduce earlier ones to a quarter of their area.
 
-    Raises:
-        ConfigError: for a count under 0.
+    Raises `ConfigError` for a count under 0.
     """
 
     def policy(conversation: Sequence[Message], replies: Sequence[int]) -> list[Message]:
-        return _older(conversation, count, _quarter)
+        return _older(
+            conversation,
+            count,
+            lambda m: replace(m, frames=tuple(map(_quarter, m.frames))) if isinstance(m, VideoRef) else _quarter(m),
+        )
 
     return _named(policy, "downscale_images", count)
 
@@ -218,13 +193,7 @@ def _older(conversation: Sequence[Message], count: int, change: Callable[[Media]
     return changed
 
 
-def _quarter(media: Media) -> Media:
-    if isinstance(media, VideoRef):
-        return replace(media, frames=tuple(map(_quarter_image, media.frames)))
-    return _quarter_image(media)
-
-
-def _quarter_image(ref: ImageRef) -> ImageRef:
+def _quarter(ref: ImageRef) -> ImageRef:
     area = min(ref.width * ref.height, ref.max_pixels or ref.width * ref.height)
     return limit_pixels(ref, max(1, area // 4))
 
@@ -232,8 +201,7 @@ def _quarter_image(ref: ImageRef) -> ImageRef:
 def drop_reasoning(turns: int) -> HistoryPolicy:
     """Keep the reasoning of the last `turns` replies; render earlier replies without it.
 
-    Raises:
-        ConfigError: for a number under 0.
+    Raises `ConfigError` for a number under 0.
     """
 
     def policy(conversation: Sequence[Message], replies: Sequence[int]) -> list[Message]:

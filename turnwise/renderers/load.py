@@ -54,9 +54,8 @@ def _byte_renderer(control_text: ControlText) -> ChatRenderer:
 def template_renderer(name: str) -> ChatRenderer:
     """Return a renderer of a template alone, by name or file, over bytes; texts that look like tokens become tokens.
 
-    Raises:
-        ConfigError: if there is no such template, or its file cannot be read.
-        TemplateError: if the source is not a template, or does not render replies.
+    Raises `ConfigError` if there is no such template, or its file cannot be read; `TemplateError` if the source is not a
+    template, or does not render replies.
     """
     source, origin = find_source(name)
     names = {name: f"<|{name}|>" for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
@@ -98,7 +97,8 @@ def load_renderer(
     settings = read_json(root / "tokenizer_config.json")
     source, origin = _find_template(root, settings) if template is None else find_source(template)
     names = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-    variables = {name: _token_text(settings[name]) for name in names if settings.get(name)}
+    given = {name: settings[name] for name in names if settings.get(name)}
+    variables = {name: value["content"] if isinstance(value, dict) else str(value) for name, value in given.items()}
     stop = read_json(root / "generation_config.json").get("eos_token_id")
     stop_ids = frozenset([stop] if isinstance(stop, int) else stop or ())
     if template_args:
@@ -123,7 +123,3 @@ def _find_template(root: Path, settings: dict[str, Any]) -> tuple[str, str]:
             "with its own"
         )
     return given, str(root / "tokenizer_config.json")
-
-
-def _token_text(value: Any) -> str:
-    return value["content"] if isinstance(value, dict) else str(value)

@@ -10,10 +10,11 @@ from itertools import takewhile
 from typing import Any
 
 from turnwise.errors import TemplateError
-from turnwise.renderers.control_text import ControlTextGuard, GuardRender, map_texts, random_mark
-from turnwise.renderers.template import ADAPT, PROBE_TOOLS, ChatTemplate, Tools, call_id
+from turnwise.renderers.base import common_prefix_length
+from turnwise.renderers.control_text import ControlTextGuard, GuardRender, map_texts
+from turnwise.renderers.template import ADAPT, ASKED, PROBE_CALL, PROBE_TOOLS, ChatTemplate, call_id, probe_result, random_mark
 from turnwise.renderers.tokenizer import Tokenizer
-from turnwise.types import Message, ToolCall
+from turnwise.types import Message, ToolCall, Tools
 
 # Contents that templates treat differently: padded (trimmed), JSON (loaded and dumped again), escapes.
 _PROBES = ("plain words", " \n padded\t ", '{"key": [1, "a"], "ok": true}', "line\nline\n\nline", "<b>'&\"</b>")
@@ -24,15 +25,6 @@ CONTENT_TRANSFORMS: Mapping[str, Callable[[str], str]] = {
     "strip json": lambda text: json.dumps(text.strip(), ensure_ascii=False)[1:-1],
 }
 """Known changes that templates make to a content, by name."""
-
-
-def contents_unchanged(messages: Sequence[Message], pieces: Sequence[str], transform: str, render: GuardRender) -> bool:
-    """Return whether the template writes `pieces` with the transformed contents between them, for difficult contents."""
-    for contents in probe_contents(len(pieces) - 1):
-        text = render(with_texts(messages, contents))
-        if text != interleave(pieces, list(map(CONTENT_TRANSFORMS[transform], contents))):
-            return False
-    return True
 
 
 def texts_of(messages: Sequence[Message]) -> list[str]:
@@ -64,16 +56,13 @@ def interleave(pieces: Sequence[str], contents: Sequence[str]) -> str:
     return "".join([text for pair in zip(pieces, contents, strict=False) for text in pair]) + pieces[-1]
 
 
-_ASKED = (Message("user", "u"),)
-
-
 def _conversations() -> tuple[tuple[Message, ...], ...]:
     """Return conversations up to a reply, which a stateless template continues as it does a single question.
 
     They include system messages, replies with and without thinking, and single, parallel and successive calls and results.
     Their lengths differ, so that counters, flags and windows show.
     """
-    user, answer = Message("user", "u"), Message("assistant", "a")
+    user, answer = ASKED, Message("assistant", "a")
     thought = replace(answer, reasoning="thought")
 
     def called(*numbers: int) -> tuple[Message, ...]:
@@ -183,69 +172,55 @@ class TemplateProbe:
         last = _after_mark(rendered, reply)
         if last is None:
             raise TemplateError(f"{self.template.origin}: does not render assistant messages")
-        try:
-            following = self.template.render((*base, Message("user", next_message)), generation_prompt=True)
-        except TemplateError:
-            following = rendered
-        text = _after_mark(following, reply) or ""
-        text = text.partition(next_message)[0]
-        same = common_prefix(last, text)
-        found = [(t, end) for t, end in self._tokens(text) if t in self.declared]
-        if found:
-            stop, end = found[0]
-            return ReplyEnding((stop,), self._opens(stop, text, rendered, asked), text[:end], last)
+        following = self.template.try_render((*base, Message("user", next_message)), generation_prompt=True)
+        text = (_after_mark(rendered if following is None else following, reply) or "").partition(next_message)[0]
+        same = last[: common_prefix_length(last, text)]
+        if found := [(t, end) for t, end in self._tokens(text) if t in self.declared]:
+            return self._stopped(found[0], text, rendered, asked, last)
         both, ending = self._tokens(same), self._tokens(last)
-        if not text.startswith(last) or self._always_prompts():
-            both = both[: len(ending) - self._count_prompt_tokens(rendered, asked) + 1]
+        if not text.startswith(last) or len(set(self._prompts())) == 1:
+            # A template that always opens the next reply seems to close the last one by its header: leave out the tokens that
+            # end both a user message and a reply.
+            alone = self.template.render((Message("user", asked),))
+            same_end = rendered[len(rendered) - common_prefix_length(alone[::-1], rendered[::-1]) :]
+            both = both[: len(ending) - len(self._tokens(same_end)) + 1]
         if both:
-            stop, end = both[-1]
-            return ReplyEnding((stop,), self._opens(stop, text, rendered, asked), text[:end], last)
+            return self._stopped(both[-1], text, rendered, asked, last)
         if ending:  # replaced by another token once something follows
             following_tokens = self._tokens(text)[: len(ending)]
             return ReplyEnding((ending[-1][0],), False, text[: following_tokens[-1][1]] if following_tokens else "", last)
         tokens = self._tokens(text)
         if tokens and not last.strip():  # nothing ends the last reply; the next message's header does
-            stop, end = tokens[0]
-            return ReplyEnding((stop,), self._opens(stop, text, rendered, asked), text[:end], last)
+            return self._stopped(tokens[0], text, rendered, asked, last)
         return ReplyEnding(head=same, last=last)
 
-    def _always_prompts(self) -> bool:
-        """Return whether the template always opens the next reply, so that its header seems to close the last one."""
-        asked = (Message("user", "u"),)
-        return self.template.render(asked) == self.template.render(asked, generation_prompt=True)
+    def _prompts(self) -> tuple[str, str]:
+        """Render a question without and with the generation prompt."""
+        return self.template.render((ASKED,)), self.template.render((ASKED,), generation_prompt=True)
 
-    def _count_prompt_tokens(self, rendered: str, asked: str) -> int:
-        """Count the control tokens at the end of both a user message and a reply in a template that always prompts."""
-        alone = self.template.render((Message("user", asked),))
-        return len(self._tokens(common_prefix(alone[::-1], rendered[::-1])[::-1]))
-
-    def _opens(self, stop: str, between: str, rendered: str, asked: str) -> bool:
-        """Return whether a token that ends a reply is the header of the next user message (GLM's `<|user|>`)."""
-        return self._tokens(between)[-1][0] == stop and stop in rendered.partition(asked)[0]
+    def _stopped(self, stop: tuple[str, int], text: str, rendered: str, asked: str, last: str) -> ReplyEnding:
+        """Return the ending by a token, which may be the header of the next user message too (GLM's `<|user|>`)."""
+        token, end = stop
+        heads = self._tokens(text)[-1][0] == token and token in rendered.partition(asked)[0]
+        return ReplyEnding((token,), heads, text[:end], last)
 
     def _find_calls_ending(self) -> ReplyEnding:
         """Find the ending of replies with calls; that of other replies if none with calls can be rendered."""
         result = random_mark()
-        answer = Message("tool", result, tool_call_id=call_id(0), name="f")
-        calls = (ToolCall("f", {"x": "1"}, call_id(0)),)
         for tools in (PROBE_TOOLS, ()):
-            for base, mark in self._placeholders(_ASKED, Message("assistant"), calls, tools):
-                try:
-                    last = _after_mark(self.template.render(base, tools), mark)
-                    following = self.template.render((*base, answer), tools, generation_prompt=True)
-                except TemplateError:
-                    continue
-                text = _after_mark(following, mark)
-                if last is None or text is None or result not in text:
-                    continue
-                return self._calls_ending(last, text.partition(result)[0])
+            for base, mark in self._placeholders((ASKED,), Message("assistant"), (PROBE_CALL,), tools):
+                last = _after_mark(self.template.render(base, tools), mark)
+                following = self.template.try_render((*base, probe_result(result)), tools, generation_prompt=True)
+                text = _after_mark(following or "", mark)
+                if last is not None and text is not None and result in text:
+                    return self._calls_ending(last, text.partition(result)[0])
         return self.text
 
     def _calls_ending(self, last: str, text: str) -> ReplyEnding:
         known = [(t, end) for t, end in self._tokens(text) if t in self.declared or t in self.text.stops]
         if known:
             return ReplyEnding((known[0][0],), self.text.heads, text[: known[0][1]], last)
-        same = common_prefix(last, text)
+        same = last[: common_prefix_length(last, text)]
         inside, after = self._tokens(same), self._tokens(text)[len(self._tokens(same)) :]
         unended = not self._tokens(self.text.last) and bool(self.text.stops)
         opened = [end - len(token) for token, end in inside if token in self._openers()]
@@ -259,9 +234,8 @@ class TemplateProbe:
 
     def _openers(self) -> set[str]:
         """Return the control tokens of the generation prompt."""
-        asked = (Message("user", "u"),)
-        without, prompted = self.template.render(asked), self.template.render(asked, generation_prompt=True)
-        return {token for token, _ in self._tokens(prompted[len(common_prefix(without, prompted)) :])}
+        without, prompted = self._prompts()
+        return {token for token, _ in self._tokens(prompted[common_prefix_length(without, prompted) :])}
 
     def _tokens(self, text: str) -> list[tuple[str, int]]:
         """Return the control tokens of a text, in order, each with its end position."""
@@ -270,15 +244,14 @@ class TemplateProbe:
     # Appending
 
     def append(
-        self, reply: Message, messages: Sequence[Message], tools: Tools = (), before: Sequence[Message] = _ASKED
+        self, reply: Message, messages: Sequence[Message], tools: Tools = (), before: Sequence[Message] = (ASKED,)
     ) -> AppendProbe:
         """Derive how messages like these are appended to a reply like this one.
 
         Args:
             before: the conversation that the reply ends.
 
-        Raises:
-            TemplateError: if the template cannot append them in any form.
+        Raises `TemplateError` if the template cannot append them in any form.
         """
         first: TemplateError | None = None
         for adapt in ["", *(["ids", "user"] if any(m.role == "tool" for m in (*before, *messages)) else [])]:
@@ -294,7 +267,7 @@ class TemplateProbe:
     def varies(self, append: AppendProbe, reply: Message, messages: Sequence[Message], tools: Tools = ()) -> bool:
         """Return whether the appended text differs after other calls or some longer conversation."""
         calls = tuple(replace(call, arguments={"x": "2"}) for call in reply.tool_calls)
-        for number, before in enumerate((_ASKED, *CONVERSATIONS)):
+        for number, before in enumerate(((ASKED,), *CONVERSATIONS)):
             one = reply if number else replace(reply, tool_calls=calls)
             try:
                 if self.append(one, messages, tools, before).pieces != append.pieces:
@@ -305,7 +278,8 @@ class TemplateProbe:
 
     def _prove(self, before: Sequence[Message], reply: Message, messages: Sequence[Message], tools: Tools) -> AppendProbe:
         refused: TemplateError | None = None
-        for calls in self._calls(reply, messages):
+        of_reply, answered = calls_before(reply), calls_before(reply, messages)  # some templates require calls
+        for calls in (of_reply,) if of_reply == answered else (of_reply, answered):
             for offered in (tools, ()) if tools else (tools,):
                 for base, mark in self._placeholders(before, reply, calls, offered):
                     try:
@@ -315,17 +289,8 @@ class TemplateProbe:
         error = f"{self.template.origin}: cannot render the reply that {[m.role for m in messages]} answers"
         raise refused or TemplateError(error)
 
-    def _calls(self, reply: Message, messages: Sequence[Message]) -> list[tuple[ToolCall, ...]]:
-        """Return the calls of a placeholder: the reply's own, or the answered ones for templates that require calls."""
-        of_reply, answered = calls_before(reply), calls_before(reply, messages)
-        return [of_reply] if of_reply == answered else [of_reply, answered]
-
     def _try(self, base: tuple[Message, ...], mark: str, messages: Sequence[Message], tools: Tools) -> AppendProbe:
-        """Derive how messages are appended to a placeholder.
-
-        Raises:
-            TemplateError: if they cannot be.
-        """
+        """Derive how messages are appended to a placeholder. Raises `TemplateError` if they cannot be."""
         roles = [m.role for m in messages]
         marks = [random_mark() for _ in messages]
         marked = [replace(m, content=one) for m, one in zip(messages, marks, strict=True)]
@@ -354,8 +319,6 @@ class TemplateProbe:
 
         Args:
             until: a content that the reply cannot include.
-        Args:
-            until: a content that the reply cannot reach over.
         """
         if until is not None:
             text = text.partition(until)[0]
@@ -371,18 +334,13 @@ class TemplateProbe:
     def rendered(self, append: AppendProbe, messages: Sequence[Message]) -> str:
         """Return the template text after the end of a placeholder reply when these adapted messages follow it.
 
-        Raises:
-            TemplateError: if the template rejects them.
+        Raises `TemplateError` if the template rejects them.
         """
         text = self.template.render((*append.base, *messages), append.tools, generation_prompt=True)
         return text[self.end_of_reply(append, text) :]
 
     def end_of_reply(self, append: AppendProbe, text: str) -> int:
-        """Find where a placeholder reply ends in a text.
-
-        Raises:
-            TemplateError: if the text does not contain it.
-        """
+        """Find where a placeholder reply ends in a text. Raises `TemplateError` if the text does not contain it."""
         rest = _after_mark(text, append.mark)
         if rest is None or not rest.startswith(append.head):
             raise TemplateError(f"{self.template.origin}: does not render the reply before the messages that follow it")
@@ -401,24 +359,10 @@ class TemplateProbe:
             )
             thought = reply.reasoning and "thought"
             base = (*before, Message("assistant", text if with_content else "", tool_calls=marked, reasoning=thought))
-            try:
-                rendered = self.template.render(base, tools)
-            except TemplateError:
-                continue
+            rendered = self.template.try_render(base, tools) or ""
             position, mark = max((rendered.rfind(one), one) for one in (text, argument))
             if position >= 0:
                 yield base, mark
-
-
-def text_between(text: str, one: str, other: str) -> str:
-    """Return the text between two marks; empty if the second does not follow the first."""
-    return text.rpartition(one)[2].partition(other)[0] if other in text.rpartition(one)[2] else ""
-
-
-def common_prefix(one: str, other: str) -> str:
-    """Return the common beginning of two texts."""
-    size = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    return one[:size]
 
 
 def _after_mark(text: str, mark: str) -> str | None:
@@ -512,8 +456,7 @@ class AppendShapes:
     ) -> AppendShape:
         """Find the template text around the contents, and how the template changes contents.
 
-        Raises:
-            TemplateError: if the template drops or repeats a content.
+        Raises `TemplateError` if the template drops or repeats a content.
         """
         harmless = [map_texts(m, lambda _: "x") for m in messages]
         if self._guard.encode(harmless, render, tools, after).control:
@@ -530,9 +473,12 @@ class AppendShapes:
                 raise TemplateError(f"{self._origin}: drops or repeats a message of roles {[m.role for m in messages]}")
             pieces.append(before)
         pieces.append(text)
-        for transform in CONTENT_TRANSFORMS:
-            if contents_unchanged(messages, pieces, transform, render):
-                return self._split_at_control(tuple(pieces), transform, after)
+        for name, transform in CONTENT_TRANSFORMS.items():
+            if all(
+                render(with_texts(messages, contents)) == interleave(pieces, list(map(transform, contents)))
+                for contents in probe_contents(len(pieces) - 1)
+            ):
+                return self._split_at_control(tuple(pieces), name, after)
         return AppendShape(after=after)
 
     def _split_at_control(self, pieces: tuple[str, ...], transform: str, after: str) -> AppendShape:

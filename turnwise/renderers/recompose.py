@@ -11,21 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from itertools import takewhile
+from functools import cached_property
+from itertools import product, takewhile
 from typing import Any, NamedTuple
 
 from turnwise.errors import TemplateError
-from turnwise.renderers.base import Branch, Extend, SampledReply
-from turnwise.renderers.control_text import ControlTextGuard, EncodedMessages, map_texts, random_mark
+from turnwise.renderers.base import Branch, Extend, SampledReply, common_prefix_length
+from turnwise.renderers.control_text import ControlTextGuard, EncodedMessages, map_texts
 from turnwise.renderers.probe import TemplateProbe, calls_before
-from turnwise.renderers.template import ADAPT, PROBE_TOOLS
+from turnwise.renderers.template import ADAPT, ASKED, PROBE_TOOLS, random_mark
 from turnwise.renderers.tokenizer import Tokenizer
 from turnwise.renderers.vision.media_blocks import MediaExpander
-from turnwise.types import MediaPlacement, Message, ToolCall, ids_with_media_keys, placements_between
+from turnwise.types import MediaPlacement, Message, ToolCall, Tools, ids_with_media_keys, placements_between
 
-Tools = Sequence[Mapping[str, Any]]
 _MAX_FRAMES = 1024
+_CALL = ToolCall("f", {"x": "1"}, "call_0")
 _ANSWER = Message("tool", "t", tool_call_id="call_0", name="f")
 
 
@@ -75,7 +75,6 @@ class ReplyPlaceholders:
         self._template = probe.template
         self._probe = probe
         self._stops = stops
-        self._ends = frozenset(stops.values())
         self._frames: dict[Any, ReplyFrame] = {}
         self._openings: dict[Any, str] = {}
 
@@ -99,20 +98,21 @@ class ReplyPlaceholders:
         if self._reads_calls:
             answers = list(takewhile(lambda m: m.role == "tool", messages[reply.message + 1 :]))
             calls = calls or (calls_before(message, answers) if called else ())
-            calls = tuple(ToolCall(self._name(call.name), {"x": new_mark()}, call.id) for call in calls)
+            # A name that contains control text is `f`.
+            names = [call.name if call.name and not self._probe.split.search(call.name) else "f" for call in calls]
+            calls = tuple(ToolCall(name, {"x": new_mark()}, call.id) for name, call in zip(names, calls, strict=True))
         elif calls:
             calls, message = (), replace(message, content="calls")
         malformed = any(call.error for call in message.tool_calls)  # then the text around the call is a part of it
         content = new_mark() if not marks or (message.text and not malformed) else ""
         stub = self._with_folded_reasoning(replace(message, content=content, reasoning=reasoning, tool_calls=calls))
         opening = self._opening(messages[: reply.message], tools)
-        real = self._real(original, reply.ids)
         plain = original.text if original.reasoning is None and not original.tool_calls else None
-        return ReplyPlaceholder(reply, stub, real, tuple(marks), thinking, opening, plain, blank)
+        return ReplyPlaceholder(reply, stub, self._real(original, reply.ids), tuple(marks), thinking, opening, plain, blank)
 
     def closed(self, reply: SampledReply) -> bool:
         """Return whether a reply ends in a stop id."""
-        return bool(reply.ids) and reply.ids[-1] in self._ends
+        return bool(reply.ids) and reply.ids[-1] in self._stops.values()
 
     def frame(self, stub: ReplyPlaceholder) -> ReplyFrame:
         """Return the template text around a reply like this one."""
@@ -147,14 +147,10 @@ class ReplyPlaceholders:
             low = reply.message + 1
         return rows + adapt(messages[low:]), moved
 
-    def _name(self, name: str) -> str:
-        """Return a name for a placeholder: `f` in place of a name that contains control text."""
-        return name if name and not self._probe.split.search(name) else "f"
-
     def _real(self, message: Message, ids: Sequence[int]) -> Message:
         """Return the message to render in place of the ids; malformed or unsupported calls are text."""
         if any(call.error for call in message.tool_calls) or (message.tool_calls and not self._reads_calls):
-            text = self._codec.decode(ids[:-1] if ids and ids[-1] in self._ends else ids)
+            text = self._codec.decode(ids[:-1] if ids and ids[-1] in self._stops.values() else ids)
             if message.reasoning is not None:
                 text = text.partition("</think>")[2].lstrip("\n") or message.text
             message = replace(message, content=text, tool_calls=())
@@ -191,50 +187,40 @@ class ReplyPlaceholders:
     def _reads_calls(self) -> bool:
         """Whether the template renders tool calls separately from text."""
         mark = random_mark()
-        call = ToolCall("f", {"x": mark}, "call_0")
+        call = replace(_CALL, arguments={"x": mark})
         return any(mark in text for text in self._contexts(Message("assistant", "", (call,))))
 
     @cached_property
     def _adapt(self) -> str:
-        reply = Message("assistant", "", (ToolCall("f", {"x": "1"}, "call_0"),))
         try:
-            return self._probe.append(reply, (_ANSWER,)).adapt
+            return self._probe.append(Message("assistant", "", (_CALL,)), (_ANSWER,)).adapt
         except TemplateError:
             return ""
 
     def _contexts(self, reply: Message) -> Iterator[str]:
         """Yield renderings of conversations with a reply at several positions."""
-        asked = Message("user", "u")
-        calling = replace(reply, tool_calls=reply.tool_calls or (ToolCall("f", {"x": "1"}, "call_0"),))
-        rows = ([asked, reply], [asked, calling], [asked, calling, _ANSWER], [asked, reply, asked])
-        for adapt in ("", "ids"):
-            for row in rows:
-                for tools in ((), PROBE_TOOLS):
-                    try:
-                        yield self._template.render(ADAPT[adapt](row), tools)
-                    except TemplateError:
-                        continue
+        calling = replace(reply, tool_calls=reply.tool_calls or (_CALL,))
+        rows = ([ASKED, reply], [ASKED, calling], [ASKED, calling, _ANSWER], [ASKED, reply, ASKED])
+        for adapt, row, tools in product(("", "ids"), rows, ((), PROBE_TOOLS)):
+            if (text := self._template.try_render(ADAPT[adapt](row), tools)) is not None:
+                yield text
 
     def _opening(self, before: Sequence[Message], tools: Tools) -> str:
         """Return the template text that opens a reply after messages of these roles."""
         key = tuple((m.role, bool(m.tool_calls)) for m in before[-2:])
         if key not in self._openings:
-            try:
-                closed = self._template.render(before, tools)
-                opened = self._template.render(before, tools, generation_prompt=True)
-                self._openings[key] = opened[len(closed) :] if opened.startswith(closed) else ""
-            except TemplateError:
+            closed = self._template.try_render(before, tools)
+            opened = self._template.try_render(before, tools, generation_prompt=True)
+            if closed is None or opened is None:
                 return ""
+            self._openings[key] = opened[len(closed) :] if opened.startswith(closed) else ""
         return self._openings[key]
 
     def _find_frame(self, stub: ReplyPlaceholder) -> ReplyFrame:
         for tools in ((), PROBE_TOOLS):
-            try:
-                opened = self._template.render((Message("user", "u"),), tools, generation_prompt=True)
-                text = self._template.render((Message("user", "u"), stub.message), tools)
-            except TemplateError:
-                continue
-            if (positions := mark_positions(text, stub.marks)) is not None:
+            opened = self._template.try_render((ASKED,), tools, generation_prompt=True)
+            text = self._template.try_render((ASKED, stub.message), tools)
+            if opened is not None and text is not None and (positions := mark_positions(text, stub.marks)) is not None:
                 lead = text[len(opened) : positions[0]] if text.startswith(opened) else None
                 close = self.first_stop(text[positions[1] :])
                 return ReplyFrame(lead, text[positions[1] :][: close[0]] if close else None)
@@ -316,9 +302,8 @@ class ConversationComposer:
     ) -> Extend | Branch:
         """Render the next prompt by the template and compare it with `ids`, which the engine has processed.
 
-        Raises:
-            TemplateError: if the template cannot render the conversation, or drops the latest observation.
-            MediaError: if the model does not support one of its images.
+        Raises `TemplateError` if the template cannot render the conversation, or drops the latest observation; `MediaError`
+        if the model does not support one of its images.
         """
         new = replies[-1].message + 1 if replies else 0
         moved = self._media.move_tool_images(messages[new:]).moved  # earlier messages were counted when they were new
@@ -378,14 +363,11 @@ class ConversationComposer:
     def _check(self, given: Sequence[Message], complete: Sequence[ReplyPlaceholder], tools: Tools, first_new: int) -> None:
         """Check that the template renders new observations, and no observation inside a reply.
 
-        Raises:
-            TemplateError: if a new observation is not rendered.
+        Raises `TemplateError` if a new observation is not rendered.
         """
         marks = [random_mark() if m.role != "assistant" else "" for m in given]
         marked = [map_texts(m, lambda t, own=own: f"{own}{t}{own}") for m, own in zip(given, marks, strict=True)]  # type: ignore[misc]
-        try:
-            text = self._render(marked, tools, tools)
-        except TemplateError:
+        if (text := self._template.try_render(marked, tools, generation_prompt=True)) is None:
             return  # the template inspects contents; the unmarked conversation is rendered next
         inside = [text[position.start : position.end] for position in self._positions(text, complete)]
         used = [own for m, own in zip(marked, marks, strict=True) if own and own in m.text]
@@ -413,11 +395,11 @@ class ConversationComposer:
             before = ["", *[self._last(stub, position) for stub, position in zip(complete, positions, strict=True)]]
             return list(zip(edges[::2], edges[1::2], before, strict=True))
 
-        segments, found = self._guard.encode_cut(given, partial(self._render, known=tools), cut, tools, first_new)
-        return _RenderedConversation(complete, positions, segments, found)
+        def render(messages: Sequence[Message], clean_tools: Tools = tools) -> str:
+            return self._template.render(messages, clean_tools, generation_prompt=True)
 
-    def _render(self, given: Sequence[Message], tools: Tools = (), known: Tools = ()) -> str:
-        return self._template.render(given, tools or known, generation_prompt=True)
+        segments, found = self._guard.encode_cut(given, render, cut, tools, first_new)
+        return _RenderedConversation(complete, positions, segments, found)
 
     def _last(self, stub: ReplyPlaceholder, position: _ReplyPosition) -> str:
         """Return the control token at the end of a reply at this position; empty for none."""
@@ -427,28 +409,28 @@ class ConversationComposer:
     def _positions(self, text: str, complete: Sequence[ReplyPlaceholder]) -> list[_ReplyPosition]:
         """Return the position of each reply in a text.
 
-        Raises:
-            _RepliesNotRendered: if some reply is not rendered completely.
+        Raises `_RepliesNotRendered` if some reply is not rendered completely.
         """
-        found = self._locate(text, complete)
-        lost = {stub.reply.message: why for stub, why in zip(complete, found, strict=True) if isinstance(why, str)}
+        spans = [mark_positions(text, stub.marks) for stub in complete]
+        positions: list[_ReplyPosition] = []
+        lost: dict[int, str] = {}
+        low = 0
+        for number, (stub, span) in enumerate(zip(complete, spans, strict=True)):
+            found: _ReplyPosition | str
+            if span is None or span[0] < low:
+                some = [mark for mark in stub.marks if mark in text]
+                found = "reply_rewritten" if some else "reply_dropped"
+                found = "thinking_stripped" if stub.thinking and stub.thinking not in some else found
+            else:
+                high = next((later[0] for later in spans[number + 1 :] if later and later[0] > span[1]), len(text))
+                found = self._position(text, stub, low, high, span)
+            if isinstance(found, str):
+                lost[stub.reply.message] = found
+            else:
+                positions.append(found)
+                low = found.end
         if lost:
             raise _RepliesNotRendered(lost)
-        return [position for position in found if isinstance(position, _ReplyPosition)]
-
-    def _locate(self, text: str, stubs: Sequence[ReplyPlaceholder]) -> list[_ReplyPosition | str]:
-        """Return the position of each reply in a text, or the reason why it has none."""
-        spans = [mark_positions(text, stub.marks) for stub in stubs]
-        positions: list[_ReplyPosition | str] = []
-        low = 0
-        for number, (stub, span) in enumerate(zip(stubs, spans, strict=True)):
-            if span is None or span[0] < low:
-                positions.append(_missing(text, stub))
-                continue
-            high = next((later[0] for later in spans[number + 1 :] if later and later[0] > span[1]), len(text))
-            position = self._position(text, stub, low, high, span)
-            positions.append(position)
-            low = low if isinstance(position, str) else position.end
         return positions
 
     def _position(self, text: str, stub: ReplyPlaceholder, low: int, high: int, span: tuple[int, int]) -> _ReplyPosition | str:
@@ -537,21 +519,6 @@ class ConversationComposer:
         return "preamble_changed"
 
 
-def common_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the length of the common prefix of two sequences."""
-    size = min(len(left), len(right))
-    if list(left[:size]) == list(right[:size]):
-        return size
-    return next(at for at in range(size) if left[at] != right[at])
-
-
 def _without_space(text: str) -> str:
     """Remove all white space from a text."""
     return "".join(text.split())
-
-
-def _missing(text: str, stub: ReplyPlaceholder) -> str:
-    found = [m for m in stub.marks if m in text]
-    if stub.thinking and stub.thinking not in found:
-        return "thinking_stripped"
-    return "reply_rewritten" if found else "reply_dropped"

@@ -6,24 +6,24 @@ import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from turnwise.errors import TemplateError
+from turnwise.renderers.base import common_prefix_length
 from turnwise.renderers.chat_renderer import ChatRenderer
 from turnwise.renderers.vision.media_blocks import media_of
-from turnwise.types import Media, MediaPlacement, Message, Origin
+from turnwise.types import Media, MediaPlacement, Message, Origin, Tools
 
 
 def template_assistant_mask(
-    renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    renderer: ChatRenderer, messages: Sequence[Message], tools: Tools = ()
 ) -> tuple[list[int], list[int]]:
     """Return the ids of a full render, and a mask: 1 for each id that overlaps a `{% generation %}` block, else 0.
 
     Training never uses this mask: it does not know what was sampled, and templates differ in whether they mark the newline
     after a reply's end.
 
-    Raises:
-        TemplateError: if the template cannot render the conversation, or changes the text it marks.
+    Raises `TemplateError` if the template cannot render the conversation, or changes the text it marks.
     """
     text, marked = renderer.template.render_with_assistant_ranges(messages, tools)
     ids: list[int] = []
@@ -81,7 +81,7 @@ class BuiltConversation:
     ids: Sequence[int]
     pieces: Sequence[OriginRun]
     messages: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Tools = ()
     finish: Mapping[int, str] | None = None
     """Finish reason of each turn's reply, from the engine."""
     neutralised: bool = False
@@ -156,7 +156,8 @@ def _compare(renderer: ChatRenderer, built: BuiltConversation, level: Level) -> 
         found = _difference(renderer, built, cause, position, len(renderer.decode(ids[:position])), text)
         # The texts are equal: show the ids around the difference.
         nearby = slice(max(0, position - 4), position + 8)
-        return replace(found, canonical=_split_text(renderer, canonical[nearby]), sent=_split_text(renderer, ids[nearby]))
+        texts = ["|".join(renderer.token_texts(row[nearby])) for row in (canonical, ids)]
+        return replace(found, canonical=texts[0], sent=texts[1])
     position = _position(renderer, ids, at)
     return _difference(renderer, built, _cause(renderer, built, sent, text, at, position), position, at, text)
 
@@ -187,11 +188,6 @@ def _with_media_blocks(
     return ids, placeholders.sub(lambda _: next(rest), text)
 
 
-def _split_text(renderer: ChatRenderer, ids: Sequence[int]) -> str:
-    """Return the text of ids, separated by `|`."""
-    return "|".join(renderer.token_texts(ids))
-
-
 def _only_closes(renderer: ChatRenderer, rest: str) -> bool:
     """Return whether a text only closes a truncated reply."""
     ids = renderer.codec.encode(rest)
@@ -201,7 +197,7 @@ def _only_closes(renderer: ChatRenderer, rest: str) -> bool:
 
 def _first_difference(sent: str, text: str, level: Level) -> int:
     """Return the position in `sent` where the texts first differ; its length if `text` contains all of it."""
-    at = next((i for i, (a, b) in enumerate(zip(sent, text, strict=False)) if a != b), min(len(sent), len(text)))
+    at = common_prefix_length(sent, text)
     if level == "strict":
         return at
     here = there = at

@@ -82,11 +82,7 @@ def render_budget(units: int = WORK) -> Iterator[None]:
 
 
 def spend(units: float) -> None:
-    """Charge units to the budget.
-
-    Raises:
-        TemplateBudgetExceeded: if the budget is used up.
-    """
+    """Charge units to the budget. Raises `TemplateBudgetExceeded` if the budget is used up."""
     left = _left.get(None)
     if left is not None:
         left[0] -= units
@@ -131,13 +127,12 @@ class BudgetTransformer(NodeTransformer):
         self.generic_visit(node)
         return _filtered(nodes.Tuple(node.nodes, "load").set_lineno(node.lineno), "_concat")
 
-    def visit_List(self, node: nodes.List) -> nodes.Node:
+    def visit_List(self, node: nodes.List | nodes.Dict) -> nodes.Node:
         self.generic_visit(node)
-        return node if all(isinstance(item, nodes.Const) for item in node.items) else _filtered(node, "_charged")
+        values = node.items if isinstance(node, nodes.List) else [pair.value for pair in node.items]
+        return node if all(isinstance(value, nodes.Const) for value in values) else _filtered(node, "_charged")
 
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
-        self.generic_visit(node)
-        return node if all(isinstance(pair.value, nodes.Const) for pair in node.items) else _filtered(node, "_charged")
+    visit_Dict = visit_List
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         self.generic_visit(node)
@@ -169,11 +164,7 @@ def _filtered(node: nodes.Node, name: str, *args: nodes.Expr) -> nodes.Filter:
 
 
 def check_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Charge a call to the budget.
-
-    Raises:
-        SecurityError: for calls that no chat template makes and whose cost is unknown.
-    """
+    """Charge a call to the budget. Raises `SecurityError` for calls that no chat template makes and whose cost is unknown."""
     spend(CALL)
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
     if isinstance(owner, (str, bytes)):
@@ -186,10 +177,10 @@ def check_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             spend(owner.count(args[0]) * len(args[1]))  # type: ignore[arg-type]
             return
         if name == "join" and args:
-            items = args[0] if isinstance(args[0], (str, list, tuple, Mapping)) else ()
-            charge_size(items)
-            spend(len(items) * size)
-            if items or isinstance(args[0], (str, list, tuple, Mapping)):
+            items = args[0] if isinstance(args[0], (str, list, tuple, Mapping)) else None
+            charge_size(() if items is None else items)
+            if items is not None:
+                spend(len(items) * size)
                 return
         if name in ("center", "ljust", "rjust", "zfill", "expandtabs") and args and isinstance(args[0], int):
             spend(abs(args[0]) * (1 + owner.count("\t") if name == "expandtabs" else 1))  # type: ignore[arg-type]
@@ -257,33 +248,24 @@ def _charge_items(value: Any, one_by_one: bool) -> Any:
     return value
 
 
-def _sorting(value: Any, number: int, texts: int, size: int) -> float:
-    return size * bits(_count(value))
-
-
 # Maximum cost of a filter beyond reading its arguments: the size of its result, and repeated work per character. Computed from
 # its value, the largest number argument, the length of its text arguments, and the size of all arguments.
 _GROWING: Mapping[str, Callable[[Any, int, int, int], float]] = {
-    "center": lambda value, number, texts, size: number,
+    **dict.fromkeys(("center", "batch", "slice"), lambda value, number, texts, size: number),
     "indent": lambda value, number, texts, size: (number + texts) * (1 + _lines(value)),
     # A word that is too long is split line by line.
     "wordwrap": lambda value, number, texts, size: size * (8 + texts) * (1 + _longest(value) // (number or 79)),
     "replace": lambda value, number, texts, size: (_count(value) + 1) * texts,
     "join": lambda value, number, texts, size: _count(value) * texts,
-    "batch": lambda value, number, texts, size: number,
-    "slice": lambda value, number, texts, size: number,
     "tojson": lambda value, number, texts, size: size * (number + texts),
-    "sum": lambda value, number, texts, size: size * (_count(value) if not _plain_numbers(value) else 1),
-    "sort": _sorting,
-    "dictsort": _sorting,
-    "groupby": _sorting,
+    "sum": lambda value, number, texts, size: size * (1 if _are_numbers(value) else _count(value)),
+    **dict.fromkeys(("sort", "dictsort", "groupby"), lambda value, number, texts, size: size * bits(_count(value))),
     "round": lambda value, number, texts, size: number * number,
     "format": lambda value, number, texts, size: size,
     # It searches the end of brackets from each of them in a word; each removed tag copies the rest.
     "urlize": lambda value, number, texts, size: size * (12 + _longest(value)),
-    "striptags": lambda value, number, texts, size: size * (4 + _tags(value) // 64),
-    "pprint": lambda value, number, texts, size: size * 4,
-    "title": lambda value, number, texts, size: size * 4,
+    "striptags": lambda value, number, texts, size: size * (4 + (value.count("<") if isinstance(value, str) else 0) // 64),
+    **dict.fromkeys(("pprint", "title"), lambda value, number, texts, size: size * 4),
     "truncate": lambda value, number, texts, size: 0,
 }
 
@@ -293,11 +275,7 @@ def _longest(value: Any) -> int:
     return max((len(run[0]) for run in _RUN.finditer(value)), default=0) if isinstance(value, str) else length(value)
 
 
-def _tags(value: Any) -> int:
-    return value.count("<") if isinstance(value, str) else 0
-
-
-def _plain_numbers(value: Any) -> bool:
+def _are_numbers(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(item, (int, float)) for item in value)
 
 
@@ -365,15 +343,6 @@ def _searched(value: Any) -> Any:
     return value
 
 
-FILTERS: Mapping[str, Callable[..., Any]] = {
-    "_steps": _steps,
-    "_concat": _concat,
-    "_charged": _charged,
-    "_searched": _searched,
-}
-"""Filters that `BudgetTransformer` adds to a template."""
-
-
 _MAX_FREE_BITS = 10_000
 """Bits of an integer product whose cost is negligible."""
 
@@ -401,10 +370,6 @@ class _Namespace(Namespace):
     def __setitem__(self, name: str, value: Any) -> None:
         _check_name(name)
         super().__setitem__(name, value)
-
-
-def _product(left: int, right: int) -> int:
-    return left * right if left + right > _MAX_FREE_BITS else left + right
 
 
 def _check_name(name: Any) -> None:
@@ -457,7 +422,8 @@ class TemplateSandbox(SandboxedEnvironment):
 
         self.filters["tojson"] = _to_json
         self.filters: dict[str, Any] = {name: charge_filter(name, function) for name, function in self.filters.items()}
-        self.filters |= FILTERS
+        # Those that `BudgetTransformer` adds to a template.
+        self.filters |= {"_steps": _steps, "_concat": _concat, "_charged": _charged, "_searched": _searched}
         for name in ("==", "eq", "equalto", "!=", "ne", ">", "gt", "<", "lt", ">=", "ge", "<=", "le", "in"):
             self.tests[name] = charge_filter("sort", cast(Any, self.tests[name]))
         self.globals |= {"raise_exception": refuse, "strftime_now": formatted, "dict": _Dict(), "namespace": _Namespace}
@@ -480,7 +446,9 @@ class TemplateSandbox(SandboxedEnvironment):
         if operator == "+":
             spend(length(left) + length(right))
         elif operator == "*":
-            spend(length(left) * repeat_count(right) + length(right) * repeat_count(left) + _product(bits(left), bits(right)))
+            size, other = bits(left), bits(right)
+            product = size * other if size + other > _MAX_FREE_BITS else size + other
+            spend(length(left) * repeat_count(right) + length(right) * repeat_count(left) + product)
         elif operator == "**":
             spend(bits(left) * abs(right) if isinstance(right, int) else 1)
         elif isinstance(left, (str, bytes)):

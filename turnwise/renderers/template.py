@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.config.constraints import is_template_file
 from turnwise.errors import ConfigError, TemplateError, did_you_mean
-from turnwise.renderers.control_text import random_mark
-from turnwise.types import ContentPart, Message, ToolCall
+from turnwise.types import ContentPart, Message, ToolCall, Tools
 
 if TYPE_CHECKING:
     import jinja2
@@ -50,6 +49,11 @@ _MAX_ERROR_CHARS = 500
 """Maximum characters of a template's own error in our messages."""
 _CONVERSATION = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
 """Variables that every rendering sets."""
+
+
+def random_mark() -> str:
+    """Return random digits, which survive trimming, JSON and changes of case."""
+    return str(10**20 + secrets.randbelow(9 * 10**20))
 
 
 def digest(value: Any) -> str:
@@ -134,7 +138,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Tools = (),
         *,
         generation_prompt: bool = False,
         documents: Sequence[Mapping[str, Any]] | None = None,
@@ -149,8 +153,15 @@ class ChatTemplate:
         """
         return self._render(self._compiled, messages, tools, generation_prompt, documents)
 
+    def try_render(self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = False) -> str | None:
+        """Render a conversation; None if the template rejects it."""
+        try:
+            return self.render(messages, tools, generation_prompt=generation_prompt)
+        except TemplateError:
+            return None
+
     def render_with_assistant_ranges(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, generation_prompt: bool = False
+        self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation; also return the (start, end) ranges marked as the assistant's.
 
@@ -184,7 +195,7 @@ class ChatTemplate:
         self,
         compiled: jinja2.Template,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
+        tools: Tools,
         generation_prompt: bool,
         documents: Sequence[Mapping[str, Any]] | None,
     ) -> str:
@@ -233,20 +244,18 @@ def _plain(value: Any) -> Any:
     return f"<{type(value).__name__}>"
 
 
-Tools = Sequence[Mapping[str, Any]]
+def probe_tool(name: str, about: str, argument: str, argument_about: str) -> Mapping[str, Any]:
+    """Return the schema of a tool with one required string."""
+    properties = {argument: {"type": "string", "description": argument_about}}
+    parameters = {"type": "object", "properties": properties, "required": [argument]}
+    return {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
+
+
+PROBE_TOOLS: Tools = (probe_tool("f", "d", "x", "x"),)
+
+
 _ID_SIZE = 9
 """Length of a tool call id for strict templates (Mistral's), which accept letters and digits."""
-
-PROBE_TOOLS: Tools = (
-    {
-        "type": "function",
-        "function": {
-            "name": "f",
-            "description": "d",
-            "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]},
-        },
-    },
-)
 
 
 def call_id(number: int) -> str:
@@ -254,25 +263,28 @@ def call_id(number: int) -> str:
     return f"call{number:05d}"
 
 
+ASKED = Message("user", "u")
+PROBE_CALL = ToolCall("f", {"x": "1"}, call_id(0))
+
+
+def probe_result(text: str, number: int = 0) -> Message:
+    """Return the result of a probe's call."""
+    return Message("tool", text, tool_call_id=call_id(number), name="f")
+
+
 def adapt_template(template: ChatTemplate) -> ChatTemplate:
     """Return the template with the message format that it accepts: texts as parts, call arguments as JSON text."""
     text = random_mark()
     for parts, empty_tools in ((False, False), (True, False), (False, True), (True, True)):
         form = template.with_message_format(parts=parts, empty_tools=empty_tools)
-        try:
-            if text in form.render((Message("user", text),)):
-                template = form
-                break
-        except TemplateError:
-            continue
-    called = (Message("user", "u"), Message("assistant", "", tool_calls=(ToolCall("f", {"x": text}, call_id(0)),)))
+        if text in (form.try_render((Message("user", text),)) or ""):
+            template = form
+            break
+    calls = (ToolCall("f", {"x": text}, call_id(0)),)
+    called = (ASKED, Message("assistant", "", calls), probe_result("t"))
     for text_arguments in (False, True):
         form = template.with_message_format(text_arguments=text_arguments)
-        for tools in ((), PROBE_TOOLS):
-            try:
-                form.render((*called, Message("tool", "t", tool_call_id=call_id(0), name="f")), tools)
-            except TemplateError:
-                continue
+        if any(form.try_render(called, tools) is not None for tools in ((), PROBE_TOOLS)):
             return form
     return template
 
@@ -282,7 +294,7 @@ def sample_conversations(template: ChatTemplate) -> Iterator[str]:
     form = adapt_template(template)
     system, user, answer = Message("system", "1"), Message("user", "2"), Message("assistant", "3")
     called = Message("assistant", "", tool_calls=(ToolCall("f", {"x": "5"}, call_id(0)),), reasoning="4")
-    result = Message("tool", "6", tool_call_id=call_id(0), name="f")
+    result = probe_result("6")
     for rows in (
         (user,),
         (system, user, answer),
@@ -292,18 +304,15 @@ def sample_conversations(template: ChatTemplate) -> Iterator[str]:
     ):
         for tools in ((), PROBE_TOOLS):
             for prompt in (False, True):
-                try:
-                    yield form.render(rows, tools, generation_prompt=prompt)
-                except TemplateError:
-                    continue
+                if (text := form.try_render(rows, tools, generation_prompt=prompt)) is not None:
+                    yield text
 
 
 def _short_ids(messages: Sequence[Message]) -> list[Message]:
     """Reduce tool call ids to letters and digits of the length that strict templates accept."""
 
     def short(name: str | None) -> str:
-        kept = "".join(filter(str.isalnum, name or ""))
-        return kept[-_ID_SIZE:].rjust(_ID_SIZE, "0")
+        return "".join(filter(str.isalnum, name or ""))[-_ID_SIZE:].rjust(_ID_SIZE, "0")
 
     return [
         replace(
@@ -372,8 +381,7 @@ def template_source(name: str) -> str:
 def find_source(name: str) -> tuple[str, str]:
     """Return the source of a template given by name or file, and its name in errors.
 
-    Raises:
-        ConfigError: if there is no such template, or its file cannot be read.
+    Raises `ConfigError` if there is no such template, or its file cannot be read.
     """
     if name in _NAMED or not (is_template_file(name) or Path(name).exists()):
         return template_source(name), f"template {name}"
@@ -402,9 +410,7 @@ def with_preset_variables(source: str, variables: Mapping[str, Any]) -> str:
 def check_arguments(template: ChatTemplate, arguments: Mapping[str, Any]) -> None:
     """Check that `model.template_args` names variables of the template.
 
-    Raises:
-        ConfigError: for an unused variable, or a value that is not JSON.
-        TemplateError: if the source is not a template.
+    Raises `ConfigError` for an unused variable, or a value that is not JSON; `TemplateError` if the source is not a template.
     """
     for name, value in arguments.items():
         if name not in template.parameters:

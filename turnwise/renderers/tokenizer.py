@@ -81,10 +81,8 @@ def depends_on_preceding_token(definition: Definition) -> bool:
 
 def inexact_append_reason(control: Sequence[Mapping[str, Any]]) -> str:
     """Return why appended text may get other ids than in the complete text; empty if it cannot."""
-    words = [row["content"] for row in control if row.get("single_word")]
-    if words:
-        return f"{', '.join(words[:3])} match only between other words (single_word), which depends on the adjacent text"
-    return ""
+    words = ", ".join([row["content"] for row in control if row.get("single_word")][:3])
+    return f"{words} match only between other words (single_word), which depends on the adjacent text" if words else ""
 
 
 class ByteLevelDecoder:
@@ -117,15 +115,12 @@ class ByteLevelDecoder:
             return token.replace(mark, " ").encode()
 
         table = _table(tokenizer, added, text_of)
-        if table is None:
-            return None
-        return cls(table, control, space=_adds_space(definition), strict=False)
+        return cls(table, control, space=_adds_space(definition), strict=False) if table is not None else None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids that follow a control token; invalid UTF-8 becomes U+FFFD.
 
-        Raises:
-            IndexError: for unknown ids of a byte-level tokenizer; other kinds skip them, as the library does.
+        Raises `IndexError` for unknown ids of a byte-level tokenizer; other kinds skip them, as the library does.
         """
         table = self._table
         if self._strict and not self._space:
@@ -313,11 +308,7 @@ class HFTokenizer:
 
     @classmethod
     def load(cls, path: Path) -> HFTokenizer:
-        """Read a `tokenizer.json`.
-
-        Raises:
-            ModelError: if the file cannot be read as a tokenizer.
-        """
+        """Read a `tokenizer.json`. Raises `ModelError` if the file cannot be read as a tokenizer."""
         try:
             return cls(RustTokenizer.from_file(str(path)))
         except Exception as error:  # tokenizers raises bare Exception
@@ -418,16 +409,14 @@ class HFTokenizer:
             leak = next((i for i, token in enumerate(encoding.ids) if token in self._control_ids), None)
             if leak is None:
                 ids.extend(encoding.ids)
-            else:
-                # The text of an added token can also be in the model's own vocabulary: split it.
-                start, end = encoding.offsets[leak]
-                cut = start + 1 if end - start > 1 else end
-                if cut == end:  # one character that is a control token by itself cannot be encoded: drop it
-                    pieces.extend(part for part in (piece[end:], piece[:start]) if part)
-                else:
-                    pieces.extend((piece[cut:], piece[:cut]))
+                after = "text"
                 continue
-            after = "text"
+            # The text of an added token can also be in the model's own vocabulary: split it.
+            start, end = encoding.offsets[leak]
+            if end - start > 1:
+                pieces.extend((piece[start + 1 :], piece[: start + 1]))
+            else:  # one character that is a control token by itself cannot be encoded: drop it
+                pieces.extend(part for part in (piece[end:], piece[:start]) if part)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

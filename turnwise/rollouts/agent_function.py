@@ -12,7 +12,7 @@ from turnwise.engines import Sampling, StopText
 from turnwise.errors import UsageError
 from turnwise.renderers import Branch, Extend, SampledReply
 from turnwise.renderers.history import History, render_next
-from turnwise.rollouts.conversation import ConversationPath, Tools
+from turnwise.rollouts.conversation import ConversationPath
 from turnwise.rollouts.observations import AgentMediaIntake
 from turnwise.rollouts.recorder import Recorder
 from turnwise.rollouts.timeouts import Deadline
@@ -24,6 +24,7 @@ from turnwise.types import (
     Span,
     Task,
     ToolCall,
+    Tools,
     ids_with_media_keys,
     placements_between,
 )
@@ -212,7 +213,7 @@ class Model:
             )
             path.turn = number
         recorder.append(
-            path, self._skip_shared(path, render_next(path.history, recorder.renderer, path, new_messages)), new_messages
+            path, self._skip_shared(path, render_next(path.history, recorder.renderer, path.state, new_messages)), new_messages
         )
         return path
 

@@ -13,7 +13,7 @@ from turnwise.errors import BackendContractError, LimitReached, UsageError
 from turnwise.records.serialization import NO_LOGPROB
 from turnwise.renderers import Branch, Extend, Renderer, SampledReply
 from turnwise.renderers.base import Decode
-from turnwise.renderers.history import History
+from turnwise.renderers.history import ConversationState, History
 from turnwise.types import (
     ROUTES,
     ExpertRoutes,
@@ -23,11 +23,11 @@ from turnwise.types import (
     SamplingDistribution,
     Span,
     StopReason,
+    Tools,
     Trajectory,
     Turn,
 )
 
-Tools = Sequence[Mapping[str, Any]]
 Mark = tuple[int, int, list[Message], list[SampledReply], int, tuple[Message, ...], str | None, int | None]
 
 
@@ -89,6 +89,11 @@ class ConversationPath:
         self.seed = seed
         """Seeds this path's calls, independently of the calls of other paths."""
         self.calls = 0
+
+    @property
+    def state(self) -> ConversationState:
+        """What the next prompt is rendered from."""
+        return ConversationState(self.messages, self.replies, self.ids, self.tools, self.placed)
 
     def mark(self) -> Mark:
         """Return the state before a reply, for `rewind`."""

@@ -18,11 +18,10 @@ from turnwise.envs.tool_env import ToolEnv
 from turnwise.envs.user_code import RemoteException, failure_of, retryable
 from turnwise.errors import EnvError, InvalidAction, ProcessDied, TurnwiseError, words
 from turnwise.media import has_media
-from turnwise.rollouts.conversation import Tools
 from turnwise.rollouts.recorder import Recorder
 from turnwise.rollouts.retries import LONGEST_WAIT_S, backoff_s
 from turnwise.rollouts.timeouts import AbandonableThreads, Deadline
-from turnwise.types import Failure, FailureKind, Message, Task, Turn, as_messages
+from turnwise.types import Failure, FailureKind, Message, Task, Tools, Turn, as_messages
 
 if TYPE_CHECKING:
     from turnwise.envs.isolation.process_env import ProcessEnv

@@ -24,7 +24,6 @@ from turnwise.rollouts.conversation import (
     ConversationPath,
     EngineExtras,
     Mark,
-    Tools,
     add_counts,
     count_rendered,
     extend_message,
@@ -40,6 +39,7 @@ from turnwise.types import (
     SamplingDistribution,
     Span,
     StopReason,
+    Tools,
     Trajectory,
     Turn,
     as_messages,
@@ -200,7 +200,7 @@ class Recorder:
         self, path: ConversationPath, messages: tuple[Message, ...]
     ) -> tuple[Extend | Branch, tuple[Message, ...]]:
         """Render an observation, truncated to the limit. The path is unchanged, so a worker thread may call this."""
-        messages, rendered = self.truncate_observation(messages, partial(render_next, path.history, self.renderer, path))
+        messages, rendered = self.truncate_observation(messages, partial(render_next, path.history, self.renderer, path.state))
         return rendered, messages
 
     def truncate_observation(

@@ -254,14 +254,6 @@ def trainable_tokens(trajectory: Trajectory, weights: TokenWeights | None = None
     return sum(trained_ids(trajectory, index, weights) for index in range(len(trajectory.spans)))
 
 
-def holders(trajectory: Trajectory) -> Iterator[list[tuple[int, int]]]:
-    """Yield, for each row of `trajectory.samples()`, the span and the offset in it of each id."""
-    for leaf in trajectory.leaves():
-        chain = trajectory.chain(leaf)
-        if any(trajectory.spans[index].sampled and used for index, used in chain):
-            yield [(index, offset) for index, used in chain for offset in range(used)]
-
-
 FAILED = "failed"
 """The episode failed or was interrupted from outside; a reward it has cannot be trusted."""
 NO_REWARD = "no_reward"

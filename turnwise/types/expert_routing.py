@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from turnwise.types.trajectory import Trajectory
 
 ROUTES = "routes"
 """Name of the extra in `Request.extras`, `Generation.extras` and `Turn.extras`."""
@@ -39,8 +42,7 @@ class ExpertRoutes:
     def of(cls, array: Any) -> ExpertRoutes:
         """Return routes of an array [positions, layers, k] of integers from 0 to 65535.
 
-        Raises:
-            ValueError: for anything else.
+        Raises `ValueError` for anything else.
         """
         if isinstance(array, ExpertRoutes):
             return array
@@ -59,8 +61,7 @@ class ExpertRoutes:
     def from_bytes(cls, data: bytes, size: int, layers: int, k: int) -> ExpertRoutes:
         """Return routes of little-endian integers of `size` bytes, narrowed to the smallest width that holds them.
 
-        Raises:
-            ValueError: when they are over 65535, negative, or end inside a position.
+        Raises `ValueError` when they are over 65535, negative, or end inside a position.
         """
         width = next((n for n in (1, 2) if all(data[byte::size].count(0) * size == len(data) for byte in range(n, size))), 0)
         if not width:
@@ -99,8 +100,7 @@ class ExpertRoutes:
     def concat(self, more: ExpertRoutes) -> ExpertRoutes:
         """Return these routes followed by those of later positions.
 
-        Raises:
-            ValueError: when the layers or the experts per token differ.
+        Raises `ValueError` when the layers or the experts per token differ.
         """
         if (self.layers, self.k) != (more.layers, more.k):
             raise ValueError(f"routes of {more.layers} x {more.k} after routes of {self.layers} x {self.k}")
@@ -116,36 +116,13 @@ class ExpertRoutes:
         return ExpertRoutes(bytes(data), self.layers, self.k, 2)
 
 
-class TrajectoryView(Protocol):
-    """The part of a trajectory that routes need."""
-
-    @property
-    def key(self) -> Any:
-        """Name for errors."""
-
-    @property
-    def spans(self) -> Sequence[Any]:
-        """Spans by index."""
-
-    @property
-    def turns(self) -> Sequence[Any]:
-        """Turns in sampling order."""
-
-    @property
-    def failed_turns(self) -> Sequence[Any]:
-        """Turns of failed attempts."""
-
-    def chain(self, leaf: int) -> Sequence[tuple[int, int]]:
-        """Return the spans from the root to a leaf, with the number of ids used of each."""
-
-
 class SpanRoutes:
     """Routes of a trajectory by span, so that branches share those of their trunk.
 
     The first report of a position wins: later ids were sampled with it.
     """
 
-    def __init__(self, trajectory: TrajectoryView) -> None:
+    def __init__(self, trajectory: Trajectory) -> None:
         self._reported: ReportedRoutes = {}
         self._sizes: tuple[int, int, int] | None = None
         """Layers, k, width."""

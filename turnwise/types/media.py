@@ -157,8 +157,7 @@ class MediaPlacement(NamedTuple):
 def placements_between(placed: Sequence[MediaPlacement], start: int, end: int) -> tuple[MediaPlacement, ...]:
     """Return the placements within ids `start` to `end`, relative to `start`.
 
-    Raises:
-        ValueError: when the range splits a block; media are kept or dropped completely.
+    Raises `ValueError` when the range splits a block; media are kept or dropped completely.
     """
     blocks = []
     for block in placed:

@@ -13,6 +13,9 @@ from turnwise.types.media import Image, ImageRef, Media, Video, VideoRef
 ROLES = ("system", "developer", "user", "assistant", "tool")
 NO_AUDIO = "audio is not supported, only images and videos; give a transcript"
 
+Tools = Sequence[Mapping[str, Any]]
+"""Schemas of tools in OpenAI's format."""
+
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -146,8 +149,7 @@ def as_messages(value: Messages | None, role: str = "user") -> tuple[Message, ..
 
     A sequence of texts and images without a message becomes the parts of one message.
 
-    Raises:
-        TypeError, ValueError: as `Message.of`.
+    Raises `TypeError` or `ValueError` as `Message.of`.
     """
     if value is None:
         return ()
@@ -197,8 +199,7 @@ def alt_text(part: ImageRef | VideoRef | Image | Video) -> str:
 def read_part(part: Any) -> ContentPart:
     """Read a content part: a text, an image, a video, or a dict for one in OpenAI's or Hugging Face's format.
 
-    Raises:
-        TypeError: for anything else; the message names audio.
+    Raises `TypeError` for anything else; the message names audio.
     """
     if isinstance(part, (str, ImageRef, VideoRef, Image, Video)):
         return part

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 
 class FailureKind(StrEnum):
@@ -56,50 +57,33 @@ class Status(StrEnum):
 class StopReason(StrEnum):
     """Why an episode ended; ``reason.sentence`` describes it and ``reason.status`` classifies it."""
 
-    DONE = "done"
-    ENV_TRUNCATED = "env_truncated"
-    MAX_TURNS = "max_turns"
-    EPISODE_TOKENS = "episode_tokens"
-    CONTEXT = "context"
-    TURN_LENGTH = "turn_length"
-    WALL_CLOCK = "wall_clock"
-    INVALID_TOKEN = "invalid_token"
-    ENV_ERROR = "env_error"
-    TOOL_ERROR = "tool_error"
-    REWARD_ERROR = "reward_error"
-    ENGINE_ERROR = "engine_error"
-    TIMEOUT = "timeout"
-    ABORTED = "aborted"
+    status: Status
+    """The status, one of slime's four."""
+    sentence: str
+    """Description in one sentence."""
 
-    @property
-    def sentence(self) -> str:
-        """Description in one sentence."""
-        return _ROWS[self][1]
+    def __new__(cls, value: str, *about: Any) -> StopReason:  # a lookup gives the value alone
+        self = str.__new__(cls, value)
+        self._value_ = value
+        self.status, self.sentence = about
+        return self
 
-    @property
-    def status(self) -> Status:
-        """The status, one of slime's four."""
-        return _ROWS[self][0]
+    DONE = "done", Status.COMPLETED, "The environment ended the episode."
+    ENV_TRUNCATED = "env_truncated", Status.TRUNCATED, "The environment truncated the episode."
+    MAX_TURNS = "max_turns", Status.TRUNCATED, "The episode reached its turn limit."
+    EPISODE_TOKENS = "episode_tokens", Status.TRUNCATED, "The episode reached its token limit."
+    CONTEXT = "context", Status.TRUNCATED, "The next request would not fit in the context."
+    TURN_LENGTH = "turn_length", Status.TRUNCATED, "A reply reached the token limit of a turn without an end token."
+    WALL_CLOCK = "wall_clock", Status.TRUNCATED, "The episode reached its time limit."
+    INVALID_TOKEN = "invalid_token", Status.TRUNCATED, "The model sampled a misplaced control token."
+    ENV_ERROR = "env_error", Status.FAILED, "The environment raised an exception."
+    TOOL_ERROR = "tool_error", Status.FAILED, "A tool failed through no fault of the model."
+    REWARD_ERROR = "reward_error", Status.FAILED, "The reward could not be computed."
+    ENGINE_ERROR = "engine_error", Status.FAILED, "The engine failed or broke its contract."
+    TIMEOUT = "timeout", Status.FAILED, "A call missed its deadline."
+    ABORTED = "aborted", Status.ABORTED, "The episode was cancelled."
 
     @property
     def failed(self) -> bool:
         """Whether no reward can be trusted, because of a failure or an abort."""
         return self.status in (Status.FAILED, Status.ABORTED)
-
-
-_ROWS: dict[StopReason, tuple[Status, str]] = {
-    StopReason.DONE: (Status.COMPLETED, "The environment ended the episode."),
-    StopReason.ENV_TRUNCATED: (Status.TRUNCATED, "The environment truncated the episode."),
-    StopReason.MAX_TURNS: (Status.TRUNCATED, "The episode reached its turn limit."),
-    StopReason.EPISODE_TOKENS: (Status.TRUNCATED, "The episode reached its token limit."),
-    StopReason.CONTEXT: (Status.TRUNCATED, "The next request would not fit in the context."),
-    StopReason.TURN_LENGTH: (Status.TRUNCATED, "A reply reached the token limit of a turn without an end token."),
-    StopReason.WALL_CLOCK: (Status.TRUNCATED, "The episode reached its time limit."),
-    StopReason.INVALID_TOKEN: (Status.TRUNCATED, "The model sampled a misplaced control token."),
-    StopReason.ENV_ERROR: (Status.FAILED, "The environment raised an exception."),
-    StopReason.TOOL_ERROR: (Status.FAILED, "A tool failed through no fault of the model."),
-    StopReason.REWARD_ERROR: (Status.FAILED, "The reward could not be computed."),
-    StopReason.ENGINE_ERROR: (Status.FAILED, "The engine failed or broke its contract."),
-    StopReason.TIMEOUT: (Status.FAILED, "A call missed its deadline."),
-    StopReason.ABORTED: (Status.ABORTED, "The episode was cancelled."),
-}

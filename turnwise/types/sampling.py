@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import groupby
 from typing import Any
 
 
@@ -63,12 +64,6 @@ def _read(temperature: float, top_p: float, top_k: int, runs: tuple[tuple[int, i
 
 def _runs(ids: Iterable[int]) -> Iterable[tuple[int, int]]:
     """Yield (first, last) of each run of consecutive ids."""
-    first = last = None
-    for i in ids:
-        if first is None or last is None or i != last + 1:
-            if first is not None and last is not None:
-                yield first, last
-            first = i
-        last = i
-    if first is not None and last is not None:
-        yield first, last
+    for _, pairs in groupby(enumerate(ids), key=lambda pair: pair[1] - pair[0]):
+        run = [i for _, i in pairs]
+        yield run[0], run[-1]

@@ -259,6 +259,8 @@ class Sample:
     """1 where `routes` has a position's experts, 0 for padding; empty if there are none."""
     samplings: list[SamplingDistribution | None] = field(default_factory=list)
     """Distribution of each id's logprob; None for ids that were not sampled."""
+    slots: list[tuple[int, int]] = field(default_factory=list)
+    """Index of each id's span in `trajectory.spans`, and its offset in the span."""
 
     @property
     def sampling(self) -> SamplingDistribution | None:
@@ -412,6 +414,7 @@ class Trajectory:
                 if span.media:
                     row.media += [block.shifted(len(row.ids)) for block in placements_between(span.media, 0, used)]
                 row.ids.extend(span.ids[:used])
+                row.slots += [(index, offset) for offset in range(used)]
                 row.mask.extend(span.mask[:used])
                 row.logprobs.extend(span.logprobs[:used] if span.logprobs is not None else [None] * used)
                 row.versions.extend([span.version] * used)

@@ -6,13 +6,12 @@ become calls with an error and a cause (`ToolCall.error`, `.cause`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from turnwise.types import Message, ToolCall
+from turnwise.types import Message, ToolCall, Tools
 
-Tools = Sequence[Mapping[str, Any]]
 Read = Callable[[str, Tools], list[ToolCall]]
 """Reads the text between the marks of a call, or of a list of calls; ids may be empty. Never raises."""
 
@@ -146,12 +145,8 @@ class ReplyFormat:
 
     def parse(self, text: str, tools: Tools = (), *, thinking: bool = False) -> Message:
         """See `Parser.parse`."""
-        if not thinking:
-            for hint in self.hints:
-                if hint in text:
-                    break
-            else:
-                return Message("assistant", text)
+        if not thinking and not any(hint in text for hint in self.hints):
+            return Message("assistant", text)
         reasoning, rest = (
             (None, text) if tools and not thinking and self._calls_first(text) else self.thinking.split(text, thinking)
         )

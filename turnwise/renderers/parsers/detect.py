@@ -4,62 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from turnwise.errors import TemplateError
-from turnwise.renderers.parsers import formats, special_formats
-from turnwise.renderers.parsers.base import Parser, Tools
+from turnwise.renderers.parsers.base import Parser
+from turnwise.renderers.parsers.formats import FORMATS
 from turnwise.renderers.parsers.special_formats import BARE
-from turnwise.renderers.template import ChatTemplate
-from turnwise.types import Message, ToolCall
+from turnwise.renderers.template import ChatTemplate, probe_tool
+from turnwise.types import Message, ToolCall, Tools
 
-_ALL: tuple[Parser, ...] = (
-    formats.HERMES,
-    formats.QWEN3_CODER,
-    formats.SEED,
-    formats.MISTRAL,
-    formats.DEEPSEEK,
-    formats.GLM,
-    formats.HUNYUAN,
-    formats.KIMI,
-    formats.KIMI_K3,
-    special_formats.HARMONY,
-    formats.COHERE,
-    formats.COMMAND_R,
-    formats.GEMMA,
-    special_formats.LFM2,
-    formats.MINIMAX_M2,
-    formats.MUSE,
-    formats.MINIMAX_M1,
-    formats.APRIEL,
-    formats.NEMOTRON_V2,
-    formats.GIGACHAT,
-    formats.FUNCTIONARY,
-    formats.MINICPM,
-    formats.GRANITE,
-    formats.INTERNLM2,
-    formats.FUNCTION_GEMMA,
-    special_formats.MINICPM3,
-    special_formats.OLMO3,
-    formats.SOLAR,
-    formats.APERTUS,
-    special_formats.LLAMA3,
-)
-PARSERS: Mapping[str, Parser] = {parser.name: parser for parser in (*_ALL, *BARE)}
+PARSERS: Mapping[str, Parser] = {parser.name: parser for parser in (*FORMATS, *BARE)}
 
 PROBE_NAME, PROBE_ARGUMENTS, PROBE_CONTENT, PROBE_REASON = "probe_name", {"probe_key": "probe_value"}, "CONTENT", "REASON"
 PROBE_CALL = ToolCall(PROBE_NAME, PROBE_ARGUMENTS, "abcdefghi")
 _USER = Message("user", "USERMARK")
-PROBE_TOOL = {
-    "type": "function",
-    "function": {
-        "name": PROBE_NAME,
-        "description": "A tool.",
-        "parameters": {
-            "type": "object",
-            "properties": {"probe_key": {"type": "string", "description": "A key."}},
-            "required": ["probe_key"],
-        },
-    },
-}
+PROBE_TOOL = probe_tool(PROBE_NAME, "A tool.", "probe_key", "A key.")
 
 
 def detect_format(rendered: str) -> str | None:
@@ -75,8 +31,8 @@ def detect_format(rendered: str) -> str | None:
     if PROBE_NAME not in rendered:
         if PROBE_REASON not in rendered:
             return None
-        return next((p.name for p in _ALL if PROBE_REASON in (p.parse(rendered).reasoning or "")), None)
-    return next((parser.name for text in without_call_endings(rendered) for parser in _ALL if _reads(parser, text)), None)
+        return next((p.name for p in FORMATS if PROBE_REASON in (p.parse(rendered).reasoning or "")), None)
+    return next((parser.name for text in without_call_endings(rendered) for parser in FORMATS if _reads(parser, text)), None)
 
 
 def _reads(parser: Parser, text: str) -> bool:
@@ -108,10 +64,8 @@ def render_probe_reply(
     """
     best = None
     for content, reasoning in ((PROBE_CONTENT, PROBE_REASON), ("", PROBE_REASON), (PROBE_CONTENT, None), ("", None)):
-        try:
-            text = template.render((_USER, Message("assistant", content, tool_calls=calls, reasoning=reasoning)), tools)
-        except TemplateError:
-            continue
+        asked = (_USER, Message("assistant", content, tool_calls=calls, reasoning=reasoning))
+        text = template.try_render(asked, tools) or ""
         _, found, reply = text.rpartition(_USER.text)
         if found and calls[0].name in reply:
             return reply
@@ -131,18 +85,8 @@ def parser_for_template(template: ChatTemplate) -> Parser | None:
     return next((parser for text in without_call_endings(alone) for parser in BARE if _reads(parser, text)), None)
 
 
-def rendered_call(template: ChatTemplate) -> str:
-    """Return the template's text for a reply with a call; empty if it writes no calls."""
-    rendered = render_probe_reply(template) or ""
-    return rendered if PROBE_NAME in rendered else ""
-
-
 def _render_lone_call(template: ChatTemplate) -> str:
     """Render a reply of one call after the generation prompt; empty if the two cannot be separated."""
-    asked, reply = (_USER,), Message("assistant", "", tool_calls=(PROBE_CALL,))
-    try:
-        prompt = template.render(asked, (PROBE_TOOL,), generation_prompt=True)
-        full = template.render((*asked, reply), (PROBE_TOOL,))
-    except TemplateError:
-        return ""
-    return full.removeprefix(prompt) if full.startswith(prompt) else ""
+    prompt = template.try_render((_USER,), (PROBE_TOOL,), generation_prompt=True)
+    full = template.try_render((_USER, Message("assistant", "", tool_calls=(PROBE_CALL,))), (PROBE_TOOL,))
+    return full.removeprefix(prompt) if full and prompt is not None and full.startswith(prompt) else ""

@@ -1,4 +1,4 @@
-r"""Table of reply formats, one entry per model family.
+r"""Table of reply formats, one row per model family, in the order in which a template's format is looked for.
 
 Each example calls `look_up` with the key "a"; `\n` is a line break. Where arguments are bare text, the tool's JSON schema
 decides what `5` is (see `readers.coerce`).
@@ -51,6 +51,12 @@ Qwen3-Coder, Qwen 3.5 and later, Nemotron 3 and Step 3.5: tags, arguments as bar
 
 Formats of one family each, with a shared reader::
 
+    Apriel              <tool_calls>[{"name": "look_up", ...}]</tool_calls>   (thinking ends in `[BEGIN FINAL RESPONSE]`)
+    GigaChat            <|function_call|>{"name": "look_up", ...}; earlier <|message_sep|>function call<|role_sep|>\n{...}
+    Hunyuan 3           GLM's in `<tool_calls:opensource>`, with `<tool_sep:opensource>` after the name
+    MiniMax M1          <tool_calls>\n{"name": "look_up", ...}\n</tool_calls>   (one line per call)
+    Nemotron v2         <TOOLCALL>[{"name": "look_up", ...}]</TOOLCALL>
+    Seed                Qwen3-Coder's tags in `<seed:tool_call>`, thinking in `<seed:think>`
     Functionary 3.1     <function=look_up>{"key": "a"}</function>
     Functionary 3.2     look_up\n{"key": "a"}>>>look_up\n{"key": "b"}   (the prompt ends in `>>>`; `all` is the visible text)
     Solar Open          <|tool_call:begin|>ID<|tool_call:name|>look_up<|tool_call:args|>{"key": "a"}<|tool_call:end|>
@@ -64,28 +70,22 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
-from turnwise.renderers.parsers.base import CallSyntax, MalformedCall, Read, ReasoningMarks, ReplyFormat, Tools, malformed_call
+from turnwise.renderers.parsers.base import CallSyntax, MalformedCall, Parser, Read, ReasoningMarks, ReplyFormat, malformed_call
 from turnwise.renderers.parsers.readers import JsonCalls, NamedJsonCalls, TaggedCalls, make_call, read_json
-from turnwise.types import ToolCall
+from turnwise.renderers.parsers.special_formats import HARMONY, LFM2, LLAMA3, MINICPM3, OLMO3
+from turnwise.types import ToolCall, Tools
 
-_READ = JsonCalls("tool_name", ("parameters",), "tool_call_id", many=True)
-COHERE = ReplyFormat(
-    "cohere",
-    (CallSyntax("<|START_ACTION|>", _READ, "<|END_ACTION|>"),),
-    thinking=ReasoningMarks("<|START_THINKING|>", "<|END_THINKING|>"),
-    dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
-)
-COMMAND_R = ReplyFormat("command_r", (CallSyntax("Action:\n```json\n", _READ, "```"),), ("Action:\n", "<"))
-
+_JSON, _JSON_LIST = JsonCalls(), JsonCalls(many=True)
+_COHERE = JsonCalls("tool_name", ("parameters",), "tool_call_id", many=True)
 
 _SEP = "<｜tool▁sep｜>"
 _FENCED = NamedJsonCalls("\n```json\n", f"function{_SEP}NAME\\n```json\\n{{...}}\\n```")
 _BARE = NamedJsonCalls(_SEP, f"NAME{_SEP}{{...}}")
-_SECTIONS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 
 
-def _deepseek_read(body: str, tools: Tools) -> list[ToolCall]:
+def _deepseek(body: str, tools: Tools) -> list[ToolCall]:
     kind, _, call = body.partition(_SEP)
     if kind.strip() == "function" and not call.lstrip().startswith("{"):
         return _FENCED(call.rstrip().removesuffix("```"), tools)
@@ -99,57 +99,37 @@ _DEEPSEEK_TAGS = TaggedCalls(
     "</｜DSML｜invoke>",
     '<｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="true|false">VALUE</｜DSML｜parameter></｜DSML｜invoke>',
 )
-DEEPSEEK = ReplyFormat(
-    "deepseek",
-    (
-        CallSyntax("<｜tool▁call▁begin｜>", _deepseek_read, "<｜tool▁call▁end｜>", _SECTIONS),
-        CallSyntax("<｜DSML｜tool_calls>", _DEEPSEEK_TAGS, "</｜DSML｜tool_calls>"),
-        CallSyntax("<｜DSML｜function_calls>", _DEEPSEEK_TAGS, "</｜DSML｜function_calls>"),
-    ),
-)
+
+_GEMMA_CALL = re.compile(r"\s*call:([^\s{]+)(?=\{)")
+_GEMMA_WORDS = {"true": "true", "false": "false", "null": "null", "None": "null"}
 
 
-_CALL = re.compile(r"\s*call:([^\s{]+)(?=\{)")
-_WORDS = {"true": "true", "false": "false", "null": "null", "None": "null"}
-
-
-def _token(match: re.Match[str]) -> str:
+def _gemma_token(match: re.Match[str]) -> str:
     if (string := match["string"]) is not None:
         return json.dumps(string)
     before_colon = match.string[match.end() : match.end() + 1] == ":"
     word = match["word"]
-    if not before_colon and word in _WORDS:
-        return _WORDS[word]
+    if not before_colon and word in _GEMMA_WORDS:
+        return _GEMMA_WORDS[word]
     exponent = match.start() and match.string[match.start() - 1].isdigit()  # 1e-05
     return word if exponent else json.dumps(word) if before_colon else word
 
 
-def _reader(quote: str) -> Read:
+def _gemma(quote: str) -> Read:
     """Return the reader of calls whose strings are between two of these marks."""
     example = f"call:NAME{{KEY:{quote}VALUE{quote}}}"
     token = re.compile(rf"{re.escape(quote)}(?P<string>.*?){re.escape(quote)}|(?P<word>[^\W\d][\w.-]*)", re.DOTALL)
 
     def read(body: str, tools: Tools) -> list[ToolCall]:
-        head = _CALL.match(body)
+        head = _GEMMA_CALL.match(body)
         if head is None:
             return [malformed_call("not_a_call" if body.strip() else "truncated", f"a tool call looks like {example}")]
         try:
-            return [make_call(head[1], read_json(token.sub(_token, body[head.end() :])))]
+            return [make_call(head[1], read_json(token.sub(_gemma_token, body[head.end() :])))]
         except MalformedCall as error:
             return [malformed_call(error.cause, f"{error}; a tool call looks like {example}", head[1])]
 
     return read
-
-
-GEMMA = ReplyFormat(
-    "gemma",
-    (CallSyntax("<|tool_call>", _reader('<|"|>'), "<tool_call|>"),),
-    thinking=ReasoningMarks("<|channel>thought\n", "<channel|>"),
-    dropped=("<|tool_response>",),
-)
-FUNCTION_GEMMA = ReplyFormat(
-    "function_gemma", (CallSyntax("<start_function_call>", _reader("<escape>"), "<end_function_call>"),)
-)
 
 
 def _glm_tags(suffix: str, after_name: str = "") -> TaggedCalls:
@@ -162,49 +142,7 @@ def _glm_tags(suffix: str, after_name: str = "") -> TaggedCalls:
     )
 
 
-GLM = ReplyFormat("glm", (CallSyntax("<tool_call>", _glm_tags(""), "</tool_call>"),))
-
-_HY = ":opensource"
-HUNYUAN = ReplyFormat(
-    "hunyuan",
-    (
-        CallSyntax(
-            f"<tool_call{_HY}>",
-            _glm_tags(_HY, f"<tool_sep{_HY}>"),
-            f"</tool_call{_HY}>",
-            (f"<tool_calls{_HY}>", f"</tool_calls{_HY}>"),
-        ),
-    ),
-    thinking=ReasoningMarks(f"<think{_HY}>", f"</think{_HY}>"),
-)
-"""Hunyuan 3: the same in `<tool_calls:opensource>`, with `<tool_sep:opensource>` after the name."""
-
-
-HERMES = ReplyFormat("hermes", (CallSyntax("<tool_call>", JsonCalls(), "</tool_call>"),))
-
-NEMOTRON_V2 = ReplyFormat("nemotron_v2", (CallSyntax("<TOOLCALL>", JsonCalls(many=True), "</TOOLCALL>"),))
-"""`<TOOLCALL>[{"name": ..., "arguments": ...}, ...]</TOOLCALL>`"""
-
-APRIEL = ReplyFormat(
-    "apriel",
-    (CallSyntax("<tool_calls>", JsonCalls(many=True), "</tool_calls>"),),
-    ("<", "[BEGIN FINAL RESPONSE]"),
-    ReasoningMarks("Here are my reasoning steps:\n", "[BEGIN FINAL RESPONSE]"),
-)
-"""`<tool_calls>[{...}, ...]</tool_calls>`; thinking ends in `[BEGIN FINAL RESPONSE]`."""
-
-MINIMAX_M1 = ReplyFormat("minimax_m1", (CallSyntax("<tool_calls>", JsonCalls(lines=True), "</tool_calls>"),))
-"""`<tool_calls>`, one line of JSON per call, `</tool_calls>`."""
-
-GIGACHAT = ReplyFormat(
-    "gigachat",
-    (CallSyntax("<|function_call|>", JsonCalls()), CallSyntax("function call<|role_sep|>\n", JsonCalls())),
-    dropped=("<|message_sep|>",),
-)
-"""`<|function_call|>{...}`, earlier `<|message_sep|>`, then `function call<|role_sep|>` and `{...}`."""
-
-
-_MARK = "<|tool_call_argument_begin|>"
+_KIMI_MARK = "<|tool_call_argument_begin|>"
 
 
 def _kimi_head(text: str) -> tuple[str, str]:
@@ -214,36 +152,13 @@ def _kimi_head(text: str) -> tuple[str, str]:
     return name, given_id
 
 
-KIMI = ReplyFormat(
-    "kimi",
-    (
-        CallSyntax(
-            "<|tool_call_begin|>",
-            NamedJsonCalls(_MARK, f"functions.NAME:0{_MARK}{{...}}", _kimi_head),
-            "<|tool_call_end|>",
-            ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-        ),
-    ),
-)
-
-KIMI_K3 = ReplyFormat(
-    "kimi_k3",
-    (
-        CallSyntax(
-            "<|open|>tools<|sep|>",
-            TaggedCalls(
-                re.compile(r'<\|open\|>call tool="([^"<]*)"[^<]*<\|sep\|>'),
-                re.compile(r'\s*<\|open\|>argument key="([^"<]*)" type="(?P<type>[^"<]*)"<\|sep\|>'),
-                "<|close|>argument<|sep|>",
-                "<|close|>call<|sep|>",
-                '<|open|>call tool="NAME"<|sep|><|open|>argument key="KEY" type="TYPE"<|sep|>VALUE'
-                "<|close|>argument<|sep|><|close|>call<|sep|>",
-            ),
-            "<|close|>tools<|sep|>",
-        ),
-    ),
-    thinking=ReasoningMarks("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
-    dropped=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+_KIMI_K3 = TaggedCalls(
+    re.compile(r'<\|open\|>call tool="([^"<]*)"[^<]*<\|sep\|>'),
+    re.compile(r'\s*<\|open\|>argument key="([^"<]*)" type="(?P<type>[^"<]*)"<\|sep\|>'),
+    "<|close|>argument<|sep|>",
+    "<|close|>call<|sep|>",
+    '<|open|>call tool="NAME"<|sep|><|open|>argument key="KEY" type="TYPE"<|sep|>VALUE'
+    "<|close|>argument<|sep|><|close|>call<|sep|>",
 )
 
 
@@ -257,42 +172,16 @@ def _minimax_tags(call: str, argument: str) -> TaggedCalls:
     )
 
 
-MINIMAX_M2 = ReplyFormat(
-    "minimax_m2", (CallSyntax("<minimax:tool_call>", _minimax_tags("invoke", "parameter"), "</minimax:tool_call>"),)
-)
-
-MUSE = ReplyFormat(
-    "muse",
-    (CallSyntax("<atem:function_calls>", _minimax_tags("atem:invoke", "atem:parameter"), "</atem:function_calls>"),),
-    thinking=ReasoningMarks("to=self<|message|>", "<|eom|>"),
-)
-"""Muse: `<atem:function_calls>`, `<atem:invoke name=...>`; thinking is a separate message."""
-
-
 def _mistral_head(text: str) -> tuple[str, str]:
     name, _, given_id = text.partition("[CALL_ID]")
     return name.strip(), given_id.strip()
 
 
-_LIST = JsonCalls(many=True)
-_NAMED = NamedJsonCalls("[ARGS]", "[TOOL_CALLS]NAME[ARGS]{...}", _mistral_head)
+_MISTRAL = NamedJsonCalls("[ARGS]", "[TOOL_CALLS]NAME[ARGS]{...}", _mistral_head)
 
 
-def _mistral_read(body: str, tools: Tools) -> list[ToolCall]:
-    return (_LIST if body.lstrip()[:1] in ("[", "{") else _NAMED)(body, tools)
-
-
-MISTRAL = ReplyFormat(
-    "mistral",
-    (CallSyntax("[TOOL_CALLS]", _mistral_read),),
-    hints=("[TOOL_CALLS]", "[/THINK]", "[THINK]"),
-    thinking=ReasoningMarks("[THINK]", "[/THINK]"),
-)
-
-
-FUNCTIONARY = ReplyFormat(
-    "functionary", (CallSyntax("<function=", NamedJsonCalls(">", "<function=NAME>{...}</function>"), "</function>"),)
-)
+def _mistral(body: str, tools: Tools) -> list[ToolCall]:
+    return (_JSON_LIST if body.lstrip()[:1] in ("[", "{") else _MISTRAL)(body, tools)
 
 
 def _solar_head(text: str) -> tuple[str, str]:
@@ -302,12 +191,6 @@ def _solar_head(text: str) -> tuple[str, str]:
 
 _SOLAR = NamedJsonCalls(
     "<|tool_call:args|>", "<|tool_call:begin|>ID<|tool_call:name|>NAME<|tool_call:args|>{...}<|tool_call:end|>", _solar_head
-)
-SOLAR = ReplyFormat(
-    "solar",
-    (CallSyntax("<|tool_call:begin|>", _SOLAR, "<|tool_call:end|>", ("<|tool_calls|>",)),),
-    thinking=ReasoningMarks("<|think|>", "<|end|>"),
-    dropped=("<|begin|>assistant", "<|content|>"),
 )
 
 
@@ -326,37 +209,18 @@ def _apertus(body: str, tools: Tools) -> list[ToolCall]:
     ]
 
 
-APERTUS = ReplyFormat("apertus", (CallSyntax("<|tools_prefix|>", _apertus, "<|tools_suffix|>"),))
-
-
 def _granite(body: str, tools: Tools) -> list[ToolCall]:
     text = body.strip()
     for mark in ("<|/tool_call|>", "</tool_call>"):  # Phi 4 writes an end, Granite none
         text = text.removesuffix(mark)
-    return _LIST(text)
+    return _JSON_LIST(text)
 
 
-GRANITE = ReplyFormat("granite", (CallSyntax("<|tool_call|>", _granite), CallSyntax("<tool_call>", _granite)))
-INTERNLM2 = ReplyFormat(
-    "internlm2",
-    (CallSyntax("<|action_start|><|plugin|>", JsonCalls(arguments=("parameters", "arguments")), "<|action_end|>"),),
-)
-
-_MINICPM = TaggedCalls(
-    re.compile(r'<function name="([^">\n]*)">'),
-    re.compile(r'\s*<param name="([^">\n]*)">'),
-    "</param>",
-    "</function>",
-    '<function name="NAME"><param name="KEY">VALUE</param></function>',
-    cdata=True,
-)
+_MINICPM = replace(_minimax_tags("function", "param"), cdata=True)
 
 
 def _minicpm(body: str, tools: Tools) -> list[ToolCall]:
     return _MINICPM(f"<function {body}</function>", tools)
-
-
-MINICPM = ReplyFormat("minicpm", (CallSyntax("<function ", _minicpm, "</function>"),))
 
 
 _QWEN3_CODER_TAGS = TaggedCalls(
@@ -367,11 +231,117 @@ _QWEN3_CODER_TAGS = TaggedCalls(
     "<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>",
     newline=True,
 )
-QWEN3_CODER = ReplyFormat("qwen3_coder", (CallSyntax("<tool_call>", _QWEN3_CODER_TAGS, "</tool_call>"),))
 
-SEED = ReplyFormat(
-    "seed",
-    (CallSyntax("<seed:tool_call>", _QWEN3_CODER_TAGS, "</seed:tool_call>"),),
-    thinking=ReasoningMarks("<seed:think>", "</seed:think>"),
+
+_HY = ":opensource"
+FORMATS: tuple[Parser, ...] = (
+    ReplyFormat("hermes", (CallSyntax("<tool_call>", _JSON, "</tool_call>"),)),
+    ReplyFormat("qwen3_coder", (CallSyntax("<tool_call>", _QWEN3_CODER_TAGS, "</tool_call>"),)),
+    ReplyFormat(
+        "seed",
+        (CallSyntax("<seed:tool_call>", _QWEN3_CODER_TAGS, "</seed:tool_call>"),),
+        thinking=ReasoningMarks("<seed:think>", "</seed:think>"),
+    ),
+    ReplyFormat(
+        "mistral",
+        (CallSyntax("[TOOL_CALLS]", _mistral),),
+        hints=("[TOOL_CALLS]", "[/THINK]", "[THINK]"),
+        thinking=ReasoningMarks("[THINK]", "[/THINK]"),
+    ),
+    ReplyFormat(
+        "deepseek",
+        (
+            CallSyntax(
+                "<｜tool▁call▁begin｜>", _deepseek, "<｜tool▁call▁end｜>", ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+            ),
+            CallSyntax("<｜DSML｜tool_calls>", _DEEPSEEK_TAGS, "</｜DSML｜tool_calls>"),
+            CallSyntax("<｜DSML｜function_calls>", _DEEPSEEK_TAGS, "</｜DSML｜function_calls>"),
+        ),
+    ),
+    ReplyFormat("glm", (CallSyntax("<tool_call>", _glm_tags(""), "</tool_call>"),)),
+    ReplyFormat(
+        "hunyuan",
+        (
+            CallSyntax(
+                f"<tool_call{_HY}>",
+                _glm_tags(_HY, f"<tool_sep{_HY}>"),
+                f"</tool_call{_HY}>",
+                (f"<tool_calls{_HY}>", f"</tool_calls{_HY}>"),
+            ),
+        ),
+        thinking=ReasoningMarks(f"<think{_HY}>", f"</think{_HY}>"),
+    ),
+    ReplyFormat(
+        "kimi",
+        (
+            CallSyntax(
+                "<|tool_call_begin|>",
+                NamedJsonCalls(_KIMI_MARK, f"functions.NAME:0{_KIMI_MARK}{{...}}", _kimi_head),
+                "<|tool_call_end|>",
+                ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+            ),
+        ),
+    ),
+    ReplyFormat(
+        "kimi_k3",
+        (CallSyntax("<|open|>tools<|sep|>", _KIMI_K3, "<|close|>tools<|sep|>"),),
+        thinking=ReasoningMarks("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+        dropped=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+    ),
+    HARMONY,
+    ReplyFormat(
+        "cohere",
+        (CallSyntax("<|START_ACTION|>", _COHERE, "<|END_ACTION|>"),),
+        thinking=ReasoningMarks("<|START_THINKING|>", "<|END_THINKING|>"),
+        dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    ),
+    ReplyFormat("command_r", (CallSyntax("Action:\n```json\n", _COHERE, "```"),), ("Action:\n", "<")),
+    ReplyFormat(
+        "gemma",
+        (CallSyntax("<|tool_call>", _gemma('<|"|>'), "<tool_call|>"),),
+        thinking=ReasoningMarks("<|channel>thought\n", "<channel|>"),
+        dropped=("<|tool_response>",),
+    ),
+    LFM2,
+    ReplyFormat(
+        "minimax_m2", (CallSyntax("<minimax:tool_call>", _minimax_tags("invoke", "parameter"), "</minimax:tool_call>"),)
+    ),
+    ReplyFormat(
+        "muse",
+        (CallSyntax("<atem:function_calls>", _minimax_tags("atem:invoke", "atem:parameter"), "</atem:function_calls>"),),
+        thinking=ReasoningMarks("to=self<|message|>", "<|eom|>"),  # a separate message
+    ),
+    ReplyFormat("minimax_m1", (CallSyntax("<tool_calls>", JsonCalls(lines=True), "</tool_calls>"),)),
+    ReplyFormat(
+        "apriel",
+        (CallSyntax("<tool_calls>", _JSON_LIST, "</tool_calls>"),),
+        ("<", "[BEGIN FINAL RESPONSE]"),
+        ReasoningMarks("Here are my reasoning steps:\n", "[BEGIN FINAL RESPONSE]"),
+    ),
+    ReplyFormat("nemotron_v2", (CallSyntax("<TOOLCALL>", _JSON_LIST, "</TOOLCALL>"),)),
+    ReplyFormat(
+        "gigachat",
+        (CallSyntax("<|function_call|>", _JSON), CallSyntax("function call<|role_sep|>\n", _JSON)),
+        dropped=("<|message_sep|>",),
+    ),
+    ReplyFormat(
+        "functionary", (CallSyntax("<function=", NamedJsonCalls(">", "<function=NAME>{...}</function>"), "</function>"),)
+    ),
+    ReplyFormat("minicpm", (CallSyntax("<function ", _minicpm, "</function>"),)),
+    ReplyFormat("granite", (CallSyntax("<|tool_call|>", _granite), CallSyntax("<tool_call>", _granite))),
+    ReplyFormat(
+        "internlm2",
+        (CallSyntax("<|action_start|><|plugin|>", JsonCalls(arguments=("parameters", "arguments")), "<|action_end|>"),),
+    ),
+    ReplyFormat("function_gemma", (CallSyntax("<start_function_call>", _gemma("<escape>"), "<end_function_call>"),)),
+    MINICPM3,
+    OLMO3,
+    ReplyFormat(
+        "solar",
+        (CallSyntax("<|tool_call:begin|>", _SOLAR, "<|tool_call:end|>", ("<|tool_calls|>",)),),
+        thinking=ReasoningMarks("<|think|>", "<|end|>"),
+        dropped=("<|begin|>assistant", "<|content|>"),
+    ),
+    ReplyFormat("apertus", (CallSyntax("<|tools_prefix|>", _apertus, "<|tools_suffix|>"),)),
+    LLAMA3,
 )
-"""`<seed:tool_call>` around the same tags, `<seed:think>` around thinking."""

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from turnwise.renderers.parsers.base import MalformedCall, Tools, malformed_call, properties_of
-from turnwise.types import ToolCall
+from turnwise.renderers.parsers.base import MalformedCall, malformed_call, properties_of
+from turnwise.types import ToolCall, Tools
 
 _NEAR = 64
 """Characters before an error that are inspected for its cause."""
@@ -31,11 +31,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 def read_json(text: str, what: str = "the tool call") -> Any:
-    """Parse strict JSON.
-
-    Raises:
-        MalformedCall: `truncated`, `trailing_comma`, `python_literal`, `too_deep` or `not_json`.
-    """
+    """Parse strict JSON. Raises `MalformedCall`: `truncated`, `trailing_comma`, `python_literal`, `too_deep` or `not_json`."""
     try:
         return _DECODER.decode(text)
     except RecursionError:
@@ -66,8 +62,7 @@ def _explained(text: str, error: json.JSONDecodeError, what: str) -> MalformedCa
 def python_as_json(text: str) -> str:
     """Convert Python literals (strings, numbers, True, False, None, and lists, tuples and dicts of them) to JSON text.
 
-    Raises:
-        MalformedCall: `truncated` if a string does not end, `not_json` for any other name.
+    Raises `MalformedCall`: `truncated` if a string does not end, `not_json` for any other name.
     """
     parts: list[str] = []
     at = 0

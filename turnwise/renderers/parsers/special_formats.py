@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from turnwise.renderers.parsers.base import (
@@ -47,13 +47,12 @@ from turnwise.renderers.parsers.base import (
     Read,
     ReasoningMarks,
     ReplyFormat,
-    Tools,
     finish_calls,
     malformed_call,
     name_of,
 )
 from turnwise.renderers.parsers.readers import STRING, JsonCalls, make_call, python_as_json, read_json
-from turnwise.types import Message, ToolCall
+from turnwise.types import Message, ToolCall, Tools
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _END = re.compile(r"<\|(?:end|call|return)\|>")
@@ -67,7 +66,7 @@ class Harmony:
     name: str = "harmony"
 
     def parse(self, text: str, tools: Tools = (), *, thinking: bool = False) -> Message:
-        """See `Parser.parse`; a reply without channels is visible text, or thinking if the prompt opened that."""
+        """A reply without channels is visible text, or thinking if the prompt opened that."""
         if not thinking and "<|" not in text:
             return Message("assistant", text)
         thoughts: list[str] = []
@@ -112,7 +111,6 @@ def _call(recipient: str, body: str, begun: bool) -> ToolCall:
 
 
 HARMONY = Harmony()
-
 
 _EXAMPLE = "[NAME(KEY='VALUE')]"
 _CALL = re.compile(r"\s*([\w.-]+)\(")
@@ -210,58 +208,12 @@ MINICPM3 = ReplyFormat(
 OLMO3 = ReplyFormat("olmo3", (CallSyntax("<function_calls>", _read_lines, "</function_calls>"),))
 
 
-_MARK = "<|python_tag|>"
-_BEGIN = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:')
-_LLAMA3_BETWEEN = re.compile(r"\s*;\s*(?=\{)")
-_DECODER = json.JSONDecoder()
-_LLAMA3_PLAIN = ReplyFormat("llama3", ())
-_READ = JsonCalls(arguments=("parameters", "arguments"))
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3:
-    """Parser of replies that consist of JSON calls."""
-
-    name: str = "llama3"
-
-    def parse(self, text: str, tools: Tools = (), *, thinking: bool = False) -> Message:
-        """See `Parser.parse`."""
-        message = _LLAMA3_PLAIN.parse(text, tools, thinking=thinking)
-        if not tools:
-            return message
-        visible = message.text.strip()
-        if not visible.startswith(_MARK) and not _BEGIN.match(visible):
-            return message
-        calls = finish_calls(_calls(visible.removeprefix(_MARK).strip()), tools)
-        return Message("assistant", "", tool_calls=calls, reasoning=message.reasoning)
-
-    def opens_reasoning(self, prompt: str) -> bool:
-        """See `Parser.opens_reasoning`."""
-        return _LLAMA3_PLAIN.opens_reasoning(prompt)
-
-
-def _calls(text: str) -> list[ToolCall]:
-    """Return the calls of a text; text after the last valid object is parsed with it, and makes it malformed."""
-    found: list[ToolCall] = []
-    at = 0
-    while True:
-        try:
-            end = _DECODER.raw_decode(text, at)[1]
-        except (ValueError, RecursionError):
-            return found + _READ(text[at:])
-        between = _LLAMA3_BETWEEN.match(text, end)
-        if between is None:
-            return found + _READ(text[at:])
-        found += _READ(text[at:end])
-        at = between.end()
-
-
-LLAMA3 = Llama3()
+_PLAIN = ReplyFormat("plain", ())
 
 
 @dataclass(frozen=True, slots=True)
 class Bare:
-    """Parser of replies that consist of a list of calls."""
+    """Parser of replies that consist of calls."""
 
     name: str
     begins: re.Pattern[str]
@@ -269,11 +221,10 @@ class Bare:
     read: Read
     dropped: tuple[str, ...] = ()
     """Optional marks around the list."""
-    thinking: ReasoningMarks = field(default_factory=ReasoningMarks)
 
     def parse(self, text: str, tools: Tools = (), *, thinking: bool = False) -> Message:
         """See `Parser.parse`."""
-        message = self._plain.parse(text, tools, thinking=thinking)
+        message = _PLAIN.parse(text, tools, thinking=thinking)
         visible = message.text.strip()
         for mark in self.dropped:
             visible = visible.removeprefix(mark).removesuffix(mark).strip()
@@ -284,13 +235,33 @@ class Bare:
 
     def opens_reasoning(self, prompt: str) -> bool:
         """See `Parser.opens_reasoning`."""
-        return self.thinking.opened(prompt)
-
-    @property
-    def _plain(self) -> ReplyFormat:
-        return ReplyFormat(self.name, (), thinking=self.thinking)
+        return _PLAIN.opens_reasoning(prompt)
 
 
+_MARK = "<|python_tag|>"
+_BETWEEN = re.compile(r"\s*;\s*(?=\{)")
+_DECODER = json.JSONDecoder()
+_READ = JsonCalls(arguments=("parameters", "arguments"))
+
+
+def _read_objects(body: str, tools: Tools) -> list[ToolCall]:
+    """Return the calls of a text; text after the last valid object is parsed with it, and makes it malformed."""
+    text = body.removeprefix(_MARK).strip()
+    found: list[ToolCall] = []
+    at = 0
+    while True:
+        try:
+            end = _DECODER.raw_decode(text, at)[1]
+        except (ValueError, RecursionError):
+            return found + _READ(text[at:])
+        between = _BETWEEN.match(text, end)
+        if between is None:
+            return found + _READ(text[at:])
+        found += _READ(text[at:end])
+        at = between.end()
+
+
+LLAMA3 = Bare("llama3", re.compile(re.escape(_MARK) + r'|\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:'), _read_objects)
 PYTHONIC = Bare("pythonic", re.compile(r"\[\s*([\w.-]+)\("), read_list, ("<|python_start|>", "<|python_end|>"))
 JSON_LIST = Bare(
     "json_list",

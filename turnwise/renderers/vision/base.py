@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from turnwise.errors import MediaError, TemplateError
@@ -35,15 +35,13 @@ class VisionProcessor(Protocol):
     def block(self, media: Media) -> MediaBlock:
         """Return the ids of an image or video; they depend on its size alone, no pixels are read.
 
-        Raises:
-            MediaError: if the model does not support its kind or shape.
+        Raises `MediaError` if the model does not support its kind or shape.
         """
 
     def expand(self, ids: Sequence[int], media: Sequence[Media]) -> tuple[list[int], tuple[MediaPlacement, ...]]:
         """Replace each placeholder in compact ids, as a template writes them, by the block of its media.
 
-        Raises:
-            TemplateError: if number, kinds or order of placeholders and media differ.
+        Raises `TemplateError` if number, kinds or order of placeholders and media differ.
         """
 
     def compact(self, ids: Sequence[int], placed: Sequence[MediaPlacement]) -> list[int]:
@@ -52,8 +50,7 @@ class VisionProcessor(Protocol):
     def check(self, ids: Sequence[int], placed: Sequence[MediaPlacement]) -> None:
         """Check that ids and media match: every pad is in a block, and every block has one pad per feature.
 
-        Raises:
-            MediaError: if they do not match, with the counts.
+        Raises `MediaError` if they do not match, with the counts.
         """
 
     def positions(self, length: int, placed: Sequence[MediaPlacement], start: int = 0) -> Any:
@@ -72,7 +69,7 @@ class VisionProcessor(Protocol):
 _MAX_BLOCKS = 4096
 
 
-class BaseVisionProcessor:
+class BaseVisionProcessor(VisionProcessor):
     """Base class of vision processors; a family defines blocks, positions and pixel processing."""
 
     def __init__(
@@ -116,7 +113,6 @@ class BaseVisionProcessor:
     # The protocol
 
     def block(self, media: Media) -> MediaBlock:
-        """See `VisionProcessor.block`."""
         first = media.frames[0] if isinstance(media, VideoRef) else media
         if first.width < 1 or first.height < 1:
             raise MediaError(f"image {first.sha256[:12]}: unknown size; take references from a media store")
@@ -133,7 +129,6 @@ class BaseVisionProcessor:
         return found
 
     def expand(self, ids: Sequence[int], media: Sequence[Media]) -> tuple[list[int], tuple[MediaPlacement, ...]]:
-        """See `VisionProcessor.expand`."""
         blocks = [self.block(one) for one in media]
         pads = [(at, token) for at, token in enumerate(ids) if token in self.pad_ids]
         expected = [self._video_id if isinstance(one, VideoRef) else self._image_id for one in media]
@@ -154,7 +149,6 @@ class BaseVisionProcessor:
         return out, tuple(placed)
 
     def compact(self, ids: Sequence[int], placed: Sequence[MediaPlacement]) -> list[int]:
-        """See `VisionProcessor.compact`."""
         out: list[int] = []
         done = 0
         for block in placed:
@@ -165,7 +159,6 @@ class BaseVisionProcessor:
         return out
 
     def check(self, ids: Sequence[int], placed: Sequence[MediaPlacement]) -> None:
-        """See `VisionProcessor.check`."""
         if not placed and self.pad_ids.isdisjoint(ids):
             return
         inside = 0
@@ -184,28 +177,20 @@ class BaseVisionProcessor:
             )
 
     def positions(self, length: int, placed: Sequence[MediaPlacement], start: int = 0) -> Any:
-        """See `VisionProcessor.positions`; one-dimensional unless the family overrides it."""
         return None
 
     def process(self, media: Media, store: MediaStore) -> Mapping[str, Any]:
-        """See `VisionProcessor.process`.
-
-        Raises:
-            MediaError: if the store lacks it, or the model does not support it.
-        """
         _ = self.block(media)  # rejects media without a block before any processor runs
         return self._process(media, store)
 
     def merge(self, chunks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """See `VisionProcessor.merge`."""
         import numpy as np
 
         rows: dict[str, list[Any]] = {}
         for chunk in chunks:
             for name, array in chunk.items():
                 rows.setdefault(name, []).append(array)
-        axis: Callable[[str], int] = lambda name: 0 if name.endswith("_thw") else self._axis  # noqa: E731
-        return {name: np.concatenate(arrays, axis=axis(name)) for name, arrays in rows.items()}
+        return {name: np.concatenate(arrays, 0 if name.endswith("_thw") else self._axis) for name, arrays in rows.items()}
 
 
 def pixels_of(media: Media, store: MediaStore) -> list[Any]:

@@ -44,11 +44,7 @@ class LlavaVisionProcessor(BaseVisionProcessor):
 
 
 def _size(files: ModelFiles) -> tuple[int, int]:
-    """Return the height and width of every processed image.
-
-    Raises:
-        ModelError: if image sizes differ.
-    """
+    """Return the height and width of every processed image. Raises `ModelError` if image sizes differ."""
     if files.vision.get("model_type") == "pixtral":
         raise ModelError(f"{files.root}: a LLaVA with a Pixtral tower, which splits images into rows; it is not supported")
     given = files.image

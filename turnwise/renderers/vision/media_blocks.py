@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from turnwise.errors import TemplateError
 from turnwise.renderers.probe import TemplateProbe
-from turnwise.renderers.template import call_id
-from turnwise.types import ImageRef, Media, MediaPlacement, Message, ToolCall
+from turnwise.renderers.template import PROBE_CALL, probe_result
+from turnwise.types import ImageRef, Media, MediaPlacement, Message
 
 if TYPE_CHECKING:
     from turnwise.renderers.vision.base import VisionProcessor
@@ -44,9 +44,8 @@ class MediaExpander:
     def expand(self, ids: list[int], messages: Sequence[Message]) -> tuple[list[int], tuple[MediaPlacement, ...]]:
         """Replace each placeholder that the template wrote by the block of its image or video.
 
-        Raises:
-            TemplateError: if the template does not write one placeholder for each.
-            MediaError: if the model does not support one of them.
+        Raises `TemplateError` if the template does not write one placeholder for each; `MediaError` if the model does not
+        support one of them.
         """
         if self.vision is None:
             return ids, ()
@@ -93,10 +92,9 @@ class MediaExpander:
     @cached_property
     def shows_tool_images(self) -> bool:
         """Whether the template writes a placeholder for an image in a tool result."""
-        call = ToolCall("f", {"x": "1"}, call_id(0))
-        answer = Message("tool", (ImageRef("0" * 64, 64, 64), "t"), tool_call_id=call.id, name="f")
+        answer = replace(probe_result("t"), content=(ImageRef("0" * 64, 64, 64), "t"))
         try:
-            append = self._probe.append(Message("assistant", "", (call,)), (replace(answer, content="t"),))
+            append = self._probe.append(Message("assistant", "", (PROBE_CALL,)), (probe_result("t"),))
             text = self._probe.rendered(append, append.adapted((answer,)))
         except TemplateError:
             return False

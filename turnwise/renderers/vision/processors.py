@@ -40,8 +40,7 @@ class ModelFiles(NamedTuple):
     def token(self, text: str, *names: str, needed: bool = True) -> int | None:
         """Return the id of a control token: by one of these names in `config.json`, else by its text.
 
-        Raises:
-            ModelError: if it is needed but missing, or the id is not a control token of the tokenizer.
+        Raises `ModelError` if it is needed but missing, or the id is not a control token of the tokenizer.
         """
         control = self.codec.control
         for name in names:
@@ -61,11 +60,7 @@ class ModelFiles(NamedTuple):
 
 
 def read_files(root: Path, codec: Tokenizer) -> ModelFiles:
-    """Read the settings files that exist.
-
-    Raises:
-        ModelError: if a file is not a JSON object.
-    """
+    """Read the settings files that exist. Raises `ModelError` if a file is not a JSON object."""
     processor = read_json(root / "processor_config.json")
     image = _part(processor, "image_processor") or read_json(root / "preprocessor_config.json")
     video = _part(processor, "video_processor") or read_json(root / "video_preprocessor_config.json") or image
@@ -90,8 +85,7 @@ _FOLDERS: Mapping[str, str] = {
 def processor_name(files: ModelFiles, default: str) -> str:
     """Return the name of the model's image processor, without the suffix of its implementation.
 
-    Raises:
-        ModelError: for an unknown processor.
+    Raises `ModelError` for an unknown processor.
     """
     given = files.image.get("image_processor_type") or files.image.get("feature_extractor_type") or default
     name = str(given).removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
@@ -110,8 +104,7 @@ def pil_images(media: Media, store: MediaStore) -> list[Any]:
 def load_pillow_processor(files: ModelFiles, name: str) -> Any:
     """Load a model's processor, implemented with Pillow and numpy.
 
-    Raises:
-        ModelError: if transformers is missing or has no such processor.
+    Raises `ModelError` if transformers is missing or has no such processor.
     """
     folder = _FOLDERS[name]
     try:
@@ -146,11 +139,7 @@ class PixelCache:
         self._lock = threading.Lock()
 
     def get(self, media: Media) -> Mapping[str, Any]:
-        """Return the pixel values of an image or video, read-only.
-
-        Raises:
-            MediaError: if it is not in the store.
-        """
+        """Return the pixel values of an image or video, read-only. Raises `MediaError` if it is not in the store."""
         key = media.key
         with self._lock:
             found = self._known.get(key)

@@ -66,8 +66,7 @@ class ImageScaler(NamedTuple):
     def of(cls, files: ModelFiles, kind: QwenVariant, *, video: bool) -> ImageScaler:
         """Read the settings from the model's files.
 
-        Raises:
-            ModelError: for invalid settings, or settings that contradict the vision tower's.
+        Raises `ModelError` for invalid settings, or settings that contradict the vision tower's.
         """
         given = files.video if video else files.image
         size: Mapping[str, Any] = given.get("size") or {}
@@ -107,8 +106,7 @@ class ImageScaler(NamedTuple):
     def resized(self, width: int, height: int) -> tuple[int, int]:
         """Return the width and height an image is scaled to: multiples of a merged patch, within the pixel limits.
 
-        Raises:
-            MediaError: for an unsupported shape.
+        Raises `MediaError` for an unsupported shape.
         """
         side = self.patch * self.merge
         if not self.resize:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from turnwise.config.schema import Aggregation, Batching
 from turnwise.errors import ConfigError, UsageError
 from turnwise.renderers.vision import VisionProcessor
-from turnwise.training.advantages import Credit, TokenWeights, holders
+from turnwise.training.advantages import Credit, TokenWeights
 from turnwise.training.forward.prefix_tree import (
     CostModel,
     PrefixTree,
@@ -270,11 +270,11 @@ def rows_of(
 ) -> list[TrainingRow]:
     """Return the paths of a trajectory with ids that carry loss; each trained id is in exactly one of them."""
     rows = []
-    for sample, holding in zip(trajectory.samples(), holders(trajectory), strict=True):
+    for sample in trajectory.samples():
         # Nothing predicts position 0; `advantages.NO_CONTEXT` counts it.
         places = [place for place, weight in enumerate(sample.weights) if weight and place]
         if scale is not None:
-            places = [place for place in places if scale.of(*holding[place])]
+            places = [place for place in places if scale.of(*sample.slots[place])]
         if not places:
             continue
         logprobs = [sample.logprobs[place] for place in places]
@@ -283,11 +283,11 @@ def rows_of(
                 ids=sample.ids[: places[-1]],
                 places=places,
                 targets=[sample.ids[place] for place in places],
-                weights=[sample.weights[p] * (1.0 if scale is None else scale.of(*holding[p])) for p in places],
+                weights=[sample.weights[p] * (1.0 if scale is None else scale.of(*sample.slots[p])) for p in places],
                 logprobs=[math.nan if logprob is None else logprob for logprob in logprobs],
                 trajectory=index,
                 media=placements_between(sample.media, 0, places[-1]),
-                slots=[holding[place] for place in places],
+                slots=[sample.slots[place] for place in places],
                 routes=routes_of(sample, places[-1]) if routes else None,
             )
         )
