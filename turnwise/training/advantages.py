@@ -18,15 +18,11 @@ from turnwise.types import Group, Trajectory
 def overlong_penalty(trajectory: Trajectory, max_tokens: int, buffer: float) -> float:
     """Compute DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13) in points of reward, from 0 to -1.
 
-    With n the trajectory's sampled tokens over all turns, and c = buffer * max_tokens::
+    With n the trajectory's sampled tokens over all turns, and c = buffer * max_tokens (0 < buffer <= 1)::
 
         0                             n <= max_tokens - c
         (max_tokens - c - n) / c      max_tokens - c < n <= max_tokens
         -1                            n > max_tokens
-
-    Args:
-        max_tokens: length from which on the full point is lost.
-        buffer: share of `max_tokens`, over 0 and at most 1.
     """
     length, cache = trajectory.sampled_tokens, buffer * max_tokens
     return min(0.0, max(-1.0, (max_tokens - cache - length) / cache))
@@ -57,10 +53,7 @@ LossScale = Callable[[Trajectory], TokenWeights | None]
 
 
 def loss_scale(spec: str) -> LossScale | None:
-    """Resolve `train.loss_scale`; None if all sampled ids count alike.
-
-    Raises `ConfigError` for an unknown name, or a function that does not take one trajectory.
-    """
+    """Resolve `train.loss_scale`, None if all sampled ids count alike; raise `ConfigError` for no function of a trajectory."""
     if wrong := loss_scale_error(spec):
         raise ConfigError(f"train.loss_scale = {spec!r}: {wrong}")
     if spec == "default":
@@ -80,10 +73,8 @@ def loss_scale(spec: str) -> LossScale | None:
 
 
 def last_round(trajectory: Trajectory) -> TokenWeights:
-    """Return weight 1 for each agent's replies after the last user message, 0 for earlier ones.
-
-    A user message starts a round, also one that the environment writes as the user; a tool result does not.
-    """
+    """Return weight 1 for each agent's replies after the last user message, 0 for earlier ones. A message that the environment
+    writes as the user counts; a tool result does not."""
     last_replies: set[int] = set()
     last = {turn.agent: index for index, turn in enumerate(trajectory.turns)}
     for index in last.values():
@@ -99,12 +90,7 @@ def last_round(trajectory: Trajectory) -> TokenWeights:
 
 
 def custom_weights(function: Callable[[Trajectory], Any], spec: str, trajectory: Trajectory) -> TokenWeights:
-    """Call a custom loss scale and check its result.
-
-    It returns one entry per turn: a number, or one number per id sampled in that turn. Weights are finite and not negative.
-
-    Raises `UsageError` when the function raises or returns something else.
-    """
+    """Call a custom loss scale; raise `UsageError` unless each turn gets a weight, or one per id, finite and not negative."""
 
     def refuse(why: str) -> UsageError:
         key = trajectory.key
@@ -171,11 +157,7 @@ class GroupMember:
 
     @classmethod
     def of(cls, trajectory: Trajectory, rules: CreditRules, *, by_token: bool) -> GroupMember:
-        """Assign a trajectory's reward to its units.
-
-        Args:
-            by_token: keep penalties separate for `token_returns` instead of subtracting them from the units' rewards.
-        """
+        """Assign a trajectory's reward to its units; `by_token` keeps penalties separate for `token_returns`."""
         assert trajectory.reward is not None
         units = [[index for index, span in enumerate(trajectory.spans) if span.sampled]]
         if rules.credit == "turn" and trajectory.turns:
@@ -354,10 +336,7 @@ def advantages(
         rules: credit assignment within a trajectory; by default every id gets the full reward.
         no_signal: reason given to zero-variance groups: `NO_SIGNAL` or `FILTERED`.
 
-    Returns:
-        One credit per trajectory, sorted by key, independent of the order in which episodes finished.
-
-    Raises `RewardError` for a reward that is NaN or infinite.
+    Credits are sorted by key, independent of the order in which episodes finished.
     """
     rules = rules or CreditRules()
     min_group = 1 if kind == "batch" else max(min_group, 1)
@@ -400,10 +379,7 @@ def _credit(trajectory: Trajectory, reason: str | None, member: GroupMember | No
 
 
 def count_ids(credits: Sequence[Credit]) -> StepCredits:
-    """Count every sampled id under `trained` or under the reason for its weight of 0.
-
-    Raises `AssertionError` when the counts do not sum to the sampled ids, a bug here (invariant 1).
-    """
+    """Count every sampled id under `trained` or the reason for its weight of 0; check their sum (invariant 1)."""
     tokens: Counter[str] = Counter()
     for credit in credits:
         if credit.reason is not None:
@@ -430,10 +406,7 @@ def sort_key(trajectory: Trajectory) -> tuple[str, int, str, int, int]:
 
 
 def exclusion_reason(trajectory: Trajectory) -> str | None:
-    """Return why a trajectory cannot be trained on, independent of its group; None if it can.
-
-    Raises `RewardError` for a reward that is NaN or infinite.
-    """
+    """Return why a trajectory cannot be trained on, or None; raise `RewardError` for a reward that is NaN or infinite."""
     # An error while the environment was closed came after the reward, which remains valid.
     if trajectory.error is not None and trajectory.error.phase != "close":
         return FAILED
@@ -451,11 +424,7 @@ def exclusion_reason(trajectory: Trajectory) -> str | None:
 
 
 def set_group_values(members: Sequence[GroupMember], kind: Advantage) -> bool:
-    """Set the values of a group's members.
-
-    Returns:
-        Whether they differ by more than rounding of the summed reward components.
-    """
+    """Set the values of a group's members; return whether they differ by more than rounding of the summed reward components."""
     n, longest = len(members), max(len(member.units) for member in members)
     squares: list[float] = []
     signal = False
@@ -476,11 +445,7 @@ def set_group_values(members: Sequence[GroupMember], kind: Advantage) -> bool:
 
 
 def normalize_batch(members: Sequence[GroupMember]) -> bool:
-    """Set the values of a batch's members: standardized over trained ids.
-
-    Returns:
-        Whether they differ.
-    """
+    """Set the values of a batch's members: standardized over trained ids; return whether they differ."""
     rows: list[tuple[float, int]] = []
     for member in members:
         if member.penalties is not None:

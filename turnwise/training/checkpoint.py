@@ -42,13 +42,10 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Checkpoints of one run in `root`: the last `keep`, and the best.
+    """Checkpoints of one run in `root`: the last `keep`, and the best, with tokenizer and chat template of `source`.
 
     A checkpoint is written under a hidden name, flushed to disk, then renamed. So any visible checkpoint is complete, even
     after a kill or on a full disk.
-
-    Args:
-        source: model directory whose tokenizer and chat template are copied.
     """
 
     def __init__(self, root: str | Path, source: str | Path, *, keep: int = 2) -> None:
@@ -68,10 +65,7 @@ class Checkpoints:
         return max(self.all(), key=lambda checkpoint: checkpoint.serial, default=None)
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint to resume from.
-
-        Raises `TraceError` when it is damaged; the message names the one before.
-        """
+        """Return the newest checkpoint to resume from; raise `TraceError`, which names the one before, when it is damaged."""
         good = self.all()[::-1]
         named = (path for path in self.root.iterdir() if _NAME.fullmatch(path.name)) if self.root.is_dir() else ()
         damaged = {path: f"its {STATE_FILE} cannot be read" for path in named if read_checkpoint(path) is None}
@@ -89,15 +83,9 @@ class Checkpoints:
         return good[0] if good else None
 
     def save(self, name: str, trainer: Trainer, cursor: Mapping[str, Any], template: str | None = None) -> Path:
-        """Write a checkpoint, then drop those beyond the last `keep`, except the best.
-
-        Args:
-            name: of its directory, such as `step-0010`. A newer save with the same name replaces the older.
-            cursor: any JSON; restored as `latest().cursor`.
-            template: source of a chat template that replaces the model directory's.
-
-        Raises `TraceError` when it cannot be written; earlier checkpoints are unchanged.
-        """
+        """Write a checkpoint (`cursor` is any JSON) in place of one of this name; drop those beyond the last `keep`, except the
+        best. `template` replaces the model directory's. Raise `TraceError` when it cannot be written; earlier checkpoints are
+        unchanged."""
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise ValueError(f"a checkpoint's name consists of letters, digits, '_', '-' and '.', not {name!r}")
         draft = self.root / f".{name}.writing"
@@ -125,10 +113,7 @@ class Checkpoints:
         return (name, score) if read_checkpoint(self.root / name) is not None else None
 
     def mark_best(self, name: str, score: float) -> None:
-        """Mark a checkpoint as the best, so that it is kept; unmark the previous one.
-
-        Raises `TraceError` when the mark cannot be written.
-        """
+        """Mark a checkpoint as the best, so that it is kept; raise `TraceError` when the mark cannot be written."""
         draft = self.root / f".{BEST_FILE}.tmp"
         try:
             draft.write_text(json.dumps({"name": name, "score": score}) + "\n", encoding="utf-8")
@@ -237,11 +222,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint | None:
 
 
 def save_model(trainer: Trainer, source: Path, directory: Path, template: str | None = None) -> None:
-    """Write a model as a Hugging Face directory, or its LoRA as one of peft's, with tokenizer and template of `source`.
-
-    Args:
-        template: chat template of the training, if not that of `source`.
-    """
+    """Write a model, or its LoRA in peft's layout, as a directory with tokenizer and (by default) template of `source`."""
     with silence_transformers():
         trainer.save_weights(directory, source)
     if template is not None:  # transformers, and so every server, prefers this file to other places of a template

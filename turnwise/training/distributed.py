@@ -172,11 +172,7 @@ class ProcessRanks(Ranks):
 
 
 def balance_costs(costs: Sequence[int], size: int) -> list[list[int]]:
-    """Distribute work greedily, the most expensive first to the least loaded rank (Graham 1969: at most 4/3 of the best).
-
-    Returns:
-        Sorted indices of the work of each of `size` ranks.
-    """
+    """Return each rank's work, sorted: the most expensive first to the least loaded (Graham 1969: at most 4/3 of the best)."""
     shares: list[list[int]] = [[] for _ in range(size)]
     loads = [0] * size
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):

@@ -98,14 +98,8 @@ async def play_evaluation(
     blind: bool = False,
     play: Callable[..., Awaitable[list[Trajectory]]] | None = None,
 ) -> list[Trajectory]:
-    """Play tasks for an evaluation.
-
-    Args:
-        name: of the evaluation; part of every episode's key, so of its seed.
-        samples: episodes per task (one suffices when greedy).
-        blind: whether images are replaced by uniform grey, the control for what the policy uses from the pixels.
-        play: plays the episodes; `rollout.play` by default.
-    """
+    """Play tasks for an evaluation. Its `name` is part of every episode's key, so of its seed; `blind` replaces images by
+    uniform grey, the control for what the policy uses from the pixels."""
     with rollout.media_intake.store.blanked(blind):
         episodes = [episode for choice in choices for episode in choice.episodes(name, step, samples)]
         return await (play or rollout.play)(episodes, sampling=sampling)

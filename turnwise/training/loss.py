@@ -141,7 +141,7 @@ class Correction:
         return cls(config.correction, low, high if config.correction_high is None else config.correction_high)
 
     def weights(self, trainer_n: Tensor, engine_n: Tensor, trajectory_n: Tensor) -> Tensor:
-        """Compute the weight of each token's policy loss, N.
+        """Compute the weight of each token's policy loss, N, from the trainer's logprobs before an update and the engine's.
 
         - `tis`: ``min(r_t, high)`` (truncated importance sampling; Yao et al., "Your efficient RL framework secretly brings you
           off-policy RL training", 2025);
@@ -150,11 +150,6 @@ class Correction:
         - `sequence_mis_mean`: 1 if the geometric mean of r_t over the trajectory is in [low, high], else 0 (same source): a
           filter, not a weight, for trajectories too long for the product to be meaningful;
         - `icepop`: ``r_t`` if in [low, high], else 0 (IcePop; INTELLECT-3, arXiv 2512.16144, eq. 1).
-
-        Args:
-            trainer_n: logprobs before the step's first update.
-            engine_n: logprobs of the engine, none missing.
-            trajectory_n: index of each token's trajectory, from 0.
         """
         log_ratio_n = trainer_n - engine_n
         if self.kind in ("sequence_mis", "sequence_mis_mean"):
@@ -227,14 +222,9 @@ def policy_terms(
     kl: float = 0.0,
     estimator: Callable[[Tensor, Tensor], Tensor] = k3,
 ) -> PolicyTerms:
-    """Compute the loss of M tokens: ``sum_t w_t * (c_t * loss_t + [c_t > 0] * kl * estimator(logp_t, ref_t))``.
-
-    Args:
-        algorithm: computes ``loss_t``.
-        weights_m: the token's share of the loss, denominators and loss scale included.
-        correction_m: ``c_t``, weight of the importance correction; None is 1.
-        reference_m: log-probabilities under the reference policy; None omits the KL term.
-    """
+    """Compute the loss of M tokens: ``sum_t w_t * (c_t * loss_t + [c_t > 0] * kl * estimator(logp_t, ref_t))``. The weights
+    ``w_t`` include denominators and loss scale. Without a correction ``c_t`` is 1; without a reference, the KL term is
+    omitted."""
     made = algorithm(tokens)
     scaled_m = made.loss if correction_m is None else made.loss * correction_m
     loss = (scaled_m * weights_m).sum()
@@ -293,11 +283,7 @@ class Objective:
     def step_credits(
         self, groups: Sequence[Group], penalty: Callable[[Trajectory], Penalties | None] | None = None
     ) -> StepCredits:
-        """Compute the advantages of a step's groups and account for every sampled id.
-
-        Args:
-            penalty: weighted KL penalties to subtract from the reward.
-        """
+        """Compute the advantages of a step's groups, less weighted KL penalties, and account for every sampled id."""
         config = self.config
         max_tokens = config.overlong_tokens
         shape = None if max_tokens is None else partial(overlong_penalty, max_tokens=max_tokens, buffer=config.overlong_buffer)
@@ -323,13 +309,7 @@ class Objective:
         score: Scores,
         reference: Scores,
     ) -> Callable[[Trajectory], Penalties | None]:
-        """Compute ``kl * k1`` of every id that can carry loss, by trajectory and span.
-
-        Args:
-            batch: packs credits into forward passes.
-            score: returns a batch's logprobs under the current policy.
-            reference: returns a batch's logprobs under the reference policy.
-        """
+        """Compute ``kl * k1`` of every id that can carry loss, by trajectory and span, from logprobs under both policies."""
         usable = [t for group in groups for t in group.trajectories if exclusion_reason(t) is None]
         weights = [None if self._scale is None else self._scale(t) for t in usable]
         credits = [
@@ -347,13 +327,11 @@ class Objective:
         return lambda trajectory: by_trajectory.get(id(trajectory))
 
     def sequence(self, batch: TrainingBatch, score: Scores, *, first: bool) -> Tensor | None:
-        """Return the log of each trajectory's ratio per token, at each of its tokens, N; None if 0 or unused.
+        """Return the log of each trajectory's ratio per token, at each of its tokens, N; None if 0 (before the `first` update)
+        or unused.
 
         A trajectory's tokens may be in several rows and passes. So the complete batch is scored under the current policy,
         unless it was scored already and nothing was updated since.
-
-        Args:
-            first: whether this step has made no update yet.
         """
         if not self.settings.algorithm.sequence:
             return None
@@ -366,12 +344,7 @@ class Objective:
         return per_trajectory(now_n - old_n, batch.trajectory_n, mean=True)
 
     def terms(self, batch: TrainingBatch, micro: MicroBatch, logp_m: Tensor, sequence_n: Tensor | None) -> PolicyTerms:
-        """Compute the loss of one forward pass.
-
-        Args:
-            logp_m: log-probabilities of its targets, with gradient.
-            sequence_n: result of `sequence`.
-        """
+        """Compute the loss of one forward pass from its targets' logprobs, with gradient, and the result of `sequence`."""
         n, settings = micro.tokens_m, self.settings
         old_n = batch.engine_n if self.config.old_logprobs == "engine" else batch.start_n
 
@@ -398,14 +371,7 @@ class Objective:
 
 
 def check_logprobs(batch: TrainingBatch, key: str = "train.old_logprobs = 'engine'", other: str = "trainer") -> None:
-    """Check that the engine returned every logprob, for ratios that need them.
-
-    Args:
-        key: recipe key that needs them.
-        other: value of that key that does not.
-
-    Raises `ConfigError` when one is missing.
-    """
+    """Raise `ConfigError` unless the engine returned every logprob, which recipe key `key` needs if not set to `other`."""
     missing = int(torch.isnan(batch.engine_n).sum())
     if missing:
         raise ConfigError(

@@ -162,13 +162,7 @@ def no_signal_reason(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def summary_of(config: RunConfig, success: Mapping[str, Any], resumes: int, progress: Mapping[str, Any]) -> dict[str, Any]:
-    """Build the content of summary.json.
-
-    Args:
-        success: from `success_figures`.
-        resumes: number of times the run was resumed.
-        progress: further entries from the run.
-    """
+    """Build the content of summary.json from `success_figures`, the number of resumes and further entries of the run."""
     summary = dict(success) | {"rl_steps": config.train.steps} | dict(progress)
     summary |= {"resumed": resumes, "seed": config.seed, "versions": versions(), "machine": hardware()}
     if resumes:
@@ -195,14 +189,8 @@ def write_token_records(run: Path, step: int, credits: Sequence[Credit], batches
 def token_rows(step: int, credits: Sequence[Credit], batches: Sequence[TrainingBatch]) -> Iterator[dict[str, Any]]:
     """Yield one row per trajectory of a step: its advantage or why it has none, and the trainer's logprobs per span.
 
-    Args:
-        step: from 0, as in the keys of episodes.
-        credits: of the step.
-        batches: trained batches; a batch that was never scored yields no logprobs.
-
-    Yields:
-        `key`, `step`, `advantage` (mean over its ids), `reason`, `advantages` if ids differ: by span index, one per id; and
-        `logprobs`: likewise, null for ids without loss.
+    `advantage` is the mean over its ids; `advantages`, if they differ, has one per id by span index, `logprobs` likewise, null
+    for ids without loss. A batch that was never scored yields no logprobs.
     """
     found = {id(trajectory): tokens for trajectory, tokens in scored_ids(batches)}
     for credit in credits:
@@ -234,10 +222,8 @@ def mismatch_by_turn(batches: Sequence[TrainingBatch]) -> dict[str, float]:
 
 
 def scored_ids(batches: Iterable[TrainingBatch]) -> Iterator[tuple[Trajectory, _Found]]:
-    """Yield each trajectory with its ids that carry loss, scored before the first update.
-
-    The batch's `trajectory_n` and `slots` map each number to its id, in any order.
-    """
+    """Yield each trajectory with its ids that carry loss, scored before the first update; the batch's `trajectory_n` and
+    `slots` map each number to its id, in any order."""
     for batch in batches:
         if batch.start_n is None:
             continue

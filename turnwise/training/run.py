@@ -74,15 +74,9 @@ class TrainingRun:
         history: History | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """Load all components; start in a fresh directory, else resume.
+        """Load all components as rank 0 of `ranks`; start in a fresh directory, else resume (`resumed` if in another process).
 
-        Args:
-            resumed: whether another process started this run.
-            began: `time.time()` and `time.process_time()` at the start of this process' share; None means now.
-            history: history policy object that replaces `rollout.history`.
-            ranks: processes that train together; this one is rank 0.
-
-        Raises `UsageError` when the recipe, a model or a dataset cannot be used.
+        `began` has `time.time()` and `time.process_time()` at the start of this process' share; None means now.
         """
         self.config, self.env_specs = config, list(env_specs)
         self.run = run
@@ -143,10 +137,7 @@ class TrainingRun:
         )
 
     async def play(self) -> dict[str, Any]:
-        """Run to the end and return the content of summary.json.
-
-        Raises `TurnwiseError` when the run cannot continue; it can be resumed.
-        """
+        """Run to the end and return the content of summary.json; after a `TurnwiseError`, the run can be resumed."""
         trainer = self.parts.trainer
         for note in trainer.objective.settings.notes:
             self.watch.note(note)
@@ -382,10 +373,7 @@ class TrainingRun:
         return {"failed_plays": self.failed_plays[phase, step], "failed_play_tokens": self.failed_tokens[phase, step]}
 
     async def _sync(self, version: int) -> None:
-        """Send the trainer's weights to the engine and verify that they arrived.
-
-        Raises `SyncError` when the engine's fingerprint differs from the trainer's, or its samples lack the last update.
-        """
+        """Send the trainer's weights to the engine; raise `SyncError` unless its fingerprint and its samples show them."""
         self.watch.waiting("weight update")
         weights = list(self.parts.weights())
         arrived = await self.parts.engine.update(weights, version)
@@ -494,11 +482,8 @@ _REMEDY = {
 
 
 def check_run_template(run: RunDir, renderer: ChatRenderer, *, resumed: bool) -> None:
-    """Write the hashes of a run's template, tokenizer and settings into its `config.json`, or check a resumed run's.
-
-    Raises `ConfigError` when a resumed run has others; the message names them and the remedy; `TraceError` when `config.json`
-    cannot be read or written.
-    """
+    """Write the hashes of a run's template, tokenizer and settings into its `config.json`, or check a resumed run's; raise
+    `ConfigError` with those that differ and the remedy, `TraceError` when the file cannot be read or written."""
     now = {"hash": renderer.fingerprint, "origin": renderer.template.origin, **renderer.fingerprints}
     path = run.path / "config.json"
     try:

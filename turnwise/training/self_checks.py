@@ -87,11 +87,8 @@ class RandomImagesEnv(Env):
 
 
 def check_vision(directory: str | Path) -> VisionCheck:
-    """Check a vision-language model directory in the local engine and in the trainer.
-
-    Raises `ModelError` when the directory cannot be used, or its model has no vision; `EngineError` when the local engine
-    cannot run it.
-    """
+    """Check a vision-language model directory in the local engine and in the trainer; raise `ModelError` when it cannot be
+    used, or its model has no vision, `EngineError` when the local engine cannot run it."""
     source = Path(directory)
     module, renderer = load_model_and_renderer(source, source, ModelConfig(path=str(source)))
     if renderer.vision is None:
@@ -214,14 +211,7 @@ class LearningResult:
 
 
 def check_learning(algorithms: Sequence[str], *, model: Path | None = None) -> Iterator[LearningResult]:
-    """Train on a toy reward with each algorithm, from the same weights, through the code of any run.
-
-    Args:
-        algorithms: names, or `file.py:function`.
-        model: model directory; None creates a tiny one with random weights.
-
-    Raises `UsageError` for an algorithm or a model that cannot be used; `TurnwiseError` when a run cannot continue.
-    """
+    """Train on a toy reward with each algorithm, from the same weights (a tiny random model by default), as in any run."""
     for name in algorithms:
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:

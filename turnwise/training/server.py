@@ -23,16 +23,8 @@ if TYPE_CHECKING:
 def make_service(
     source: Path, *, context: int | None = None, device: str = "auto", speculate: int = 0
 ) -> tuple[EngineService, LocalEngine]:
-    """Build the service of a model and its engine, which the caller closes.
-
-    Weights change through the formats' routes, from a directory or a process group; an update applies completely or not at
-    all.
-
-    Args:
-        context, speculate: as in `LocalEngine`.
-
-    Raises `ModelError`, `TemplateError`, `ConfigError` or `EngineError` when the model cannot be used.
-    """
+    """Build the service of a model and its engine, which the caller closes. Weights change through the formats' routes, from a
+    directory or a process group; an update applies completely or not at all."""
     try:
         from turnwise.engines.server import EngineService
     except ImportError as error:
@@ -102,15 +94,10 @@ async def serve(
     device: str = "auto",
     speculate: int = 0,
 ) -> None:
-    """Answer requests until cancelled.
+    """Answer requests until cancelled; once the server answers, `on_start` receives a line that starts with the URL.
 
-    Args:
-        on_start: receives a line that starts with the URL, once the server answers.
-        token: required in every request; needed if other machines can connect. Without it, the server creates a token for
-            requests that change something, and stores it where this user's clients find it.
-        context, device, speculate: as in `make_service`.
-
-    Raises `ConfigError` for a non-local address without a token, or an unavailable one.
+    Every request needs the `token`. Without it, other machines cannot connect (`ConfigError`), and the server creates a token
+    for requests that change something, and stores it where this user's clients find it.
     """
     if host not in LOOPBACK and not token:
         raise ConfigError(

@@ -59,14 +59,8 @@ def make_engine(
     run: Path,
     expected_logprobs: LogprobFunction | None = None,
 ) -> SupportsWeightUpdate:
-    """Build the engine of `[engine]`; servers managed by the run start with the first update.
-
-    Args:
-        source: model directory whose config and tokenizer servers read.
-        model: the trainer's; its logprobs of known ids prove that weights arrived.
-        run: run directory, for outgoing weights and server logs.
-        expected_logprobs: computes the trainer's logprobs of ids, in place of the model's own forward pass.
-    """
+    """Build the engine of `[engine]`; servers managed by the run start with the first update. They read config and tokenizer of
+    `source`; the logprobs of `model`, or `expected_logprobs`, of known ids prove that weights arrived."""
     if config.engine.kind == "local":
         return _local(config, model, renderer)
     adapter = cache(lambda: Adapter(model).peft_config()) if config.engine.update == "lora" else None
@@ -97,10 +91,7 @@ async def release_engine_memory(engine: Engine, config: EngineConfig) -> None:
 
 
 def make_eval_engine(config: RunConfig, source: Path, model: nn.Module, renderer: ChatRenderer) -> Engine:
-    """Build the engine for evaluation only; servers that take weights get the model's before the first call.
-
-    Raises `ConfigError` or `EngineError` as `make_engine`.
-    """
+    """Build the engine for evaluation only; servers that take weights get the model's before the first call."""
     if config.engine.kind in ("llamacpp", "chat"):
         return connect_fixed_servers(config, renderer)
     if config.engine.kind == "local":
@@ -137,10 +128,7 @@ def _fleet(
     adapter: Callable[[], dict[str, Any]] | None = None,
     expected_logprobs: LogprobFunction | None = None,
 ) -> Fleet:
-    """
-    Args:
-        adapter: returns adapter_config.json for updates of a LoRA adapter of `source`.
-    """
+    """Connect to or start servers; `adapter` returns adapter_config.json for updates of a LoRA adapter of `source`."""
     from turnwise.engines.remote import Fleet
     from turnwise.engines.remote.managed import HOME, ManagedFleet, ServerProcess, how_to_install
     from turnwise.engines.remote.weight_files import AdapterDirectories, ModelDirectories
@@ -204,11 +192,8 @@ def _check_heads(shape: Any) -> None:
 
 
 def make_clients(engine: EngineConfig, urls: Sequence[str], renderer: Any, context: int | None = None) -> list[RemoteEngine]:
-    """Create a client for each URL, of the kind that `[engine]` names or that the server reports.
-
-    Raises `ConfigError` when packages of the extra `servers` or the API key are missing; `EngineError` when a server does not
-    identify itself.
-    """
+    """Create a client for each URL, of the kind that `[engine]` names or that the server reports; raise `ConfigError` without
+    the extra `servers` or the API key."""
     from turnwise.engines.remote import ChatEngine
     from turnwise.engines.remote.capabilities import KINDS, kind_of
 
@@ -250,10 +235,8 @@ TEXTS = 500
 
 
 def model_directory(config: RunConfig, env_specs: Sequence[EnvSpec], run: Path) -> Path:
-    """Return the initial model's directory: the recipe's, or one created once in the run directory.
-
-    A created one is a tiny model, or the base of the recipe's LoRA adapter with the adapter merged in.
-    """
+    """Return the initial model's directory: the recipe's, or one created once in the run directory: a tiny model, or the base
+    of the recipe's LoRA adapter with the adapter merged in."""
     named = None if config.model.path is None else Path(config.model.path)
     if named is not None and base_model_of(named) is None:
         return named
@@ -301,15 +284,7 @@ def build_components(
     ranks: Ranks | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> RunComponents:
-    """Load a model for the engine and the trainer.
-
-    Args:
-        source: model directory to start from.
-        run: run directory.
-        weights: checkpoint to resume from.
-        ranks: processes that train together; the others are started here.
-        on_note: as for `Trainer`.
-    """
+    """Load a model for the engine and the trainer, resumed from checkpoint `weights`; start the other `ranks`."""
     ranks = ranks or Ranks()
     ranks.broadcast((config, source, weights))
     model, renderer = _loaded(config, source, weights)
@@ -329,11 +304,7 @@ def build_components(
 
 
 def run_worker_rank(ranks: ProcessRanks, run: Path) -> None:
-    """Run a rank other than 0 until rank 0 ends the run.
-
-    Args:
-        run: run directory, whose images every rank must be able to read.
-    """
+    """Run a rank other than 0, which must be able to read the run's images, until rank 0 ends the run."""
 
     def begin(config: RunConfig, source: Path, weights: Path | None) -> Trainer:
         model, renderer = _loaded(config, source, weights)
@@ -400,10 +371,8 @@ def load_model_and_renderer(
 ) -> tuple[nn.Module, ChatRenderer]:
     """Load a model and the renderer of its tokenizer.
 
-    Many models have more embedding rows than their tokenizer has ids (Qwen's are padded to a multiple of 128). Such ids have
-    no text, so they are banned: never sampled and excluded from the trainer's softmax.
-
-    Raises `ModelError`, `TemplateError` or `ConfigError` when one of them cannot be used.
+    Many models have more embedding rows than their tokenizer has ids (Qwen's are padded to a multiple of 128). Such ids have no
+    text, so they are banned: never sampled and excluded from the trainer's softmax.
     """
     renderer = renderer_of(source, config, control_text)
     device, dtype = device_and_dtype(config)

@@ -26,12 +26,7 @@ def may_pass(trajectory: Trajectory) -> bool:
 
 
 def to_play_again(episodes: Sequence[EpisodeSpec], found: Sequence[Trajectory], accepted: Collection[EpisodeKey]) -> list[int]:
-    """Return the indices of episodes to retry; of a group with a group reward, all.
-
-    Args:
-        found: trajectories of the episodes.
-        accepted: episodes whose failure is final.
-    """
+    """Return the indices of failed episodes to retry, except accepted ones; of a group with a group reward, all."""
     failed = {t.key for t in found if may_pass(t) and t.key not in accepted}
     groups = {(k.phase, k.step, k.task) for k in failed}
     return [
@@ -42,15 +37,7 @@ def to_play_again(episodes: Sequence[EpisodeSpec], found: Sequence[Trajectory], 
 
 
 def check_failures(trajectories: Sequence[Trajectory], where: str, run: Path | None, max_share: float) -> None:
-    """Check that enough episodes ended without a failure.
-
-    Args:
-        where: purpose of the episodes.
-        run: run directory with the tracebacks; None without records.
-        max_share: maximum share of failed episodes.
-
-    Raises `TurnwiseError` when more failed; the run would train on an arbitrary rest.
-    """
+    """Raise `TurnwiseError` when a larger share of episodes failed: the run would train on an arbitrary rest."""
     failed = [t for t in trajectories if t.stop is not None and t.stop.failed]
     if len(failed) <= max_share * len(trajectories):
         return
@@ -96,16 +83,8 @@ class TaskPlan:
     """Tasks of a run."""
 
     def __init__(self, env_specs: Sequence[EnvSpec], *, steps: int, groups: int, held_out: int, seed: int) -> None:
-        """
-        Args:
-            env_specs: environments, each with its weight.
-            steps: training steps.
-            groups: tasks per step, over all environments.
-            held_out: tasks to evaluate on, over all environments; fewer if there are not enough.
-            seed: of the draws.
-
-        Raises `TaskError` when an environment has no training tasks, or a task is on both sides.
-        """
+        """Plan `groups` tasks per step and up to `held_out` to evaluate on, both over all environments by their weights; raise
+        `TaskError` when one has no training tasks, or a task is on both sides."""
         self._seed = seed
         self._groups = groups
         shares = _shares([env_spec.weight for env_spec in env_specs], held_out)
@@ -159,14 +138,8 @@ class TaskPlan:
         return chosen
 
     def refill(self, number: int, turn: int, used: Sequence[TaskChoice], flat: Sequence[TaskChoice]) -> list[TaskChoice]:
-        """Return replacements of a step's zero-variance groups from the same environments, none used in the step yet.
-
-        Args:
-            number: the step.
-            turn: number of this refill, from 1.
-            used: all tasks of the step so far.
-            flat: tasks to replace; fewer are returned if an environment has no more.
-        """
+        """Return replacements of zero-variance tasks from the same environments, none used in the step yet, in its refill
+        `turn` (from 1); fewer if an environment has no more."""
         used_ids = {choice.task.id for choice in used}
         found: list[TaskChoice] = []
         for index, lane in enumerate(self._lanes):
@@ -226,16 +199,11 @@ def make_env_specs(config: RunConfig) -> list[EnvSpec]:
 async def play_with_dynamic_sampling(
     plan: TaskPlan, objective: Objective, step: int, play: Callable[[Sequence[TaskChoice]], Awaitable[Sequence[Trajectory]]]
 ) -> tuple[list[Trajectory], int]:
-    """Play a step's episodes; replace zero-variance groups (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2).
+    """Play a step's episodes; replace zero-variance groups (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2) and count
+    those.
 
-    It refills at most `train.refill` times, while an environment has unused tasks. The tasks follow from the seed and from
-    what was played, so a resumed run chooses the same ones.
-
-    Args:
-        play: plays the groups of tasks.
-
-    Returns:
-        The trajectories, and the number of groups played as replacements.
+    It refills at most `train.refill` times, while an environment has unused tasks. The tasks follow from the seed and from what
+    was played, so a resumed run chooses the same ones.
     """
     latest = plan.step(step)
     used = list(latest)

@@ -85,16 +85,11 @@ async def conversations(
     media: MediaStore | None = None,
     note: Callable[[str], None] = lambda _: None,
 ) -> list[Trajectory]:
-    """Convert a dataset's conversations to trajectories, each assistant reply a sampled span.
+    """Convert a dataset's conversations to trajectories, each assistant reply a sampled span; skip those over the run's limits.
 
-    Args:
-        path: a `.jsonl`, `.parquet` or `.arrow` file, or a directory of them or of `datasets.save_to_disk`; each row has
-            `messages` and optionally `tools`.
-        limits: the run's; conversations over the context or image limit are skipped.
-        limit: maximum conversations, from the first; 0 means all.
-        note: receives a line with the number of skipped conversations and the reasons.
-
-    Raises `TaskError` when the file cannot be read, a row is no conversation, or none is left.
+    `path` is a `.jsonl`, `.parquet` or `.arrow` file, or a directory of them or of `datasets.save_to_disk`; each row has
+    `messages` and optionally `tools`. `limit` 0 means all. Raise `TaskError` when the file cannot be read, a row is no
+    conversation, or none is left.
     """
     episodes: list[EpisodeSpec] = []
     lines: dict[str, list[str]] = {}
@@ -136,10 +131,7 @@ async def conversations(
 
 
 def read_conversation(row: Any, where: str) -> DatasetConversation | str:
-    """Read a row as a conversation; return the reason as a string if it has no usable reply.
-
-    Raises `TaskError` when the row is not a conversation.
-    """
+    """Read a row as a conversation, or return why it has no usable reply; raise `TaskError` when it is no conversation."""
     messages = row.get("messages", row.get("conversations")) if isinstance(row, Mapping) else None
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise TaskError(f'{where}: a conversation is a row with "messages", a list of objects with role and content')
@@ -167,10 +159,8 @@ def _filled(message: Any) -> Any:
 
 
 def encode_as_sampled(renderer: ChatRenderer, conversation: DatasetConversation, number: int) -> str | None:
-    """Return the text that a model samples for a reply; None if the renderer does not parse the reply from it.
-
-    Plain text is used as it is. Tool calls and reasoning are rendered by the chat template, after all earlier messages.
-    """
+    """Return the text that a model samples for a reply; None if the renderer does not parse the reply from it. Plain text is
+    used as it is. Tool calls and reasoning are rendered by the chat template, after all earlier messages."""
     reply, text = conversation.replies[number], conversation.replies[number].text
     if reply.media:
         return None
@@ -209,15 +199,8 @@ async def demonstrations(
     media: MediaStore | None = None,
     note: Callable[[str], None] = lambda _: None,
 ) -> list[Trajectory]:
-    """Play `warmup.demos` demonstrator episodes, or `warmup.dataset`'s conversations, through the training loop.
-
-    Args:
-        media: store of their images, which the trainer reads.
-        note: receives a line about skipped conversations.
-
-    Raises `ConfigError` when no environment has a demonstrator or solver; `TaskError` when a dataset cannot be read, or has
-    no usable conversation; `TurnwiseError` when most demonstrations fail.
-    """
+    """Play `warmup.demos` demonstrator episodes, or `warmup.dataset`'s conversations, through the training loop; raise
+    `ConfigError` when no environment has a demonstrator or solver, `TurnwiseError` when most demonstrations fail."""
     if config.warmup.dataset is not None:
         path, limit = Path(config.warmup.dataset), config.warmup.demos
         return await conversations(path, renderer, limits=config.limits, history=history, limit=limit, media=media, note=note)

@@ -43,16 +43,11 @@ Rows = list[tuple[str, torch.Tensor]]
 class GroupWeightPacker:
     """Splits new weights into buckets and sends them to servers over process groups.
 
-    A copy stays in this process's memory (not the GPU's) until the next policy, for servers that come back.
-
-    Args:
-        backend: `gloo`, or `nccl` if trainer and servers are on GPUs.
-        host: address under which servers reach this process; None uses that of the route to each server.
-        seconds: deadline of one operation of an update: to connect, or to send a bucket.
-        bucket: bytes per bucket; at least one tensor.
-        device: of rank 0 with `nccl`; the sending threads have no current device.
-        source: model directory, if its servers were started from one with an added output matrix
-            (`ModelDirectories(untie=True)`); else None.
+    A copy stays in this process's memory (not the GPU's) until the next policy, for servers that come back. They reach this
+    process under `host`; None uses its address on the route to each server. `seconds` is the deadline to connect, or to send a
+    bucket, of `bucket` bytes or a tensor. `device` is rank 0's with `nccl`; the sending threads have no current device.
+    `source` is the model directory, if servers were started from one with an added output matrix
+    (`ModelDirectories(untie=True)`).
     """
 
     def __init__(
@@ -70,17 +65,13 @@ class GroupWeightPacker:
         self.device = torch.device(device if backend == "nccl" else "cpu")
 
     def pack(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[GroupWeights, str]:
-        """Split weights into buckets in their own order; return them and their fingerprint."""
+        """Split weights into buckets in their own order; return both with the fingerprint without it."""
         rows, digest = clone_weights(weights, self.source)
         return GroupWeights(split_buckets(rows, self.bucket), version, self), digest
 
 
 def clone_weights(weights: Iterable[tuple[str, torch.Tensor]], source: Path | None) -> tuple[Rows, str]:
-    """Copy weights to this process's memory; return the copies and the fingerprint of the originals.
-
-    Args:
-        source: as in `GroupWeightPacker`: adds the output matrix that servers of a tied model have.
-    """
+    """Copy weights to this process's memory, add `source`'s output matrix; return them and the fingerprint before."""
     rows = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights}
     digest = fingerprint(rows.items())
     if source is not None:
@@ -180,12 +171,8 @@ class GroupConnection:
 
 
 def join_process_group(store: Any, name: str, rank: int, world: int, backend: str, seconds: float) -> Any:
-    """Create a standalone process group, as `torch.distributed` would under this name in SGLang and vLLM.
-
-    Blocks until all ranks have joined.
-
-    Raises `RuntimeError` when they do not join in time; `ValueError` for a backend that torch lacks.
-    """
+    """Create a standalone process group, as `torch.distributed` would under this name in SGLang and vLLM; raise `RuntimeError`
+    when not all ranks join in time, `ValueError` for a backend that torch lacks."""
     device = "cuda" if backend == "nccl" else "cpu"
     store = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
     limit = timedelta(seconds=seconds)
@@ -214,10 +201,7 @@ def _raise_on_timeout() -> Iterator[None]:
 
 
 def broadcast(group: Any, tensors: Sequence[torch.Tensor], seconds: float) -> None:
-    """Send tensors from rank 0, or receive them in place, one after another.
-
-    Raises `RuntimeError` when it takes too long, or another rank is gone.
-    """
+    """Send tensors from rank 0, or receive them in place, in order; raise `RuntimeError` when late, or another rank is gone."""
     end = time.monotonic() + seconds
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
@@ -271,21 +255,13 @@ OPENS = ("torch.storage", "_load_from_bytes")
 
 
 class RequestWeightPacker:
-    """Splits new weights into request bodies.
-
-    A copy stays in this process's memory (not the GPU's) until the next policy, for servers that come back.
-
-    Args:
-        seconds: deadline of one request.
-        max_bytes: bytes of weights per request; at least one tensor.
-        source: as in `GroupWeightPacker`.
-    """
+    """Splits new weights into bodies of at most `max_bytes` or a tensor; see `GroupWeightPacker` for the copy and `source`."""
 
     def __init__(self, *, seconds: float = 600.0, max_bytes: int = MAX_BODY_BYTES, source: Path | None = None) -> None:
         self.seconds, self.max_bytes, self.source = seconds, max_bytes, source
 
     def pack(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[RequestWeights, str]:
-        """Split weights into requests in their own order; return them and their fingerprint."""
+        """Split weights into requests in their own order; return both with the fingerprint without it."""
         rows, digest = clone_weights(weights, self.source)
         return RequestWeights(split_buckets(rows, self.max_bytes), version, self.seconds), digest
 
@@ -356,15 +332,7 @@ SECONDS = 600.0
 
 
 class GroupWeightReceiver:
-    """Collects the weights of an update until all have arrived.
-
-    Args:
-        shapes: of every weight of the model, by name.
-        needed: weights that must arrive; of tied ones, one.
-        take: loads a complete set into the engine.
-        device: of the model; receives weights with `nccl`.
-        seconds: deadline for a trainer to connect, and for each bucket.
-    """
+    """Collects an update's weights until all `needed` have arrived (of tied ones, one); `take` loads them into the engine."""
 
     def __init__(
         self,
@@ -385,10 +353,7 @@ class GroupWeightReceiver:
         return self._needed <= self._received.keys()
 
     async def join(self, address: str, port: int, rank: int, world: int, name: str, backend: str) -> None:
-        """Connect to a trainer, which is rank 0.
-
-        Raises `SyncError` when no trainer connects, or the group cannot be created.
-        """
+        """Connect to a trainer, which is rank 0; raise `SyncError` when none connects, or the group cannot be created."""
         if name in self._groups:
             raise SyncError(f"the group {name!r} exists already")
         limit = timedelta(seconds=self._seconds)

@@ -24,10 +24,7 @@ BUILT_IN: dict[str, Algorithm] = {
 
 
 def resolve_settings(config: TrainConfig) -> AlgorithmSettings:
-    """Resolve every key: the recipe's value if set, else the algorithm's.
-
-    Raises `ConfigError` for an unknown or invalid algorithm, or keys that exclude each other.
-    """
+    """Resolve every key: the recipe's value if set, else the algorithm's; raise `ConfigError` for what does not fit."""
     if found := conflicting_keys(config):
         key, why = found
         raise ConfigError(f"train.{key} = {getattr(config, key)!r} {why}")
@@ -72,11 +69,7 @@ def _notes(config: TrainConfig, chosen: Algorithm, estimator: str, place: str) -
 
 
 def load_custom(spec: str) -> Algorithm:
-    """Load the algorithm that ``file.py:function`` names.
-
-    The function takes a `TokenBatch` and returns the loss of each token, (M,), before the token's weight in the step. Other
-    keys default to GRPO's.
-    """
+    """Load ``file.py:function``: the loss of each token, (M,), before its weight; other keys default to GRPO's."""
     function = load_object(spec)
     check_custom(function, spec)
 
@@ -89,13 +82,12 @@ def load_custom(spec: str) -> Algorithm:
 
 
 def check_custom(function: Any, spec: str) -> None:
-    """Call a function on a tiny example: 6 sampled tokens of two trajectories among 9 positions.
+    """Call a function on 6 sampled tokens of two trajectories among 9 positions; raise `ConfigError` with a defect and its
+    remedy.
 
     Checks the signature, the shape of the result, and that it and its gradient are finite. The gradient must reach the policy,
     only at sampled positions. A token's loss must not depend on the other tokens of its pass: a mean over the pass would make
     the result depend on micro-batches.
-
-    Raises `ConfigError` with the defect and its remedy.
     """
 
     def refuse(why: str) -> ConfigError:

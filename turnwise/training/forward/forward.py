@@ -117,12 +117,7 @@ class LogitDistribution:
         return self._masks[key]
 
     def excluded(self, wide_mv: Tensor, targets_m: Tensor, support: SamplingSupport | None = None) -> Tensor | None:
-        """Return a mask (V,) or (M, V), true for ids that cannot be sampled; None if all can.
-
-        Args:
-            wide_mv: logits in float32 or better, not yet divided by the temperature.
-            support: support found before; None computes it.
-        """
+        """Return a mask (V,) or (M, V), true for ids that cannot be sampled, or None; `wide_mv` are logits at temperature 1."""
         banned_v = self.banned(wide_mv)
         if not self.truncates:
             return banned_v
@@ -136,10 +131,7 @@ class LogitDistribution:
     def stats(
         self, logits_mv: Tensor, targets_m: Tensor, support: SamplingSupport | None = None, *, entropy: bool
     ) -> TokenStats:
-        """Compute statistics of the targets in float32 or better, from logits of any precision.
-
-        Any difference from the sampler's distribution biases the ratio.
-        """
+        """Compute statistics in float32 or better: any difference from the sampler's distribution biases the ratio."""
         wide_mv = logits_mv.to(torch.promote_types(logits_mv.dtype, torch.float32))
         excluded = self.excluded(wide_mv, targets_m, support)
         if self.temperature != 1.0:
@@ -245,14 +237,8 @@ def target_stats(
     entropy: bool,
     max_logits: int | None = None,
 ) -> TokenStats:
-    """Compute statistics of M targets; only the logprobs carry a gradient.
-
-    Args:
-        hidden_md: hidden states that predict the targets.
-        support: top-k/top-p support; None computes it if the distribution truncates.
-        entropy: whether to compute the entropy; else that field is empty.
-        max_logits: maximum logits at once; None is `CHUNK_NUMBERS`.
-    """
+    """Compute statistics of M targets from the hidden states that predict them; only the logprobs carry a gradient. Without
+    `support`, it is computed if the distribution truncates; without `entropy`, that field is empty."""
     rows = max(1, (chunk_numbers(hidden_md.device) if max_logits is None else max_logits) // head.vocabulary)
     count = len(targets_m)
     if count <= rows:
@@ -369,12 +355,7 @@ class ForwardPass:
     """
 
     def __init__(self, model: nn.Module, *, replay: bool = False) -> None:
-        """
-        Args:
-            replay: whether passes carry the engine's experts.
-
-        Raises `ConfigError` when `replay` is set and the model has no routers that support it.
-        """
+        """Hook the model's routers if passes carry the engine's experts; raise `ConfigError` when none of them supports it."""
         self.model = model
         self.replay = RoutingReplay(model) if replay else None
         self.tower, self.no_vision_reason = split_vlm(model)
@@ -401,16 +382,8 @@ class ForwardPass:
         *,
         entropy: bool,
     ) -> TokenStats:
-        """Compute statistics of a pass's M targets.
-
-        Args:
-            pixels: source of the images' pixel values.
-            distribution: the distribution the engine samples from.
-            support: top-k/top-p support found before; None computes it if the distribution truncates.
-            entropy: whether to compute the entropy.
-
-        Raises `UsageError` for images with a text-only model; `MediaError` when images are missing.
-        """
+        """Compute statistics of a pass's M targets, see `target_stats`; raise `UsageError` for images with a text-only model,
+        `MediaError` when images are missing."""
         if self.head is None:
             return distribution.stats(self._all_logits(micro), micro.targets_m, support, entropy=entropy)
         return target_stats(self.hidden(micro, pixels), self.head, micro.targets_m, distribution, support, entropy=entropy)
@@ -440,10 +413,7 @@ class ForwardPass:
         return torch.log_softmax(wide if excluded_v is None else wide.masked_fill(excluded_v, BANNED_LOGIT), -1)
 
     def hidden(self, micro: MicroBatch, pixels: PixelCache | None = None) -> Tensor:
-        """Compute the hidden states (M, width) that predict a pass's targets, after the last norm.
-
-        Raises `UsageError` or `MediaError` as `stats`.
-        """
+        """Compute the hidden states (M, width) that predict a pass's targets, after the last norm."""
         if self.tower is not None and self.vision_inputs is not None:
             places_p, features = self.vision_inputs.features_for(micro, pixels)
             hidden_btd = self.tower.decode(micro.ids_bt, micro.positions, places_p, features, **self._prepare(micro))
@@ -488,10 +458,8 @@ class ForwardPass:
 
 
 class VisionInputs:
-    """Image and video features of a pass: each encoded once, with gradient if the tower is trained.
-
-    Features of a frozen tower are the same at every step, so they are cached within a memory limit.
-    """
+    """Image and video features of a pass: each encoded once, with gradient if the tower is trained. Those of a frozen tower are
+    the same at every step, so they are cached within a memory limit."""
 
     def __init__(self, tower: SplitVLM, max_bytes: int = FROZEN_BYTES) -> None:
         self.tower = tower
@@ -544,10 +512,7 @@ class VisionInputs:
 
 
 def _predicting(output_bt: Tensor, micro: MicroBatch) -> Tensor:
-    """Select the positions that predict a pass's targets.
-
-    Check that attention followed the pass's tree; another implementation would treat the pass as one long row.
-    """
+    """Select the positions that predict a pass's targets; check that attention followed its tree, not one long row."""
     if micro.tree is not None and not micro.tree.cache["layers"]:
         raise TurnwiseError(
             "the model's attention was changed after its trainer was created (set_attn_implementation?) and no longer follows "

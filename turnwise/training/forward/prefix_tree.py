@@ -247,13 +247,10 @@ class CostModel:
 
 
 def split_passes(shared: SortedRows, cost_model: CostModel, micro_tokens: int) -> tuple[list[tuple[int, int]], float]:
-    """Split sorted rows into passes of minimum total cost, each of at most `micro_tokens` unique tokens or a single row.
+    """Split sorted rows into ranges of minimum total cost, each of at most `micro_tokens` unique tokens or a row; return both.
 
     A split recomputes the prefix that both sides share. So splits fall between tasks first, then at short prefixes. Dynamic
     programming over the rows' order finds the minimum.
-
-    Returns:
-        Ranges of sorted rows, and their cost.
     """
     count = len(shared.lengths)
     # Cost that a row adds to its pass: tokens, pairs, and calls (its chain, and the side branch it opens).
@@ -294,13 +291,10 @@ BLOCK = 128
 
 
 def block_mask(tree: PrefixTree, device: torch.device | str) -> Any:
-    """Return the BlockMask of a tree, built once per device.
+    """Return the BlockMask [1, 1, T, T] of a tree, built once per device.
 
     A token's descendants follow it directly. So a block of keys is partly visible to a later block of queries if the furthest
     end among its keys is after the first query, and fully if the nearest end is after the last query.
-
-    Returns:
-        A BlockMask [1, 1, T, T].
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -349,15 +343,7 @@ def _compiled() -> Callable[..., Tensor]:
 def flex_attend(
     query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scale: float | None, run: Callable[..., Tensor] | None = None
 ) -> Tensor:
-    """Attend to ancestors with FlexAttention.
-
-    Args:
-        query: [1, query heads, T, D]; key and value alike with their own number of heads.
-        run: `flex_attention`; compiled by default.
-
-    Returns:
-        [1, query heads, T, D].
-    """
+    """Attend to ancestors with FlexAttention, compiled by default; all tensors are [1, their heads, T, D]."""
     run = _compiled() if run is None else run
     grouped = query.shape[1] != key.shape[1]
     return run(query, key, value, block_mask=block_mask(tree, query.device), scale=scale, enable_gqa=grouped)
@@ -382,14 +368,7 @@ class TreeAttention(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scale: float | None) -> Tensor:
-        """
-        Args:
-            query: [G, K, T, D]: K key heads, each shared by G query heads.
-            key, value: [1, K, T, D].
-
-        Returns:
-            [G, K, T, D], of which every [T, K, G, D] is contiguous.
-        """
+        """Attend from [G, K, T, D], G query heads per key head, to [1, K, T, D]; [T, K, G, D] of the result is contiguous."""
         shared, heads, size, width = query.shape
         wide = torch.promote_types(query.dtype, torch.float32)
         out = query.new_empty((size, heads, shared, width), dtype=wide).permute(2, 1, 0, 3)
@@ -460,15 +439,8 @@ def attend(
     turnwise_tree: PrefixTree | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with transformers' signature; without a tree, call scaled_dot_product_attention.
-
-    Args:
-        query: [1, query heads, T, D]; key and value alike with their own number of heads.
-        turnwise_tree: prefix tree of the pass.
-
-    Returns:
-        [1, T, query heads, D], and None for the attention weights.
-    """
+    """Attend with transformers' signature, [1, their heads, T, D] to [1, T, query heads, D] and no attention weights; without a
+    tree, call scaled_dot_product_attention."""
     if turnwise_tree is None:
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
         return sdpa(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
@@ -497,15 +469,9 @@ types."""
 
 
 def install_tree_attention(decoder: nn.Module) -> str:
-    """Replace a decoder's attention in place: it follows a tree if a pass has one, and is unchanged otherwise.
+    """Make a decoder's attention follow a pass's tree, if it has one; return why that is not possible, empty on success.
 
     The attention's name is in the config, which models created from one config share, so this decoder gets a copy.
-
-    Args:
-        decoder: of transformers, with layers that look up their attention by name.
-
-    Returns:
-        The reason why it is not possible; empty on success.
     """
     config = getattr(decoder, "config", None)
     name = getattr(config, "_attn_implementation", None)

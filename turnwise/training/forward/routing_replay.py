@@ -38,12 +38,7 @@ class PassRoutes:
 
 
 def pack_routes(given: Sequence[tuple[ExpertRoutes, Any]], size: int, device: torch.device | str) -> PassRoutes:
-    """Combine the routes of a pass's rows.
-
-    Args:
-        given: routes of rows and the flattened positions of their ids (int array, as long as the routes).
-        size: number of positions of the pass, P.
-    """
+    """Combine the routes of a pass's rows, each with the flattened positions of its ids, to those of its `size` positions."""
     wide = any(routes.width == 2 for routes, _ in given)
     numbers = {routes.layers * routes.k for routes, _ in given}
     if len(numbers) > 1:
@@ -57,10 +52,8 @@ def pack_routes(given: Sequence[tuple[ExpertRoutes, Any]], size: int, device: to
 
 
 def keys_with_routes(keys: Sequence[Sequence[int]], routes: Sequence[ExpertRoutes | None]) -> Sequence[Sequence[int]]:
-    """Extend the keys of rows' positions by their experts.
-
-    Engines may route the same prefix in two ways (other rows in the batch, another server); each trajectory trains on its own.
-    """
+    """Extend the keys of rows' positions by their experts: engines may route the same prefix in two ways (other rows in the
+    batch, another server), and each trajectory trains on its own."""
     pairs = []
     for row, row_routes in zip(keys, routes, strict=True):
         each, data = (row_routes.bytes_per_position, row_routes.data) if row_routes is not None else (0, b"")
@@ -71,10 +64,7 @@ def keys_with_routes(keys: Sequence[Sequence[int]], routes: Sequence[ExpertRoute
 
 
 def routes_of(sample: Sample, end: int) -> ExpertRoutes:
-    """Return the routes of a row's first `end` positions, its input ids.
-
-    Raises `RoutesMissing` when one is unknown; the error names trajectory and position.
-    """
+    """Return the routes of a row's first `end` positions, its input ids; raise `RoutesMissing` with the first unknown one."""
     if sample.routes is not None and all(sample.routes_mask[:end]):
         return sample.routes.slice(0, end)
     first = 0 if sample.routes is None else sample.routes_mask.index(0)
@@ -100,16 +90,9 @@ SCORES: Sequence[Score] = (normalized, softmax)
 
 
 class RoutingReplay:
-    """Hooks that make a model's routers use recorded experts, where there are any.
-
-    The experts stay set between passes, so layers recomputed in the backward pass use the same ones.
-
-    Args:
-        model: its routers get hooks; a copy of it chooses its own experts.
-
-    Raises:
-        ConfigError: for a model without routers, or whose routers compute scores in an unknown way.
-    """
+    """Hooks that make a model's routers use recorded experts, where there are any; a copy of the model chooses its own. They
+    stay set between passes, so layers recomputed in the backward pass use the same ones. Raise `ConfigError` for a model
+    without routers, or whose routers compute scores in an unknown way."""
 
     def __init__(self, model: nn.Module) -> None:
         for module in model.modules():  # hooks of an earlier trainer of the same model
@@ -127,10 +110,7 @@ class RoutingReplay:
             router.module.register_forward_hook(_Hook(self, number, _score_of(router)))
 
     def set_routes(self, routes: PassRoutes | None) -> None:
-        """Set the experts of the next pass; None leaves the choice to the routers.
-
-        Raises `TurnwiseError` when they come from another model.
-        """
+        """Set the experts of the next pass, None: the routers choose; raise `TurnwiseError` for those of another model."""
         self._routes = routes
         if routes is None:
             return

@@ -17,10 +17,7 @@ ADAPTER_FILE = "adapter_config.json"
 
 
 def base_model_of(directory: Path) -> Path | None:
-    """Return the base model directory of an adapter's directory; None if it holds no adapter.
-
-    Raises `ModelError` when the base is missing.
-    """
+    """Return the base of a LoRA adapter's directory, or None for another; raise `ModelError` when the base is missing."""
     path = directory / ADAPTER_FILE
     if not path.is_file():
         return None
@@ -46,10 +43,7 @@ def renderer_of(source: Path, config: ModelConfig, control_text: ControlText = "
 
 
 def token_count(root: Path) -> int:
-    """Return one more than the highest id of a tokenizer, which may leave ids unused.
-
-    Raises `ModelError` when it cannot be read.
-    """
+    """Return one more than the highest id of a tokenizer, which may leave ids unused; raise `ModelError` without one."""
     from tokenizers import Tokenizer
 
     try:
@@ -67,13 +61,7 @@ def row_count(root: Path) -> int:
 
 
 def read_json(path: Path, otherwise: str) -> dict[str, Any]:
-    """Read the object in a JSON file of a model directory.
-
-    Args:
-        otherwise: what a missing file means.
-
-    Raises `ModelError` when the file is missing or holds no object.
-    """
+    """Read a JSON object of a model directory, else raise `ModelError`; `otherwise` is what a missing file means."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

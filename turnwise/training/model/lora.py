@@ -109,12 +109,7 @@ class Adapter:
             return read_json(Path(folder) / ADAPTER_FILE, "peft wrote none")
 
     def save(self, tensors: Mapping[str, Tensor], directory: Path, base: Path | None) -> None:
-        """Write the adapter in peft's layout.
-
-        Args:
-            tensors: by the names of `in_layout`.
-            base: its base model directory.
-        """
+        """Write the adapter of base model directory `base` in peft's layout; tensors are by the names of `in_layout`."""
         path = None if base is None else str(base.resolve())
         self.config.base_model_name_or_path = path
         self.config.save_pretrained(directory)
@@ -154,11 +149,8 @@ def add_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0) -> Adapter:
 
 
 def load_adapter(model: nn.Module, directory: str | Path) -> Adapter:
-    """Load the adapter of a directory in peft's layout into its base model, in place.
-
-    Raises `ModelError` when it cannot be read, or belongs to another model; `ConfigError` when peft is not installed, or the
-    adapter's kind cannot be merged.
-    """
+    """Load the adapter of a directory in peft's layout into its base model, in place; raise `ModelError` when it is unreadable
+    or of another model, `ConfigError` without peft, or for a kind that cannot be merged."""
     directory = Path(directory)
     peft = _peft()
     try:
@@ -187,10 +179,7 @@ def unload(model: nn.Module, adapter: Adapter) -> None:
 
 
 def linear_layers(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
-    """Resolve targets to names of linear layers: `all`, or suffixes of names, such as `q_proj` or `mlp.up_proj`.
-
-    Raises `ConfigError` for a target that matches no linear layer.
-    """
+    """Resolve `all`, or suffixes such as `q_proj` or `mlp.up_proj`, to linear layers; raise `ConfigError` if one has none."""
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     tower, _ = split_vlm(model)

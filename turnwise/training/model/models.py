@@ -31,15 +31,10 @@ from turnwise.training.model.lora import load_adapter, unload
 
 
 def enable_gradient_checkpointing(model: nn.Module) -> int:
-    """Wrap, in place, each layer of a transformers model that supports gradient checkpointing.
+    """Wrap, in place, the layers that support gradient checkpointing; return their number or raise `ConfigError` for none.
 
     transformers' own switch works only in training mode, with dropout. Here the model is in evaluation mode, since the trained
     policy must equal the sampled one.
-
-    Returns:
-        The number of wrapped layers.
-
-    Raises `ConfigError` for a model with none.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -74,11 +69,7 @@ def train_tokenizer(texts: Iterable[str], extra: Iterable[str] = ()) -> Tokenize
     """Train a byte-level BPE tokenizer (Sennrich et al., arXiv 1508.07909) that can encode any text.
 
     Every digit is a token. A word has different tokens with and without a leading space, so an environment whose words are to
-    be copied should write them in one form. The same texts give the same tokenizer.
-
-    Args:
-        texts: sample of what the model will read and write; control tokens in them are excluded from training.
-        extra: further special tokens.
+    be copied should write them in one form. Control tokens in texts are excluded. The same texts give the same tokenizer.
     """
     special = (*SPECIAL_TOKENS, *(token for token in extra if token not in (*SPECIAL_TOKENS, *MARKUP_TOKENS)))
     tokenizer = Tokenizer(BPE())
@@ -123,12 +114,7 @@ CLIP_FRAMES = 32
 
 
 def vision_model(config: ModelConfig, sizes: Mapping[str, Any], token: Callable[[str], int | None]) -> Any:
-    """Create a Qwen3-VL with random weights.
-
-    Args:
-        sizes: of the decoder, as in a text model's config.
-        token: returns the id of a special token.
-    """
+    """Create a Qwen3-VL with random weights; `sizes` are its decoder's, `token` returns the id of a special token."""
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     quarter = sizes["head_dim"] // 8
@@ -212,19 +198,10 @@ class ModelInfo:
 
 
 def create_tiny_model(config: ModelConfig, texts: Iterable[str], directory: str | Path, *, seed: int = 0) -> Path:
-    """Create a tokenizer from texts and a Qwen3 model with random weights, as a Hugging Face model directory.
+    """Create a tokenizer from texts that the model will read and write, and a Qwen3 with random weights, as a model directory.
 
-    With `config.vision` it is a Qwen3-VL with image processor settings. The same arguments give the same files.
-
-    Args:
-        config: hidden, layers, heads and kv_heads; the inner width is 3 * hidden. With vision also patch and image_side.
-        texts: what the model will read and write, such as demonstrations.
-        seed: of the weights.
-
-    Returns:
-        The directory, for `load`.
-
-    Raises `ConfigError` for sizes that do not fit together.
+    With `config.vision` it is a Qwen3-VL with image processor settings. The inner width is 3 * hidden. The same arguments give
+    the same files. Raise `ConfigError` for sizes that do not fit together.
     """
     _check_sizes(config)
     directory = Path(directory)
@@ -267,12 +244,8 @@ def create_tiny_model(config: ModelConfig, texts: Iterable[str], directory: str 
 def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None) -> tuple[nn.Module, ModelInfo]:
     """Load a Hugging Face directory of a causal or vision-language model; nothing is downloaded.
 
-    The directory of a LoRA adapter, such as a LoRA checkpoint, gives its base model with the adapter merged in.
-
-    Args:
-        dtype: None is float32 on a CPU, bfloat16 elsewhere.
-
-    Raises `ModelError` when something is missing or does not fit; the message has the remedy.
+    The directory of a LoRA adapter gives its base model with the adapter merged in. `dtype` None is float32 on a CPU, bfloat16
+    elsewhere. Raise `ModelError` with the remedy when something is missing or does not fit.
     """
     root = Path(path)
     if (base := base_model_of(root)) is not None:
@@ -326,10 +299,7 @@ def freeze_vision(model: nn.Module) -> None:
 
 
 def device_and_dtype(config: ModelConfig) -> tuple[str, torch.dtype]:
-    """Resolve device and dtype of a model; also set torch's number of threads.
-
-    Raises `ConfigError` for a device that this machine does not have.
-    """
+    """Resolve device and dtype of a model and set torch's threads; raise `ConfigError` for a device that is not here."""
     device = config.device
     if device == "auto":
         device = "cpu" if not torch.cuda.is_available() else "cuda" if world_size() == 1 else f"cuda:{local_rank()}"

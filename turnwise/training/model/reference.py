@@ -15,11 +15,7 @@ from turnwise.training.model.lora import Adapter
 
 
 class ReferencePolicy:
-    """Reference policy, evaluated with the trainer's model: `active` switches the model to it.
-
-    Args:
-        copied: initial trained parameters by name; None disables the adapter instead.
-    """
+    """Reference policy in the trainer's model: `active` switches it to `copied`, or disables the adapter if None."""
 
     def __init__(self, model: nn.Module, adapter: Adapter | None, copied: dict[str, Tensor] | None) -> None:
         self._own = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -28,13 +24,8 @@ class ReferencePolicy:
 
     @classmethod
     def of(cls, model: nn.Module, adapter: Adapter | None, config: TrainConfig, *, untouched: bool) -> ReferencePolicy:
-        """Keep the current policy as `train.reference` specifies.
-
-        Args:
-            untouched: whether the adapter is initial on every rank, so that disabling it gives the same policy.
-
-        Raises `ConfigError` for `adapter_off` without an adapter.
-        """
+        """Keep the current policy as `train.reference` specifies; raise `ConfigError` for `adapter_off` without an adapter. If
+        `untouched`, the adapter is initial on every rank, so that disabling it gives the same policy."""
         if config.reference == "adapter_off" and adapter is None:
             raise ConfigError('train.reference = "adapter_off", but the model has no LoRA adapter; set lora.rank, or "copy"')
         if adapter is not None and (config.reference == "adapter_off" or (config.reference == "auto" and untouched)):

@@ -86,11 +86,7 @@ class StepMetrics:
 
 
 def accounting_metrics(step_credits: StepCredits, masked: int = 0) -> dict[str, float]:
-    """Account for a step's sampled ids and trajectories; the counts of ids sum to `tokens_sampled`.
-
-    Args:
-        masked: ids without loss because a correction excluded them.
-    """
+    """Account for a step's trajectories and sampled ids (sum: `tokens_sampled`), some `masked` by a correction."""
     counts = step_credits.tokens - Counter({TRAINED: masked}) + Counter({MISMATCH: masked})
     values = [credit.advantage for credit in step_credits.credits if credit.advantage is not None]
     return {
@@ -104,22 +100,17 @@ def accounting_metrics(step_credits: StepCredits, masked: int = 0) -> dict[str, 
 
 
 def mismatch_bound(config: TrainConfig, dtype: torch.dtype) -> float:
-    """Return the maximum allowed |logprob of trainer - of engine|, in nats.
-
-    The default is 1e-3 in float32 (a correct engine is within 1e-4). There is none in lower precision, where rounding alone
-    reaches 0.2, nor with a correction, which is for engines that differ.
-    """
+    """Return the maximum allowed |logprob of trainer - of engine|, nats. The default is 1e-3 in float32 (a correct engine is
+    within 1e-4). There is none in lower precision, where rounding alone reaches 0.2, nor with a correction, which is for
+    engines that differ."""
     if config.max_mismatch is not None:
         return config.max_mismatch
     return math.inf if dtype in (torch.bfloat16, torch.float16) or config.correction != "none" else 1e-3
 
 
 def check_mismatch(batch: TrainingBatch, config: TrainConfig, dtype: torch.dtype, distribution: LogitDistribution) -> None:
-    """Compare the trainer's logprobs before the first update with the engine's.
-
-    Raises `TurnwiseError` when the trainer gives a sampled id no probability; `SyncError` when one differs by more than
-    `mismatch_bound`, or the mean KL exceeds the allowed divergence.
-    """
+    """Compare the trainer's logprobs before the first update with the engine's; raise `TurnwiseError` for an id without
+    probability, `SyncError` when one differs by more than `mismatch_bound`, or the mean KL exceeds the allowed divergence."""
     bound = mismatch_bound(config, dtype)
     # Rounding stays far below 0.1 nats in any precision, and a diverging run reaches it; `max_mismatch` declares a difference
     # intended.
@@ -160,10 +151,7 @@ def check_mismatch(batch: TrainingBatch, config: TrainConfig, dtype: torch.dtype
 
 
 def check_finite(loss: float, norm: float, where: str) -> None:
-    """Check that an update would not destroy the weights.
-
-    Raises `TurnwiseError` when the loss or its gradient is not finite.
-    """
+    """Raise `TurnwiseError` when the loss or its gradient is not finite, so that an update would destroy the weights."""
     if not math.isfinite(norm) or not math.isfinite(loss):
         raise TurnwiseError(
             f"in {where} the loss is {loss} and its gradient norm {norm}; the weights are unchanged: lower the learning rate, "
@@ -177,10 +165,7 @@ def _where(batch: TrainingBatch, token: int) -> str:
 
 
 def check_fingerprints(fingerprint: str, trajectories: Iterable[Trajectory], where: str) -> None:
-    """Refuse trajectories whose ids come from another template, tokenizer or settings; an empty fingerprint accepts any.
-
-    Raises `UsageError` for the first of them.
-    """
+    """Raise `UsageError` for ids from another template, tokenizer or settings; an empty fingerprint accepts any."""
     for trajectory in trajectories:
         if fingerprint and trajectory.template and trajectory.template != fingerprint:
             key = trajectory.key
@@ -214,11 +199,7 @@ class WeightSyncProbe:
     def before(
         cls, credits: Sequence[Credit], score: Callable[[MicroBatch], Tensor], device: torch.device
     ) -> WeightSyncProbe | None:
-        """Record the distribution before an update; None if no text-only trajectory is trained.
-
-        Args:
-            score: returns log-probabilities (M, vocabulary) at the targets of a pass.
-        """
+        """Record the distribution (M, vocabulary) before an update; None if no text-only trajectory is trained."""
         usable = [c for c in credits if c.reason is None and c.tokens and not any(s.media for s in c.trajectory.spans)]
         chosen = usable[:: max(1, len(usable) // TRAJECTORIES)][:TRAJECTORIES]
         rows = [_thinned(rows_of(credit.trajectory, 0, credit.weights)[0]) for credit in chosen]
@@ -234,10 +215,7 @@ class WeightSyncProbe:
         return self
 
     async def ask(self, engine: Engine, version: int, banned_ids: Collection[int], seconds: float) -> None:
-        """Check that the engine has the update.
-
-        Raises `SyncError` when it lacks a part of it; `EngineError` when it does not answer.
-        """
+        """Raise `SyncError` when the engine lacks a part of the update, `EngineError` when it does not answer."""
         requests = [
             Request(
                 context,
@@ -276,11 +254,8 @@ class WeightSyncProbe:
 
 
 def count_missing(found: Sequence[tuple[float, float]]) -> tuple[int, int]:
-    """Count the positions where an engine lacks about the full update, and those where the update changed anything.
-
-    Args:
-        found: (engine - after, before - after) per position, in nats.
-    """
+    """Count the positions where an engine lacks about the full update, and those where the update changed anything, from
+    (engine - after, before - after) of each in nats."""
     shares = [d / s for d, s in found if s and math.isfinite(d) and math.isfinite(s)]
     return sum(NEAR[0] < share < NEAR[1] for share in shares), len(shares)
 

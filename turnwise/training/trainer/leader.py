@@ -61,11 +61,7 @@ for _name in BROADCAST_METHODS:
 
 
 def follow_rank_zero(ranks: ProcessRanks, begin: Callable[..., Trainer]) -> None:
-    """Run the calls that rank 0 broadcasts until it ends the run.
-
-    Args:
-        begin: creates this rank's trainer from the first message.
-    """
+    """Run the calls that rank 0 broadcasts until it ends the run; `begin` makes this rank's trainer of the first message."""
     message = ranks.receive()
     if message is None:
         return

@@ -52,11 +52,7 @@ class MemoryEstimate:
         return self.fixed + max(self.activations + self.logits, self.weights)
 
     def text(self, have: int | None) -> str:
-        """Format the estimate as one line.
-
-        Args:
-            have: available bytes; None if unknown.
-        """
+        """Format the estimate and the available bytes, None if unknown, as one line."""
         names = ("weights", "gradients", "optimizer", "reference", "engine", "activations", "logits")
         parts = ", ".join(f"{name} {format_gib(getattr(self, name))}" for name in names if getattr(self, name))
         of = "" if have is None else f" of {format_gib(have)}"
@@ -67,14 +63,10 @@ class MemoryEstimate:
 
 
 def estimate(trainer: Trainer, *, longest: int, engine: bool = True) -> MemoryEstimate:
-    """Estimate the memory of a trainer's step.
+    """Estimate the memory of a step with rows of `longest` ids; an `engine` is a copy of the weights on the same device.
 
     The memory that a forward pass saves for the backward pass is measured on short passes and extrapolated to
     `train.micro_tokens` by a parabola, which covers attention that saves a square of the length.
-
-    Args:
-        longest: maximum ids of a row.
-        engine: whether a copy of the weights samples on the same device.
     """
     weights = _bytes(trainer.model.parameters()) + _bytes(trainer.model.buffers())
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
@@ -162,11 +154,8 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def report_memory(trainer: Trainer, longest: int | None, engine: Engine, note: Callable[[str], None]) -> None:
-    """Report a step's estimated memory and what is available; nothing for several ranks, which share devices.
-
-    Args:
-        longest: maximum ids of a row; None uses the engine's limit.
-    """
+    """Report a step's estimated memory and what is available, for rows of `longest` ids (None uses the engine's limit); nothing
+    for several ranks, which share devices."""
     if trainer.ranks.size == 1:
         limit = engine.context if isinstance(engine, HasContextLimit) else None
         longest = longest or limit or trainer.micro_batch_limit.tokens
@@ -175,10 +164,7 @@ def report_memory(trainer: Trainer, longest: int | None, engine: Engine, note: C
 
 
 def check_memory(found: MemoryEstimate, have: int | None) -> str:
-    """Format the estimate, with a warning if it is close to the available memory.
-
-    Raises `ConfigError` when the fixed part alone does not fit.
-    """
+    """Format the estimate, with a warning close to the available memory; raise `ConfigError` when the fixed part is over it."""
     text = found.text(have)
     if have is None or found.total <= 0.9 * have:
         return text

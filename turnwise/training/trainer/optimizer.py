@@ -56,10 +56,8 @@ class Optimizer:
         return float(self.ranks.full(torch.nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)))
 
     def agreement(self) -> float | None:
-        """Return the cosine of the gradient and the momentum; None without momentum, or if either is 0.
-
-        Noise of different episodes is as often against the momentum as along it; signal is along it.
-        """
+        """Return the cosine of the gradient and the momentum; None without momentum, or if either is 0. Noise of different
+        episodes is as often against the momentum as along it; signal is along it."""
         pairs = [
             (self.ranks.local(p.grad).flatten(), self.ranks.local(self.adamw.state[p]["exp_avg"]).flatten())
             for p in self.masters
@@ -133,7 +131,7 @@ interval; with 1 the same one."""
 
 
 def signal_share(agreement: float, beta: float) -> float:
-    """Return the share of the momentum's squared length that is signal, from its agreement with a new gradient.
+    """Return the share of the momentum's squared length that is signal, from its cosine with a new gradient.
 
     A gradient g is the true one, G, plus noise; a momentum m averages k = (1 + beta) / (1 - beta) such gradients. With r the
     signal-to-noise ratio of one gradient::
@@ -144,10 +142,6 @@ def signal_share(agreement: float, beta: float) -> float:
     Solved for r, the share is ``k r / (1 + k r)``. A step along m times that share is nearest to the one along G. It is the
     optimal step of McCandlish et al. (arXiv 1812.06162, eq. 2.7: 1 / (1 + noise scale / batch)) with the episodes that m
     averages as the batch.
-
-    Args:
-        agreement: cosine of a gradient and the momentum before it; at most 0 is no signal.
-        beta: decay of the momentum.
     """
     square = min(max(agreement, 0.0), 1.0) ** 2
     if square >= 1.0:
@@ -159,12 +153,7 @@ def signal_share(agreement: float, beta: float) -> float:
 
 
 class GradientSignal:
-    """Moving average of a run's gradient agreements, and the learning-rate share it implies.
-
-    Args:
-        memory: steps of the average; 0 leaves the learning rate unchanged.
-        beta: decay of the optimizer's momentum.
-    """
+    """Moving average of a run's gradient agreements over `memory` steps, and the learning-rate share it implies (1 if 0)."""
 
     def __init__(self, memory: int, beta: float) -> None:
         self.memory = memory
@@ -184,10 +173,8 @@ class GradientSignal:
 
     @property
     def share(self) -> float:
-        """Factor on the learning rate, from 0 to 1, from the lower bound of the average.
-
-        The average of pure noise is over 0 half of the time, and over two standard errors one time in forty.
-        """
+        """Factor on the learning rate, from 0 to 1, from the lower bound of the average: that of pure noise is over 0 half of
+        the time, and over two standard errors one time in forty."""
         if not self.memory:
             return 1.0
         return signal_share(self.average - STANDARD_ERRORS * math.sqrt(self.variance), self.beta)

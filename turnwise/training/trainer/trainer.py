@@ -139,13 +139,9 @@ class Trainer:
     # Steps.
 
     def step(self, groups: Sequence[Group], *, step: int, steps: int) -> StepResult:
-        """Train on one step's groups.
+        """Train on the groups of `step` (from 0) of `steps`, which are for the learning-rate schedule.
 
         On a CPU with one thread, equal groups, weights and optimizer state give equal bits in any order of the groups.
-
-        Args:
-            step: this step, from 0.
-            steps: number of steps of the run, for the learning-rate schedule.
 
         Returns:
             Metrics by name, and the step's credits and batches. Metrics: loss, KL, gradient norm, agreement with earlier
@@ -305,13 +301,8 @@ class Trainer:
     # Other uses of the forward pass.
 
     def supervised(self, trajectories: Sequence[Trajectory], *, lr: float) -> dict[str, float]:
-        """Train one step on demonstrations: cross entropy of their sampled ids, mean over the step's tokens.
-
-        Returns:
-            `loss` (nats per token), `grad_norm`, `lr`, `tokens_trained`, `tokens_per_s`, `train_s`.
-
-        Raises `UsageError` as `step`; `TurnwiseError` when no id carries loss, or the loss or its gradient is not finite.
-        """
+        """Train one step on demonstrations: cross entropy of their sampled ids in nats, mean over the step's tokens; raise
+        `TurnwiseError` when no id carries loss, or the loss or its gradient is not finite."""
         began = time.perf_counter()
         check_fingerprints(self.template, trajectories, "the training data")
         self.layout.start_step()
@@ -344,10 +335,7 @@ class Trainer:
         return metrics | {"tokens_per_s": batch.size / seconds, "train_s": seconds}
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
-        """Return log-probabilities in nats of each trajectory's ids that can carry loss, path by path in order.
-
-        Raises `UsageError` as `step`.
-        """
+        """Return log-probabilities in nats of each trajectory's ids that can carry loss, path by path in order."""
         check_fingerprints(self.template, trajectories, "the training data")
         credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in trajectories]
         batch = self._batch(credits, LossDenominator.of(credits, "token"))
@@ -367,19 +355,13 @@ class Trainer:
         return weights
 
     def adapter_weights(self) -> Weights:
-        """Yield copies of the LoRA matrices A and B by peft's file names, for engines that take adapters.
-
-        Raises `TurnwiseError` when the model has no adapter.
-        """
+        """Yield copies of the LoRA matrices A and B by peft's file names, for engines that take adapters."""
         if self.adapter is None:
             raise TurnwiseError("the model has no LoRA adapter; use weights()")
         return self.adapter.in_layout(clone_tensors(self.model, self._tied))
 
     def reference(self) -> None:
-        """Keep the current policy as the reference of the KL term; do nothing if `kl = 0`.
-
-        Raises `ConfigError` when `train.reference` needs an adapter and there is none.
-        """
+        """Keep the current policy as the reference of the KL term; do nothing if `kl = 0`."""
         if self.config.kl:
             untouched = self.adapter is not None and not self.ranks.any(not self.adapter.is_initial)
             self._reference = ReferencePolicy.of(self.model, self.adapter, self.config, untouched=untouched)
@@ -419,10 +401,7 @@ class Trainer:
             save_file({name: tensor.contiguous() for name, tensor in reference.items()}, directory / REFERENCE_FILE)
 
     def load(self, directory: str | Path) -> None:
-        """Restore what `save` wrote. The model's weights are loaded with the model.
-
-        Raises `ModelError` when the state is missing, unreadable or of another model.
-        """
+        """Restore what `save` wrote, not the weights; raise `ModelError` when it is unreadable or of another model."""
         directory = Path(directory)
         tensors = read_tensors(directory / OPTIMIZER_FILE)
         torch.set_rng_state(tensors.pop("rng.cpu"))
@@ -442,32 +421,20 @@ T = TypeVar("T")
 
 
 class MicroBatchLimit:
-    """Micro-batch size in tokens; halved once after an out-of-memory error.
-
-    Only once: a second time would hide that something else fills the memory. Results do not depend on the size.
-    """
+    """Micro-batch size in tokens; halved once after an out-of-memory error: a second time would hide that something else fills
+    the memory. Results do not depend on the size."""
 
     def __init__(self, tokens: int, *, alone: bool = True, on_note: Callable[[str], None] | None = None) -> None:
-        """
-        Args:
-            alone: whether this process trains by itself. Several ranks would have to halve together, and one that runs out of
-                memory cannot notify the others during a pass.
-            on_note: receives a line when the size is halved; a warning is logged by default.
-        """
+        """Halve only `alone`: several ranks would have to halve together, and one that runs out of memory cannot notify the
+        others during a pass."""
         self.tokens = tokens
         self.alone = alone
         self.halved = False
         self._on_note = on_note or logging.getLogger(__name__).warning
 
     def run(self, batch: TrainingBatch, work: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
-        """Run work over a batch's passes; after an out-of-memory error, retry once with passes of half the size.
-
-        Args:
-            work: starts from the first pass at each call; gradients are then as before the first call.
-            undo: discards the results of a failed attempt.
-
-        Raises `TurnwiseError` when memory runs out although the passes were halved before.
-        """
+        """Run work over a batch's passes, from the first and with gradients as before; after an out-of-memory error, retry once
+        with passes of half the size, after `undo` of the results. Raise `TurnwiseError` when they were halved before."""
         while True:
             if self.halved:
                 batch.repack(self.tokens)
