@@ -265,11 +265,7 @@ class SupportsWeightUpdate(Engine, Protocol):
 
 
 def check_generation(generation: Generation, request: Request, name: str) -> None:
-    """Check a generation against the engine contract.
-
-    Args:
-        name: engine name for errors.
-    """
+    """Check a generation against the contract of engines; errors start with the engine's name."""
     fault = _find_fault(generation, request)
     if fault:
         raise BackendContractError(f"{name} {fault}")

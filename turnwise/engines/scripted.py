@@ -45,7 +45,15 @@ class ScriptedEngine:
         Raises:
             EngineError: when the script has no further reply, or text has no renderer.
         """
-        ids = self._reply(request)
+        if callable(self._replies):
+            ids = self._replies(request.messages, Random(request.seed))
+        elif request.call < len(self._replies):
+            ids = self._replies[request.call]
+        else:
+            raise EngineError(
+                f"the script has {len(self._replies)} replies and the episode asks for reply {request.call + 1}: "
+                "end the episode earlier or write more replies"
+            )
         if isinstance(ids, str):
             if self.renderer is None:
                 raise EngineError("a ScriptedEngine with text needs a renderer: pass renderer= or use it through a rollout")
@@ -58,16 +66,6 @@ class ScriptedEngine:
             ids = ids[:stopped]
         finish: Finish = "stop" if stopped or ids[-1] in request.stop_ids else "length"
         return Generation(ids, [0.0] * len(ids), finish, self.version)
-
-    def _reply(self, request: Request) -> Reply:
-        if callable(self._replies):
-            return self._replies(request.messages, Random(request.seed))
-        if request.call >= len(self._replies):
-            raise EngineError(
-                f"the script has {len(self._replies)} replies and the episode asks for reply {request.call + 1}: "
-                "end the episode earlier or write more replies"
-            )
-        return self._replies[request.call]
 
     def release(self, session: str) -> None:
         """Do nothing: sessions have no state."""

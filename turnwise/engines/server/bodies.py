@@ -16,23 +16,13 @@ Version = Name | int
 Size = Annotated[int, Field(ge=0, lt=2**48)]
 Words = list[Annotated[str, Field(max_length=300)]]
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "min_p": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "n": (1,),
-    "best_of": (1,),
-    "min_tokens": (0,),
-    "min_new_tokens": (0,),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "use_beam_search": (False,),
-    "stream": (False,),
-    "echo": (False,),
-    "lora_path": (),
-    "image_data": ([],),
+    **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty", "min_tokens", "min_new_tokens"), (0,)),
+    **dict.fromkeys(("repetition_penalty", "n", "best_of"), (1,)),
+    **dict.fromkeys(("use_beam_search", "stream", "echo"), (False,)),
+    **dict.fromkeys(("bad_words", "image_data", "content_parts"), ([],)),
     "features": ({}, []),
-    "content_parts": ([],),
+    "allowed_token_ids": (),
+    "lora_path": (),
 }
 """Values with no effect, in addition to null; others are refused."""
 

@@ -133,14 +133,18 @@ class JsonHttpServer:
             timeout_graceful_shutdown=0,
             h11_max_incomplete_event_size=MAX_HEAD,
         )
-        self._socket = _bind(self._host, self._port)
-        self._server = _Uvicorn(config)
-        if self.published:
-            try:
+        kinds = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, proto, _, address = kinds[0]
+        self._socket, self._server = socket.socket(family, kind, proto), _Uvicorn(config)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind(address)
+            self._socket.setblocking(False)
+            if self.published:
                 tokens.publish(self.port, self.token)
-            except ConfigError:
-                self._socket.close()
-                raise
+        except (OSError, ConfigError):
+            self._socket.close()
+            raise
         self._task = asyncio.create_task(self._server.serve([self._socket]))
         while not self._server.started and not self._task.done():
             await asyncio.sleep(0.001)
@@ -190,7 +194,10 @@ class _Gate:
         if scope["type"] != "http":
             return
         headers = Request(scope).headers
-        fault = "" if self._every else _host_fault(headers.get("host", ""))
+        host, fault = headers.get("host", "").lower(), ""
+        name = host.rpartition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+        if not self._every and name not in tokens.LOOPBACK:  # a page whose domain resolves to this machine sends its own domain
+            fault = "the Host is not this machine; set TURNWISE_SERVE_TOKEN for other names"
         if headers.get("origin") is not None:
             fault = "requests from web pages are refused (they carry an Origin)"
         elif headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
@@ -201,12 +208,6 @@ class _Gate:
         elif self._every and not _has_token(headers, self._token):
             answer = _error_response(401, "the token is wrong or missing (authorization: Bearer ...)", close=True)
         await answer(scope, receive, send)
-
-
-def _host_fault(host: str) -> str:
-    """Return what is wrong with a Host; a page whose domain resolves to this machine sends its own domain."""
-    name = host.lower().rpartition("]")[0].removeprefix("[") if host.startswith("[") else host.lower().partition(":")[0]
-    return "" if name in tokens.LOOPBACK else "the Host is not this machine; set TURNWISE_SERVE_TOKEN for other names"
 
 
 def _has_token(headers: Mapping[str, str], token: str) -> bool:
@@ -229,7 +230,14 @@ def _make_endpoint(endpoint: Endpoint, token: str) -> Callable[[Request], Awaita
             return _error_response(error.status, str(error), close=True)
         except ClientDisconnect:
             return Response()
-        return await _respond(endpoint, call, request)
+        work, gone = asyncio.ensure_future(_call_handler(endpoint.handler, call)), asyncio.ensure_future(request.receive())
+        try:  # a request that changes nothing is cancelled when its client disconnects
+            await asyncio.wait((work,) if endpoint.changes else (work, gone), return_when=asyncio.FIRST_COMPLETED)
+            return work.result() if work.done() else Response()
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
 
     return answer
 
@@ -258,19 +266,6 @@ async def _read(request: Request, endpoint: Endpoint) -> Any:
         raise HttpError(400, f"invalid request: {'; '.join(messages)}{more}") from None
 
 
-async def _respond(endpoint: Endpoint, call: Call, request: Request) -> Response:
-    """Return the response; a request that changes nothing is cancelled when its client disconnects."""
-    work = asyncio.ensure_future(_call_handler(endpoint.handler, call))
-    gone = asyncio.ensure_future(request.receive())
-    try:
-        await asyncio.wait((work,) if endpoint.changes else (work, gone), return_when=asyncio.FIRST_COMPLETED)
-        return work.result() if work.done() else Response()
-    finally:
-        for task in (work, gone):
-            task.cancel()
-        await asyncio.gather(work, gone, return_exceptions=True)
-
-
 async def _call_handler(handler: Handler, call: Call) -> Response:
     try:
         found = await handler(call)
@@ -291,16 +286,3 @@ def _error_response(
 ) -> Response:
     more = dict(headers or {}) | ({"connection": "close"} if close else {})
     return Response(orjson.dumps({name: text[:2000]}), status, more, "application/json")
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    made = socket.socket(family, kind, proto)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.setblocking(False)
-    except OSError:
-        made.close()
-        raise
-    return made

@@ -12,28 +12,7 @@ from typing import Any, Literal, Protocol
 
 from turnwise import __version__
 from turnwise.engines.base import Generation, Request, StopText
-from turnwise.engines.server.bodies import (
-    Abort,
-    Aborts,
-    Body,
-    Bucket,
-    BucketInfo,
-    Completion,
-    Finish,
-    FromDisk,
-    Generate,
-    Init,
-    LeaveGroup,
-    Meeting,
-    Pause,
-    Reload,
-    Rename,
-    Settings,
-    Tags,
-    Tensors,
-    TokensIn,
-    Update,
-)
+from turnwise.engines.server import bodies
 from turnwise.engines.server.http import MAX_WEIGHTS, Call, Endpoint, HttpError, Table
 from turnwise.errors import EngineError, UsageError
 from turnwise.types import Sampling
@@ -49,11 +28,7 @@ class WeightReceiver(Protocol):
         """Join a trainer's process group; the trainer is rank 0."""
 
     async def receive(self, group: str | None, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Any]) -> None:
-        """Receive a bucket.
-
-        Args:
-            group: name of the group; None for the only one.
-        """
+        """Receive a bucket from a group; None for the only one."""
 
     async def decode_request(self, text: str) -> None:
         """Decode weights from a request body."""
@@ -78,7 +53,7 @@ _ROUTES: list[tuple[tuple[Formats, ...], str, str, Callable[..., Endpoint]]] = [
 
 
 def _route(
-    formats: tuple[Formats, ...], path: str, body: type[Body] | None = None, *, method: str = "POST", **rules: Any
+    formats: tuple[Formats, ...], path: str, body: type[bodies.Body] | None = None, *, method: str = "POST", **rules: Any
 ) -> Callable[[ServiceHandler], ServiceHandler]:
     """Serve a path by a method of `EngineService`; `rules` as in `Endpoint`."""
 
@@ -152,10 +127,10 @@ class EngineService:
     # One reply
 
     async def _sample(
-        self, name: str, ids: list[int], given: Settings | None, max_tokens: int | None, session: str
+        self, name: str, ids: list[int], given: bodies.Settings | None, max_tokens: int | None, session: str
     ) -> tuple[Generation, str]:
         """Sample one reply; return it with the name of the weights that sampled it."""
-        request = self._request(ids, given or Settings(), max_tokens, session or name)
+        request = self._request(ids, given or bodies.Settings(), max_tokens, session or name)
         await self._sampling_allowed.wait()
         if name in self._running:
             raise HttpError(400, f"request {name!r} is already running")
@@ -173,7 +148,7 @@ class EngineService:
             task.cancel()
             del self._running[name]
 
-    def _request(self, ids: list[int], given: Settings, max_tokens: int | None, session: str) -> Request:
+    def _request(self, ids: list[int], given: bodies.Settings, max_tokens: int | None, session: str) -> Request:
         space = self._reply_space(ids)
         stops = frozenset(given.stop_token_ids or ()) | (frozenset() if given.ignore_eos else self._end_ids)
         seed = given.seed if given.seed is not None else given.sampling_seed
@@ -206,7 +181,7 @@ class EngineService:
             raise HttpError(400, f"id {max(ids)} is not in the vocabulary of {self.engine.vocabulary} ids")
         return space
 
-    def _check(self, body: Body, model: str | None = None) -> None:
+    def _check(self, body: bodies.Body, model: str | None = None) -> None:
         if model not in (None, self.model):
             raise HttpError(404, f"this server serves {self.model!r}, not {model!r}")
         for fault in body.unsupported():
@@ -230,9 +205,9 @@ class EngineService:
     async def _vllm_weights(self, call: Call) -> Any:
         return {"weight_version": self.name}
 
-    @_vllm("/v1/completions", Completion)
+    @_vllm("/v1/completions", bodies.Completion)
     async def _vllm_completions(self, call: Call) -> Any:
-        body: Completion = call.body
+        body: bodies.Completion = call.body
         self._check(body, body.model)
         ids, scored = body.prompt, None
         if body.prompt_logprobs is not None:
@@ -252,9 +227,9 @@ class EngineService:
         }
         return {"id": name, "model": self.model, "choices": [choice], "usage": _usage(ids, reply)} | _vllm_drafts(reply)
 
-    @_vllm("/inference/v1/generate", TokensIn)
+    @_vllm("/inference/v1/generate", bodies.TokensIn)
     async def _vllm_generate(self, call: Call) -> Any:
-        body: TokensIn = call.body
+        body: bodies.TokensIn = call.body
         self._check(body, body.model)
         ids, given, name = body.token_ids, body.sampling_params, body.request_id or uuid.uuid4().hex
         reply, weights = await self._sample(name, ids, given, given.max_tokens, call.headers.get("x-session-id", ""))
@@ -264,13 +239,13 @@ class EngineService:
         info = {"request_id": name, "prompt_token_ids": ids, "choices": [choice], "usage": _usage(ids, reply)}
         return info | _vllm_drafts(reply)
 
-    @_vllm("/inference/v1/abort_requests", Aborts, changes=True)
+    @_vllm("/inference/v1/abort_requests", bodies.Aborts, changes=True)
     async def _vllm_abort(self, call: Call) -> Any:
         for name in call.body.request_ids:
             self._cancel(name)
         return {}
 
-    @_vllm("/collective_rpc", Reload, changes=True)
+    @_vllm("/collective_rpc", bodies.Reload, changes=True)
     async def _vllm_reload(self, call: Call) -> Any:
         async with self.changing:
             await self._load(Path(call.body.kwargs.weights_path))
@@ -280,9 +255,9 @@ class EngineService:
     async def _vllm_world(self, call: Call) -> Any:
         return {"world_size": 1}
 
-    @_vllm("/init_weight_transfer_engine", Init, changes=True)
+    @_vllm("/init_weight_transfer_engine", bodies.Init, changes=True)
     async def _vllm_join(self, call: Call) -> Any:
-        info: Meeting = call.body.init_info
+        info: bodies.Meeting = call.body.init_info
         if not info.group_name or not info.backend:
             raise HttpError(400, "init_info: group_name and backend are required")
         await self._join(info, info.group_name, info.backend)
@@ -292,13 +267,13 @@ class EngineService:
     async def _vllm_begin(self, call: Call) -> Any:
         return {"message": "Weight update started"}
 
-    @_vllm("/update_weights", Update, changes=True)
+    @_vllm("/update_weights", bodies.Update, changes=True)
     async def _vllm_bucket(self, call: Call) -> Any:
-        info: BucketInfo = call.body.update_info
+        info: bodies.BucketInfo = call.body.update_info
         await self._receiver.receive(None, info.names, info.dtype_names, info.shapes)
         return {"message": "Weights updated"}
 
-    @_vllm("/finish_weight_update", Finish, changes=True)
+    @_vllm("/finish_weight_update", bodies.Finish, changes=True)
     async def _vllm_finish(self, call: Call) -> Any:
         async with self.changing:
             await self._receiver.apply()
@@ -345,9 +320,9 @@ class EngineService:
     async def _sglang_server(self, call: Call) -> Any:
         return {"version": f"turnwise-{__version__}", "context_length": self.engine.context}
 
-    @_sglang("/generate", Generate)
+    @_sglang("/generate", bodies.Generate)
     async def _sglang_generate(self, call: Call) -> Any:
-        body: Generate = call.body
+        body: bodies.Generate = call.body
         self._check(body)
         ids, given, name = body.input_ids, body.sampling_params, body.rid or uuid.uuid4().hex
         meta: dict[str, Any] = {}
@@ -370,31 +345,31 @@ class EngineService:
             meta["spec_accept_rate"] = reply.accepted / reply.drafted
         return {"text": self._decode(reply.ids), "output_ids": reply.ids, "meta_info": meta}
 
-    @_sglang("/abort_request", Abort, changes=True)
+    @_sglang("/abort_request", bodies.Abort, changes=True)
     async def _sglang_abort(self, call: Call) -> Any:
         for name in list(self._running) if call.body.abort_all else [call.body.rid]:
             self._cancel(name)
         return {}
 
-    @_sglang("/update_weights_from_disk", FromDisk, changes=True)
+    @_sglang("/update_weights_from_disk", bodies.FromDisk, changes=True)
     async def _sglang_update(self, call: Call) -> Any:
         async with self.changing:
             await self._load(Path(call.body.model_path))
             self.name = str(call.body.weight_version or self.name)
         return {"success": True, "message": ""}
 
-    @_sglang("/init_weights_update_group", Meeting, changes=True)
+    @_sglang("/init_weights_update_group", bodies.Meeting, changes=True)
     async def _sglang_join(self, call: Call) -> Any:
         await self._join(call.body, call.body.group_name or DEFAULT_GROUP, call.body.backend or "nccl")
         return {"success": True, "message": ""}
 
-    @_sglang("/update_weights_from_distributed", Bucket, changes=True)
+    @_sglang("/update_weights_from_distributed", bodies.Bucket, changes=True)
     async def _sglang_bucket(self, call: Call) -> Any:
-        info: Bucket = call.body
+        info: bodies.Bucket = call.body
         await self._receiver.receive(info.group_name or DEFAULT_GROUP, info.names, info.dtypes, info.shapes)
         return await self._apply_if_complete(info.weight_version)
 
-    @_sglang("/update_weights_from_tensor", Tensors, changes=True, max_bytes=MAX_WEIGHTS)
+    @_sglang("/update_weights_from_tensor", bodies.Tensors, changes=True, max_bytes=MAX_WEIGHTS)
     async def _sglang_tensors(self, call: Call) -> Any:
         await self._receiver.decode_request(call.body.serialized_named_tensors[0])
         return await self._apply_if_complete(call.body.weight_version)
@@ -407,12 +382,12 @@ class EngineService:
             self.name = str(version) if version is not None else self.name
         return {"success": True, "message": ""}
 
-    @_sglang("/destroy_weights_update_group", LeaveGroup, changes=True)
+    @_sglang("/destroy_weights_update_group", bodies.LeaveGroup, changes=True)
     async def _sglang_leave(self, call: Call) -> Any:
         left = self._receiver.leave(call.body.group_name or DEFAULT_GROUP)
         return {"success": left, "message": "" if left else "unknown group"}
 
-    @_sglang("/release_memory_occupation", Tags, changes=True)
+    @_sglang("/release_memory_occupation", bodies.Tags, changes=True)
     async def _sglang_sleep(self, call: Call) -> Any:
         # Releasing while busy or resuming what is not released ends SGLang; here it is refused.
         if self.released or self._sampling_allowed.is_set():
@@ -420,7 +395,7 @@ class EngineService:
         await self._sleep()
         return {}
 
-    @_sglang("/resume_memory_occupation", Tags, changes=True)
+    @_sglang("/resume_memory_occupation", bodies.Tags, changes=True)
     async def _sglang_wake(self, call: Call) -> Any:
         for part in call.body.tags or sorted(self.released):
             if part not in self.released:
@@ -430,7 +405,7 @@ class EngineService:
 
     # Both
 
-    @_both("/update_weight_version", Rename, changes=True)
+    @_both("/update_weight_version", bodies.Rename, changes=True)
     async def _rename(self, call: Call) -> Any:
         self.name = str(call.body.new_version)
         return {"success": True, "new_version": self.name}
@@ -440,8 +415,8 @@ class EngineService:
     async def _no_op(self, call: Call) -> Any:
         return {}
 
-    @_vllm("/pause", Pause, changes=True)
-    @_sglang("/pause_generation", Pause, changes=True)
+    @_vllm("/pause", bodies.Pause, changes=True)
+    @_sglang("/pause_generation", bodies.Pause, changes=True)
     async def _pause(self, call: Call) -> Any:
         mode = call.query.get("mode") or call.body.mode or "abort"
         if mode not in MODES:
@@ -465,7 +440,7 @@ class EngineService:
         self._sampling_allowed.set()
         return {"status": "resumed"}
 
-    async def _join(self, info: Meeting, name: str, backend: str) -> None:
+    async def _join(self, info: bodies.Meeting, name: str, backend: str) -> None:
         await self._receiver.join(info.master_address, info.master_port, info.rank_offset, info.world_size, name, backend)
 
     async def _sleep(self) -> None:
