@@ -76,7 +76,7 @@ class Both:
         engines = []
         for kind in ("vllm", "sglang"):
             app, engine = make_service(source, context=100, device="cpu")
-            app._receiver._seconds = 0.2  # nobody waits at the addresses that are made up
+            app.receiver._seconds = 0.2  # nobody waits at the addresses that are made up
             self.servers[kind] = server = JsonHttpServer(app.routes(kind), host="127.0.0.1", port=0)
             self.source, self.paths = str(source), getattr(self, "paths", []) + [(kind, *pair) for pair in app.routes(kind)]
             await server.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,13 +16,13 @@ from routes_kit import experts
 from turnwise.engines import Request
 from turnwise.engines.base import check_generation
 from turnwise.engines.remote import SglangEngine, VllmEngine
-from turnwise.engines.remote.response import ResponseErrors, ServerResponse, verify_response
+from turnwise.engines.remote.response import ServerResponse, fault_of, verify_response
 from turnwise.engines.remote.vllm import sglang_experts, vllm_experts
 from turnwise.errors import BackendContractError
 from turnwise.types import ExpertRoutes
 
 WANT = frozenset(["routes"])
-BREACH = ResponseErrors("a server")
+BREACH = partial(fault_of, "a server")
 
 
 def asked(routes_from=0, want=WANT):
@@ -116,6 +117,6 @@ def test_numbers_that_do_not_fit_break_the_contract(data):
 def test_experts_behind_a_stop_id_are_left_out_with_their_ids():
     told = {"routes": (0, ExpertRoutes.of(experts([3, 1, 4, 1, 5, 7, 9, 2])))}
     answer = ServerResponse([7, 9, 2, 6], [-1.0] * 4, "length", 5, 0, extras=told, trim=True)
-    made, left = verify_response(answer, asked(), 4, "error", BREACH)
+    made, left = verify_response(answer, asked(), 4, "error", 2**31, BREACH)
     assert (made.ids, left) == ([7, 9], 2)
     assert len(made.extras["routes"][1]) == 6

@@ -106,7 +106,7 @@ def test_weights_arrive_part_by_part_and_are_proven(directory, kind, way):
         scores = await client.score(PROMPT)
         made = await engine.generate(Request(PROMPT, 8, frozenset(), 1, "a", min_version=2))
         await engine.close()
-        return found, scores, made.version, app._receiver._groups
+        return found, scores, made.version, app.receiver._groups
 
     found, scores, version, left = run(directory, kind, work)
     source, _ = packer.pack(unique_weights(model), 1)
@@ -372,7 +372,7 @@ def test_a_server_that_never_joins_is_an_error_that_says_so(directory):
         async def join(*given):
             await asyncio.sleep(3600)
 
-        app._receiver.join = join
+        app.receiver.join = join
         engine = Fleet([client], packer=GroupWeightPacker(seconds=0.5))
         try:
             with pytest.raises(

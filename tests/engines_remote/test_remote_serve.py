@@ -124,7 +124,7 @@ def test_what_it_drafts_is_told_and_changes_no_reply(directory, kind, route):
 def test_a_pause_gives_back_what_was_sampled_and_holds_what_comes(directory, kind):
     async def work(client, app, url):
         async def ask():
-            return await client.generate(Request(PROMPT, 170, frozenset(), 1, "a", banned_ids=app._end_ids))
+            return await client.generate(Request(PROMPT, 170, frozenset(), 1, "a", banned_ids=app.end_ids))
 
         begun = beginning(app)
         first = asyncio.create_task(ask())
@@ -149,7 +149,7 @@ def test_a_client_that_goes_away_ends_its_reply(directory, kind):
     async def work(client, app, url):
         await client.open()
         begun = beginning(app)
-        asking = asyncio.create_task(client.generate(Request(PROMPT, 170, frozenset(), 1, "a", banned_ids=app._end_ids)))
+        asking = asyncio.create_task(client.generate(Request(PROMPT, 170, frozenset(), 1, "a", banned_ids=app.end_ids)))
         await begun.wait()
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
@@ -162,7 +162,7 @@ def test_a_client_that_goes_away_ends_its_reply(directory, kind):
 @pytest.mark.parametrize("kind", CLIENTS)
 def test_stop_texts_end_replies(directory, kind):
     async def work(client, app, url):
-        stop = StopText(["e", "o"], app._decode)
+        stop = StopText(["e", "o"], app.decode)
         request = Request(PROMPT, 100, frozenset(), 1, "a", stop_text=stop)
         return stop, await client.generate(request)
 

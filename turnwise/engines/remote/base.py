@@ -11,21 +11,14 @@ from uuid import uuid4
 
 from turnwise.engines.base import Generation, MissingLogprobs, Request
 from turnwise.engines.remote.http import HttpClient
-from turnwise.engines.remote.response import (
-    MAX_VOCABULARY,
-    ExpectedWeights,
-    ResponseErrors,
-    ResponseFields,
-    ServerResponse,
-    WeightsLabel,
-    parsing,
-    verify_response,
-)
+from turnwise.engines.remote.response import ExpectedWeights, ServerResponse, WeightsLabel, fault_of, parsing, verify_response
 from turnwise.engines.remote.weight_sync import GroupTransfer, RequestTransfer
 from turnwise.errors import ConfigError, EngineError, EngineUnavailable, NotTrainable, StaleWeights, SyncError, TurnwiseError
 from turnwise.renderers.base import HasCodec
 from turnwise.renderers.tokenizer import ByteTokenizer
 
+MAX_VOCABULARY = 2**31
+"""Larger than any vocabulary."""
 MAX_RETRY_AFTER = 8
 """Times that one call waits for a server's `Retry-After`."""
 Part = Literal["weights", "kv_cache"]
@@ -101,8 +94,8 @@ class RemoteEngine:
         """Whether a sleeping server already has its memory for weights again."""
         self.patient = True
         """Whether a call waits out a server's `Retry-After`; a fleet asks other servers meanwhile."""
-        self.response_fields = ResponseFields()
-        """Optional fields of the server's responses."""
+        self._optional_fields: set[str] = set()
+        """Optional fields that a response had; whether the server sends them depends on its kind and version."""
         self._vocabulary_size: tuple[Any, int] | None = None
         self._opened = False
         self._aborts: set[asyncio.Task[None]] = set()
@@ -120,6 +113,10 @@ class RemoteEngine:
         """Whether requests carry seeds: `turnwise serve` draws from them exactly as the local engine does."""
         return self.server_version.startswith("turnwise-")
 
+    def breach(self, field_name: str, problem: str) -> TurnwiseError:
+        """Return the error for a response that violates the contract."""
+        return fault_of(self.display_name, field_name, problem)
+
     def set_renderer(self, renderer: Any) -> None:
         """Use the rollout's renderer if none was given."""
         if self.renderer is None:
@@ -132,7 +129,7 @@ class RemoteEngine:
     async def open(self) -> None:
         """Query versions, model and context once; called automatically before the first request."""
         if not self._opened:
-            with parsing("the server's description", ResponseErrors(self.display_name)):
+            with parsing("the server's description", self.display_name):
                 await self._identify()
             self._opened = True
 
@@ -171,18 +168,17 @@ class RemoteEngine:
 
     async def _generate(self, request: Request, max_tokens: int) -> Generation:
         name = uuid4().hex
-        expected, breach = ExpectedWeights(self.version, self.label, name), ResponseErrors(self.display_name)
+        expected = ExpectedWeights(self.version, self.label, name)
         self.counts["requests"] += 1
         try:
             raw = await self._sample(request, max_tokens, name, self._seconds(request))
         except BaseException:
             self._abort_later(name)
             raise
-        with parsing("the response", breach):
+        with parsing("the response", self.display_name):
             response = self._read(raw, request, expected)
-            generation, left_out = verify_response(
-                response, request, max_tokens, self.missing_logprobs, breach, self._vocabulary()
-            )
+            limits = max_tokens, self.missing_logprobs, self._vocabulary()
+            generation, left_out = verify_response(response, request, *limits, self.breach)
         self._count(generation, left_out, len(request.ids))
         return generation
 
@@ -204,7 +200,7 @@ class RemoteEngine:
 
     async def weights_label(self) -> WeightsLabel:
         """Return the server's name for its weights and its scores of `CANARY`."""
-        with parsing("the server's description of its weights", ResponseErrors(self.display_name)):
+        with parsing("the server's description of its weights", self.display_name):
             return WeightsLabel(await self.weights_name(), tuple(await self.score(CANARY)))
 
     async def load_from_disk(self, directory: str | Path, version: int) -> None:
@@ -325,6 +321,19 @@ class RemoteEngine:
                 bound += 0 if isinstance(codec, ByteTokenizer) else 1024 + bound // 64
             self._vocabulary_size = self.renderer, bound
         return self._vocabulary_size[1]
+
+    def _check_present(self, field_name: str, found: bool) -> bool:
+        """Return whether a response has an optional field; raise when it is missing and an earlier response had it."""
+        if found:
+            self._optional_fields.add(field_name)
+        elif field_name in self._optional_fields:
+            raise self.breach(field_name, "is missing from the response, and earlier responses of the server had it")
+        return found
+
+    def _check_name(self, field_name: str, value: Any, request: str) -> None:
+        """Check that a response belongs to a request; servers may add a prefix or suffix to the request id."""
+        if self._check_present(field_name, value is not None) and (not isinstance(value, str) or request not in value):
+            raise self.breach(field_name, f"is {value!r:.80} for the request {request!r}: the response is another request's")
 
     def _seconds(self, request: Request) -> float:
         if request.deadline is None:

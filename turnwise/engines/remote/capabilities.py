@@ -83,10 +83,7 @@ class ServerCapabilities:
 
 
 async def kind_of(url: str, *, key_env: str | None = None) -> str:
-    """Detect the kind of server at a URL: `vllm`, `sglang` or `llamacpp`.
-
-    Raises `EngineUnavailable` when there is no response; `EngineError` when it is none of these.
-    """
+    """Detect the kind of server at a URL, `vllm`, `sglang` or `llamacpp`; raise `EngineError` when it is none of these."""
     http = HttpClient(url, key_env=key_env)
     try:
         faults: list[EngineError] = []
@@ -143,12 +140,12 @@ async def probe_server(engine: RemoteEngine) -> ServerCapabilities:
         found.routes = [route for route in used if route in engine.routes]
         found.updates = {"/collective_rpc", "/pause"} <= engine.routes
         found.lora = engine.lora_api.load in engine.routes
-        found.images = bool(await _or_none(engine.supports_images()))
+        found.images = bool(await _or_none(engine.images.supports_images()))
     elif isinstance(engine, SglangEngine):
         found.routes = ["/generate", "/update_weights_from_disk", "/pause_generation", "/abort_request"]
         found.updates = True
-        found.lora = bool((await _or_none(engine._server_info()) or {}).get("enable_lora"))
-        found.images = bool((await _or_none(engine._model_info()) or {}).get("has_image_understanding"))
+        found.lora = bool((await _or_none(engine._info("server")) or {}).get("enable_lora"))
+        found.images = bool((await _or_none(engine._info("model")) or {}).get("has_image_understanding"))
     else:
         found.routes = ["/completion"]
     totals = await _or_none(engine.draft_totals())

@@ -8,7 +8,7 @@ from typing import Any
 
 from turnwise.engines.base import Generation, Request
 from turnwise.engines.remote.base import RemoteEngine
-from turnwise.engines.remote.response import ResponseErrors, field_of, only_choice
+from turnwise.engines.remote.response import field_of, only_choice
 from turnwise.errors import EngineError, NotTrainable
 
 
@@ -53,20 +53,19 @@ class ChatEngine(RemoteEngine):
         }
         self.counts["requests"] += 1
         raw = await self.http.post("/chat/completions", body, self._seconds(request))
-        breach = ResponseErrors(self.display_name)
-        choice = only_choice(raw, breach)
-        message = field_of(choice, "message", breach)
+        choice = only_choice(raw, self.breach)
+        message = field_of(choice, "message", self.breach)
         if not isinstance(message, dict):
-            raise breach("choices.0.message", f"is {message!r:.80}, not an object")
+            raise self.breach("choices.0.message", f"is {message!r:.80}, not an object")
         if message.get("tool_calls"):
             raise EngineError(
                 f"{self.display_name} returned tool calls of the API; environments with tools need an engine that returns ids"
             )
         text = message.get("content")
         if not isinstance(text, str):
-            raise breach("choices.0.message.content", f"is {text!r}, not text")
+            raise self.breach("choices.0.message.content", f"is {text!r}, not text")
         if choice.get("finish_reason") not in ("stop", "length"):
-            raise breach("choices.0.finish_reason", f"is {choice.get('finish_reason')!r}; expected stop or length")
+            raise self.breach("choices.0.finish_reason", f"is {choice.get('finish_reason')!r}; expected stop or length")
         ids = list(self.renderer.encode_reply(text))[: request.max_tokens]
         end = request.stop_text.first_completion(ids) if request.stop_text is not None else 0
         ids = ids[:end] if end else ids
@@ -74,7 +73,7 @@ class ChatEngine(RemoteEngine):
             while ids and ids[-1] in request.stop_ids:
                 ids.pop()
         if not ids:
-            raise breach("choices.0.message.content", "is empty; a reply has at least one id")
+            raise self.breach("choices.0.message.content", "is empty; a reply has at least one id")
         stopped = bool(end) or ids[-1] in request.stop_ids
         made = Generation(ids, [None] * len(ids), "stop" if stopped else "length", self.version, missing_logprobs="mask")
         self._count(made, 0, len(request.ids))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.engines.base import Generation, Request
-from turnwise.engines.remote import replica
 from turnwise.engines.remote.base import CANARY, RemoteEngine
 from turnwise.engines.remote.chat import ChatEngine
 from turnwise.engines.remote.replica import ExpectedScores, LogprobFunction, Replica
@@ -351,9 +350,8 @@ class Fleet:
         await self.open()
         self._asleep = False
         wanted = await self._expected_scores()
-        found = await asyncio.gather(
-            *(self._update_replica(m, source, changed, wanted) for m in self.members), return_exceptions=True
-        )
+        updates = (m.update(source, changed=changed, wanted=wanted, tolerance=self.tolerance) for m in self.members)
+        found = await asyncio.gather(*updates, return_exceptions=True)
         faults = []
         for member, error in zip(self.members, found, strict=True):
             member.state = "up" if error is None else "doubted"
@@ -373,19 +371,6 @@ class Fleet:
             member.check_now.set()
         self.counts["updates"] += 1
         self._admit_all()
-
-    async def _update_replica(
-        self, member: Replica, source: WeightsSource, changed: bool, wanted: ExpectedScores | None
-    ) -> None:
-        member.state = "loading"
-        engine = member.engine
-        async with member.lock:
-            before = member.proof
-            await member.drain()
-            await source.send_to(engine)
-            member.proof = await replica.verify_weights_arrived(
-                engine, before, changed=changed, wanted=wanted, tolerance=self.tolerance
-            )
 
     async def _expected_scores(self) -> ExpectedScores | None:
         """Return the trainer's current scores of `CANARY`."""

@@ -32,6 +32,7 @@ CONNECT_S = 5.0
 """Timeout for establishing a connection."""
 RETRYABLE_STATUS = frozenset((404, 408, 409, 425, 429, *range(500, 600)))
 """HTTP statuses that may differ on another server or later; 404 is a model or route that is not loaded."""
+Headers = Mapping[str, str] | None
 
 
 class HttpClient:
@@ -59,11 +60,9 @@ class HttpClient:
         self._token = ""
         """Token of a local server of this user, once the server asked for one."""
         self._most = most
-        self._pools: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[_Clients, AsyncGenerator[_Clients, None]]] = (
-            WeakKeyDictionary()
-        )
+        self._pools = WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[_Clients, AsyncGenerator[_Clients, None]]]()
 
-    async def post(self, path: str, body: Any, seconds: float, headers: Mapping[str, str] | None = None) -> Any:
+    async def post(self, path: str, body: Any, seconds: float, headers: Headers = None) -> Any:
         """Post a JSON body and return the JSON response; None for an empty one.
 
         Raises `EngineUnavailable`: no response: connection error, deadline, truncated response, or a retryable status;
@@ -97,9 +96,7 @@ class HttpClient:
         if cached is not None:
             await cached[1].aclose()
 
-    async def _ask(
-        self, method: str, path: str, content: bytes, seconds: float, headers: Mapping[str, str] | None = None
-    ) -> bytes:
+    async def _ask(self, method: str, path: str, content: bytes, seconds: float, headers: Headers = None) -> bytes:
         try:
             return await self._ask_once(method, path, content, seconds, headers)
         except EngineError as error:
@@ -109,9 +106,7 @@ class HttpClient:
             self._token = token
         return await self._ask_once(method, path, content, seconds, headers)
 
-    async def _ask_once(
-        self, method: str, path: str, content: bytes, seconds: float, headers: Mapping[str, str] | None
-    ) -> bytes:
+    async def _ask_once(self, method: str, path: str, content: bytes, seconds: float, headers: Headers) -> bytes:
         import httpx2
 
         where = f"{self.url}{path}"

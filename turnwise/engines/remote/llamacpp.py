@@ -9,14 +9,7 @@ from typing import Any
 from turnwise.engines.base import Request
 from turnwise.engines.remote.base import RemoteEngine
 from turnwise.engines.remote.http import CONTROL_S
-from turnwise.engines.remote.response import (
-    ExpectedWeights,
-    ResponseErrors,
-    ServerResponse,
-    align_logprobs,
-    field_of,
-    number_at,
-)
+from turnwise.engines.remote.response import Breach, ExpectedWeights, ServerResponse, align_logprobs, field_of, number_at
 from turnwise.errors import EngineError
 
 FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
@@ -84,15 +77,14 @@ class LlamaCppEngine(RemoteEngine):
         return await self.http.post("/completion", body, seconds)
 
     def _read(self, raw: Any, request: Request, expected: ExpectedWeights) -> ServerResponse:
-        breach = ResponseErrors(self.display_name)
-        ids, stop_type = field_of(raw, "tokens", breach), field_of(raw, "stop_type", breach)
+        ids, stop_type = field_of(raw, "tokens", self.breach), field_of(raw, "stop_type", self.breach)
         if raw.get("truncated"):
-            raise breach("truncated", "is true: the ids were sampled from a truncated context")
+            raise self.breach("truncated", "is true: the ids were sampled from a truncated context")
         rows = raw.get("completion_probabilities") or ()
-        entries = [(field_of(row, "id", breach), _logprob(row, breach)) for row in rows]
+        entries = [(field_of(row, "id", self.breach), _logprob(row, self.breach)) for row in rows]
         logprobs = align_logprobs(ids, entries)
         if logprobs is None:
-            raise breach("completion_probabilities", f"are not a subsequence of the {len(ids)} sampled ids")
+            raise self.breach("completion_probabilities", f"are not a subsequence of the {len(ids)} sampled ids")
         prompt, cached = raw.get("tokens_evaluated"), number_at(raw, "timings.cache_n")
         return ServerResponse(ids, logprobs, FINISH.get(stop_type, str(stop_type)), prompt, expected.version, cached, trim=True)
 
@@ -101,13 +93,12 @@ class LlamaCppEngine(RemoteEngine):
         body = {"prompt": list(ids), "n_predict": 1, "temperature": 0.0, "n_probs": 8, "return_tokens": True}
         body |= {"cache_prompt": False, "post_sampling_probs": False, "samplers": []}
         raw = await self.http.post("/completion", body, self.request_s)
-        breach = ResponseErrors(self.display_name)
-        rows = field_of(raw, "completion_probabilities", breach)
-        top = field_of(rows, "0.top_logprobs", breach) if rows else ()
+        rows = field_of(raw, "completion_probabilities", self.breach)
+        top = field_of(rows, "0.top_logprobs", self.breach) if rows else ()
         return [value for row in top for value in (float(row["id"]), float(row["logprob"]))]
 
 
-def _logprob(row: Any, breach: ResponseErrors) -> float:
+def _logprob(row: Any, breach: Breach) -> float:
     if "logprob" in row:
         return row["logprob"]  # type: ignore[no-any-return]
     prob = field_of(row, "prob", breach)

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from turnwise.engines.remote.base import UPDATE_S, RemoteEngine
 from turnwise.engines.remote.http import CONTROL_S
-from turnwise.engines.remote.response import ResponseErrors, field_of
+from turnwise.engines.remote.response import field_of
 from turnwise.engines.remote.weight_sync import suppress_errors
 from turnwise.errors import EngineError, StaleWeights, SyncError
 
@@ -66,7 +66,7 @@ class LoraServerEngine(RemoteEngine):
         body |= {"load_inplace": True} if self.lora_api.in_place else {}
         try:
             await self.http.post_status(self.lora_api.load, body, UPDATE_S)
-            listed = field_of(await self.http.get("/v1/models", CONTROL_S), "data", ResponseErrors(self.display_name))
+            listed = field_of(await self.http.get("/v1/models", CONTROL_S), "data", self.breach)
         except EngineError as error:
             raise SyncError(
                 f"{self.display_name} did not load the adapter {name!r}: {error}; adapters need a server started with "

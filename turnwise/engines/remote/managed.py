@@ -289,13 +289,7 @@ class ServerProcess:
     """Server process on a local port."""
 
     def __init__(self, kind: str, home: Path, log: Path, *, context: int | None, gpu: bool, **settings: int) -> None:
-        """
-        Args:
-            kind: `vllm` or `sglang`.
-            home: parent directory of its environment.
-            log: file for the server's output.
-            settings: further arguments of `start_command`: `lora`, `group`, `sleep`, `speculate`.
-        """
+        """Take the arguments of `start_command`, but the model and the address; `log` is a file for the server's output."""
         self.kind, self.home, self.log = kind, home, log
         self._settings: dict[str, Any] = {"context": context, "gpu": gpu} | settings
         with socket.socket() as probe:
@@ -447,7 +441,7 @@ class ManagedFleet(Fleet):
             for server in self.started:
                 if server.pid is None or server.ended:
                     server.start(self._directory)
-            await asyncio.gather(*(self._wait_until_up(server) for server in self.started))
+            await asyncio.gather(*map(self._wait_until_up, self.started))
         except BaseException:
             for server in self.started:
                 server.stop()

@@ -58,48 +58,6 @@ class ExpectedScores:
     """Largest difference from its scores of the previous weights, in nats; 0 for the first weights."""
 
 
-async def verify_weights_arrived(
-    engine: RemoteEngine, before: WeightsProof | None, *, changed: bool, wanted: ExpectedScores | None, tolerance: float
-) -> WeightsProof:
-    """Check that a server samples from the weights it was sent.
-
-    Args:
-        before: proof of the server's previous weights.
-        changed: whether the new weights differ from them.
-        wanted: the trainer's scores; without them only a change of the server's scores is checked.
-        tolerance: maximum difference from the trainer's scores, in nats.
-    """
-    now = await score_canary(engine)
-    if wanted is not None:
-        difference = wanted.label.max_difference(now.label)
-        if not difference <= tolerance:
-            raise SyncError(
-                f"{engine.display_name} accepted the weights of policy {engine.version} but samples from others: "
-                f"its logprobs of known ids differ from the trainer's by up to {difference:.3g} nats (tolerance {tolerance:g})"
-            )
-        if before is not None and wanted.moved > tolerance / 10 and before.label.max_difference(now.label) == 0.0:
-            raise SyncError(
-                f"{engine.display_name} accepted the weights of policy {engine.version} but its logprobs of known ids are "
-                f"bit-identical to before, while the trainer's moved by {wanted.moved:.3g} nats: the weights did not arrive"
-            )
-        return now
-    if not changed or before is None:
-        return now
-    difference = before.label.max_difference(now.label)
-    if difference == 0.0:
-        raise SyncError(
-            f"{engine.display_name} accepted the weights of policy {engine.version} but its logprobs of known ids are "
-            "bit-identical to before: the weights did not arrive (or the change is too small for the server's dtype; then pass "
-            "expected_logprobs=)"
-        )
-    if difference <= before.noise:
-        _log.warning(
-            "%s: new weights change its logprobs by %.2g nats, which is within its noise", engine.display_name, difference
-        )
-        engine.counts["updates_unproven"] += 1
-    return now
-
-
 DRAIN_S = 5.0
 """Seconds for calls in flight to end before a weight update."""
 SLEEPING = "is asleep (engine.colocate); new weights wake it"
@@ -112,11 +70,7 @@ class Replica:
     """A server of a fleet, its calls in flight, and the state of its weights."""
 
     def __init__(self, engine: RemoteEngine, most: int, misses: int) -> None:
-        """
-        Args:
-            most: maximum number of concurrent calls.
-            misses: consecutive failed checks before its calls are moved to other servers.
-        """
+        """Run at most `most` calls concurrently; after `misses` failed checks in a row they move to other servers."""
         self.engine = engine
         self._pausable = engine if isinstance(engine, SupportsPause) else None
         self.most = most
@@ -251,6 +205,46 @@ class Replica:
             self.state, self.fault = "asleep", f"{self.engine.display_name} {SLEEPING}"
         elif self.proof is None:
             self.proof = await _score_if_supported(self.engine)
+
+    async def update(self, source: WeightsSource, *, changed: bool, wanted: ExpectedScores | None, tolerance: float) -> None:
+        """Send weights to the server and check that it samples from them.
+
+        Args:
+            changed: whether they differ from the previous ones.
+            wanted: the trainer's scores; without them only a change of the server's scores is checked.
+            tolerance: maximum difference from the trainer's scores, in nats.
+        """
+        self.state, engine = "loading", self.engine
+        async with self.lock:
+            before = self.proof
+            await self.drain()
+            await source.send_to(engine)
+            now = await score_canary(engine)
+            moved = before.label.max_difference(now.label) if before is not None else None
+            accepted = f"{engine.display_name} accepted the weights of policy {engine.version} but"
+            identical = f"{accepted} its logprobs of known ids are bit-identical to before"
+            if wanted is not None:
+                difference = wanted.label.max_difference(now.label)
+                if not difference <= tolerance:
+                    raise SyncError(
+                        f"{accepted} samples from others: its logprobs of known ids differ from the trainer's by up to "
+                        f"{difference:.3g} nats (tolerance {tolerance:g})"
+                    )
+                if moved == 0.0 and wanted.moved > tolerance / 10:
+                    raise SyncError(
+                        f"{identical}, while the trainer's moved by {wanted.moved:.3g} nats: the weights did not arrive"
+                    )
+            elif changed and before is not None and moved is not None:
+                if moved == 0.0:
+                    raise SyncError(
+                        f"{identical}: the weights did not arrive (or the change is too small for the server's dtype; then "
+                        "pass expected_logprobs=)"
+                    )
+                if moved <= before.noise:
+                    text = "%s: new weights change its logprobs by %.2g nats, which is within its noise"
+                    _log.warning(text, engine.display_name, moved)
+                    engine.counts["updates_unproven"] += 1
+            self.proof = now
 
     async def drain(self) -> None:
         """End the calls in flight, keeping their ids where the server supports it."""

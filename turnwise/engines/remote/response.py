@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite
@@ -12,19 +12,21 @@ from turnwise.engines.base import Finish, Generation, MissingLogprobs, Request
 from turnwise.errors import BackendContractError, StaleWeights, TurnwiseError
 from turnwise.types import ROUTES
 
+Breach = Callable[[str, str], TurnwiseError]
+"""`fault_of` for one server: returns the error for a field and its problem."""
+
+
+def fault_of(server: str, field_name: str, problem: str) -> BackendContractError:
+    """Return the error for a response that violates the contract; `server` includes the server's version."""
+    return BackendContractError(f"{server}: {field_name} {problem}")
+
 
 def align_logprobs(ids: Sequence[int], entries: Sequence[tuple[int, float]]) -> list[float | None] | None:
     """Assign logprob entries to ids where the match is unambiguous.
 
-    Servers may omit ids; llama.cpp omits those that end inside a character. An entry that fits several ids is assigned to none:
-    a misplaced logprob is worse than a missing one.
-
-    Args:
-        ids: sampled ids.
-        entries: (id, logprob) pairs, a subsequence of the ids in order.
-
-    Returns:
-        One logprob per id, None where missing or ambiguous; None overall when the entries are not a subsequence of the ids.
+    Servers may omit ids; llama.cpp omits those that end inside a character. An (id, logprob) entry that fits several ids is
+    assigned to none: a misplaced logprob is worse than a missing one. Returns one logprob per id, None where missing or
+    ambiguous; None overall when the entries are not a subsequence of the ids.
     """
     first: list[int] = []
     place = 0
@@ -49,8 +51,6 @@ def align_logprobs(ids: Sequence[int], entries: Sequence[tuple[int, float]]) -> 
     return found
 
 
-MAX_VOCABULARY = 2**31
-"""Larger than any vocabulary."""
 MIN_LOGPROB = -9000.0
 """vLLM and others report -9999 for a missing logprob."""
 MAX_LOGPROB = 1e-3
@@ -75,29 +75,6 @@ class ExpectedWeights(NamedTuple):
             )
 
 
-class ResponseFields:
-    """Optional response fields of one server; a field seen once must be in every later response.
-
-    Whether a server sends them depends on its kind and version.
-    """
-
-    def __init__(self) -> None:
-        self._fields: set[str] = set()
-
-    def check_present(self, field_name: str, found: bool, breach: ResponseErrors) -> bool:
-        """Return whether a response has a field; raise when it is missing and an earlier response had it."""
-        if found:
-            self._fields.add(field_name)
-        elif field_name in self._fields:
-            raise breach(field_name, "is missing from the response, and earlier responses of the server had it")
-        return found
-
-    def check_name(self, field_name: str, value: Any, request: str, breach: ResponseErrors) -> None:
-        """Check that a response belongs to a request; servers may add a prefix or suffix to the request id."""
-        if self.check_present(field_name, value is not None, breach) and (not isinstance(value, str) or request not in value):
-            raise breach(field_name, f"is {value!r:.80} for the request {request!r}: the response is another request's")
-
-
 @dataclass(slots=True)
 class ServerResponse:
     """One response in a server-independent form."""
@@ -118,23 +95,8 @@ class ServerResponse:
     """Ids drafted by speculative decoding and how many were sampled, where reported."""
 
 
-class ResponseErrors:
-    """Builds errors that name the server, its version and the field."""
-
-    def __init__(self, server: str) -> None:
-        self.server = server
-
-    def __call__(self, field_name: str, problem: str) -> BackendContractError:
-        return BackendContractError(f"{self.server}: {field_name} {problem}")
-
-
 def verify_response(
-    response: ServerResponse,
-    request: Request,
-    max_tokens: int,
-    missing: MissingLogprobs,
-    breach: ResponseErrors,
-    vocabulary: int = MAX_VOCABULARY,
+    response: ServerResponse, request: Request, max_tokens: int, missing: MissingLogprobs, vocabulary: int, breach: Breach
 ) -> tuple[Generation, int]:
     """Check a response and convert it to a generation.
 
@@ -149,8 +111,6 @@ def verify_response(
 
     Returns:
         The generation and the number of dropped ids.
-
-    Raises `BackendContractError`: naming server, version and field.
     """
     _check_prompt(response.prompt, request.ids, breach)
     ids = response.ids
@@ -182,7 +142,7 @@ def verify_response(
     return generation, len(ids) - end
 
 
-def _check_prompt(echo: Sequence[int] | int | None, sent: Sequence[int], breach: ResponseErrors) -> None:
+def _check_prompt(echo: Sequence[int] | int | None, sent: Sequence[int], breach: Breach) -> None:
     if echo is None:
         raise breach("the prompt", "is echoed neither as ids nor as a count, so it cannot be compared with the prompt sent")
     if type(echo) is int:
@@ -196,7 +156,7 @@ def _check_prompt(echo: Sequence[int] | int | None, sent: Sequence[int], breach:
         raise breach("the prompt", f"is echoed with {len(echo)} ids; {len(sent)} were sent; first difference at {position}")
 
 
-def _find_end(response: ServerResponse, request: Request, max_tokens: int, breach: ResponseErrors) -> tuple[int, Finish]:
+def _find_end(response: ServerResponse, request: Request, max_tokens: int, breach: Breach) -> tuple[int, Finish]:
     """Return how many ids of a response count, and its finish reason."""
     ids = response.ids
     if response.finish not in ("stop", "length", "abort"):
@@ -219,7 +179,7 @@ def _find_end(response: ServerResponse, request: Request, max_tokens: int, breac
     return len(ids), "abort"
 
 
-def _check_logprob(value: Any, position: int, missing: MissingLogprobs, breach: ResponseErrors) -> float | None:
+def _check_logprob(value: Any, position: int, missing: MissingLogprobs, breach: Breach) -> float | None:
     if value is None:
         if missing == "error":
             raise breach(
@@ -249,17 +209,17 @@ class WeightsLabel(NamedTuple):
 
 
 @contextmanager
-def parsing(what: str, breach: ResponseErrors) -> Iterator[None]:
+def parsing(what: str, who: str) -> Iterator[None]:
     """Parse a response: a Python error caused by an unexpected form becomes a BackendContractError."""
     try:
         yield
     except TurnwiseError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise breach(what, f"has an unexpected form: {type(error).__name__}: {error!s:.200}") from error
+        raise fault_of(who, what, f"has an unexpected form: {type(error).__name__}: {error!s:.200}") from error
 
 
-def only_choice(raw: Any, breach: ResponseErrors) -> Any:
+def only_choice(raw: Any, breach: Breach) -> Any:
     """Return the only choice of a response, an object."""
     choices = field_of(raw, "choices", breach)
     if not isinstance(choices, list) or len(choices) != 1:
@@ -270,7 +230,7 @@ def only_choice(raw: Any, breach: ResponseErrors) -> Any:
     return choices[0]
 
 
-def field_of(raw: Any, path: str, breach: ResponseErrors) -> Any:
+def field_of(raw: Any, path: str, breach: Breach) -> Any:
     """Return a value of a response, by a path such as `choices.0.token_ids`; null counts as present."""
     value = raw
     for part in path.split("."):

@@ -13,7 +13,7 @@ from turnwise.engines.base import Request
 from turnwise.engines.remote.base import UPDATE_S, Part
 from turnwise.engines.remote.http import CONTROL_S
 from turnwise.engines.remote.lora import LoraApi, LoraServerEngine
-from turnwise.engines.remote.response import ExpectedWeights, ResponseErrors, ServerResponse, field_of, number_at
+from turnwise.engines.remote.response import Breach, ExpectedWeights, ServerResponse, field_of, number_at
 from turnwise.engines.remote.vllm import sglang_experts
 from turnwise.engines.remote.weight_sync import (
     UNFINISHED,
@@ -32,8 +32,6 @@ ASLEEP = "asleep"
 another name."""
 IDLE_S = 30.0
 """Seconds for a paused server to become idle."""
-
-
 ROUTING_KEY = "x-smg-routing-key"
 """Header by which SGLang's router keeps a session on one worker; a single server ignores it."""
 
@@ -52,9 +50,9 @@ class SglangEngine(LoraServerEngine):
     )
 
     async def _identify(self) -> None:
-        info = await self._server_info()
+        info = await self._info("server")
         self.server_version = str(info.get("version") or "")
-        model = await self._model_info()
+        model = await self._info("model")
         self.model = self.model or model.get("served_model_name") or model.get("model_path")
         context = info.get("context_length") or info.get("max_req_input_len")
         if self.context is None and type(context) is int:
@@ -63,17 +61,11 @@ class SglangEngine(LoraServerEngine):
             self.label = _name(model)
         self.asleep = _name(model) == ASLEEP
 
-    async def _model_info(self) -> dict[str, Any]:
+    async def _info(self, what: Literal["model", "server"]) -> dict[str, Any]:
         try:
-            return await self.http.page("/model_info", CONTROL_S)
+            return await self.http.page(f"/{what}_info", CONTROL_S)
         except EngineError:
-            return await self.http.page("/get_model_info", CONTROL_S)  # before 0.5.6
-
-    async def _server_info(self) -> dict[str, Any]:
-        try:
-            return await self.http.page("/server_info", CONTROL_S)
-        except EngineError:
-            return await self.http.page("/get_server_info", CONTROL_S)
+            return await self.http.page(f"/get_{what}_info", CONTROL_S)  # before 0.5.6
 
     async def _sample(self, request: Request, max_tokens: int, name: str, seconds: float) -> Any:
         sampling: dict[str, Any] = {
@@ -130,26 +122,25 @@ class SglangEngine(LoraServerEngine):
         return [f"data:image/png;base64,{b64encode(store.png_bytes(block.media)).decode()}" for block in request.media]
 
     def _read(self, raw: Any, request: Request, expected: ExpectedWeights) -> ServerResponse:
-        breach = ResponseErrors(self.display_name)
-        ids, meta = field_of(raw, "output_ids", breach), field_of(raw, "meta_info", breach)
-        finish = field_of(meta, "finish_reason", breach)
+        ids, meta = field_of(raw, "output_ids", self.breach), field_of(raw, "meta_info", self.breach)
+        finish = field_of(meta, "finish_reason", self.breach)
         reason = finish.get("type") if isinstance(finish, dict) else finish
         rows = meta.get("output_token_logprobs")
         logprobs: Sequence[Any] = [None] * len(ids)
         if rows is not None:
             if len(rows) != len(ids):
-                raise breach("meta_info.output_token_logprobs", f"are {len(rows)} for {len(ids)} ids")
-            logprobs = [_logprob_of(row, token, breach) for row, token in zip(rows, ids, strict=True)]
+                raise self.breach("meta_info.output_token_logprobs", f"are {len(rows)} for {len(ids)} ids")
+            logprobs = [_logprob_of(row, token, self.breach) for row, token in zip(rows, ids, strict=True)]
         echo = raw.get("prompt_token_ids") or meta.get("prompt_token_ids")
-        self.response_fields.check_name("meta_info.id", meta.get("id"), expected.request, breach)
+        self._check_name("meta_info.id", meta.get("id"), expected.request)
         name = meta.get("weight_version")
-        if self.response_fields.check_present("meta_info.weight_version", name is not None, breach):
+        if self._check_present("meta_info.weight_version", name is not None):
             expected.check([str(name)], self.display_name)
         spans = meta.get("weight_versions")
         if isinstance(spans, list) and spans and all(isinstance(span, dict) and "version" in span for span in spans):
             expected.check(sorted({str(span["version"]) for span in spans}), self.display_name)
         prompt, cached = echo or meta.get("prompt_tokens"), number_at(meta, "cached_tokens")
-        extras = sglang_experts(meta.get("routed_experts"), request, len(ids), breach)
+        extras = sglang_experts(meta.get("routed_experts"), request, len(ids), self.breach)
         # Each pass counts as many proposed ids as it may draft, even when it found fewer.
         drafts = number_at(meta, "spec_num_proposed_drafts"), number_at(meta, "spec_num_correct_drafts")
         return ServerResponse(ids, logprobs, str(reason), prompt, expected.version, cached, extras, drafts=drafts)
@@ -160,22 +151,21 @@ class SglangEngine(LoraServerEngine):
     # Weights
 
     async def weights_name(self) -> str | None:
-        return _name(await self._model_info())
+        return _name(await self._info("model"))
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         body: dict[str, Any] = {"input_ids": list(ids), "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}}
         body |= {"return_logprob": True, "logprob_start_len": 0}
         with self._check_adapter_loaded():
             raw = await self.http.post("/generate", body | self._adapter_name(), self.request_s)
-        breach = ResponseErrors(self.display_name)
-        rows = field_of(raw, "meta_info.input_token_logprobs", breach)
+        rows = field_of(raw, "meta_info.input_token_logprobs", self.breach)
         if len(rows) != len(ids):
-            raise breach("meta_info.input_token_logprobs", f"are {len(rows)} for {len(ids)} ids")
+            raise self.breach("meta_info.input_token_logprobs", f"are {len(rows)} for {len(ids)} ids")
         # SGLang 0.5.19 reports id 0 for the last id of the vocabulary here; rows are in the order of the ids anyway.
         named = [[row[0], token] if row[1:2] == [0] else row for row, token in zip(rows[1:], ids[1:], strict=True)]
-        found = [_logprob_of(row, token, breach) for row, token in zip(named, ids[1:], strict=True)]
+        found = [_logprob_of(row, token, self.breach) for row, token in zip(named, ids[1:], strict=True)]
         if any(type(value) is not float for value in found):
-            raise breach("meta_info.input_token_logprobs", "contain a value that is not a number")
+            raise self.breach("meta_info.input_token_logprobs", "contain a value that is not a number")
         return [float(value) for value in found]
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
@@ -197,12 +187,12 @@ class SglangEngine(LoraServerEngine):
                 await self.resume()
 
     async def _load_from_group(self, transfer: GroupTransfer) -> None:
-        ranks = int((await self._server_info()).get("tp_size") or 1)
+        ranks = int((await self._info("server")).get("tp_size") or 1)
         async with self._paused():
             await send_group_to_sglang(self, transfer, ranks)
 
     async def _load_from_requests(self, transfer: RequestTransfer) -> None:
-        ranks = int((await self._server_info()).get("tp_size") or 1)
+        ranks = int((await self._info("server")).get("tp_size") or 1)
         async with self._paused():
             await send_requests_to_sglang(self, transfer, ranks)
 
@@ -217,19 +207,18 @@ class SglangEngine(LoraServerEngine):
 
     async def _sleep(self) -> None:
         await self.pause("abort")
-        await self._wait_until_idle()  # releasing memory earlier ends the server
-        await self.http.post("/update_weight_version", {"new_version": ASLEEP}, CONTROL_S)
-        await self.http.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, UPDATE_S)
-
-    async def _wait_until_idle(self) -> None:
         fault: EngineError | None = None
-        for _ in range(int(IDLE_S / 0.1)):
+        for _ in range(int(IDLE_S / 0.1)):  # releasing memory before the server is idle ends it
             try:
-                return await self.http.post_status("/flush_cache", {}, IDLE_S)  # refused while requests run
+                await self.http.post_status("/flush_cache", {}, IDLE_S)  # refused while requests run
+                break
             except EngineError as error:
                 fault = error
             await asyncio.sleep(0.1)
-        raise EngineError(f"the paused server still has requests after {IDLE_S:g} s: {fault}")
+        else:
+            raise EngineError(f"the paused server still has requests after {IDLE_S:g} s: {fault}")
+        await self.http.post("/update_weight_version", {"new_version": ASLEEP}, CONTROL_S)
+        await self.http.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, UPDATE_S)
 
     async def _sleeps(self) -> bool:
         name = await self.weights_name() or ""
@@ -246,7 +235,7 @@ def _name(info: dict[str, Any]) -> str | None:
     return None if found is None else str(found)
 
 
-def _logprob_of(row: Any, token: Any, breach: ResponseErrors) -> Any:
+def _logprob_of(row: Any, token: Any, breach: Breach) -> Any:
     """Return the logprob of a row [logprob, id, text] after checking its id."""
     if not isinstance(row, list) or len(row) < 2 or row[1] != token:
         raise breach("token logprobs", f"contain {row!r} for the id {token}")

@@ -16,7 +16,7 @@ from turnwise.engines.base import Request
 from turnwise.engines.remote.base import UPDATE_S, Part
 from turnwise.engines.remote.http import CONTROL_S
 from turnwise.engines.remote.lora import LoraApi, LoraServerEngine
-from turnwise.engines.remote.response import ExpectedWeights, ResponseErrors, ServerResponse, field_of, number_at, only_choice
+from turnwise.engines.remote.response import Breach, ExpectedWeights, ServerResponse, field_of, number_at, only_choice
 from turnwise.engines.remote.vllm_images import VllmImages
 from turnwise.engines.remote.weight_sync import TRANSFER, GroupTransfer, send_group_to_vllm, suppress_errors
 from turnwise.errors import ConfigError, EngineError, EngineUnavailable, SyncError
@@ -28,7 +28,7 @@ MAX_HEADER = 1024
 """Bytes of an .npy header; three dimensions take 118."""
 
 
-def vllm_experts(given: Any, request: Request, sampled: int, breach: ResponseErrors) -> Mapping[str, tuple[int, ExpertRoutes]]:
+def vllm_experts(given: Any, request: Request, sampled: int, breach: Breach) -> Mapping[str, tuple[int, ExpertRoutes]]:
     """Convert vLLM's `routed_experts`, an array [positions, layers, k] up to the last position fed, to extras.
 
     `sampled` is the number of ids the server sampled. Missing or unrequested data is ignored.
@@ -46,9 +46,7 @@ def vllm_experts(given: Any, request: Request, sampled: int, breach: ResponseErr
     return _as_extras(routes, len(request.ids) + sampled - 1 - len(routes), request, breach)
 
 
-def sglang_experts(
-    given: Any, request: Request, sampled: int, breach: ResponseErrors
-) -> Mapping[str, tuple[int, ExpertRoutes]]:
+def sglang_experts(given: Any, request: Request, sampled: int, breach: Breach) -> Mapping[str, tuple[int, ExpertRoutes]]:
     """Convert SGLang's `meta_info.routed_experts` to extras: int32 [positions, layers, k], sent without a shape.
 
     The positions run from the requested one to the last one fed. Missing or unrequested data is ignored.
@@ -67,15 +65,13 @@ def sglang_experts(
     return _as_extras(routes, request.routes_from, request, breach)
 
 
-def _as_extras(
-    routes: ExpertRoutes, start: int, request: Request, breach: ResponseErrors
-) -> Mapping[str, tuple[int, ExpertRoutes]]:
+def _as_extras(routes: ExpertRoutes, start: int, request: Request, breach: Breach) -> Mapping[str, tuple[int, ExpertRoutes]]:
     if not 0 <= start <= request.routes_from:
         raise breach("routed_experts", f"start at position {start}; those from {request.routes_from} on were requested")
     return {ROUTES: (start, routes)}
 
 
-def _bytes(given: Any, breach: ResponseErrors) -> bytes:
+def _bytes(given: Any, breach: Breach) -> bytes:
     try:
         return b64decode(given, validate=True)
     except (binascii.Error, TypeError, ValueError) as error:
@@ -141,11 +137,11 @@ class VllmEngine(LoraServerEngine):
         self.drafts = False
         """Whether the server decodes speculatively; set by `open`."""
         self._allowed_last: tuple[frozenset[int], list[int]] | None = None
-        self._images = VllmImages(self)
+        self.images = VllmImages(self)
 
     async def _identify(self) -> None:
         self.server_version = str((await self.http.page("/version", CONTROL_S)).get("version", ""))
-        listed = field_of(await self.http.get("/v1/models", CONTROL_S), "data", ResponseErrors(self.display_name))
+        listed = field_of(await self.http.get("/v1/models", CONTROL_S), "data", self.breach)
         model = next((row for row in listed if row.get("parent") is None and self.model in (None, row["id"])), None)
         if model is None:
             raise EngineError(f"{self.display_name} serves {[row.get('id') for row in listed]}, not {self.model!r}")
@@ -183,7 +179,7 @@ class VllmEngine(LoraServerEngine):
             body |= {"sampling_params": sampling, "return_token_ids": True} | self._cache_salt()
             with self._check_adapter_loaded():
                 if request.media:
-                    return await self._images.ask(GENERATE, body, request, seconds)
+                    return await self.images.ask(GENERATE, body, request, seconds)
                 return await self.http.post(GENERATE, body, seconds)
         if request.media:
             raise EngineError(
@@ -246,40 +242,36 @@ class VllmEngine(LoraServerEngine):
         """Return a cache salt that separates prefixes by weights: an in-place load does not clear the cache."""
         return {"cache_salt": f"turnwise-{self.adapter[0] if self.adapter else 'base'}-{self.version}"}
 
-    async def supports_images(self) -> bool:
-        """Probe whether the server accepts images; False when it cannot render (no route, no template)."""
-        return await self._images.supports_images()
-
     def _read(self, raw: Any, request: Request, expected: ExpectedWeights) -> ServerResponse:
-        breach = ResponseErrors(self.display_name)
-        choice = only_choice(raw, breach)
+        choice = only_choice(raw, self.breach)
         word = "request_id" if self.route == "generate" else "id"
-        self.response_fields.check_name(word, raw.get(word), expected.request, breach)
-        ids = field_of(choice, "token_ids", breach)
+        self._check_name(word, raw.get(word), expected.request)
+        ids = field_of(choice, "token_ids", self.breach)
         if ids is None:
-            raise breach("choices.0.token_ids", "is null: the server is older than 0.10.2, or a proxy dropped return_token_ids")
+            problem = "is null: the server is older than 0.10.2, or a proxy dropped return_token_ids"
+            raise self.breach("choices.0.token_ids", problem)
         if self.route == "generate":
-            prompt = field_of(raw, "prompt_token_ids", breach)
+            prompt = field_of(raw, "prompt_token_ids", self.breach)
             content = (choice.get("logprobs") or {}).get("content")
             logprobs = None
             if content is not None:
-                logprobs = [_logprob_of(row, token, breach) for row, token in zip(content, ids, strict=False)]
+                logprobs = [_logprob_of(row, token, self.breach) for row, token in zip(content, ids, strict=False)]
             spans = choice.get("weight_versions")
         else:
-            prompt = field_of(choice, "prompt_token_ids", breach)
+            prompt = field_of(choice, "prompt_token_ids", self.breach)
             logprobs, spans = (choice.get("logprobs") or {}).get("token_logprobs"), None
             content = logprobs
         if logprobs is None:
             logprobs = content = [None] * len(ids)
         elif content is not None and len(content) != len(ids):
-            raise breach("logprobs", f"are {len(content)} for {len(ids)} ids")
+            raise self.breach("logprobs", f"are {len(content)} for {len(ids)} ids")
         if prompt is None:
             prompt = raw.get("usage", {}).get("prompt_tokens")
         finish = str(choice.get("finish_reason"))
-        if ids and self.response_fields.check_present("choices.0.weight_versions", bool(spans), breach):
-            expected.check(sorted({str(field_of(span, "version", breach)) for span in spans}), self.display_name)
+        if ids and self._check_present("choices.0.weight_versions", bool(spans)):
+            expected.check(sorted({str(field_of(span, "version", self.breach)) for span in spans}), self.display_name)
         cached = number_at(raw, "usage.prompt_tokens_details.cached_tokens")
-        extras = vllm_experts(choice.get("routed_experts"), request, len(ids), breach)
+        extras = vllm_experts(choice.get("routed_experts"), request, len(ids), self.breach)
         prefix = "metrics.speculative_decoding."
         drafts = number_at(raw, f"{prefix}num_draft_tokens"), number_at(raw, f"{prefix}num_accepted_draft_tokens")
         return ServerResponse(ids, logprobs, finish, prompt, expected.version, cached, extras, drafts=drafts)
@@ -303,12 +295,11 @@ class VllmEngine(LoraServerEngine):
         body |= {"prompt_logprobs": 0, "add_special_tokens": False}
         with self._check_adapter_loaded():
             raw = await self.http.post(COMPLETIONS, body | self._cache_salt(), self.request_s)
-        breach = ResponseErrors(self.display_name)
-        rows = field_of(raw, "choices.0.prompt_logprobs", breach)
+        rows = field_of(raw, "choices.0.prompt_logprobs", self.breach)
         try:
             found = [row[str(token)]["logprob"] for row, token in zip(rows[1:], ids[1:], strict=True)]
         except (LookupError, TypeError, ValueError):
-            raise breach("choices.0.prompt_logprobs", "does not hold one logprob per id") from None
+            raise self.breach("choices.0.prompt_logprobs", "does not hold one logprob per id") from None
         return [float(value) for value in found]
 
     async def pause(self, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
@@ -384,7 +375,7 @@ class VllmEngine(LoraServerEngine):
         await self.http.post_status(f"{path}?{arguments}" if arguments else path, {}, UPDATE_S)
 
 
-def _logprob_of(row: Any, token: Any, breach: ResponseErrors) -> Any:
+def _logprob_of(row: Any, token: Any, breach: Breach) -> Any:
     """Return the logprob of an entry after checking its id."""
     named = field_of(row, "token_id", breach)
     if named != token:

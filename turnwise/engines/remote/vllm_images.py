@@ -104,7 +104,9 @@ class VllmImages:
         except EngineUnavailable as error:
             if not have or error.status != ERROR:
                 raise
-            self._record_miss()
+            engine.counts["images_missed"] += 1  # the server restarted, or evicted them
+            self._misses += 1
+            self._cache.clear(0.0 if self._misses > max(MAX_MISSES, self._hits) else self._capacity)
             fields = self._media_fields(request, names, frozenset())
             response = await engine.http.post(path, {**body, **fields}, max(0.001, end - asyncio.get_running_loop().time()))
         if "features" in fields:
@@ -157,12 +159,6 @@ class VllmImages:
         ranges = [{"offset": block.start, "length": block.length} for block in media]
         return {"mm_hashes": {"image": list(names)}, "mm_placeholders": {"image": ranges}, "kwargs_data": {"image": data}}
 
-    def _record_miss(self) -> None:
-        """Record that assumed images were missing: the server restarted, or evicted them."""
-        self._engine.counts["images_missed"] += 1
-        self._misses += 1
-        self._cache.clear(0.0 if self._misses > max(MAX_MISSES, self._hits) else self._capacity)
-
     async def _cache_bytes(self, seconds: float) -> float:
         """Return the bytes of images that the server caches; 0 unless reported.
 
@@ -199,11 +195,7 @@ class VllmImages:
 
 
 class ServerImageCache:
-    """Mirror of a server's least-recently-used image cache.
-
-    Args:
-        most: capacity in bytes.
-    """
+    """Mirror of a server's least-recently-used image cache of at most `most` bytes."""
 
     def __init__(self, most: float) -> None:
         self._most, self._bytes = most, 0

@@ -102,9 +102,8 @@ class GroupTransfer(WeightsSource, Protocol):
     def buckets(self) -> Sequence[WeightBucket]:
         """Buckets in sending order."""
 
-    @property
-    def seconds(self) -> float:
-        """Deadline in seconds of each step: connecting, or sending a bucket."""
+    seconds: float
+    """Deadline in seconds of each step: connecting, or sending a bucket."""
 
     def group(self, url: str, ranks: int) -> WeightGroup:
         """Create a group with the ranks of the server at a URL."""
@@ -117,9 +116,8 @@ class RequestTransfer(WeightsSource, Protocol):
     def request_count(self) -> int:
         """Number of requests."""
 
-    @property
-    def seconds(self) -> float:
-        """Deadline of each request in seconds."""
+    seconds: float
+    """Deadline of each request in seconds."""
 
     def encode_body(self, index: int) -> str:
         """Return one body in base64: a pickle that `torch.storage._load_from_bytes` turns into a list of (name, tensor)."""
@@ -129,20 +127,13 @@ class WeightPacker(Protocol):
     """Packs weights that are sent without a disk."""
 
     def pack(self, weights: Iterable[tuple[str, Any]], version: int) -> tuple[WeightsSource, str]:
-        """Return a source of the new weights and their fingerprint.
-
-        Args:
-            weights: (Hugging Face name, torch tensor) pairs; the source keeps copies.
-        """
+        """Return a source that keeps copies of the weights, (Hugging Face name, torch tensor) pairs, and their fingerprint."""
 
 
 async def run_together(request: Awaitable[Any], transfer: Awaitable[None], group: WeightGroup) -> Any:
-    """Run a request to a server and our side of its group transfer concurrently; return when both are done.
+    """Run a request to a server and our side of its group transfer concurrently; return the response when both are done.
 
-    Returns:
-        The server's response.
-
-    Raises `SyncError` when our side failed, with the server's error if one arrives soon; `TurnwiseError` as the request.
+    Raises `SyncError` when our side failed, with the server's error if one arrives soon; else as the request.
     """
     asked, sent = asyncio.ensure_future(request), asyncio.ensure_future(transfer)
     try:
@@ -216,7 +207,11 @@ async def send_group_to_vllm(engine: RemoteEngine, transfer: GroupTransfer, rank
         meeting = _rendezvous(group)
         await run_together(http.post("/init_weight_transfer_engine", {"init_info": meeting}, seconds), group.connect(), group)
         try:
-            await _start_update(engine, seconds)
+            try:
+                await http.post("/start_weight_update", {}, seconds)
+            except EngineError:  # an interrupted update is ended first
+                await suppress_errors(http.post("/finish_weight_update", {}, seconds))
+                await http.post("/start_weight_update", {}, seconds)
             for index, bucket in enumerate(transfer.buckets):
                 body = {"names": bucket.names, "dtype_names": bucket.dtypes, "shapes": bucket.shapes}
                 await run_together(http.post("/update_weights", {"update_info": body}, seconds), group.send(index), group)
@@ -225,15 +220,6 @@ async def send_group_to_vllm(engine: RemoteEngine, transfer: GroupTransfer, rank
             await suppress_errors(http.post("/shutdown_weight_transfer_engine", {}, CONTROL_S))
     finally:
         group.close()
-
-
-async def _start_update(engine: RemoteEngine, seconds: float) -> None:
-    """Start an update; first end an interrupted one."""
-    try:
-        await engine.http.post("/start_weight_update", {}, seconds)
-    except EngineError:
-        await suppress_errors(engine.http.post("/finish_weight_update", {}, seconds))
-        await engine.http.post("/start_weight_update", {}, seconds)
 
 
 async def send_requests_to_sglang(engine: RemoteEngine, transfer: RequestTransfer, ranks: int) -> None:

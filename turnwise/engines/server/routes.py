@@ -6,6 +6,7 @@ import asyncio
 import random
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -69,39 +70,32 @@ _vllm = partial(_route, ("vllm",))
 _sglang = partial(_route, ("sglang",))
 
 
+@dataclass(eq=False)
 class EngineService:
-    """One engine as a vLLM or SGLang server: requests, pauses and the name of its weights.
+    """One engine as a vLLM or SGLang server: requests, pauses and the name of its weights."""
 
-    Args:
-        engine: `generate`, `abort`, `check`, `context`, `vocabulary`; not shared with other callers.
-        model: served model name.
-        score: returns log p(ids[i] | ids[:i]) for i >= 1 under the current weights.
-        load: loads the weights of a directory.
-        receiver: receives weights by process group or in requests.
-        decode: decodes ids, for stop texts.
-        end_ids: stop ids unless a request sets others.
-    """
+    engine: Any
+    """`generate`, `abort`, `check`, `context`, `vocabulary`; not shared with other callers."""
+    _: KW_ONLY
+    model: str
+    score: Callable[[Sequence[int]], Sequence[float]]
+    """Returns log p(ids[i] | ids[:i]) for i >= 1 under the current weights."""
+    load: Callable[[Path], Awaitable[None]]
+    """Loads the weights of a directory."""
+    receiver: WeightReceiver
+    decode: Callable[[Sequence[int]], str]
+    end_ids: frozenset[int]
+    """Stop ids unless a request sets others."""
+    name: str = field(default="default", init=False)
+    """Name of the weights."""
+    released: set[str] = field(default_factory=set, init=False)
+    """Parts whose memory is released: `weights`, `kv_cache`."""
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    """Held during weight changes."""
+    _running: dict[str, asyncio.Task[Generation]] = field(default_factory=dict, init=False)
+    _sampling_allowed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
-    def __init__(
-        self,
-        engine: Any,
-        *,
-        model: str,
-        score: Callable[[Sequence[int]], Sequence[float]],
-        load: Callable[[Path], Awaitable[None]],
-        receiver: WeightReceiver,
-        decode: Callable[[Sequence[int]], str],
-        end_ids: frozenset[int],
-    ) -> None:
-        self.engine, self.model, self.name = engine, model, "default"
-        self._score, self._load, self._decode, self._end_ids = score, load, decode, end_ids
-        self._receiver = receiver
-        self.released: set[str] = set()
-        """Parts whose memory is released: `weights`, `kv_cache`."""
-        self.changing = asyncio.Lock()
-        """Held during weight changes."""
-        self._running: dict[str, asyncio.Task[Generation]] = {}
-        self._sampling_allowed = asyncio.Event()
+    def __post_init__(self) -> None:
         self._sampling_allowed.set()
 
     def routes(self, formats: Formats) -> Table:
@@ -130,7 +124,25 @@ class EngineService:
         self, name: str, ids: list[int], given: bodies.Settings | None, max_tokens: int | None, session: str
     ) -> tuple[Generation, str]:
         """Sample one reply; return it with the name of the weights that sampled it."""
-        request = self._request(ids, given or bodies.Settings(), max_tokens, session or name)
+        given, space = given or bodies.Settings(), self._reply_space(ids)
+        stops = frozenset(given.stop_token_ids or ()) | (frozenset() if given.ignore_eos else self.end_ids)
+        seed = given.seed if given.seed is not None else given.sampling_seed
+        temperature = 1.0 if given.temperature is None else given.temperature
+        texts = [given.stop] if isinstance(given.stop, str) else given.stop
+        try:
+            stop_text = StopText(texts, self.decode) if texts else None
+        except UsageError as error:
+            raise HttpError(400, str(error)) from None
+        request = Request(
+            ids,
+            min(max_tokens or 16, space),
+            stops,
+            random.getrandbits(64) if seed is None else seed,
+            session or name,
+            sampling=Sampling(temperature, 1.0 if given.top_p is None else given.top_p, max(0, given.top_k or 0)),
+            banned_ids=frozenset(given.logit_bias or ()),
+            stop_text=stop_text,
+        )
         await self._sampling_allowed.wait()
         if name in self._running:
             raise HttpError(400, f"request {name!r} is already running")
@@ -147,30 +159,6 @@ class EngineService:
         finally:
             task.cancel()
             del self._running[name]
-
-    def _request(self, ids: list[int], given: bodies.Settings, max_tokens: int | None, session: str) -> Request:
-        space = self._reply_space(ids)
-        stops = frozenset(given.stop_token_ids or ()) | (frozenset() if given.ignore_eos else self._end_ids)
-        seed = given.seed if given.seed is not None else given.sampling_seed
-        texts = [given.stop] if isinstance(given.stop, str) else given.stop
-        try:
-            stop_text = StopText(texts, self._decode) if texts else None
-        except UsageError as error:
-            raise HttpError(400, str(error)) from None
-        return Request(
-            ids,
-            min(max_tokens or 16, space),
-            stops,
-            random.getrandbits(64) if seed is None else seed,
-            session,
-            sampling=Sampling(
-                1.0 if given.temperature is None else given.temperature,
-                1.0 if given.top_p is None else given.top_p,
-                max(0, given.top_k or 0),
-            ),
-            banned_ids=frozenset(given.logit_bias or ()),
-            stop_text=stop_text,
-        )
 
     def _reply_space(self, ids: list[int]) -> int:
         """Return how many new ids fit after a context; reject an invalid context."""
@@ -189,7 +177,7 @@ class EngineService:
 
     async def _score_ids(self, ids: list[int]) -> list[float]:
         self._reply_space(ids)
-        return list(await asyncio.to_thread(self._score, ids))
+        return list(await asyncio.to_thread(self.score, ids))
 
     # vLLM
 
@@ -217,7 +205,7 @@ class EngineService:
         reply, _ = await self._sample(name, ids, body, body.max_tokens, call.headers.get("x-session-id", ""))
         choice = {
             "index": 0,
-            "text": self._decode(reply.ids),
+            "text": self.decode(reply.ids),
             "token_ids": reply.ids,
             "prompt_token_ids": ids,
             "finish_reason": reply.finish,
@@ -248,7 +236,7 @@ class EngineService:
     @_vllm("/collective_rpc", bodies.Reload, changes=True)
     async def _vllm_reload(self, call: Call) -> Any:
         async with self.changing:
-            await self._load(Path(call.body.kwargs.weights_path))
+            await self.load(Path(call.body.kwargs.weights_path))
         return {"results": [None]}
 
     @_vllm("/get_world_size", method="GET")
@@ -270,19 +258,19 @@ class EngineService:
     @_vllm("/update_weights", bodies.Update, changes=True)
     async def _vllm_bucket(self, call: Call) -> Any:
         info: bodies.BucketInfo = call.body.update_info
-        await self._receiver.receive(None, info.names, info.dtype_names, info.shapes)
+        await self.receiver.receive(None, info.names, info.dtype_names, info.shapes)
         return {"message": "Weights updated"}
 
     @_vllm("/finish_weight_update", bodies.Finish, changes=True)
     async def _vllm_finish(self, call: Call) -> Any:
         async with self.changing:
-            await self._receiver.apply()
+            await self.receiver.apply()
             self.name = str(call.body.weight_version or self.name)
         return {"message": "Weight update finished"}
 
     @_vllm("/shutdown_weight_transfer_engine", changes=True)
     async def _vllm_leave(self, call: Call) -> Any:
-        self._receiver.leave(None)
+        self.receiver.leave(None)
         return {"message": "Weight transfer shut down"}
 
     @_vllm("/sleep", changes=True)
@@ -343,7 +331,7 @@ class EngineService:
         if reply.drafted:
             meta |= {"spec_num_proposed_drafts": reply.drafted, "spec_num_correct_drafts": reply.accepted}
             meta["spec_accept_rate"] = reply.accepted / reply.drafted
-        return {"text": self._decode(reply.ids), "output_ids": reply.ids, "meta_info": meta}
+        return {"text": self.decode(reply.ids), "output_ids": reply.ids, "meta_info": meta}
 
     @_sglang("/abort_request", bodies.Abort, changes=True)
     async def _sglang_abort(self, call: Call) -> Any:
@@ -354,7 +342,7 @@ class EngineService:
     @_sglang("/update_weights_from_disk", bodies.FromDisk, changes=True)
     async def _sglang_update(self, call: Call) -> Any:
         async with self.changing:
-            await self._load(Path(call.body.model_path))
+            await self.load(Path(call.body.model_path))
             self.name = str(call.body.weight_version or self.name)
         return {"success": True, "message": ""}
 
@@ -366,25 +354,25 @@ class EngineService:
     @_sglang("/update_weights_from_distributed", bodies.Bucket, changes=True)
     async def _sglang_bucket(self, call: Call) -> Any:
         info: bodies.Bucket = call.body
-        await self._receiver.receive(info.group_name or DEFAULT_GROUP, info.names, info.dtypes, info.shapes)
+        await self.receiver.receive(info.group_name or DEFAULT_GROUP, info.names, info.dtypes, info.shapes)
         return await self._apply_if_complete(info.weight_version)
 
     @_sglang("/update_weights_from_tensor", bodies.Tensors, changes=True, max_bytes=MAX_WEIGHTS)
     async def _sglang_tensors(self, call: Call) -> Any:
-        await self._receiver.decode_request(call.body.serialized_named_tensors[0])
+        await self.receiver.decode_request(call.body.serialized_named_tensors[0])
         return await self._apply_if_complete(call.body.weight_version)
 
     async def _apply_if_complete(self, version: Any) -> Any:
         """Apply weights once all have arrived: SGLang has no end-of-update request."""
         async with self.changing:
-            if version is not None or self._receiver.complete:
-                await self._receiver.apply()
+            if version is not None or self.receiver.complete:
+                await self.receiver.apply()
             self.name = str(version) if version is not None else self.name
         return {"success": True, "message": ""}
 
     @_sglang("/destroy_weights_update_group", bodies.LeaveGroup, changes=True)
     async def _sglang_leave(self, call: Call) -> Any:
-        left = self._receiver.leave(call.body.group_name or DEFAULT_GROUP)
+        left = self.receiver.leave(call.body.group_name or DEFAULT_GROUP)
         return {"success": left, "message": "" if left else "unknown group"}
 
     @_sglang("/release_memory_occupation", bodies.Tags, changes=True)
@@ -441,7 +429,7 @@ class EngineService:
         return {"status": "resumed"}
 
     async def _join(self, info: bodies.Meeting, name: str, backend: str) -> None:
-        await self._receiver.join(info.master_address, info.master_port, info.rank_offset, info.world_size, name, backend)
+        await self.receiver.join(info.master_address, info.master_port, info.rank_offset, info.world_size, name, backend)
 
     async def _sleep(self) -> None:
         await self._pause_sampling("abort")
