@@ -159,9 +159,7 @@ class RemoteEngine:
                 return await self._generate(request, max_tokens)
             except EngineUnavailable as error:
                 waited += 1
-                if not self.patient or not error.retry_after or waited > MAX_RETRY_AFTER:
-                    raise
-                if error.retry_after > self._seconds(request):
+                if not self.patient or waited > MAX_RETRY_AFTER or not 0 < error.retry_after <= self._seconds(request):
                     raise
                 self.counts["waited_as_told"] += 1
                 await asyncio.sleep(error.retry_after)
@@ -206,10 +204,7 @@ class RemoteEngine:
     async def load_from_disk(self, directory: str | Path, version: int) -> None:
         """Make the server load weights from a directory it can access, named `version`; calls in flight end first.
 
-        Success is unproven until `weights_label` confirms it.
-
-        Raises:
-            SyncError: when the server refuses or fails.
+        Success is unproven until `weights_label` confirms it. Raises `SyncError` when the server refuses or fails.
         """
         await self._update_weights(lambda: self._load_from_disk(Path(directory), version), version)
 
@@ -217,10 +212,8 @@ class RemoteEngine:
         """Make the server take weights from a process group, named by their version; calls in flight end first.
 
         Success is unproven until `weights_label` confirms it. After a failure the server may have some of the weights; it then
-        reports a name that is no policy's, so its responses are rejected until a complete update.
-
-        Raises:
-            SyncError: when the server refuses, fails, or ends before it has all weights.
+        reports a name that is no policy's, so its responses are rejected until a complete update. Raises `SyncError` when the
+        server refuses, fails, or ends before it has all weights.
         """
         await self._update_weights(lambda: self._load_from_group(transfer), transfer.version)
 
@@ -311,6 +304,14 @@ class RemoteEngine:
 
     # Helpers
 
+    def _neutral_sampling(self, request: Request) -> dict[str, Any]:
+        """Return the sampling settings that vLLM and SGLang share, which override its defaults and set exactly our stop ids."""
+        sampling = request.sampling
+        body: dict[str, Any] = {"n": 1, "temperature": sampling.temperature, "top_p": sampling.top_p}
+        body |= {"top_k": sampling.top_k or -1, "min_p": 0.0, "stop_token_ids": sorted(request.stop_ids)}
+        body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+        return body | {"skip_special_tokens": False, "spaces_between_special_tokens": False}
+
     def _vocabulary(self) -> int:
         """Return an upper bound of valid ids, by the renderer; models have slightly more ids than their tokenizers."""
         if self._vocabulary_size is None or self._vocabulary_size[0] is not self.renderer:
@@ -356,12 +357,9 @@ class RemoteEngine:
         task.add_done_callback(self._aborts.discard)
 
     def _count(self, generation: Generation, left_out: int, prompt: int) -> None:
-        self.counts["tokens"] += len(generation.ids)
-        self.counts["prompt_tokens"] += prompt
-        self.counts["cached_tokens"] += generation.cached_tokens
+        self.counts.update(tokens=len(generation.ids), prompt_tokens=prompt, cached_tokens=generation.cached_tokens)
         if generation.drafted:
-            self.counts["draft_ids"] += generation.drafted
-            self.counts["draft_ids_accepted"] += generation.accepted
+            self.counts.update(draft_ids=generation.drafted, draft_ids_accepted=generation.accepted)
         if generation.finish == "abort":
             self.counts["aborted"] += 1
         if left_out:

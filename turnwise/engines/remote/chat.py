@@ -37,13 +37,12 @@ class ChatEngine(RemoteEngine):
         await self.http.text("/models", seconds)
 
     async def generate(self, request: Request) -> Generation:
+        who = self.display_name
         if self.renderer is None:
-            raise EngineError(
-                f"{self.display_name}: a chat endpoint needs a renderer: pass renderer= or use it through a rollout"
-            )
+            raise EngineError(f"{who}: a chat endpoint needs a renderer: pass renderer= or use it through a rollout")
         if not request.messages:
-            raise EngineError(f"{self.display_name}: a chat endpoint needs messages, and this call has only ids")
-        messages = [_plain(message.to_dict(), self.display_name) for message in request.messages]
+            raise EngineError(f"{who}: a chat endpoint needs messages, and this call has only ids")
+        messages = [_plain(message.to_dict(), who) for message in request.messages]
         body: dict[str, Any] = {
             "model": self.model,
             "messages": messages,
@@ -58,9 +57,7 @@ class ChatEngine(RemoteEngine):
         if not isinstance(message, dict):
             raise self.breach("choices.0.message", f"is {message!r:.80}, not an object")
         if message.get("tool_calls"):
-            raise EngineError(
-                f"{self.display_name} returned tool calls of the API; environments with tools need an engine that returns ids"
-            )
+            raise EngineError(f"{who} returned tool calls of the API; environments with tools need an engine that returns ids")
         text = message.get("content")
         if not isinstance(text, str):
             raise self.breach("choices.0.message.content", f"is {text!r}, not text")

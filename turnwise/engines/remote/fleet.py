@@ -228,9 +228,8 @@ class Fleet:
             since = None if up else since if since is not None else loop.time()
             if since is not None and loop.time() - since > self._unavailable_timeout_s:
                 reasons = "; ".join(f"{member.engine.url}: {member.fault}" for member in self.members)
-                raise EngineUnavailable(
-                    f"none of {len(self.members)} servers was available for {self._unavailable_timeout_s:g} s: {reasons}"
-                )
+                count, seconds = len(self.members), self._unavailable_timeout_s
+                raise EngineUnavailable(f"none of {count} servers was available for {seconds:g} s: {reasons}")
             await self._wait_for_slot()
 
     async def _wait_for_slot(self) -> None:
@@ -339,13 +338,9 @@ class Fleet:
         await self.update_from(DiskWeights(Path(directory), version), changed=changed)
 
     async def update_from(self, source: WeightsSource, *, changed: bool = True) -> None:
-        """Send weights to every server and verify them.
+        """Send weights to every server and verify them; `changed` tells whether they differ from the previous ones.
 
-        Args:
-            changed: whether they differ from the previous ones.
-
-        Raises:
-            SyncError: when no server has them.
+        Raises `SyncError` when no server has them.
         """
         await self.open()
         self._asleep = False

@@ -39,11 +39,7 @@ class HttpClient:
     """HTTP client of one server. Connections belong to an event loop; `close` closes those of the running loop."""
 
     def __init__(self, url: str, *, key_env: str | None = None, most: int = 256) -> None:
-        """
-        Args:
-            url: base URL of the server, with a path prefix if it has one.
-            key_env: environment variable that holds an API key; read at each call, never stored.
-            most: maximum number of concurrent calls; others wait for a connection.
+        """Take a base URL, the variable of an API key (read at each call, never stored) and the limit of concurrent calls.
 
         Raises `ConfigError` for an invalid URL, an unset variable, or without `httpx2`.
         """

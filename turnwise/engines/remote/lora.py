@@ -56,10 +56,10 @@ class LoraServerEngine(RemoteEngine):
     async def load_adapter(self, name: str, directory: str | Path, version: int) -> None:
         """Load or replace a LoRA adapter and use it from now on; the server needs `--enable-lora`.
 
-        Raises:
-            SyncError: when the server rejects it or does not list it afterwards.
+        Raises `SyncError` when the server rejects it or does not list it afterwards.
         """
         await self.open()
+        who = self.display_name
         if not self.lora_api.in_place:  # an earlier load may have succeeded without a response
             await self._unload_adapter(name)
         body: dict[str, Any] = {"lora_name": name, "lora_path": str(directory)}
@@ -69,13 +69,10 @@ class LoraServerEngine(RemoteEngine):
             listed = field_of(await self.http.get("/v1/models", CONTROL_S), "data", self.breach)
         except EngineError as error:
             raise SyncError(
-                f"{self.display_name} did not load the adapter {name!r}: {error}; adapters need a server started with "
-                f"{self.lora_api.needs}"
+                f"{who} did not load the adapter {name!r}: {error}; adapters need a server started with {self.lora_api.needs}"
             ) from error
         if name not in [row.get("id") for row in listed]:
-            raise SyncError(
-                f"{self.display_name} accepted the adapter {name!r} but does not list it: it would answer with the base model"
-            )
+            raise SyncError(f"{who} accepted the adapter {name!r} but does not list it: it would answer with the base model")
         self.adapter, self.version = (name, version), version
 
     async def use_adapter(self, directory: Path, version: int) -> None:

@@ -373,13 +373,9 @@ class ManagedFleet(Fleet):
         base: Path | None = None,
         **options: Any,
     ) -> None:
-        """
-        Args:
-            engines: one per server, with its URL.
-            started: the servers, in the same order.
-            start_s: maximum startup time in seconds.
-            base: model directory to start with, when `update` receives adapters of it.
-            options: as in `Fleet`; `directories` is required.
+        """Take an engine per server, in the same order, and the options of `Fleet`, of which `directories` is required.
+
+        `start_s` limits the startup; `base` is the model directory to start with when `update` receives adapters of it.
         """
         super().__init__(engines, **options)
         self.started, self.start_s, self._directory = list(started), start_s, base

@@ -130,10 +130,7 @@ class Replica:
             task.cancel()
 
     async def check(self, seconds: float, latest: Callable[[], WeightsSource | None]) -> bool:
-        """Check health (within `seconds`) and weights; return whether the server may take calls.
-
-        Missing weights are replaced by the latest.
-        """
+        """Check health (within `seconds`) and weights, replace missing ones by the latest; return whether it may take calls."""
         if self.state in ("loading", "asleep"):
             return False
         try:
@@ -148,7 +145,17 @@ class Replica:
                 if self.state != "up":  # a call failed meanwhile, which needs the full check
                     return await self.check(seconds, latest)
         except (EngineError, SyncError, TimeoutError) as error:
-            self._record_failure(error)
+            self.counts["checks_failed"] += 1
+            self._misses += 1
+            self.fault = str(error) or f"{self.engine.display_name} did not respond to a check in time"
+            if self.state == "up":
+                self.state = "doubted"
+            if self._misses >= self._most_misses and self.state == "doubted":
+                self.state = "down"
+                self.counts["fallen"] += 1
+                _log.warning("%s is down after %d failed checks: %s", self.engine.display_name, self._misses, self.fault)
+            if self.state == "down":
+                self.abort_calls()
             return False
         if self.state in ("doubted", "down"):  # no update or sleep started during the check
             self.state, self.fault = "up", ""
@@ -156,19 +163,6 @@ class Replica:
             _log.info("%s recovered", self.engine.display_name)
         self._misses = 0
         return self.state == "up"
-
-    def _record_failure(self, error: BaseException) -> None:
-        self.counts["checks_failed"] += 1
-        self._misses += 1
-        self.fault = str(error) or f"{self.engine.display_name} did not respond to a check in time"
-        if self.state == "up":
-            self.state = "doubted"
-        if self._misses >= self._most_misses and self.state == "doubted":
-            self.state = "down"
-            self.counts["fallen"] += 1
-            _log.warning("%s is down after %d failed checks: %s", self.engine.display_name, self._misses, self.fault)
-        if self.state == "down":
-            self.abort_calls()
 
     async def _check_quickly(self) -> None:
         """Check the weights of a healthy server by name, or by scores if it has no names."""
@@ -209,10 +203,8 @@ class Replica:
     async def update(self, source: WeightsSource, *, changed: bool, wanted: ExpectedScores | None, tolerance: float) -> None:
         """Send weights to the server and check that it samples from them.
 
-        Args:
-            changed: whether they differ from the previous ones.
-            wanted: the trainer's scores; without them only a change of the server's scores is checked.
-            tolerance: maximum difference from the trainer's scores, in nats.
+        Its scores are compared with the trainer's (`wanted`), within a tolerance in nats; without those only a change of its
+        scores is checked, if the weights changed.
         """
         self.state, engine = "loading", self.engine
         async with self.lock:

@@ -98,19 +98,12 @@ class ServerResponse:
 def verify_response(
     response: ServerResponse, request: Request, max_tokens: int, missing: MissingLogprobs, vocabulary: int, breach: Breach
 ) -> tuple[Generation, int]:
-    """Check a response and convert it to a generation.
+    """Check a response and convert it to a generation; return it and the number of dropped ids.
 
     Ids after the first stop id or stop text are dropped. After a stop id this is allowed only with `response.trim`; servers
     match stop texts by their own decoding. A response that ends without a stop id, a stop text or its token limit is an
-    aborted one, and another call continues the reply.
-
-    Args:
-        max_tokens: the token limit sent, at most `request.max_tokens`.
-        missing: handling of ids without a logprob.
-        vocabulary: exclusive upper bound of valid ids.
-
-    Returns:
-        The generation and the number of dropped ids.
+    aborted one, and another call continues the reply. `max_tokens` is the limit sent, at most `request.max_tokens`;
+    `vocabulary` is an exclusive upper bound of valid ids.
     """
     _check_prompt(response.prompt, request.ids, breach)
     ids = response.ids
@@ -170,10 +163,8 @@ def _find_end(response: ServerResponse, request: Request, max_tokens: int, breac
         return stop, "stop"
     if response.finish == "length":
         if len(ids) < max_tokens:
-            raise breach(
-                "the finish reason",
-                f"is 'length' after {len(ids)} of {max_tokens} ids: the server's context is shorter than expected",
-            )
+            problem = f"is 'length' after {len(ids)} of {max_tokens} ids: the server's context is shorter than expected"
+            raise breach("the finish reason", problem)
         return len(ids), "length"
     # The server stopped for a reason of its own (an end token that is no stop id here, an interruption): the reply continues.
     return len(ids), "abort"
@@ -182,11 +173,8 @@ def _find_end(response: ServerResponse, request: Request, max_tokens: int, breac
 def _check_logprob(value: Any, position: int, missing: MissingLogprobs, breach: Breach) -> float | None:
     if value is None:
         if missing == "error":
-            raise breach(
-                "logprobs",
-                f"have none for the id at position {position}; engine.missing_logprobs = 'mask' leaves such ids untrained, "
-                "'recompute' uses the trainer's own",
-            )
+            remedy = "engine.missing_logprobs = 'mask' leaves such ids untrained, 'recompute' uses the trainer's own"
+            raise breach("logprobs", f"have none for the id at position {position}; {remedy}")
         return None
     if type(value) not in (float, int) or not isfinite(value) or not MIN_LOGPROB < value <= MAX_LOGPROB:
         raise breach("logprobs", f"contain {value!r} at position {position}, which is not a log-probability")

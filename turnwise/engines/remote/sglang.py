@@ -68,24 +68,9 @@ class SglangEngine(LoraServerEngine):
             return await self.http.page(f"/get_{what}_info", CONTROL_S)  # before 0.5.6
 
     async def _sample(self, request: Request, max_tokens: int, name: str, seconds: float) -> Any:
-        sampling: dict[str, Any] = {
-            "max_new_tokens": max_tokens,
-            "temperature": request.sampling.temperature,
-            "top_p": request.sampling.top_p,
-            "top_k": request.sampling.top_k or -1,
-            "min_p": 0.0,
-            "frequency_penalty": 0.0,
-            "presence_penalty": 0.0,
-            "repetition_penalty": 1.0,
-            "min_new_tokens": 0,
-            "stop_token_ids": sorted(request.stop_ids),
-            # ignore_eos would disable our stop ids too; the server's own end ids are recognized in the response.
-            "ignore_eos": False,
-            "skip_special_tokens": False,
-            "spaces_between_special_tokens": False,
-            "no_stop_trim": True,
-            "n": 1,
-        }
+        sampling = self._neutral_sampling(request) | {"max_new_tokens": max_tokens, "min_new_tokens": 0, "no_stop_trim": True}
+        # ignore_eos would disable our stop ids too; the server's own end ids are recognized in the response.
+        sampling["ignore_eos"] = False
         if request.banned_ids:
             sampling["logit_bias"] = {str(token): -1e9 for token in sorted(request.banned_ids)}
         if self.seeded:

@@ -172,7 +172,15 @@ class VllmEngine(LoraServerEngine):
         return (int(sum(map(float, found[0]))), int(sum(map(float, found[1])))) if found[0] else None
 
     async def _sample(self, request: Request, max_tokens: int, name: str, seconds: float) -> Any:
-        sampling = self._sampling(request, max_tokens)
+        sampling = self._neutral_sampling(request) | {"max_tokens": max_tokens, "logprobs": 0, "ignore_eos": True}
+        if request.banned_ids and self.drafts:
+            sampling["allowed_token_ids"] = self._allowed(request.banned_ids)
+        elif request.banned_ids:
+            sampling["logit_bias"] = {str(token): -100.0 for token in sorted(request.banned_ids)}
+        if self.seeded:
+            sampling["seed"] = request.seed
+        if request.stop_text is not None:
+            sampling |= {"stop": list(request.stop_text.texts), "include_stop_str_in_output": True}
         if self.route == "generate":
             sampling["detokenize"] = "stop" in sampling
             body: dict[str, Any] = {"request_id": name, "model": self._model_name, "token_ids": list(request.ids)}
@@ -189,35 +197,6 @@ class VllmEngine(LoraServerEngine):
         body |= {"return_tokens_as_token_ids": True, "add_special_tokens": False} | sampling | self._cache_salt()
         with self._check_adapter_loaded():
             return await self.http.post(COMPLETIONS, body, seconds, {"x-request-id": name})
-
-    def _sampling(self, request: Request, max_tokens: int) -> dict[str, Any]:
-        """Return sampling parameters that override every server default and set exactly our stop ids."""
-        sampling = request.sampling
-        body: dict[str, Any] = {
-            "max_tokens": max_tokens,
-            "n": 1,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "min_p": 0.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "repetition_penalty": 1.0,
-            "logprobs": 0,
-            "stop_token_ids": sorted(request.stop_ids),
-            "ignore_eos": True,
-            "skip_special_tokens": False,
-            "spaces_between_special_tokens": False,
-        }
-        if request.banned_ids and self.drafts:
-            body["allowed_token_ids"] = self._allowed(request.banned_ids)
-        elif request.banned_ids:
-            body["logit_bias"] = {str(token): -100.0 for token in sorted(request.banned_ids)}
-        if self.seeded:
-            body["seed"] = request.seed
-        if request.stop_text is not None:
-            body |= {"stop": list(request.stop_text.texts), "include_stop_str_in_output": True}
-        return body
 
     def _allowed(self, banned: frozenset[int]) -> list[int]:
         """Return all ids except the banned ones: a drafting vLLM refuses biases (0.32.0) but takes this list."""
@@ -311,7 +290,8 @@ class VllmEngine(LoraServerEngine):
         await self._control("/resume", {})
 
     async def _load_from_disk(self, directory: Path, version: int) -> None:
-        await self._ensure_paused()
+        if not self.asleep:  # a sleeping server is paused already
+            await self.pause("abort")
         try:
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}, "timeout": UPDATE_S}
             await self.http.post("/collective_rpc", body, UPDATE_S)
@@ -322,16 +302,12 @@ class VllmEngine(LoraServerEngine):
             if not self.asleep:
                 await self.resume()
 
-    async def _ensure_paused(self) -> None:
-        """Pause sampling; a sleeping server is paused already."""
-        if not self.asleep:
-            await self.pause("abort")
-
     async def _load_from_group(self, transfer: GroupTransfer) -> None:
         if "/init_weight_transfer_engine" not in self.routes:
             raise SyncError(f"{self.display_name} lacks the route /init_weight_transfer_engine: {TRANSFER}")
         world = number_at(await self.http.get("/get_world_size", CONTROL_S), "world_size")
-        await self._ensure_paused()
+        if not self.asleep:
+            await self.pause("abort")
         try:
             await send_group_to_vllm(self, transfer, world or 1)
             await self._control("/reset_prefix_cache", {})
@@ -360,7 +336,8 @@ class VllmEngine(LoraServerEngine):
         if "/pause" not in self.routes:
             yield
             return
-        await self._ensure_paused()
+        if not self.asleep:
+            await self.pause("abort")
         try:
             yield
         finally:

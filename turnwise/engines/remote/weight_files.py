@@ -36,13 +36,8 @@ class WeightDirectories(ABC):
         self.root, self.keep, self._fingerprint = Path(root).absolute(), max(1, keep), fingerprint
 
     def write(self, weights: Iterable[tuple[str, Any]], version: int) -> tuple[Path, str]:
-        """Write weights, verify them by reading them back, and rename the directory.
-
-        Args:
-            weights: (Hugging Face name, torch tensor) pairs; tied ones once.
-
-        Returns:
-            The directory and the fingerprint of its content.
+        """Write (Hugging Face name, torch tensor) pairs, tied ones once, verify them by reading them back, and rename the
+        directory; return it and the fingerprint of its content.
 
         Raises `SyncError` when writing fails or the content read back differs.
         """
@@ -114,12 +109,7 @@ class ModelDirectories(WeightDirectories):
 
 
 class AdapterDirectories(WeightDirectories):
-    """Writes each policy's LoRA adapter in peft's layout, with peft's tensor names.
-
-    Args:
-        root, keep, fingerprint: as in `WeightDirectories`.
-        config: returns the content of adapter_config.json.
-    """
+    """Writes each policy's LoRA adapter in peft's layout and names; `config` returns the content of adapter_config.json."""
 
     file, as_source = "adapter_model.safetensors", DiskAdapter
 

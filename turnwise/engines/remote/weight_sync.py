@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -165,8 +165,7 @@ async def suppress_errors(work: Awaitable[Any]) -> None:
 async def send_group_to_sglang(engine: RemoteEngine, transfer: GroupTransfer, ranks: int) -> None:
     """Send weights to a paused SGLang server."""
     http, seconds = engine.http, transfer.seconds + SPARE_S
-    group = transfer.group(engine.url, ranks)
-    try:
+    with closing(transfer.group(engine.url, ranks)) as group:
         name = UNFINISHED.format(transfer.version)
         check_success(await http.post("/update_weight_version", {"new_version": name}, CONTROL_S), engine)
         meeting = _rendezvous(group)
@@ -183,8 +182,6 @@ async def send_group_to_sglang(engine: RemoteEngine, transfer: GroupTransfer, ra
                 check_success(await run_together(asked, group.send(index), group), engine)
         finally:
             await suppress_errors(http.post("/destroy_weights_update_group", {"group_name": group.name}, CONTROL_S))
-    finally:
-        group.close()
 
 
 def _rendezvous(group: WeightGroup) -> dict[str, Any]:
@@ -201,8 +198,7 @@ def check_success(response: Any, engine: RemoteEngine) -> None:
 async def send_group_to_vllm(engine: RemoteEngine, transfer: GroupTransfer, ranks: int) -> None:
     """Send weights to a paused vLLM server."""
     http, seconds = engine.http, transfer.seconds + SPARE_S
-    group = transfer.group(engine.url, ranks)
-    try:
+    with closing(transfer.group(engine.url, ranks)) as group:
         await http.post("/update_weight_version", {"new_version": UNFINISHED.format(transfer.version)}, CONTROL_S)
         meeting = _rendezvous(group)
         await run_together(http.post("/init_weight_transfer_engine", {"init_info": meeting}, seconds), group.connect(), group)
@@ -218,15 +214,10 @@ async def send_group_to_vllm(engine: RemoteEngine, transfer: GroupTransfer, rank
             await http.post("/finish_weight_update", {"weight_version": str(transfer.version)}, seconds)
         finally:
             await suppress_errors(http.post("/shutdown_weight_transfer_engine", {}, CONTROL_S))
-    finally:
-        group.close()
 
 
 async def send_requests_to_sglang(engine: RemoteEngine, transfer: RequestTransfer, ranks: int) -> None:
-    """Send weights to a paused SGLang server in request bodies.
-
-    Each of its ranks reads its own copy of a body and keeps its part of the tensors.
-    """
+    """Send weights to a paused SGLang server in requests; each rank reads its own copy and keeps its part of the tensors."""
     name = UNFINISHED.format(transfer.version)
     check_success(await engine.http.post("/update_weight_version", {"new_version": name}, CONTROL_S), engine)
     for index in range(transfer.request_count):

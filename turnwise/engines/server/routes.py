@@ -87,7 +87,6 @@ class EngineService:
     end_ids: frozenset[int]
     """Stop ids unless a request sets others."""
     name: str = field(default="default", init=False)
-    """Name of the weights."""
     released: set[str] = field(default_factory=set, init=False)
     """Parts whose memory is released: `weights`, `kv_cache`."""
     changing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
@@ -213,7 +212,7 @@ class EngineService:
             "logprobs": {"token_logprobs": reply.logprobs},
             "prompt_logprobs": scored,
         }
-        return {"id": name, "model": self.model, "choices": [choice], "usage": _usage(ids, reply)} | _vllm_drafts(reply)
+        return {"id": name, "model": self.model, "choices": [choice]} | _usage(ids, reply)
 
     @_vllm("/inference/v1/generate", bodies.TokensIn)
     async def _vllm_generate(self, call: Call) -> Any:
@@ -224,8 +223,7 @@ class EngineService:
         content = [{"token_id": one, "logprob": p} for one, p in zip(reply.ids, reply.logprobs, strict=True)]
         choice = {"index": 0, "token_ids": reply.ids, "finish_reason": reply.finish, "logprobs": {"content": content}}
         choice["weight_versions"] = [{"version": weights, "start": 0, "end": len(reply.ids)}]
-        info = {"request_id": name, "prompt_token_ids": ids, "choices": [choice], "usage": _usage(ids, reply)}
-        return info | _vllm_drafts(reply)
+        return {"request_id": name, "prompt_token_ids": ids, "choices": [choice]} | _usage(ids, reply)
 
     @_vllm("/inference/v1/abort_requests", bodies.Aborts, changes=True)
     async def _vllm_abort(self, call: Call) -> Any:
@@ -447,13 +445,11 @@ class EngineService:
             task.cancel()
 
 
-def _vllm_drafts(reply: Generation) -> dict[str, Any]:
-    if not reply.drafted:
-        return {}
-    info = {"num_draft_tokens": reply.drafted, "num_accepted_draft_tokens": reply.accepted}
-    return {"metrics": {"speculative_decoding": info}}
-
-
 def _usage(ids: Sequence[int], reply: Generation) -> dict[str, Any]:
+    """Return the fields of a vLLM response that count ids."""
     usage = {"prompt_tokens": len(ids), "completion_tokens": len(reply.ids), "total_tokens": len(ids) + len(reply.ids)}
-    return usage | {"prompt_tokens_details": {"cached_tokens": reply.cached_tokens}}
+    found: dict[str, Any] = {"usage": usage | {"prompt_tokens_details": {"cached_tokens": reply.cached_tokens}}}
+    if reply.drafted:
+        drafts = {"num_draft_tokens": reply.drafted, "num_accepted_draft_tokens": reply.accepted}
+        found["metrics"] = {"speculative_decoding": drafts}
+    return found
