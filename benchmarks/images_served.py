@@ -78,7 +78,7 @@ async def measure(source: Path, place: Path, args: argparse.Namespace) -> dict[s
         for number in range(2 * (args.rounds + 1)):
             way = (NAMED, EACH)[number % 2]
             vllm_images.MIN_VERSION = since if way == NAMED else (10**9,)
-            member.engine._images._pixel_format = None  # probe again, including the cache
+            member.engine.images._pixel_format = None  # probe again, including the cache
             await fleet.update(list(unique_weights(module)), number)
             tasks = [tw.Task("go", id=str(n)) for n in range(args.episodes)]
             sent[0], began = 0, time.perf_counter()
