@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwise.config import EnvRules, ModelConfig, ResolvedConfig, RunConfig, tiny
+from turnwise.config import EnvRules, ModelConfig, RunConfig, tiny
 from turnwise.config.constraints import changed, check_section
 from turnwise.config.load import from_python
 from turnwise.config.schema import HISTORY_OBJECT
@@ -65,7 +65,19 @@ def train(
     listed = None if tasks is None else list(tasks)
     policy = None if isinstance(history, str) else history
     history_key = history if isinstance(history, str) else f"{HISTORY_OBJECT}{policy_name(history)}"
-    resolved = load_run_config(Path(out)) if resume else _resolve(settings, out, seed, model, history_key)
+    if resume:
+        resolved = load_run_config(Path(out))
+    else:
+        sections = [name for name in RunConfig.__dataclass_fields__ if name not in ("env", "out", "seed", "model")]
+        if unknown := [name for name in settings if name not in sections]:
+            known = f"{', '.join(sections[:-1])} and {sections[-1]}"
+            raise ConfigError(f"train() has no setting {unknown[0]!r}; sections are {known}")
+        chosen = tiny() if model is None else model if isinstance(model, ModelConfig) else ModelConfig(path=str(model))
+        given = {"out": str(out), "seed": seed, "model": chosen, **settings}
+        if history_key != "append":
+            rollout = given.get("rollout", {})
+            given["rollout"] = (dict(rollout) if isinstance(rollout, Mapping) else changed(rollout)) | {"history": history_key}
+        resolved = from_python(given, "tw.train()")
     spec = as_env_spec(env, tasks=listed, eval_tasks=None if eval_tasks is None else list(eval_tasks))
     if rules is not None:
         check_section(rules, "tw.train(rules=...)")
@@ -81,18 +93,3 @@ def train(
             raise (missing_training(error) or error) from None
         watch.note(f"report: {path / 'report.html'}")
         return path
-
-
-def _resolve(
-    settings: Mapping[str, Any], out: str | Path, seed: int, model: ModelConfig | str | Path | None, history: str
-) -> ResolvedConfig:
-    sections = [name for name in RunConfig.__dataclass_fields__ if name not in ("env", "out", "seed", "model")]
-    for name in settings:
-        if name not in sections:
-            raise ConfigError(f"train() has no setting {name!r}; sections are {', '.join(sections[:-1])} and {sections[-1]}")
-    chosen = tiny() if model is None else model if isinstance(model, ModelConfig) else ModelConfig(path=str(model))
-    given = {"out": str(out), "seed": seed, "model": chosen, **settings}
-    if history != "append":
-        rollout = given.get("rollout", {})
-        given["rollout"] = (dict(rollout) if isinstance(rollout, Mapping) else changed(rollout)) | {"history": history}
-    return from_python(given, "tw.train()")

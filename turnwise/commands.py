@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from turnwise.renderers.chat_renderer import ChatRenderer
     from turnwise.renderers.history import History
     from turnwise.rollouts import Rollout
-    from turnwise.training.forward.batch import Ranks
 
 Finding = tuple[bool | None, str]
 
@@ -40,13 +39,10 @@ def run_training(
 ) -> Path:
     """Train as configured, or resume a run, and return its directory; under torchrun, together with the other processes.
 
-    Args:
-        resolved: the settings; those of the run when resuming.
-        env_specs: environments as objects, instead of those in the settings.
-        history: a history policy as an object, instead of the one in the settings.
+    `env_specs` and `history` are objects that replace those in the settings.
     """
     if world_size() == 1:
-        return _train(resolved, resume, watch, env_specs, history)
+        return _train(resolved, resume, watch, env_specs, history=history)
     from turnwise.training.distributed import ProcessRanks
     from turnwise.training.setup import run_worker_rank
 
@@ -56,18 +52,13 @@ def run_training(
         run_worker_rank(ranks, path)
         return path
     try:
-        return _train(resolved, resume, watch, env_specs, history, ranks)
+        return _train(resolved, resume, watch, env_specs, history=history, ranks=ranks)
     finally:
         ranks.stop_workers()
 
 
 def _train(
-    resolved: ResolvedConfig,
-    resume: Path | None,
-    watch: ProgressListener | None,
-    env_specs: Sequence[EnvSpec] | None,
-    history: History | None,
-    ranks: Ranks | None = None,
+    resolved: ResolvedConfig, resume: Path | None, watch: ProgressListener | None, specs: Sequence[EnvSpec] | None, **parts: Any
 ) -> Path:
     began = (time.time(), time.process_time())  # includes importing torch
     from turnwise.trackers import TrackerProcesses
@@ -83,16 +74,14 @@ def _train(
     from turnwise.training.run import TrainingRun
     from turnwise.training.task_plan import make_env_specs
 
-    specs = list(env_specs) if env_specs is not None else make_env_specs(resolved.config)
+    specs = list(specs) if specs is not None else make_env_specs(resolved.config)
     with RunDir(path) as run:
         if resume is None:
             shutil.rmtree(path / "model", ignore_errors=True)  # left by a run stopped before its first step
             run.write_json("config.json", to_json_dict(resolved) | {"versions": versions()})
-        resumed = resume is not None
         try:
-            training_run = TrainingRun(
-                resolved.config, specs, run, watch, resumed=resumed, began=began, history=history, ranks=ranks
-            )
+            resumed = resume is not None
+            training_run = TrainingRun(resolved.config, specs, run, watch, resumed=resumed, began=began, **parts)
         except UsageError:
             if resume is None:  # so that the corrected command can be rerun
                 shutil.rmtree(path / "model", ignore_errors=True)
@@ -118,29 +107,17 @@ def _train(
 
 
 def run_evaluation(
-    resolved: ResolvedConfig,
-    *,
-    checkpoint: str | None = None,
-    engine: str = "local",
-    samples: int | None = None,
-    watch: ProgressListener | None = None,
+    resolved: ResolvedConfig, *, checkpoint: str | None = None, engine: str = "local", watch: ProgressListener | None = None
 ) -> dict[str, Any]:
-    """Measure success on held-out tasks, sampled and greedy.
+    """Return success on held-out tasks, `sampled` and `greedy`, and `counts` of (episodes, successes) per task.
 
-    Args:
-        checkpoint: a checkpoint, a model directory, or a run (its last checkpoint), instead of the configured model.
-        engine: `local`, or `scripted` for the environments' own solvers.
-        samples: sampled episodes per task, instead of `eval.samples`.
-
-    Returns:
-        Metrics under `sampled` and `greedy` (success, ci, n, turns, ...), and `counts` of (episodes, successes) per task.
+    `checkpoint` is a checkpoint, a model directory or a run (its last checkpoint), instead of the configured model; `engine` is
+    `local`, or `scripted` for the environments' own solvers.
     """
-    return asyncio.run(_evaluate(resolved, checkpoint, engine, samples, watch or NullListener()))
+    return asyncio.run(_evaluate(resolved, checkpoint, engine, watch or NullListener()))
 
 
-async def _evaluate(
-    resolved: ResolvedConfig, checkpoint: str | None, engine: str, samples: int | None, watch: ProgressListener
-) -> dict[str, Any]:
+async def _evaluate(resolved: ResolvedConfig, checkpoint: str | None, engine: str, watch: ProgressListener) -> dict[str, Any]:
     from turnwise.engines import Sampling
     from turnwise.training.evaluation import play_evaluation, summarize
     from turnwise.training.task_plan import TaskPlan, check_failures, make_env_specs
@@ -156,7 +133,7 @@ async def _evaluate(
         fits, _ = await rollout.within_prompt_limit([choice.episodes("prompt", 0, 1)[0] for choice in chosen])
         chosen = [choice for choice in chosen if choice.task.id in fits]
     own = Sampling(config.eval.temperature, config.eval.top_p, config.eval.top_k)
-    modes = {"sampled": (samples or config.eval.samples, own)}
+    modes = {"sampled": (config.eval.samples, own)}
     if config.eval.greedy and engine == "local":
         modes["greedy"] = (1, Sampling(temperature=0.0))
     found: dict[str, Any] = {}
@@ -283,11 +260,9 @@ def check_engine(url: str, key_env: str | None = None) -> ServerCapabilities:
 
 
 def serve_model(model: Path, formats: str, note: Callable[[str], None], **settings: Any) -> None:
-    """Serve a model over HTTP until interrupted; `settings` are those of `turnwise.training.server.serve`.
+    """Serve a model directory, a checkpoint or a run (its last checkpoint) over HTTP until interrupted.
 
-    Args:
-        model: a model directory, a checkpoint or a run (its last checkpoint).
-        note: called with a line that contains the URL, once the server is ready.
+    `note` receives a line with the URL once the server is ready; `settings` are those of `turnwise.training.server.serve`.
     """
     from turnwise.training.server import serve
 

@@ -3,7 +3,6 @@
 The file is the queue between training and tracker. Training only appends to it, so a tracker cannot fill memory, hold a lock,
 or lose rows. The position in the file is saved, so a resumed run continues after the last row sent. A tracker's process ends
 when its standard input closes: with the training process, however that ended.
-
 """
 
 from __future__ import annotations
@@ -137,10 +136,8 @@ def folder_of(spec: str) -> str:
 
 
 POLL_S = 0.5
-MIN_FREE = 256 * 2**20
-"""Free bytes on the run's disk below which a tracker stops, so that the run can still write."""
-MAX_FILE = 2**30
-"""Maximum bytes of one file written by a tracker."""
+MIN_FREE = 256 * 2**20  # free bytes on the run's disk below which a tracker stops, so that the run can still write
+MAX_FILE = 2**30  # maximum bytes of one file written by a tracker
 
 
 class DiskFull(Exception):
@@ -216,8 +213,7 @@ def main() -> None:
     follow(spec, Path(run), project, name)
 
 
-PATIENCE_S = 10.0
-"""Seconds that the end of a run waits for trackers to receive the last rows."""
+PATIENCE_S = 10.0  # seconds that the end of a run waits for trackers to receive the last rows
 
 
 class TrackerProcesses:
@@ -255,18 +251,15 @@ class TrackerProcesses:
                 process.kill()
                 stuck = True
             if process.wait() or stuck:
-                self._failed.append(self._failure(spec, stuck))
+                found = _saved(self._run / "track" / f"{folder_of(spec)}.json")
+                why = "did not finish" if stuck else f"failed: {single_line(str(found.get('error') or 'died'), 400)}"
+                log = self._run / "track" / f"{folder_of(spec)}.log"
+                self._failed.append(
+                    f"tracker {spec} {why} after {found.get('rows', 0)} rows; metrics.jsonl has all of them, "
+                    f"send the rest with: turnwise track {self._run} --to {spec} (see {log})"
+                )
         self._processes = []
         return self._failed
-
-    def _failure(self, spec: str, stuck: bool) -> str:
-        found = _saved(self._run / "track" / f"{folder_of(spec)}.json")
-        why = "did not finish" if stuck else single_line(str(found.get("error") or "died"), 400)
-        log = self._run / "track" / f"{folder_of(spec)}.log"
-        return (
-            f"tracker {spec} {'' if stuck else 'failed: '}{why} after {found.get('rows', 0)} rows; metrics.jsonl has all of "
-            f"them, send the rest with: turnwise track {self._run} --to {spec} (see {log})"
-        )
 
 
 if __name__ == "__main__":

@@ -53,8 +53,7 @@ def run_export(args: argparse.Namespace) -> int:
     return 0
 
 
-MAX_DIFFERENCES = 20
-"""Maximum number of differences printed."""
+MAX_DIFFERENCES = 20  # maximum number of differences printed
 
 
 def add_replay(subparsers: Any) -> None:
@@ -111,7 +110,7 @@ def _loop(args: argparse.Namespace, reward: Any) -> tuple[bool, Iterator[str]]:
 
 
 def _differences(found: ReplayResult) -> Iterator[str]:
-    """Yield the result of a replay through the loop: the first difference of each episode, then totals."""
+    """Yield the first difference of each episode, then totals."""
     first: dict[EpisodeKey, EpisodeDifference] = {}
     for one in found.differences:
         first.setdefault(one.key, one)
@@ -204,29 +203,25 @@ def run_view(args: argparse.Namespace) -> int:
         from turnwise.viewer.report import write_report
 
         return _written(write_report(run_dir), run_dir, args.open)
-    return _serve(runs, args.port, args.host, args.open)
-
-
-def _written(path: Path, run_dir: Path, open_page: bool) -> int:
-    print(path)
-    _announce(run_dir, path.resolve().as_uri() if open_page else "")
-    return 0
-
-
-def _serve(runs: list[Path], port: int, host: str, open_page: bool) -> int:
     from turnwise.viewer.web import ViewerServer
 
     token = os.environ.get("TURNWISE_VIEW_TOKEN", "")
-    server = ViewerServer(runs, port, host=host, token=token)
+    server = ViewerServer(runs, args.port, host=args.host, token=token)
     try:
         access = "token required" if token else "local connections only"
         print(f"serving on {server.url} ({access}; press Ctrl-C to stop)", flush=True)
-        _announce(runs[0], server.url if open_page else "")
+        _announce(run_dir, server.url if args.open else "")
         server.run()
     except KeyboardInterrupt:
         pass
     finally:
         server.release()
+    return 0
+
+
+def _written(path: Path, run_dir: Path, open_page: bool) -> int:
+    print(path)
+    _announce(run_dir, path.resolve().as_uri() if open_page else "")
     return 0
 
 

@@ -19,8 +19,7 @@ from turnwise.errors import UsageError, did_you_mean
 if TYPE_CHECKING:
     from turnwise.engines.remote import ServerCapabilities
 
-LEARN = "learn"
-"""Value of `turnwise check`'s argument that trains on a toy reward instead of checking an environment."""
+LEARN = "learn"  # value of `turnwise check`'s argument that trains on a toy reward instead of checking an environment
 
 
 def add_check(subparsers: Any) -> None:

@@ -39,8 +39,7 @@ def run_evaluate(args: argparse.Namespace) -> int:
 
     with closing(make_display("none" if args.json and args.display == "auto" else args.display)) as watch:
         checkpoint = args.checkpoint or (str(args.of_run) if args.of_run else None)
-        samples = resolved.config.eval.samples
-        result = commands.run_evaluation(resolved, checkpoint=checkpoint, engine=args.engine, samples=samples, watch=watch)
+        result = commands.run_evaluation(resolved, checkpoint=checkpoint, engine=args.engine, watch=watch)
     result = with_pass_at_k(result)
     print(json.dumps(result) if args.json else "\n".join(evaluation_lines(result)))
     return 0

@@ -18,10 +18,8 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 from turnwise._old_names import Renamed
 from turnwise.errors import ConfigError, did_you_mean
 
-FILE = "file.py:name"
-"""Placeholder in a condition for any value that names an object of a file."""
-Get = Callable[[str], Any]
-"""Function that returns the value of a dotted key."""
+FILE = "file.py:name"  # placeholder in a condition for any value that names an object of a file
+Get = Callable[[str], Any]  # function that returns the value of a dotted key
 T = TypeVar("T")
 
 
@@ -29,10 +27,8 @@ T = TypeVar("T")
 class Check:
     """Constraint on the value of one field."""
 
-    error: Callable[[Any], str]
-    """Function that returns what is wrong with a value, or an empty string; not called with None."""
-    only_training: bool = False
-    """Whether the value is unconstrained in a run that does not train."""
+    error: Callable[[Any], str]  # function that returns what is wrong with a value, or an empty string; not called with None
+    only_training: bool = False  # whether the value is unconstrained in a run that does not train
 
 
 def bounds(
@@ -59,9 +55,7 @@ def bounds(
 def named(names: Collection[str], own: str = "file.py:function", marks: Collection[str] = (".py",)) -> Callable[[str], str]:
     """Return a function that tells what is wrong with a name, or returns an empty string.
 
-    Args:
-        own: form of a user-defined name, for the error.
-        marks: substrings that make a name user-defined.
+    `own` is the form of a user-defined name, for the error; `marks` are substrings that make a name user-defined.
     """
 
     def error(name: str) -> str:
@@ -107,10 +101,7 @@ def is_template_file(value: str) -> bool:
 
 
 class Formerly:
-    """Old spellings of a key or of its values, for a field's `Annotated`; recipes and runs with them still load.
-
-    Example: ``wall_clock_s: Annotated[PositiveFloat, Formerly("wall_clock")] = 600.0``
-    """
+    """Old spellings of a key or of its values, for a field's `Annotated`; recipes and runs with them still load."""
 
     def __init__(self, *names: str, values: Mapping[str, str] = MappingProxyType({})) -> None:
         """Take old names of the key, the newest first, and old spellings of its values -> the current ones."""
@@ -118,12 +109,10 @@ class Formerly:
 
 
 class Needs:
-    """Conditions for a key to have an effect, for a field's `Annotated`; one of them must hold.
+    """Conditions for a key to have an effect, for a field's `Annotated` (`Needs("train.kl > 0")`); one of them must hold.
 
     A condition is `key > number`, `key = value | value`, `key != value`, `key given` or `key none`; `and` joins several.
     `env.` refers to the environment that the key belongs to.
-
-    Example: ``kl_in: Annotated[str | None, Needs("train.kl > 0")] = None``
     """
 
     def __init__(self, *conditions: str, unless: Collection[Any] = ()) -> None:
@@ -142,8 +131,7 @@ class Needs:
         return ", or ".join(self.conditions)
 
 
-OF_ENVIRONMENTS = Needs("rollout.function none")
-"""For environment keys that have no effect on a play function."""
+OF_ENVIRONMENTS = Needs("rollout.function none")  # for environment keys that have no effect on a play function
 
 
 @cache
@@ -175,13 +163,9 @@ def formerly(cls: Any) -> dict[str, Formerly]:
 
 
 def with_current_names(cls: Any, values: Mapping[str, Any], place: str, warn: Callable[[str], None]) -> dict[str, Any]:
-    """Return the values of a section under current names and spellings; unknown keys are left unchanged.
+    """Return the values of a section under current names and spellings; a key given under two names is a ConfigError.
 
-    Args:
-        place: name of the section in messages, such as `recipe.toml: train`.
-        warn: called with a line per replacement.
-
-    Raises `ConfigError` for a key given under two names.
+    Unknown keys are left unchanged. `warn` receives a line per replacement; `place` names the section, as `recipe.toml: train`.
     """
     found = dict(values)
     for name, old in formerly(cls).items():
@@ -197,10 +181,7 @@ def with_current_names(cls: Any, values: Mapping[str, Any], place: str, warn: Ca
 
 
 def accepts_old_names(cls: type[T]) -> type[T]:
-    """Make a configuration class accept old names and values of fields (`Formerly`) as keywords, and old names as attributes.
-
-    Each use issues a DeprecationWarning; a field given under two names is a ConfigError.
-    """
+    """Make a configuration class accept old names and values of fields (`Formerly`), with a DeprecationWarning for each use."""
     kind: Any = cls
     init = kind.__init__
 
@@ -277,10 +258,7 @@ def field_errors(section: Any, *, training: bool = True) -> Iterator[tuple[str, 
 
 
 def check_section(section: Any, place: str) -> None:
-    """Check the constraints of a section made in Python, named `place` in errors, such as `tw.rollout(limits=...)`.
-
-    Raises `ConfigError` for the first invalid value.
-    """
+    """Raise `ConfigError` for the first invalid value of a section made in Python, named `place`: `tw.rollout(limits=...)`."""
     for name, value, error in field_errors(section):
         raise ConfigError(f"{place}: {name} = {value!r}: {error}")
 
@@ -288,12 +266,10 @@ def check_section(section: Any, place: str) -> None:
 def without_effect(
     prefix: str, section: Any, get: Get, newer: Callable[[str, Collection[str]], bool] = lambda key, others: False
 ) -> Iterator[tuple[str, Any, Needs]]:
-    """Yield (key, value, unmet need) for keys of a section that differ from their defaults and have no effect.
+    """Yield (key, value, unmet need) for keys of a section, such as `env.0`, that are no defaults and have no effect.
 
-    Args:
-        prefix: prefix of the section's keys, such as `env.0`.
-        get: returns the value of a dotted key; `env.` refers to this environment.
-        newer: whether one of the keys that a key needs was set after it; such a key is not reported.
+    `get` returns the value of a dotted key; `env.` refers to this environment. `newer` tells whether one of the keys that a key
+    needs was set after it; such a key is not reported.
     """
     kind: Any = type(section)
     for name, value in changed(section).items():
@@ -303,10 +279,7 @@ def without_effect(
 
 
 def check_rules_of_play(rules: Any, where: str) -> None:
-    """Check that `EnvRules`, named `where` in errors, set nothing that has no effect on a play function.
-
-    Raises `ConfigError` for the first such rule.
-    """
+    """Raise `ConfigError` for the first of `EnvRules`, named `where`, that has no effect on a play function."""
     kind: Any = type(rules)
     for name, value in changed(rules).items():
         if OF_ENVIRONMENTS in declared(kind).get(name, ()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -41,33 +41,18 @@ class ResolvedConfig:
     config: RunConfig
     origins: Mapping[str, str]
     """Dotted key (`train.lr`, `env.0.args.depth`) -> `default`, the recipe's file name, or `command line`."""
-    recipe: Path | None = None
-    """File that was read, or None."""
+    recipe: Path | None = None  # file that was read, or None
 
 
-def load(
-    path: Path | None,
-    overrides: Sequence[str] = (),
-    *,
-    defaults: Mapping[str, Any] | None = None,
-    envs: Collection[str] | None = None,
-    templates: Collection[str] | None = None,
-    training: bool = True,
-) -> ResolvedConfig:
-    """Read a recipe and apply the overrides.
+def load(path: Path | None, overrides: Sequence[str] = (), **checks: Any) -> ResolvedConfig:
+    """Read a recipe and apply the overrides; a ConfigError is one line that names file, key and remedy.
 
     Args:
         path: a TOML file; None starts from the defaults.
         overrides: command-line words, `--section.key value` or `--section.key=value`.
-        defaults: values that the recipe overrides, nested like it (a command's preferences over the schema's defaults).
-        envs: names of the built-in environments; None does not check names.
-        templates: names of the built-in chat templates; None does not check names.
-        training: whether the run trains; evaluation alone needs no groups of two.
-
-    Raises `ConfigError`: one line that names file, key and remedy.
+        checks: arguments of `validate`: `envs`, `templates` and `training`.
     """
     merged = ConfigMerge()
-    merged.add(dict(defaults or {}), DEFAULT, where="defaults")
     if path is not None:
         table = current_table(read_toml(path), str(path))
         for name, value in table.items():  # absolute paths, so that a run can be resumed from any directory
@@ -83,7 +68,7 @@ def load(
             env["name"] = use.rpartition(":")[2]
     where = {key: f"{path}" if origin not in (DEFAULT, COMMAND_LINE) else origin for key, origin in merged.origins.items()}
     file = str(path) if path is not None else COMMAND_LINE
-    return merged.resolved(where, file, path, envs=envs, templates=templates, training=training)
+    return merged.resolved(where, file, path, **checks)
 
 
 def override(resolved: ResolvedConfig, overrides: Sequence[str], *, training: bool = True) -> ResolvedConfig:
@@ -98,10 +83,8 @@ def override(resolved: ResolvedConfig, overrides: Sequence[str], *, training: bo
 def from_python(settings: Mapping[str, Any], place: str) -> ResolvedConfig:
     """Build a configuration from settings in Python, validated like a recipe; environments are given as objects.
 
-    Args:
-        settings: sections by name, as dicts or dataclasses (values that differ from their defaults count as given), and plain
-            values (`out`, `seed`).
-        place: name of the source in errors.
+    `settings` are sections by name, as dicts or dataclasses (values that differ from their defaults count as given), and plain
+    values (`out`, `seed`); `place` names the source in errors.
     """
     merged = ConfigMerge()
     for name, value in settings.items():
@@ -162,11 +145,9 @@ def parse_overrides(words: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def build(tree: Mapping[str, Any], where: Mapping[str, str]) -> RunConfig:
-    """Build a `RunConfig` from nested plain values with known keys, checking every type.
+    """Build a `RunConfig` from plain values, nested like a recipe with known keys, checking every type.
 
-    Args:
-        tree: nested like a recipe, `env` a list.
-        where: dotted key -> the file (or `command line`) to name in an error.
+    `where` is dotted key -> the file (or `command line`) to name in an error.
     """
     # Importing pydantic takes about 0.1 s, which `turnwise --help` avoids.
     from pydantic import TypeAdapter, ValidationError
@@ -184,7 +165,9 @@ def build(tree: Mapping[str, Any], where: Mapping[str, str]) -> RunConfig:
             dotted = deeper
         if not dotted:
             raise ConfigError(f"{next(iter(where.values()), DEFAULT)}: cannot be read: {first['msg']}") from None
-        value = _at(tree, dotted)
+        value: Any = tree
+        for part in dotted.split("."):
+            value = value[int(part)] if isinstance(value, list) else value.get(part) if isinstance(value, dict) else value
         more = f" (and {failure.error_count() - 1} more)" if failure.error_count() > 1 else ""
         raise ConfigError(_wrong_value(dotted, value, where.get(dotted, DEFAULT)) + more) from None
 
@@ -211,14 +194,20 @@ class ConfigMerge:
         self.tree: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
 
-    def add(self, table: dict[str, Any], origin: str, *, where: str) -> None:
+    def add(self, recipe: Mapping[str, Any], origin: str, *, where: str) -> None:
         """Merge a recipe's tables."""
-        for name, value in table.items():
+        for name, value in recipe.items():
             hint = field_type(name)
             if hint is None:
                 raise ConfigError(f"{where}: {unknown_key(name)}")
             if name == "env":
-                self._add_envs(value, origin, where)
+                tables = [value] if isinstance(value, dict) else value
+                if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+                    show = _show(value)
+                    raise ConfigError(f"{where}: env = {show} is a section; write [[env]] and under it use = {show}")
+                self.tree["env"] = [{} for _ in tables]
+                for index, table in enumerate(tables):
+                    self._add_section(["env", str(index)], table, origin, where)
             elif not is_dataclass(hint):
                 self.set_value([name], value, origin)
             elif not isinstance(value, dict):
@@ -301,14 +290,6 @@ class ConfigMerge:
             else:
                 self.set_value([*parts, key], item, origin)
 
-    def _add_envs(self, value: Any, origin: str, where: str) -> None:
-        tables = [value] if isinstance(value, dict) else value
-        if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-            raise ConfigError(f"{where}: env = {_show(value)} is a section; write [[env]] and under it use = {_show(value)}")
-        self.tree["env"] = [{} for _ in tables]
-        for index, table in enumerate(tables):
-            self._add_section(["env", str(index)], table, origin, where)
-
 
 def _parse(dotted: str, text: str) -> Any:
     """Parse a command-line word as TOML, or return the word itself."""
@@ -364,12 +345,6 @@ def _remedy(key: str, hint: Any, value: Any) -> str:
         return f"write {key} = {round(value)}"
     names = {bool: "true or false", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "a table"}
     return f"it is {names.get(type(value), 'nothing' if value is None else type(value).__name__)}"
-
-
-def _at(tree: Any, dotted: str) -> Any:
-    for part in dotted.split("."):
-        tree = tree[int(part)] if isinstance(tree, list) else tree.get(part) if isinstance(tree, dict) else tree
-    return tree
 
 
 def _show(value: Any) -> str:

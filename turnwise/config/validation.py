@@ -13,8 +13,7 @@ from turnwise.config.constraints import PathKind, field_errors, is_template_file
 from turnwise.config.schema import COLUMNS, EnvConfig, ModelConfig, RunConfig, TrainConfig, truncation_key
 from turnwise.errors import ConfigError, did_you_mean
 
-Broken = Iterator[tuple[str, str]]
-"""Key of a violated rule, and why."""
+Broken = Iterator[tuple[str, str]]  # key of a violated rule, and why
 
 
 def conflicting_keys(train: TrainConfig) -> tuple[str, str] | None:
@@ -62,17 +61,15 @@ def validate(
     given: Collection[str] | None = None,
     has_objects: bool = False,
 ) -> None:
-    """Check the constraints that must hold before anything is loaded.
+    """Raise `ConfigError` for the first violated constraint of those that must hold before anything is loaded.
 
     Args:
         where: dotted key -> file or `command line`, for values that are not defaults.
         file: source to name in an error about a default.
-        envs: names of the built-in environments; None skips this check.
-        templates: names of the built-in chat templates; None skips this check.
+        envs: names of the built-in environments; None skips this check, likewise for `templates`.
+        training: whether the run trains; evaluation alone needs no groups of two.
         given: keys to reject if they have no effect; None is the keys of `where`.
         has_objects: whether environments are given as objects, so that the configuration names none.
-
-    Raises `ConfigError` for the first violation.
     """
     error = partial(_error, where, file)
     for prefix, section in _sections(config):

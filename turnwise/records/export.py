@@ -22,10 +22,8 @@ from turnwise.records.run_dir import to_json
 from turnwise.types import ImageRef, Message, Sample, Trajectory, VideoRef
 
 IMAGE = "<image>"
-BATCH_ROWS = 500
-"""Rows held in memory at a time."""
-UNTRAINED = -100
-"""Label of an id without loss."""
+BATCH_ROWS = 500  # rows held in memory at a time
+UNTRAINED = -100  # label of an id without loss
 _IMAGES = ("images", "messages_images")
 _FIELDS = ("name", "tool_call_id", "reasoning_content", "tool_calls")
 
@@ -34,10 +32,8 @@ _FIELDS = ("name", "tool_call_id", "reasoning_content", "tool_calls")
 class ColumnLayout:
     """Message fields and image columns of a table."""
 
-    fields: frozenset[str]
-    """Those of `name`, `tool_call_id`, `reasoning_content` and `tool_calls` that some message has."""
-    images: bool
-    """Whether some message has an image."""
+    fields: frozenset[str]  # those of `name`, `tool_call_id`, `reasoning_content` and `tool_calls` that some message has
+    images: bool  # whether some message has an image
 
     @classmethod
     def of(cls, trajectories: Iterable[Trajectory]) -> ColumnLayout:
@@ -56,12 +52,9 @@ class ColumnLayout:
 def rows_of(
     trajectory: Trajectory, layout: str, media: Path | None = None, shape: ColumnLayout | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a trajectory.
+    """Yield the rows of a trajectory in the layout `samples`, `sft`, `trl` or `verl`.
 
-    Args:
-        layout: `samples`, `sft`, `trl` or `verl`.
-        media: directory of images to include; None omits their bytes.
-        shape: layout of the table; by default what this trajectory needs.
+    `media` is the directory of images to include; None omits their bytes. `shape` is by default what this trajectory needs.
     """
     shape = shape or ColumnLayout.of([trajectory])
     for number, (sample, turn) in enumerate(_paths(trajectory)):
@@ -137,10 +130,8 @@ def _message(message: Message, *, shape: ColumnLayout, parts: bool = False) -> d
     else:
         content = "".join(part if isinstance(part, str) else IMAGE * len(list(_frames(part))) for part in content_parts)
     texts = [a if isinstance(a := call.arguments, str) else to_json(a).decode() for call in message.tool_calls]
-    calls = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
-        for call, arguments in zip(message.tool_calls, texts, strict=True)
-    ]
+    functions = [{"name": call.name, "arguments": text} for call, text in zip(message.tool_calls, texts, strict=True)]
+    calls = [{"id": c.id, "type": "function", "function": f} for c, f in zip(message.tool_calls, functions, strict=True)]
     values = (message.name, message.tool_call_id, message.reasoning, calls or None)
     fields = {name: value for name, value in zip(_FIELDS, values, strict=True) if name in shape.fields}
     return {"role": message.role, "content": content} | fields
@@ -163,10 +154,7 @@ def _images(messages: Iterable[Message], media: Path | None) -> list[dict[str, A
 
 
 def write(rows: Iterable[Mapping[str, Any]], layout: str, out: Path, shape: ColumnLayout) -> int:
-    """Write rows to a `.parquet` or `.jsonl` file; return their number.
-
-    Args:
-        shape: layout passed to `rows_of`.
+    """Write rows, made by `rows_of` with the same `shape`, to a `.parquet` or `.jsonl` file; return their number.
 
     Raises `UsageError` for another suffix, or without pyarrow; `TraceError` when the file cannot be written; a partial file
     is removed.

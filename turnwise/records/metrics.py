@@ -23,10 +23,8 @@ class MetricDoc(NamedTuple):
     name: str
     unit: str
     meaning: str
-    advice: str
-    """What to do when the metric changes."""
-    aliases: tuple[str, ...] = ()
-    """Old names, of rows of older runs."""
+    advice: str  # what to do when the metric changes
+    aliases: tuple[str, ...] = ()  # old names, of rows of older runs
 
 
 def _rows(text: str) -> tuple[MetricDoc, ...]:
@@ -157,21 +155,16 @@ _PREFIXES = {old: new for old, new in _STEMS.items() if old.endswith("_")}
 
 def with_current_metrics(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row of metrics.jsonl with old names of metrics replaced by `MetricDoc.name`."""
-    return {_current_metric(name): value for name, value in row.items()}
-
-
-def _current_metric(name: str) -> str:
-    for old, new in _PREFIXES.items():
-        if name.startswith(old):
-            return new + name.removeprefix(old)
-    return _KEYS.get(name, name)
+    current = {}
+    for name, value in row.items():
+        old = next(filter(name.startswith, _PREFIXES), None)
+        current[_KEYS.get(name, name) if old is None else _PREFIXES[old] + name.removeprefix(old)] = value
+    return current
 
 
 MAX_NAMES = 32
-MAX_TURNS = 32
-"""Turns with metrics of their own; later ones have none."""
-REPEAT_LENGTH = 4
-"""Length of the id runs whose repetition is counted."""
+MAX_TURNS = 32  # turns with metrics of their own; later ones have none
+REPEAT_LENGTH = 4  # length of the id runs whose repetition is counted
 UNKNOWN = "(unknown)"
 UNNAMED = "(unnamed)"
 OTHER = "(other)"
@@ -181,14 +174,9 @@ Row = dict[str, Any]
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], *, success: float = 1.0) -> Row:
-    """Return metrics of episodes by name; families are dicts, and empty ones are left out.
+    """Return metrics of finished episodes by their names in metrics.jsonl; families are dicts, and empty ones are left out.
 
-    Args:
-        trajectories: finished episodes.
-        success: minimum reward of a successful episode.
-
-    Returns:
-        Metrics under the names of metrics.jsonl; docs/metrics.md documents them.
+    `success` is the minimum reward of a successful episode. docs/metrics.md documents the metrics.
     """
     episodes = max(len(trajectories), 1)
     stops = [t.stop for t in trajectories if t.stop is not None]
@@ -376,8 +364,7 @@ def _component_spread(groups: Sequence[Group]) -> dict[str, float]:
     return {name: math.fsum(values) / len(values) for name, values in spreads.items()}
 
 
-Z95 = 1.959963984540054
-"""Standard normal quantile of 0.975."""
+Z95 = 1.959963984540054  # standard normal quantile of 0.975
 
 
 def wilson(successes: float, n: int, z: float = Z95) -> tuple[float, float]:

@@ -81,8 +81,7 @@ class Checks:
 
     mark: tuple[int, int] | None = None
     """Size in bytes and last checksum of the file at an earlier time; the file must still begin with that content."""
-    damage: list[str] = field(default_factory=list)
-    """Descriptions of the damage, in file order."""
+    damage: list[str] = field(default_factory=list)  # descriptions of the damage, in file order
 
 
 class JsonLines:
@@ -93,18 +92,11 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, *, sealed: bool = False) -> None:
-        """Open the file for appending; create it if needed.
-
-        Args:
-            sealed: whether lines get a checksum (`Checks`).
-
-        Raises `TraceError` when it cannot be opened.
-        """
+        """Open the file for appending; create it if needed. Lines of a `sealed` file get a checksum (`Checks`)."""
         self.path = path
         self._sealed = sealed
         self._last_crc = 0
-        self.broken = ""
-        """Why nothing can be written any more; empty while writing works."""
+        self.broken = ""  # why nothing can be written any more; empty while writing works
         self._named: set[str] = set()
         try:
             self._repair()
@@ -117,11 +109,9 @@ class JsonLines:
             raise TraceError(f"{path}: cannot be opened for writing ({error.strerror}); choose another --out") from error
 
     def append(self, value: Any) -> None:
-        """Write one line.
+        """Write one line; raise `TraceError` when the file cannot be written.
 
-        Raises:
-            TraceError: when the disk is full or the file cannot be written. Every later call fails too, since later events
-                depend on this one.
+        Every later call fails too, since later events depend on this one.
         """
         line = to_json(value)
         crc = 0
@@ -133,7 +123,6 @@ class JsonLines:
             raise TraceError(self.broken)
         written = 0
         try:
-            written = os.write(self._file, line)
             while written < len(line):
                 written += os.write(self._file, line[written:])
         except OSError as error:
@@ -148,13 +137,7 @@ class JsonLines:
         return os.fstat(self._file).st_size, self._last_crc
 
     def append_definition(self, kind: str, value: Any) -> str:
-        """Write a value that many lines refer to, once: an event of this kind with a `name` for references.
-
-        Returns:
-            The name, which depends only on kind and value.
-
-        Raises `TraceError` as `append`.
-        """
+        """Write a value that many lines refer to, once; return its name for references, made of kind and value."""
         name = blake2b(kind.encode() + b"\0" + to_json(value), digest_size=8).hexdigest()
         if name not in self._named:
             self.append({"e": kind, "name": name, "value": value})
@@ -162,10 +145,7 @@ class JsonLines:
         return name
 
     def sync(self) -> None:
-        """Flush all lines to the disk; takes milliseconds, so do not call it on an event loop.
-
-        Raises `TraceError` when the disk fails.
-        """
+        """Flush all lines to the disk; takes milliseconds, so do not call it on an event loop."""
         try:
             os.fsync(self._file)
         except OSError as error:
@@ -198,12 +178,9 @@ def _write_error(path: Path, error: OSError) -> str:
 
 
 def read_json_lines(path: Path, checks: Checks | None = None) -> Iterator[Any]:
-    """Yield the values of a JSON lines file; an incomplete last line is skipped.
+    """Yield the values of a JSON lines file; an incomplete last line is skipped, any other that is not JSON a `TraceError`.
 
-    Args:
-        checks: collects damage; without it the first damage is raised.
-
-    Raises `TraceError` for any other line that is not JSON or has a wrong checksum.
+    `checks` collects lines with wrong checksums; without it the first one is raised.
     """
     mark = checks.mark if checks is not None else None
     crc = size = 0
@@ -247,11 +224,7 @@ class RunDir:
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Open a directory for writing; create it if needed.
-
-        Raises:
-            TraceError: when it cannot be created, or another process writes to it.
-        """
+        """Open a directory for writing, or create it; raise `TraceError` when another process writes to it."""
         self.path = Path(path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)

@@ -32,18 +32,12 @@ from turnwise.types import (
     VideoRef,
 )
 
-SCHEMA = 1
-"""Version of the record format; raised whenever an old reader would misread a new record."""
-LOOP = 1
-"""Version of the journal's data for replay: settings, tools, observations without a reply, scores."""
-REWOUND = "rewound"
-"""Untrained reason: the environment removed these ids from the context and excluded them from training."""
-INVALID = "invalid_action"
-"""Untrained reason: the environment rejected the reply and the model was asked again."""
-BANNED = "banned_id"
-"""Untrained reason: ids from the first banned id on; a trainer's softmax excludes it."""
-NO_LOGPROB = "no_logprob"
-"""Untrained reason: the engine returned no logprob, where `missing_logprobs` is `mask`."""
+SCHEMA = 1  # version of the record format; raised whenever an old reader would misread a new record
+LOOP = 1  # version of the journal's data for replay: settings, tools, observations without a reply, scores
+REWOUND = "rewound"  # untrained reason: the environment removed these ids from the context and excluded them from training
+INVALID = "invalid_action"  # untrained reason: the environment rejected the reply and the model was asked again
+BANNED = "banned_id"  # untrained reason: ids from the first banned id on; a trainer's softmax excludes it
+NO_LOGPROB = "no_logprob"  # untrained reason: the engine returned no logprob, where `missing_logprobs` is `mask`
 
 Event = dict[str, Any]
 
@@ -232,15 +226,10 @@ def rebuild_trajectories(
     tasks: Callable[[str], Task | None],
     given_up: Callable[[Trajectory], None] = lambda trajectory: None,
 ) -> dict[EpisodeKey, Trajectory]:
-    """Return the finished episodes of a journal's events; unfinished ones are dropped.
+    """Return the finished episodes of a journal's events; raise `TraceError` when an event does not fit those before it.
 
-    Args:
-        events: events in file order.
-        tasks: finds a task by its id; episodes of tasks that are not found are dropped.
-        given_up: receives each finished episode that was played again later; the later play counts.
-
-    Raises:
-        TraceError: when an event does not fit those before it.
+    Unfinished episodes, and those whose task `tasks` does not find by its id, are dropped. `given_up` receives each finished
+    episode that was played again later; the later play counts.
     """
     running: dict[EpisodeKey, Trajectory] = {}
     finished: dict[EpisodeKey, Trajectory] = {}
@@ -250,19 +239,15 @@ def rebuild_trajectories(
             continue
         key = EpisodeKey(*event["k"])
         if kind == "opened":
-            task = tasks(key.task)
-            if task is not None:
+            if (task := tasks(key.task)) is not None:
                 running[key] = Trajectory(task, key, template=event.get("template", ""))
             if key in finished:
                 given_up(finished.pop(key))
-            continue
-        trajectory = running.get(key)
-        if trajectory is None:
-            continue
-        with reading(event):
-            apply_event(trajectory, event)
-        if kind == "closed":
-            finished[key] = running.pop(key)
+        elif key in running:
+            with reading(event):
+                apply_event(running[key], event)
+            if kind == "closed":
+                finished[key] = running.pop(key)
     return finished
 
 
@@ -276,10 +261,7 @@ def reading(event: Event) -> Iterator[None]:
 
 
 def apply_event(trajectory: Trajectory, event: Event) -> None:
-    """Apply one event of an episode to its trajectory, other than the one that opened it.
-
-    Raises `TraceError` when a turn is missing before it.
-    """
+    """Apply one event of an episode, except its first, to its trajectory; a TraceError when a turn is missing before it."""
     if event["e"] == "turn" and event["n"] != len(trajectory.turns):
         raise TraceError(f"the journal of episode {event['k']} misses turn {len(trajectory.turns)}: the file was edited")
     for number, reward, info, env_s, *retries in event.get("answers", ()):

@@ -21,8 +21,7 @@ class Series:
 
     label: str
     points: Sequence[Point]
-    css: str = "s1"
-    """CSS class: `s1` solid, `s2` dashed, `dots` for single marks."""
+    css: str = "s1"  # CSS class: `s1` solid, `s2` dashed, `dots` for single marks
 
 
 def tag(name: str, *children: str | Markup, **attributes: str | float) -> Markup:

@@ -20,19 +20,14 @@ from turnwise.errors import MediaError
 from turnwise.media import MediaLimits, MediaStore
 from turnwise.records.serialization import read_media
 from turnwise.types import ImageRef, VideoRef
-from turnwise.viewer.run_data import Row, integer, mapping, number, sentence_of
+from turnwise.viewer.run_data import Row, TrajectoryEntry, choose, integer, load_at, mapping, number, sentence_of
 from turnwise.viewer.text import text_of
 
-MAX_PICTURES = 300
-"""Maximum images per page; further ones are only named."""
-MAX_BYTES = 6_000_000
-"""Maximum characters of all images of a page."""
-MAX_SIDE = 256
-"""Maximum side of an embedded image, in pixels."""
-MAX_FRAMES = 8
-"""Maximum frames rendered per clip."""
-MIN_WIDTH = 96
-"""Width in pixels to which smaller images are enlarged, without interpolation."""
+MAX_PICTURES = 300  # maximum images per page; further ones are only named
+MAX_BYTES = 6_000_000  # maximum characters of all images of a page
+MAX_SIDE = 256  # maximum side of an embedded image, in pixels
+MAX_FRAMES = 8  # maximum frames rendered per clip
+MIN_WIDTH = 96  # width in pixels to which smaller images are enlarged, without interpolation
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +35,10 @@ class Picture:
     """Image for a page, or the reason for having none."""
 
     caption: str
-    source: str = ""
-    """Data URI; empty if the image cannot be rendered."""
-    width: int = 0
-    """Rendered width in pixels."""
+    source: str = ""  # data URI; empty if the image cannot be rendered
+    width: int = 0  # rendered width in pixels
     alt: str = ""
-    small: bool = False
-    """Whether it is enlarged without interpolation."""
+    small: bool = False  # whether it is enlarged without interpolation
 
 
 class Gallery:
@@ -113,10 +105,8 @@ class Gallery:
         return source, width
 
 
-MAX_TEXT = 8_000
-"""Maximum characters per message."""
-MAX_TOKENS = 3_000
-"""Maximum tokens of a trajectory rendered one by one."""
+MAX_TEXT = 8_000  # maximum characters per message
+MAX_TOKENS = 3_000  # maximum tokens of a trajectory rendered one by one
 LEVELS = (-0.10536, -0.69315, -2.30259, -4.60517)
 """Logprobs (90%, 50%, 10%, 1%) below each of which a token is one level more surprising."""
 
@@ -139,10 +129,8 @@ class MessageView:
     calls: Sequence[str] = ()
     tokens: Sequence[TokenView] = ()
     reasoning: str = ""
-    facts: str = ""
-    """Metrics of the turn: tokens, seconds, reward."""
-    number: int = 0
-    """Number of the turn, from 1; 0 for messages not written by the model."""
+    facts: str = ""  # metrics of the turn: tokens, seconds, reward
+    number: int = 0  # number of the turn, from 1; 0 for messages not written by the model
     pictures: Sequence[Picture] = ()
 
 
@@ -172,6 +160,17 @@ class ConversationView:
     traceback: str = ""
     components: Sequence[tuple[str, str]] = ()
     notes: Sequence[str] = field(default_factory=list)
+
+
+def conversations(
+    path: Path, entries: Sequence[TrajectoryEntry], problems: list[str], gallery: Gallery
+) -> Iterator[ConversationView]:
+    """Yield the examples that a report displays; unreadable ones become problems."""
+    for entry, why in choose(entries):
+        try:
+            yield prepare(load_at(path, entry.offset), why, gallery)
+        except (TypeError, ValueError, KeyError, AttributeError, OSError) as error:
+            problems.append(f"trajectories.jsonl: cannot render byte {entry.offset}: {type(error).__name__}: {error}")
 
 
 def prepare(row: Row, why: str, gallery: Gallery | None = None) -> ConversationView:

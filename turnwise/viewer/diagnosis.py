@@ -19,28 +19,17 @@ from turnwise.records.progress import EpisodeListener, ProgressListener
 from turnwise.viewer.run_data import Row, lines_of, mapping, number, pair, sum_tables
 from turnwise.viewer.text import single_line, visible
 
-LAST = 5
-"""Number of recent training steps that a diagnosis reads."""
-TIED = 0.9
-"""Minimum share of groups without signal to report ties."""
-TRUNCATED = 0.5
-"""Minimum share of episodes truncated by limits to report truncation."""
-TOOL_USERS = 0.02
-"""Share of episodes with a call below which the tools count as unused."""
-BLIND_MARGIN = 0.05
-"""Minimum lead of success with images over success with gray ones, unless half the interval is larger."""
-MISMATCH_GROWTH = 4.0
-"""Factor over the initial mismatch of trainer and engine that counts as a rise."""
-MISMATCH_MIN = 1e-4
-"""Mean mismatch in nats below which growth is ignored; float32 rounding is about 1e-6."""
-ENTROPY_LEFT = 0.05
-"""Share of the initial entropy below which exploration has ended."""
-DOMINATES = 0.95
-"""Share of the spread of all reward parts at which one part dominates."""
-GATE_EVALS = 2
-"""Number of failed gate evaluations after which the warmup is reported while it runs."""
-UNSOLVED = 0.95
-"""Success at which ties are no fault: the tasks are solved."""
+LAST = 5  # number of recent training steps that a diagnosis reads
+TIED = 0.9  # minimum share of groups without signal to report ties
+TRUNCATED = 0.5  # minimum share of episodes truncated by limits to report truncation
+TOOL_USERS = 0.02  # share of episodes with a call below which the tools count as unused
+BLIND_MARGIN = 0.05  # minimum lead of success with images over success with gray ones, unless half the interval is larger
+MISMATCH_GROWTH = 4.0  # factor over the initial mismatch of trainer and engine that counts as a rise
+MISMATCH_MIN = 1e-4  # mean mismatch in nats below which growth is ignored; float32 rounding is about 1e-6
+ENTROPY_LEFT = 0.05  # share of the initial entropy below which exploration has ended
+DOMINATES = 0.95  # share of the spread of all reward parts at which one part dominates
+GATE_EVALS = 2  # number of failed gate evaluations after which the warmup is reported while it runs
+UNSOLVED = 0.95  # success at which ties are no fault: the tasks are solved
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +207,7 @@ def _mean(rows: Sequence[Row], name: str) -> float:
 
 FILE = "sanity.jsonl"
 _COLUMNS = ("sampled", "canonical", "sent")
-_MAX_FINDINGS = 40
-"""Maximum number of findings reported."""
+_MAX_FINDINGS = 40  # maximum number of findings reported
 _MAX_TEXT = 600
 _SPACES = str.maketrans({"\n": "\u23ce", "\t": "\u21e5", " ": "\u00b7"})
 
@@ -230,11 +218,9 @@ class RenderFinding:
 
     cause: str
     sentence: str
-    count: int
-    """Number of occurrences in the reinforcement steps."""
+    count: int  # number of occurrences in the reinforcement steps
     where: str
-    columns: Sequence[tuple[str, str]]
-    """(name, text) of sampled, canonical and sent."""
+    columns: Sequence[tuple[str, str]]  # (name, text) of sampled, canonical and sent
 
 
 def findings(run_dir: Path, rows: Sequence[Row], problems: list[str]) -> list[RenderFinding]:

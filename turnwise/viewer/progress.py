@@ -32,10 +32,8 @@ from turnwise.viewer.text import single_line
 
 P = ParamSpec("P")
 FILE = "profile.json"
-MIN_SHARE = 1e-3
-"""Share of an episode below which one of its phases is left out."""
-MAX_BUFFERED = 20_000
-"""Maximum number of buffered events."""
+MIN_SHARE = 1e-3  # share of an episode below which one of its phases is left out
+MAX_BUFFERED = 20_000  # maximum number of buffered events
 TRACKS = ("phase", "step", "waiting for", "episodes, summed")
 
 
@@ -65,7 +63,17 @@ class ProfileListener(ProgressListener):
 
     def progress(self, done: int, figures: Mapping[str, Any]) -> None:
         with suppress(Exception):  # malformed metrics
-            self._step(done, figures)
+            now = self._clock()
+            train, rollout = number(figures.get("train_s")), number(figures.get("rollout_s"))
+            if train is not None and rollout is not None:
+                args = {name: value for name, value in figures.items() if isinstance(value, (int, float))}
+                self._span("step", f"rollout {done}", now - train - rollout, now - train, {})
+                self._span("step", f"train {done}", now - train, now, args)
+            spent = figures.get("seconds")
+            if isinstance(spent, Mapping):
+                sums = {str(name): number(row.get("sum")) or 0.0 for name, row in spent.items() if isinstance(row, Mapping)}
+                self._add({"ph": "C", "pid": 1, "tid": 4, "name": TRACKS[3], "ts": self._at(now), "args": sums})
+            self._write()
         self._watch.progress(done, figures)
 
     def waiting(self, what: str) -> None:
@@ -102,27 +110,13 @@ class ProfileListener(ProgressListener):
         self._started = False
         self._watch.close()
 
-    def _step(self, done: int, figures: Mapping[str, Any]) -> None:
-        now = self._clock()
-        train, rollout = number(figures.get("train_s")), number(figures.get("rollout_s"))
-        if train is not None and rollout is not None:
-            args = {name: value for name, value in figures.items() if isinstance(value, (int, float))}
-            self._span("step", f"rollout {done}", now - train - rollout, now - train, {})
-            self._span("step", f"train {done}", now - train, now, args)
-        spent = figures.get("seconds")
-        if isinstance(spent, Mapping):
-            sums = {str(name): number(row.get("sum")) or 0.0 for name, row in spent.items() if isinstance(row, Mapping)}
-            self._add({"ph": "C", "pid": 1, "tid": 4, "name": TRACKS[3], "ts": self._at(now), "args": sums})
-        self._write()
-
     def _next(self, track: str, name: str) -> None:
         now = self._clock()
-        before = self._open.pop(track, None)
-        if before is not None and before[0] == name:
-            self._open[track] = before
-            return
+        before = self._open.get(track)
         if before is not None:
-            self._span(track, before[0], before[1], now, {})
+            if before[0] == name:
+                return
+            self._span(track, *self._open.pop(track), now, {})
         if name:
             self._open[track] = (name, now)
 
@@ -338,9 +332,6 @@ class PlainDisplay(ProgressListener):
         self._stream.flush()
 
 
-REFRESH_HZ = 8
-
-
 class RichDisplay(ProgressListener):
     """Live panel: phase, progress, metrics, stop reasons, waiting, time left, and the last notes.
 
@@ -356,11 +347,7 @@ class RichDisplay(ProgressListener):
     def phase(self, name: str, total: int, unit: str) -> None:
         if self._live is None:
             self._live = Live(
-                get_renderable=self._frame,
-                console=self._console,
-                refresh_per_second=REFRESH_HZ,
-                transient=True,
-                redirect_stdout=False,
+                get_renderable=self._frame, console=self._console, refresh_per_second=8, transient=True, redirect_stdout=False
             )
             self._live.start()
         self._print_result()
@@ -416,17 +403,11 @@ class RichDisplay(ProgressListener):
         of = f" of {state.total}" if state.total else ""
         left = state.left_s()
         times = f"{duration(state.clock() - state.phase_started)}" + (f", {duration(left)} left" if left is not None else "")
-        head.add_row(
-            ProgressBar(
-                state.total or None,
-                state.done,
-                pulse=not state.total,
-                complete_style="cyan",
-                finished_style="green",
-                pulse_style="cyan",
-            ),
-            Text(times, "dim"),
+        total, color = state.total or None, "cyan"
+        bar = ProgressBar(
+            total, state.done, pulse=total is None, complete_style=color, finished_style="green", pulse_style=color
         )
+        head.add_row(bar, Text(times, "dim"))
         figures = Table.grid(padding=(0, 2))
         rest = Text()
         for label, value in figure_text(dict(state.figures)):

@@ -17,8 +17,7 @@ from turnwise.records.serialization import read_trajectories
 from turnwise.types import Trajectory
 from turnwise.viewer.run_data import RunData, mapping, read_run
 
-CLOSE = 1e-9
-"""Relative tolerance of equal metrics."""
+CLOSE = 1e-9  # relative tolerance of equal metrics
 TIMES = ("seconds.", "tool_seconds.")
 """Prefixes of metrics of durations; the record contains them, but sums may round differently."""
 Reward = Callable[[Trajectory], Any]
@@ -29,18 +28,12 @@ class RecomputeResult:
     """Result of recomputing a run."""
 
     trajectories: int = 0
-    sampled: int = 0
-    """Sampled ids, counted by spans."""
-    trained: float = 0.0
-    """Ids of weight 1 over all paths; with those in `untrained`, they must equal `sampled`."""
-    untrained: Counter[str] = field(default_factory=Counter)
-    """Sampled ids of weight 0, by the reason in their span."""
-    wrong: list[str] = field(default_factory=list)
-    """Differences, one sentence each."""
-    rewards: int = 0
-    """Number of recomputed rewards."""
-    changed: int = 0
-    """Number of recomputed rewards that differ from the record."""
+    sampled: int = 0  # sampled ids, counted by spans
+    trained: float = 0.0  # ids of weight 1 over all paths; with those in `untrained`, they must equal `sampled`
+    untrained: Counter[str] = field(default_factory=Counter)  # sampled ids of weight 0, by the reason in their span
+    wrong: list[str] = field(default_factory=list)  # differences, one sentence each
+    rewards: int = 0  # number of recomputed rewards
+    changed: int = 0  # number of recomputed rewards that differ from the record
     before: list[float] = field(default_factory=list)
     after: list[float] = field(default_factory=list)
 

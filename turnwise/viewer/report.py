@@ -17,24 +17,10 @@ from markupsafe import Markup
 from turnwise.errors import TraceError
 from turnwise.records.metrics import wilson
 from turnwise.viewer.charts import Series, interval_bar, line_chart, share_bar, small_bar, smooth
-from turnwise.viewer.conversation import ConversationView, Gallery, prepare
+from turnwise.viewer.conversation import Gallery, conversations
 from turnwise.viewer.diagnosis import diagnose, findings
 from turnwise.viewer.progress import amount, duration
-from turnwise.viewer.run_data import (
-    Pick,
-    Row,
-    RunData,
-    choose,
-    index,
-    integer,
-    load_at,
-    mapping,
-    number,
-    pair,
-    read_run,
-    sentence_of,
-    sum_tables,
-)
+from turnwise.viewer.run_data import Row, RunData, index, integer, mapping, number, pair, read_run, sentence_of, sum_tables
 from turnwise.viewer.text import csp_digest, visible
 
 
@@ -53,10 +39,8 @@ class Bar:
 
 Format = Callable[[float], str]
 Bounds = tuple[float | None, float | None]
-Curve = tuple[str, str, Format, str, Bounds]
-"""Title, key of metrics.jsonl, formatter, note, vertical bounds."""
-Chart = tuple[str, str, Markup]
-"""Title, note on how to read it, drawing."""
+Curve = tuple[str, str, Format, str, Bounds]  # title, key of metrics.jsonl, formatter, note, vertical bounds
+Chart = tuple[str, str, Markup]  # title, note on how to read it, drawing
 
 
 percent = "{:.1%}".format
@@ -76,6 +60,7 @@ def _power(value: float) -> str:
 _FREE: Bounds = (None, None)
 _SHARE: Bounds = (0.0, 1.0)
 _FROM_0: Bounds = (0.0, None)
+_USED_SHARE = "trajectories whose group gave a signal; falls as tasks are solved"
 # Curves of reinforcement.
 _CURVES: tuple[Curve, ...] = (
     ("Reward", "reward", _fixed2, "mean of a step's episodes; bold: mean of 5 steps", _FREE),
@@ -87,13 +72,7 @@ _CURVES: tuple[Curve, ...] = (
     ("Trained tokens", "trained_tokens", amount, "tokens that carried loss, per step", _FROM_0),
     ("Rollout time", "rollout_s", _seconds, "wall-clock seconds of a step's episodes", _FROM_0),
     ("Training time", "train_s", _seconds, "wall-clock seconds of a step's training", _FROM_0),
-    (
-        "Used share",
-        "trajectories_trained_share",
-        _percent0,
-        "trajectories whose group gave a signal; falls as tasks are solved",
-        _SHARE,
-    ),
+    ("Used share", "trajectories_trained_share", _percent0, _USED_SHARE, _SHARE),
     ("Mismatch", "mismatch_max", _power, "maximum |trainer logprob − engine logprob| of a token", _FROM_0),
     ("Entropy", "entropy", _fixed2, "of the policy, per sampled token; at 0 exploration has ended", _FROM_0),
     ("Gradient norm", "grad_norm", _fixed2, "before scaling down", _FROM_0),
@@ -104,6 +83,7 @@ _CURVES: tuple[Curve, ...] = (
 )
 
 
+# Mode and name of an evaluation, and its key in summary.json.
 _SUMMARISED = (
     ("sampled", "before", "success_before"),
     ("greedy", "before", "greedy_before"),
@@ -111,9 +91,7 @@ _SUMMARISED = (
     ("greedy", "after", "greedy_after"),
     ("blind", "after", "success_blind"),
 )
-"""Mode and name of an evaluation, and its key in summary.json."""
-BLIND = "after, every image gray"
-"""Label of the blind control."""
+BLIND = "after, every image gray"  # label of the blind control
 _MODES = {"sampled": 0, "greedy": 1, "blind": 2}
 
 
@@ -221,11 +199,8 @@ def untrained_table(run: RunData) -> list[tuple[str, str, str]]:
     rows = run.phase("train")
     counts = sum_tables(rows, "untrained")
     sampled = sum(number(row.get("sampled_tokens")) or 0 for row in rows)
-    return [
-        (name, f"{count:,.0f}", percent(count / sampled) if sampled else "-")
-        for name, count in counts.most_common()
-        if count > 0
-    ]
+    positive = ((name, count) for name, count in counts.most_common() if count > 0)
+    return [(name, f"{count:,.0f}", percent(count / sampled) if sampled else "-") for name, count in positive]
 
 
 def time_split(run: RunData) -> tuple[Markup, list[tuple[str, str, str]]]:
@@ -248,15 +223,13 @@ def time_split(run: RunData) -> tuple[Markup, list[tuple[str, str, str]]]:
             name = {"warmup": "warmup", "eval": "evaluation"}.get(phase, phase)
             spent[name] = spent.get(name, 0.0) + passed
     order = ("warmup", "rollout", "training", "rest of the steps", "evaluation")
-    parts = sorted(
-        ((name, value) for name, value in spent.items() if value > 0), key=lambda p: order.index(p[0]) if p[0] in order else 9
-    )
+    parts = [(name, value) for name, value in spent.items() if value > 0]
+    parts.sort(key=lambda part: order.index(part[0]) if part[0] in order else 9)
     total_s = sum(value for _, value in parts)
     if not total_s:
         return Markup(""), []
-    return share_bar(parts), [
-        (name, duration(value) if value >= 1 else f"{value:.2f} s", percent(value / total_s)) for name, value in parts
-    ]
+    times = ((name, value, duration(value) if value >= 1 else f"{value:.2f} s") for name, value in parts)
+    return share_bar(parts), [(name, time, percent(value / total_s)) for name, value, time in times]
 
 
 def _charts(rows: Sequence[Row], curves: Sequence[Curve]) -> list[Chart]:
@@ -304,8 +277,9 @@ def render_report(run_dir: Path) -> str:
     def finalize(value: Any) -> Any:
         return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
+    loader = jinja2.FileSystemLoader(_TEMPLATES)
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        loader=loader,
         autoescape=True,
         finalize=finalize,
         undefined=jinja2.StrictUndefined,
@@ -323,7 +297,7 @@ def render_report(run_dir: Path) -> str:
     found = run.summary.get("machine")
     machine = found.items() if isinstance(found, Mapping) else [("machine", found)] if found else []
     gallery = Gallery(run_dir)
-    conversations = list(_conversations(trajectories, choose(entries), problems, gallery))
+    prepared = list(conversations(trajectories, entries, problems, gallery))
     images = " img-src data:;" if gallery.used else ""
     return environment.get_template("report.html.jinja").render(
         name=run_dir.resolve().name,
@@ -342,7 +316,7 @@ def render_report(run_dir: Path) -> str:
         time_bar=time_bar,
         time_rows=time_rows,
         trajectories=len(entries),
-        conversations=conversations,
+        conversations=prepared,
         changed=changed,
         defaults=defaults,
         facts=[(str(name), str(value)) for name, value in (*run.versions.items(), *machine)],
@@ -350,14 +324,6 @@ def render_report(run_dir: Path) -> str:
         breaks=findings(run_dir, run.rows, problems),
         problems=problems,
     )
-
-
-def _conversations(path: Path, picks: list[Pick], problems: list[str], gallery: Gallery) -> Iterator[ConversationView]:
-    for pick in picks:
-        try:
-            yield prepare(load_at(path, pick.entry.offset), pick.why, gallery)
-        except (TypeError, ValueError, KeyError, AttributeError, OSError) as error:
-            problems.append(f"trajectories.jsonl: cannot render byte {pick.entry.offset}: {type(error).__name__}: {error}")
 
 
 def settings(run: RunData) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:

@@ -28,10 +28,8 @@ class RunData:
     origins: Row
     versions: Row
     summary: Row
-    rows: Sequence[Row]
-    """Rows of metrics.jsonl, under current names."""
-    problems: Sequence[str] = field(default_factory=list)
-    """What could not be read, one line each."""
+    rows: Sequence[Row]  # rows of metrics.jsonl, under current names
+    problems: Sequence[str] = field(default_factory=list)  # what could not be read, one line each
 
     def phase(self, name: str) -> list[Row]:
         """Return the rows of one phase, in order; of a step trained twice (after a resume), the last."""
@@ -55,12 +53,7 @@ class TrajectoryEntry:
     failed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Pick:
-    """A trajectory selected for the report, and the reason."""
-
-    entry: TrajectoryEntry
-    why: str
+Pick = tuple[TrajectoryEntry, str]  # a trajectory selected for the report, and the reason
 
 
 def read_run(path: Path) -> RunData:
@@ -90,8 +83,8 @@ def load_at(path: Path, offset: int) -> Row:
         return mapping(parse(file.readline()))
 
 
-def choose(entries: Sequence[TrajectoryEntry], *, failures: int = 3) -> list[Pick]:
-    """Select examples: best and worst of the first, middle and last step and of each evaluation, and failures."""
+def choose(entries: Sequence[TrajectoryEntry]) -> list[Pick]:
+    """Select examples: best and worst of the first, middle and last step and of each evaluation, and three failures."""
     picks: list[Pick] = []
     for phase in dict.fromkeys(entry.phase for entry in entries):
         those = [entry for entry in entries if entry.phase == phase]
@@ -105,9 +98,9 @@ def choose(entries: Sequence[TrajectoryEntry], *, failures: int = 3) -> list[Pic
             picks += _ends([entry for entry in those if entry.step == step], f"reinforcement, {name} ({step})")
     broken = [entry for entry in entries if entry.failed]
     kinds = {entry.stop: entry for entry in reversed(broken)}  # one of each kind first
-    for entry in [*kinds.values(), *broken][:failures]:
-        if entry not in [pick.entry for pick in picks]:
-            picks.append(Pick(entry, "a failure"))
+    for entry in [*kinds.values(), *broken][:3]:
+        if entry not in [chosen for chosen, _ in picks]:
+            picks.append((entry, "a failure"))
     return picks
 
 
@@ -146,11 +139,11 @@ def integer(value: Any) -> int:
 def _ends(entries: Sequence[TrajectoryEntry], name: str) -> list[Pick]:
     scored = [entry for entry in entries if entry.reward is not None]
     if not scored:
-        return [Pick(entries[0], name)] if entries else []
+        return [(entries[0], name)] if entries else []
     best, worst = (end(scored, key=lambda entry: entry.reward or 0.0) for end in (max, min))
     if best.reward == worst.reward:
-        return [Pick(best, f"{name}: all alike")]
-    return [Pick(best, f"{name}: best"), Pick(worst, f"{name}: worst")]
+        return [(best, f"{name}: all alike")]
+    return [(best, f"{name}: best"), (worst, f"{name}: worst")]
 
 
 def lines_of(path: Path, problems: list[str]) -> Iterator[tuple[int, Row]]:

@@ -17,8 +17,7 @@ from turnwise.viewer.text import single_line
 from turnwise.viewer.web.index import IndexEntry, TrajectoryIndex
 from turnwise.viewer.web.pages import escape_json, trajectory, truncate
 
-Line = tuple[str, str]
-"""Style and text of a piece."""
+Line = tuple[str, str]  # style and text of a piece
 HELP = {
     "table": "j k  up, down   enter  open   f  failed only   w  worst first   space  a page   q  leave",
     "conversation": "j k  scroll   J K  turns   n p  trajectories   t  tokens   space  a page   q  back",
@@ -36,8 +35,7 @@ class TuiState:
         self.selected = self.top = 0
         self.failed = self.worst = self.tokens = self.over = False
         self.record: Mapping[str, Any] | None = None
-        self.starts: list[int] = []
-        """Lines at which turns start."""
+        self.starts: list[int] = []  # lines at which turns start
         self.height = 20
 
     @property

@@ -19,19 +19,16 @@ import orjson
 from turnwise.records.run_dir import complete_lines
 from turnwise.viewer.run_data import Row, integer, load_at, mapping, number, parse
 
-MAX_SCANNED = 128 * 2**20
-"""Maximum bytes searched for a text per request; the next request continues."""
+MAX_SCANNED = 128 * 2**20  # maximum bytes searched for a text per request; the next request continues
 PAGE = 100
 
 
 class IndexEntry(NamedTuple):
     """A trajectory's row of the table."""
 
-    at: int
-    """Byte offset of its line."""
+    at: int  # byte offset of its line
     phase: str
-    step: int
-    """From 1 in training, like the rows of metrics.jsonl; elsewhere the step of the key."""
+    step: int  # from 1 in training, like the rows of metrics.jsonl; elsewhere the step of the key
     task: str
     sample: int
     attempt: int
@@ -39,8 +36,7 @@ class IndexEntry(NamedTuple):
     stop: str
     error: str
     turns: int
-    tokens: int
-    """Number of sampled tokens."""
+    tokens: int  # number of sampled tokens
     tools: tuple[str, ...]
     images: int
     branches: int
@@ -60,8 +56,7 @@ class TableFilter(NamedTuple):
     reward: tuple[float | None, float | None] = (None, None)
     turns: tuple[float | None, float | None] = (None, None)
     stop: str = ""
-    error: str = ""
-    """Exact error; `*` matches any."""
+    error: str = ""  # exact error; `*` matches any
     tool: str = ""
     task: str = ""
     text: str = ""

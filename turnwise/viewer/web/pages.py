@@ -18,10 +18,8 @@ from turnwise.viewer.run_data import Row, integer, lines_of, mapping, number, re
 from turnwise.viewer.text import csp_digest, text_of, visible
 from turnwise.viewer.web.index import IndexEntry, TrajectoryIndex
 
-MAX_TEXT = 20_000
-"""Maximum characters of one text."""
-MAX_TOKENS = 20_000
-"""Maximum sampled ids of a trajectory with their metrics."""
+MAX_TEXT = 20_000  # maximum characters of one text
+MAX_TOKENS = 20_000  # maximum sampled ids of a trajectory with their metrics
 HASH = re.compile(r"[0-9a-f]{64}")
 
 
@@ -236,8 +234,7 @@ def _sanity(path: Path, entry: IndexEntry) -> Iterator[dict[str, Any]]:
 
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = ("base.js", "data.js", "charts.js", "overview.js", "table.js", "tokens.js", "trajectory.js", "app.js")
-MAX_BYTES = 24 * 2**20
-"""Maximum bytes of trajectories and images in a self-contained file; the page reports what is left out."""
+MAX_BYTES = 24 * 2**20  # maximum bytes of trajectories and images in a self-contained file; the page reports what is left out
 
 
 @cache

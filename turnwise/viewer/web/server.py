@@ -21,8 +21,7 @@ from turnwise.viewer.web import pages
 from turnwise.viewer.web.index import PAGE, TableFilter, TrajectoryIndex
 
 HOSTS = ("127.0.0.1", "localhost")
-MIN_TOKEN = 16
-"""Minimum characters of a token; shorter ones could be guessed."""
+MIN_TOKEN = 16  # minimum characters of a token; shorter ones could be guessed
 COOKIE = "turnwise_view"
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
