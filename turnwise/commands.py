@@ -111,8 +111,7 @@ def run_evaluation(
 ) -> dict[str, Any]:
     """Return success on held-out tasks, `sampled` and `greedy`, and `counts` of (episodes, successes) per task.
 
-    `checkpoint` is a checkpoint, a model directory or a run (its last checkpoint), instead of the configured model; `engine` is
-    `local`, or `scripted` for the environments' own solvers.
+    `checkpoint` may be a model directory or a run (its last one); `engine` `scripted` is the environments' own solvers.
     """
     return asyncio.run(_evaluate(resolved, checkpoint, engine, watch or NullListener()))
 

@@ -36,13 +36,9 @@ class Tracker(Protocol):
     """Receives the rows of a run, in its own process; a tracker that hangs, raises or prints cannot harm the run."""
 
     def start(self, run: Path, project: str, name: str, config: Mapping[str, Any]) -> None:
-        """Start or resume the run.
+        """Start or resume the run, with its directory, `track.project`, `track.name` and its settings as in config.json.
 
-        Args:
-            run: the run directory; the tracker's files belong in its `track` folder.
-            project: `track.project`.
-            name: `track.name`.
-            config: the resolved settings, as in config.json.
+        The tracker's files belong in the folder `track` of the run directory.
         """
 
     def log(self, phase: str, step: int, figures: Mapping[str, float]) -> None:

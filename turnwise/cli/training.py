@@ -46,10 +46,7 @@ def run_evaluate(args: argparse.Namespace) -> int:
 
 
 def with_pass_at_k(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the result with `pass_at_k` (k -> value and interval), computed from `counts`.
-
-    `counts` holds (episodes, successes) per task; tasks without a judged episode are excluded.
-    """
+    """Return the result with `pass_at_k` (k -> value and interval), from `counts` of (episodes, successes) per task."""
     from turnwise.records.metrics import mean_interval, pass_at_k
 
     counts = [(int(n), int(c)) for n, c in result.get("counts") or () if n]

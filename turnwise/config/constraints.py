@@ -53,10 +53,7 @@ def bounds(
 
 
 def named(names: Collection[str], own: str = "file.py:function", marks: Collection[str] = (".py",)) -> Callable[[str], str]:
-    """Return a function that tells what is wrong with a name, or returns an empty string.
-
-    `own` is the form of a user-defined name, for the error; `marks` are substrings that make a name user-defined.
-    """
+    """Return a function that tells what is wrong with a name; one with any of the `marks` is the user's, of the form `own`."""
 
     def error(name: str) -> str:
         if name in names or any(mark in name for mark in marks):
@@ -65,19 +62,6 @@ def named(names: Collection[str], own: str = "file.py:function", marks: Collecti
         return f"{near + ' ' if near else ''}there are {', '.join(names)}; your own is {own}"
 
     return error
-
-
-def each(error: Callable[[str], str]) -> Check:
-    """Constrain each string of a list."""
-    return Check(lambda values: next(filter(None, map(error, values)), ""))
-
-
-NonNegativeInt = Annotated[int, bounds(ge=0)]
-PositiveInt = Annotated[int, bounds(ge=1)]
-NonNegativeFloat = Annotated[float, bounds(ge=0)]
-PositiveFloat = Annotated[float, bounds(gt=0)]
-Fraction = Annotated[float, bounds(ge=0, le=1)]
-NonZeroFraction = Annotated[float, bounds(gt=0, le=1)]
 
 
 class PathKind(Enum):
@@ -202,10 +186,7 @@ def accepts_old_names(cls: type[T]) -> type[T]:
 
 
 def as_recorded(cls: Any, section: Any) -> dict[str, Any]:
-    """Return the fields of `cls` in a section as journals have them: under the first name of each field and value.
-
-    A rename does not change what is written; `from_recorded` reads every name.
-    """
+    """Return a section as journals have it: under the first name of each field and value, so that no rename changes them."""
     row: dict[str, Any] = {}
     for name in defaults(cls):
         value, old = getattr(section, name), formerly(cls).get(name, Formerly())
@@ -247,8 +228,7 @@ def _docstrings(module: str) -> dict[str, dict[str, str]]:
 
 def field_errors(section: Any, *, training: bool = True) -> Iterator[tuple[str, Any, str]]:
     """Yield (name, value, error) for each field of a section that breaks its own constraint."""
-    kind: Any = type(section)
-    for name, extras in metadata(kind).items():
+    for name, extras in metadata(section.__class__).items():
         value = getattr(section, name)
         if any(isinstance(one, float) and not math.isfinite(one) for one in (value if isinstance(value, tuple) else (value,))):
             yield name, value, "must be a finite number"
@@ -271,18 +251,16 @@ def without_effect(
     `get` returns the value of a dotted key; `env.` refers to this environment. `newer` tells whether one of the keys that a key
     needs was set after it; such a key is not reported.
     """
-    kind: Any = type(section)
     for name, value in changed(section).items():
-        for need in declared(kind).get(name, ()):
+        for need in declared(section.__class__).get(name, ()):
             if value not in need.unless and not need.met(get) and not newer(f"{prefix}.{name}", need.keys()):
                 yield f"{prefix}.{name}", value, need
 
 
 def check_rules_of_play(rules: Any, where: str) -> None:
     """Raise `ConfigError` for the first of `EnvRules`, named `where`, that has no effect on a play function."""
-    kind: Any = type(rules)
     for name, value in changed(rules).items():
-        if OF_ENVIRONMENTS in declared(kind).get(name, ()):
+        if OF_ENVIRONMENTS in declared(rules.__class__).get(name, ()):
             why = "has no effect on a play function, which handles this itself; leave it out"
             raise ConfigError(f"{where}: {name} = {value!r} {why}")
 
@@ -295,8 +273,8 @@ def defaults(cls: Any) -> dict[str, Any]:
 
 def changed(section: Any) -> dict[str, Any]:
     """Return the fields of a configuration dataclass that differ from their defaults."""
-    kind: Any = type(section)
-    return {name: value for name, default in defaults(kind).items() if (value := getattr(section, name)) != default}
+    known = defaults(section.__class__).items()
+    return {name: value for name, default in known if (value := getattr(section, name)) != default}
 
 
 def _holds(condition: str, get: Get) -> bool:

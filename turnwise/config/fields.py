@@ -22,10 +22,7 @@ def field_types(cls: type) -> dict[str, Any]:
 
 
 def field_type(dotted: str) -> Any | None:
-    """Return the type of a dotted key (a dataclass for a section), or None if the key is unknown.
-
-    Example: ``field_type("rollout.groups") is int``, ``field_type("env.0.args.depth") is Any``
-    """
+    """Return the type of a dotted key (`env.0.args.depth`; a dataclass for a section), or None if the key is unknown."""
     first, *rest = dotted.split(".")
     hint: Any = field_types(RunConfig).get(first)
     in_env = first == "env" and bool(rest)
@@ -54,11 +51,6 @@ def known_keys(section: str = "") -> Iterator[str]:
 def union_members(hint: Any) -> tuple[Any, ...]:
     """Return the members of a union, or a 1-tuple of the type itself."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-
-
-def accepts_none(dotted: str) -> bool:
-    """Return whether `"none"` means no value for this key."""
-    return NoneType in union_members(field_type(dotted))
 
 
 def describe_type(hint: Any) -> str:
@@ -105,10 +97,7 @@ def unknown_key(dotted: str, *, flags: bool = False) -> str:
 
 
 def current_table(table: Mapping[str, Any], where: str, *, notify: bool = True) -> dict[str, Any]:
-    """Return a recipe's tables with old names of keys (`Formerly`) replaced, each with a FutureWarning if `notify`.
-
-    Raises `ConfigError` for a key given under two names.
-    """
+    """Return a recipe's tables with old names of keys (`Formerly`) replaced, each with a FutureWarning if `notify`."""
 
     def warn(message: str) -> None:
         if notify:

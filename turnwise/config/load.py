@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args, get_origin
 
 from turnwise.config.constraints import changed
 from turnwise.config.fields import (
-    accepts_none,
     current_key,
     current_table,
     describe_type,
@@ -33,10 +32,7 @@ MINIMAL_RECIPE_HINT = 'a minimal recipe is: [[env]] with a line use = "hop"'
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """Configuration with the origin of each value.
-
-    Example: ``load(Path("hop.toml"), ["--train.lr", "1e-6"]).origins["train.lr"] == "command line"``
-    """
+    """Configuration with the origin of each value."""
 
     config: RunConfig
     origins: Mapping[str, str]
@@ -235,7 +231,7 @@ class ConfigMerge:
             if not isinstance(node, (dict, list)):
                 above = ".".join(parts[: index + 1])
                 raise ConfigError(f"{origin}: {dotted}: {above} is {_show(node)}, not a table; leave one out")
-        if isinstance(value, str) and value.lower() == "none" and accepts_none(dotted):
+        if isinstance(value, str) and value.lower() == "none" and type(None) in union_members(field_type(dotted)):
             value = None
         node[parts[-1]] = value
         self.origins[dotted] = origin

@@ -7,31 +7,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from turnwise.config.constraints import (
-    OF_ENVIRONMENTS,
-    Check,
-    Formerly,
-    Fraction,
-    Needs,
-    NonNegativeFloat,
-    NonNegativeInt,
-    NonZeroFraction,
-    PathKind,
-    PositiveFloat,
-    PositiveInt,
-    accepts_old_names,
-    bounds,
-    each,
-    named,
-)
+from turnwise.config.constraints import OF_ENVIRONMENTS, Check, Formerly, Needs, PathKind, accepts_old_names, bounds, named
 from turnwise.errors import did_you_mean
 
+NonNegativeInt = Annotated[int, bounds(ge=0)]
+PositiveInt = Annotated[int, bounds(ge=1)]
+NonNegativeFloat = Annotated[float, bounds(ge=0)]
+PositiveFloat = Annotated[float, bounds(gt=0)]
+Fraction = Annotated[float, bounds(ge=0, le=1)]
+NonZeroFraction = Annotated[float, bounds(gt=0, le=1)]
 EngineKind = Literal["local", "auto", "vllm", "sglang", "llamacpp", "chat"]
 MissingLogprobs = Literal["error", "mask", "recompute"]
 UpdatePath = Literal["disk", "group", "tensors", "lora"]
 GroupBackend = Literal["auto", "gloo", "nccl"]
 OF_SERVERS = Needs("engine.kind = auto | vllm | sglang | llamacpp | chat")
 STARTED_HERE = Needs("engine.kind = vllm | sglang and engine.urls none")
+
+
+def _each(error: Callable[[str], str]) -> Check:
+    return Check(lambda values: next(filter(None, map(error, values)), ""))
 
 
 def _url_error(url: str) -> str:
@@ -49,7 +43,7 @@ class EngineConfig:
     speculate: NonNegativeInt = 0
     """Maximum ids drafted per step from earlier text and verified in one pass; 0 disables speculation. For `local`, and for
     `vllm` and `sglang` servers started by the run (SGLang on a GPU)."""
-    urls: Annotated[tuple[str, ...], each(_url_error)] = ()
+    urls: Annotated[tuple[str, ...], _each(_url_error)] = ()
     """URLs of servers that run the model; if empty, the run starts `servers` of them and stops them at its end."""
     servers: Annotated[PositiveInt, STARTED_HERE] = 1
     """Number of servers started if `urls` is empty."""
@@ -550,7 +544,7 @@ class CheckpointConfig:
 class TrackConfig:
     """Trackers that receive the rows of metrics.jsonl; each runs in its own process and never blocks training."""
 
-    to: Annotated[tuple[str, ...], each(tracker_error)] = ()
+    to: Annotated[tuple[str, ...], _each(tracker_error)] = ()
     """Trackers: `"trackio"`, `"wandb"`, `"tensorboard"`, or your own as `"file.py:Class"`."""
     project: Annotated[str, Needs("track.to given")] = "turnwise"
     """Project name at the trackers."""

@@ -175,8 +175,7 @@ def _env_rules(config: RunConfig, envs: Collection[str] | None, file: str) -> Br
 def _file_rules(config: RunConfig) -> Broken:
     """Check the data and objects that the configuration names."""
     for prefix, section in _sections(config):
-        cls: Any = type(section)
-        for field, kind in path_kinds(cls).items():
+        for field, kind in path_kinds(section.__class__).items():
             key, value = f"{prefix}.{field}", getattr(section, field)
             if not value or kind not in (PathKind.DATA, PathKind.OBJECT):
                 continue

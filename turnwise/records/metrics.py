@@ -249,10 +249,7 @@ def _counted(trajectories: Sequence[Trajectory], prefix: str, exclude: Sequence[
 
 
 def calls_of(turn: Turn) -> list[tuple[str, float, str | None]]:
-    """Return (tool, seconds, error kind or None) of each call of a turn, as recorded by its environment.
-
-    If the environment recorded none, the names come from the reply and seconds are NaN.
-    """
+    """Return (tool, seconds, error kind or None) of each call of a turn; from its reply with NaN seconds if none is recorded."""
     log = turn.info.get("tool_log")
     if isinstance(log, Sequence) and not isinstance(log, str):
         rows = [one for one in log if isinstance(one, Mapping)]
@@ -371,8 +368,6 @@ def wilson(successes: float, n: int, z: float = Z95) -> tuple[float, float]:
     """Return Wilson's score interval of a proportion, by default at 95%; (0, 1) without observations.
 
     Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", JASA 22 (1927), eq. for p0.
-
-    Raises `ValueError` when `successes` is not between 0 and `n`.
     """
     if n < 0 or not 0 <= successes <= max(n, 0):
         raise ValueError(f"successes must be from 0 to n, not {successes} of {n}")
@@ -387,12 +382,9 @@ def wilson(successes: float, n: int, z: float = Z95) -> tuple[float, float]:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the unbiased probability that at least one of `k` episodes succeeds, from `c` successes of `n` episodes of one
-    task.
+    """Return the unbiased probability that at least one of `k` episodes of a task succeeds, from `c` successes in `n`.
 
     Source: Chen et al., "Evaluating Large Language Models Trained on Code", arXiv 2107.03374, eq. 1: 1 - C(n-c, k) / C(n, k).
-
-    Raises `ValueError` unless 0 <= c <= n and 1 <= k <= n.
     """
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n, not n={n}, c={c}, k={k}")

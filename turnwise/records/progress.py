@@ -6,28 +6,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 
-class ProgressListener(Protocol):
+class ProgressListener:
     """Receives the progress of a run; by default ignores it. Methods must return quickly and must not raise."""
 
     def phase(self, name: str, total: int, unit: str) -> None:
         """Start a phase (`warm-up`, `evaluate before`, `reinforce`, ...) of `total` units."""
-        return
 
     def progress(self, done: int, metrics: Mapping[str, Any]) -> None:
         """Report `done` units of the phase; `metrics` as in a row of metrics.jsonl."""
-        return
 
     def waiting(self, what: str) -> None:
         """Report what the run waits for; empty for nothing."""
-        return
 
     def note(self, text: str) -> None:
         """Report one line that stays on the screen."""
-        return
 
     def close(self) -> None:
         """Report the end of the run."""
-        return
 
 
 @runtime_checkable

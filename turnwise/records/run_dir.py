@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import orjson
 
@@ -99,20 +99,18 @@ class JsonLines:
         self.broken = ""  # why nothing can be written any more; empty while writing works
         self._named: set[str] = set()
         try:
-            self._repair()
-            if sealed and path.exists():
-                with path.open("rb") as file:
-                    file.seek(max(0, file.seek(0, os.SEEK_END) - _CRC_BYTES - 1))
-                    self._last_crc = _read_crc(file.read()[:-1]) or 0
+            if path.exists():
+                with path.open("rb+") as file:
+                    file.truncate(_complete_size(file))
+                    if sealed:
+                        file.seek(max(0, file.seek(0, os.SEEK_END) - _CRC_BYTES - 1))
+                        self._last_crc = _read_crc(file.read()[:-1]) or 0
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
             raise TraceError(f"{path}: cannot be opened for writing ({error.strerror}); choose another --out") from error
 
     def append(self, value: Any) -> None:
-        """Write one line; raise `TraceError` when the file cannot be written.
-
-        Every later call fails too, since later events depend on this one.
-        """
+        """Write one line; after a `TraceError` every later call fails too, since later events depend on this one."""
         line = to_json(value)
         crc = 0
         if self._sealed and line[-1:] == b"}":
@@ -157,20 +155,18 @@ class JsonLines:
             os.close(self._file)
             self._file = -1
 
-    def _repair(self) -> None:
-        if not self.path.exists():
-            return
-        with self.path.open("rb+") as file:
-            end = file.seek(0, os.SEEK_END)
-            while end > 0:
-                start = max(0, end - 65536)
-                file.seek(start)
-                newline = file.read(end - start).rfind(b"\n")
-                if newline >= 0:
-                    file.truncate(start + newline + 1)
-                    return
-                end = start
-            file.truncate(0)
+
+def _complete_size(file: BinaryIO) -> int:
+    """Return the size of a file without an incomplete last line."""
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - 65536)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
 
 
 def _write_error(path: Path, error: OSError) -> str:

@@ -163,10 +163,7 @@ class IdDecoder(Protocol):
 
 
 def trajectory_row(trajectory: Trajectory, decoder: IdDecoder) -> dict[str, Any]:
-    """Return the finished record of an episode, a line of trajectories.jsonl, with the texts of its spans and sampled tokens.
-
-    Expert routes are only in the journal.
-    """
+    """Return a line of trajectories.jsonl: the record of an episode with texts of spans and tokens, without expert routes."""
     spans = []
     for span in trajectory.spans:
         row = {"logprobs": None, "version": None} | span_row(span)

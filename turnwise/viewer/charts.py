@@ -35,10 +35,7 @@ def tag(name: str, *children: str | Markup, **attributes: str | float) -> Markup
 def line_chart(
     title: str, series: Sequence[Series], write: Format, *, bounds: tuple[float | None, float | None] = (None, None)
 ) -> Markup:
-    """Draw lines over steps with their last values at the end; hovering a mark displays its value.
-
-    More than 240 points are averaged down. A bound of the vertical axis that is None fits the data.
-    """
+    """Draw lines over steps, averaged down to at most 240 points; a bound of the vertical axis that is None fits the data."""
     width, height = 440, 170  # in SVG units; the drawing scales with the page
     drawn = [Series(s.label, _thin(s.points), s.css) for s in series if s.points]
     if not drawn:

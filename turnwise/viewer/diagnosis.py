@@ -51,19 +51,15 @@ class DiagnosisInput:
     """Rows that diagnoses read."""
 
     train: Sequence[Row]
+    last: Sequence[Row]  # the last `LAST` training steps
     gate: Sequence[Row]
     summary: Row
-
-    @property
-    def last(self) -> Sequence[Row]:
-        """The last `LAST` training steps."""
-        return self.train[-LAST:]
 
 
 def diagnose(rows: Sequence[Row], summary: Mapping[str, Any] | None = None) -> list[Diagnosis]:
     """Return all diagnoses of a run, the most informative first, from metrics.jsonl and the summary of a finished run."""
     train, gate = ([row for row in rows if row.get("phase") == phase] for phase in ("train", "gate"))
-    read = DiagnosisInput(train, gate, summary or {})
+    read = DiagnosisInput(train, train[-LAST:], gate, summary or {})
     return [found for diagnosis in DIAGNOSES if (found := diagnosis(read)) is not None]
 
 

@@ -44,10 +44,7 @@ class RecomputeResult:
 
 
 def recompute(run: Path, reward: Reward | None = None) -> RecomputeResult:
-    """Recompute a run and compare with its files.
-
-    `reward`, sync or async, is applied to every trajectory with a reward; step rewards are added, as in a run.
-    """
+    """Recompute a run, also every reward by `reward` (sync or async) plus the step rewards, and compare with its files."""
     found = RecomputeResult()
     written = read_run(run)
     success = float(mapping(written.config.get("eval")).get("success", 1.0))
@@ -93,7 +90,7 @@ def recompute_reward(trajectory: Trajectory, reward: Reward, found: RecomputeRes
     """Recompute the reward of one trajectory."""
     own = reward(trajectory)
     if inspect.isawaitable(own):
-        own = asyncio.run(_awaited(own))
+        own = asyncio.run(asyncio.wait_for(own, None))  # an awaitable need not be a coroutine
     paid = math.fsum(turn.reward for turn in trajectory.turns if turn.reward is not None)
     value = None if own is None else float(own) + paid
     assert trajectory.reward is not None
@@ -101,10 +98,6 @@ def recompute_reward(trajectory: Trajectory, reward: Reward, found: RecomputeRes
     found.before.append(trajectory.reward)
     found.changed += value is None or not same(value, trajectory.reward)
     found.after += [] if value is None else [value]
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
 
 
 def compare(written: RunData, step: int, played: Sequence[Trajectory], success: float, found: RecomputeResult) -> None:

@@ -160,10 +160,9 @@ class TrajectoryIndex:
     def find(
         self, wanted: TableFilter, start: int = 0, most: int = PAGE, newest: bool = False, worst: bool = False
     ) -> dict[str, Any]:
-        """Return `most` matching entries from the index `start` on, the newest or those of the worst reward (none first) first.
+        """Return `most` matching `rows` from the index `start` on, their `total` (None in a text search), and the `next` start.
 
-        Returns:
-            `rows`, `total` (None in a text search), and `next`: the `start` of the next page, or None at the end.
+        The newest come first, or those of the worst reward (none before any); `next` is None at the end.
         """
         matching = wanted.among(self.entries[::-1] if newest else self.entries[:])
         if worst:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from base64 import b64encode
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -191,19 +192,12 @@ def _message(message: Any) -> dict[str, Any]:
     calls = []
     for call in row.get("tool_calls") or ():
         function = mapping(mapping(call).get("function"))
-        text = {
-            "name": truncate(str(function.get("name") or ""), 200),
-            "arguments": truncate(text_of(function.get("arguments"))),
-        }
-        calls.append(text | {"error": truncate(str(mapping(call).get("error") or ""), 400)})
-    return {
-        "role": truncate(str(row.get("role") or "?"), 80),
-        "name": truncate(str(row.get("name") or ""), 80),
-        "text": truncate(text_of(content)),
-        "reasoning": truncate(text_of(row.get("reasoning_content") or "")),
-        "calls": calls,
-        "images": images,
-    }
+        name, error = str(function.get("name") or ""), str(mapping(call).get("error") or "")
+        calls.append({"name": truncate(name, 200), "arguments": truncate(text_of(function.get("arguments")))})
+        calls[-1]["error"] = truncate(error, 400)
+    author = {"role": truncate(str(row.get("role") or "?"), 80), "name": truncate(str(row.get("name") or ""), 80)}
+    texts = {"text": truncate(text_of(content)), "reasoning": truncate(text_of(row.get("reasoning_content") or ""))}
+    return {**author, **texts, "calls": calls, "images": images}
 
 
 def media_of(part: Any) -> list[dict[str, Any]]:
@@ -308,7 +302,12 @@ def _fitting(store: TrajectoryIndex, left: int) -> tuple[dict[int, Any], dict[st
     kept: dict[int, Any] = {}
     images: dict[str, str] = {}
     numbers = {entry.at: number for number, entry in enumerate(store.entries)}
-    for entry in _by_informativeness(store.entries):
+    seen: Counter[tuple[str, int]] = Counter()
+    ranked = []  # by informativeness: failures, each step's worst and best, then the rest
+    for entry in sorted(store.entries, key=lambda e: (e.reward is None, e.reward or 0.0)):
+        seen[entry.phase, entry.step] += 1
+        ranked.append((0 if entry.error else seen[entry.phase, entry.step], entry.at, entry))
+    for _, _, entry in sorted(ranked, key=lambda row: row[:2]):
         found = escape_json(trajectory(store, numbers[entry.at], entry))
         fresh = {}
         for name in _hashes(found):
@@ -324,16 +323,6 @@ def _fitting(store: TrajectoryIndex, left: int) -> tuple[dict[int, Any], dict[st
         if left < 4096:
             break
     return kept, images
-
-
-def _by_informativeness(entries: list[IndexEntry]) -> list[IndexEntry]:
-    """Sort entries by informativeness: failures, each step's worst and best, then the rest."""
-    seen: dict[tuple[str, int], int] = {}
-    ranked = []
-    for entry in sorted(entries, key=lambda e: (e.reward is None, e.reward or 0.0)):
-        place = seen[(entry.phase, entry.step)] = seen.get((entry.phase, entry.step), -1) + 1
-        ranked.append((0 if entry.error else 1 + place, entry.at, entry))
-    return [entry for _, _, entry in sorted(ranked, key=lambda row: row[:2])]
 
 
 def _hashes(found: Any) -> Iterable[str]:

@@ -47,10 +47,7 @@ class ViewerServer:
     """
 
     def __init__(self, runs: Sequence[Path], port: int = 0, *, host: str = HOSTS[0], token: str = "") -> None:
-        """Listen, by default on a free port; another `host` than loopback needs a token of at least `MIN_TOKEN` characters.
-
-        Raises `UsageError` if the address is unavailable, or is open to other machines without a token.
-        """
+        """Listen, by default on a free port; another `host` than loopback needs a token of at least `MIN_TOKEN` characters."""
         if host not in HOSTS and not token:
             raise UsageError(
                 f"--host {host} allows other machines, so the viewer needs a token: set TURNWISE_VIEW_TOKEN to at least "
