@@ -194,12 +194,7 @@ def run_engines(args: argparse.Namespace) -> int:
     return managed.run_commands(plan)
 
 
-_FILES = {
-    "{name}.py": "env.py.jinja",
-    "recipe.toml": "recipe.toml.jinja",
-    "test_{name}.py": "test.py.jinja",
-    "README.md": "README.md.jinja",
-}
+_FILES = {"{name}.py": "env.py", "recipe.toml": "recipe.toml", "test_{name}.py": "test.py", "README.md": "README.md"}
 
 
 def add_init(subparsers: Any) -> None:
@@ -223,7 +218,7 @@ def run_init(args: argparse.Namespace) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, template in zip(paths, _FILES.values(), strict=True):
-            text = (Path(__file__).parent / "templates" / template).read_text(encoding="utf-8")
+            text = (Path(__file__).parent / "templates" / f"{template}.jinja").read_text(encoding="utf-8")
             # Two placeholders need no template engine.
             text = text.replace("{{ name }}", name).replace("{{ cls }}", class_name(name))
             path.write_text(text, encoding="utf-8")

@@ -190,8 +190,8 @@ def as_recorded(cls: Any, section: Any) -> dict[str, Any]:
     row: dict[str, Any] = {}
     for name in defaults(cls):
         value, old = getattr(section, name), formerly(cls).get(name, Formerly())
-        first_value = next((first for first, current in old.values.items() if current == value), value)
-        row[old.names[-1] if old.names else name] = first_value
+        first_values = (first for first, current in old.values.items() if current == value)
+        row[old.names[-1] if old.names else name] = next(first_values, value)
     return row
 
 

@@ -128,6 +128,7 @@ RETRIED = Needs(
     "env.max_engine_retries_per_turn > 0",
     "env.max_reward_retries > 0",
 )
+TOO_FEW_STEPS = "must be 0 or at least 5: an average over fewer steps is never two standard errors above 0"
 FIXED = Needs("train.aggregation = fixed", "train.aggregation none and train.algorithm = dr_grpo | file.py:name")
 
 algorithm_error = named(ALGORITHMS)
@@ -405,12 +406,7 @@ class TrainConfig:
     eps: PositiveFloat = 1e-8
     """Term added to the denominator of AdamW; a larger one damps updates of weights with tiny gradients."""
     gradient_signal_steps: Annotated[
-        NonNegativeInt,
-        _error_unless(
-            lambda steps: steps not in range(1, 5),
-            "must be 0 or at least 5: an average over fewer steps is never two standard errors above 0",
-        ),
-        Formerly("signal_memory"),
+        NonNegativeInt, _error_unless(lambda steps: steps not in range(1, 5), TOO_FEW_STEPS), Formerly("signal_memory")
     ] = 0
     """Steps over which gradient agreement is averaged to scale the learning rate by its signal; 0 disables scaling."""
     max_grad_norm: PositiveFloat = 1.0

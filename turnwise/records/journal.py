@@ -103,9 +103,8 @@ def read_recorded_steps(events: Iterable[Event], tasks: Mapping[str, Task]) -> I
             running[key] = RecordedEpisode(trajectory, definitions.get(event.get("settings", ""), {}), [RecordedAttempt()])
         elif key in running:
             with reading(event):
-                is_over = _apply(running[key], event, definitions)
-            if is_over:
-                done[key] = running.pop(key)
+                if _apply(running[key], event, definitions):
+                    done[key] = running.pop(key)
     if done:
         yield list(done.values())
 

@@ -157,8 +157,8 @@ def with_current_metrics(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row of metrics.jsonl with old names of metrics replaced by `MetricDoc.name`."""
     current = {}
     for name, value in row.items():
-        old = next(filter(name.startswith, _PREFIXES), None)
-        current[_KEYS.get(name, name) if old is None else _PREFIXES[old] + name.removeprefix(old)] = value
+        old = next(filter(name.startswith, _PREFIXES), "")
+        current[_PREFIXES[old] + name.removeprefix(old) if old else _KEYS.get(name, name)] = value
     return current
 
 
