@@ -103,7 +103,7 @@ def test_a_tracker_ends_with_the_training_process_however_that_ended(run):
     pid = int(training.stdout.readline())
     os.kill(training.pid, signal.SIGKILL)
     training.wait()
-    until(lambda: (run / "heard.jsonl").exists() and observation(run)[-1] == ["finish"])
+    until(lambda: (run / "heard.jsonl").exists() and observation(run)[-1:] == [["finish"]])
     until(lambda: not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
