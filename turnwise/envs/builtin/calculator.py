@@ -62,11 +62,5 @@ def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
 
 
 CALCULATOR = tool_env(
-    tools=[calculator],
-    reward=exact,
-    max_turns=4,
-    tasks=tasks,
-    solver=solver,
-    demonstrator=demonstrator,
-    single_turn_best=1.0,
+    tools=[calculator], reward=exact, max_turns=4, tasks=tasks, solver=solver, demonstrator=demonstrator, single_turn_best=1.0
 )

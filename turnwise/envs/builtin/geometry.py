@@ -283,12 +283,7 @@ class Geometry(Env):
         texts = [Geometry.rule, "13 is right. Now give it as \\boxed{}.", "17 is wrong. Think again."]
         for task in Geometry.tasks("train", n, seed):
             kind = KINDS[task.info["kind"]]
-            texts += [
-                kind.alt.format(**task.info),
-                kind.question,
-                _call(task.answer),
-                f"\\boxed{{{task.answer}}}",
-            ]
+            texts += [kind.alt.format(**task.info), kind.question, _call(task.answer), f"\\boxed{{{task.answer}}}"]
         return texts
 
     @staticmethod
