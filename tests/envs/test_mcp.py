@@ -357,7 +357,7 @@ def test_its_settings_travel_and_its_sessions_do_not():
         assert (twin.server, twin.prefix, twin._session_thread, twin._shared) == (tuple(COMMAND), "a_", None, None)
     finally:
         source.release(session)
-        asyncio.run(session.closed())
+        session.over.result(20)
     assert nothing_left()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -50,11 +50,7 @@ class InlineObservation:
             raise EnvError(f'InlineObservation(tail={self.tail!r}): write "trained" or "untrained"')
 
     def check(self, chars: int, tokens: int) -> None:
-        """Check that a reply of this length can be truncated as requested.
-
-        Raises:
-            EnvError: when the reply is shorter than the part to keep.
-        """
+        """Check a reply of this length; raise `EnvError` when it is shorter than the part to keep."""
         for name, value, length in (("keep_chars", self.keep_chars, chars), ("keep_tokens", self.keep_tokens, tokens)):
             if value is not None and value > length:
                 raise EnvError(f"InlineObservation({name}={value}): the reply has only {length}; count in action.raw")
@@ -134,11 +130,7 @@ class Scores:
         return None if self.own is None else self.own + math.fsum(self.turns)
 
     def checked(self, what: str) -> Scores:
-        """Return a copy with every number as a float.
-
-        Raises:
-            RewardError: for a value that is not a finite number.
-        """
+        """Return a copy with every number as a float; raise `RewardError` for one that is not finite."""
         return Scores(
             as_number(self.own, what),
             tuple(as_number(one, f"{what} by turn") or 0.0 for one in self.turns),
@@ -152,8 +144,7 @@ class Scores:
 
     def with_added(self, added: float | None) -> Scores:
         """Return a copy with `added` on top of the episode's reward; None means not computed."""
-        own = None if self.own is None or added is None else self.own + added
-        return Scores(own, self.turns, self.parts, self.metrics)
+        return replace(self, own=None if self.own is None or added is None else self.own + added)
 
 
 class Env(ABC):
@@ -240,11 +231,7 @@ class HasGroupReward(Protocol):
 
 
 def as_step(value: Any) -> Step:
-    """Convert a return value of `Env.step` to a `Step`.
-
-    Raises `EnvError` when it is neither a Step nor a 5-tuple, a flag is not a boolean, or info is not a dict; `RewardError`
-    when the reward is not a finite number.
-    """
+    """Convert a return value of `Env.step`; raise `EnvError` for another form, `RewardError` for a non-finite reward."""
     if not isinstance(value, tuple) or len(value) != 5:
         raise EnvError(f"step returned {describe_value(value)}; return tw.Step(...) or a Gymnasium 5-tuple")
     observation, reward, terminated, truncated, info = value

@@ -61,11 +61,7 @@ _ok, _note, _warning, _error = (partial(EnvFinding, severity) for severity in ("
 
 
 def check_env(spec: EnvSpec, *, n: int = 16, seed: int = 0) -> list[EnvFinding]:
-    """Play an environment with scripted players and report its faults; never raises for a fault of the environment.
-
-    Args:
-        n: tasks to play per split.
-    """
+    """Play `n` tasks per split with scripted players and report faults; never raises for a fault of the environment."""
     return run(_check(spec, n, seed))
 
 
@@ -109,11 +105,9 @@ def _check_tasks(spec: EnvSpec, n: int, seed: int, findings: list[EnvFinding]) -
     except UsageError as error:
         findings.append(_error(f"Training and held-out tasks overlap: {error}."))
     else:
-        if sides["eval"]:
-            counts = f"{len(sides['train'])} training and {len(sides['eval'])} held-out tasks"
-            findings.append(_ok(f"{counts} have nothing in common."))
-        else:
-            findings.append(_warning("There are no held-out tasks.", "Give at least 5 tasks, or eval tasks of their own."))
+        counts = f"{len(sides['train'])} training and {len(sides['eval'])} held-out tasks"
+        none = _warning("There are no held-out tasks.", "Give at least 5 tasks, or eval tasks of their own.")
+        findings.append(_ok(f"{counts} have nothing in common.") if sides["eval"] else none)
     return sides["train"][:n] + sides["eval"][:n]
 
 

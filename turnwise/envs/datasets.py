@@ -217,9 +217,6 @@ def task_from_row(
         source: location of its images; None for rows that do not come from a file.
         columns: column names by content, `{"prompt": "instruction", "answer": "meta.gold"}`; a dot selects a nested value.
             They take precedence over all other columns. See `turnwise.config.schema.COLUMNS`.
-
-    Raises:
-        TaskError: for a row that is not an object, a missing mapped column, a missing or malformed prompt, or a missing image.
     """
     if not isinstance(row, Mapping):
         raise TaskError(f'{where}: a row is an object with a prompt, not {type(row).__name__}; write {{"prompt": ...}}')
@@ -272,10 +269,7 @@ def _at(row: Mapping[str, Any], column: str, missing: Any = None) -> Any:
 
 
 def read_rows(path: Path) -> Iterator[tuple[Any, str]]:
-    """Yield the rows of a JSONL, Parquet or Arrow file or a Hugging Face dataset directory, each with its location.
-
-    Raises `TaskError` for a path that does not exist or cannot be read, bad JSON, or a missing pyarrow.
-    """
+    """Yield the rows of a JSONL, Parquet or Arrow file or a Hugging Face dataset directory, each with its location."""
     if not path.exists():
         near = did_you_mean(path.name, [entry.name for entry in path.parent.glob("*")], 0.6)
         raise TaskError(f"{path}: no such file or directory; {near or 'check the path of the tasks'}")
@@ -312,18 +306,13 @@ def _read_jsonl(path: Path) -> Iterator[tuple[Any, str]]:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield _read_line(line, f"{path} line {number}"), f"{path} line {number}"
+                    yield json.loads(line.decode("utf-8-sig")), f"{path} line {number}"
     except OSError as error:
         raise TaskError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
-
-
-def _read_line(line: bytes, where: str) -> Any:
-    try:
-        return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise TaskError(f"{where}: not UTF-8 at byte {error.start}; save the file as UTF-8") from error
+        raise TaskError(f"{path} line {number}: not UTF-8 at byte {error.start}; save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:
-        raise TaskError(f"{where}: not JSON ({error}); write one object per line") from error
+        raise TaskError(f"{path} line {number}: not JSON ({error}); write one object per line") from error
 
 
 def _read_columns(path: Path) -> Iterator[tuple[Any, str]]:
@@ -333,10 +322,7 @@ def _read_columns(path: Path) -> Iterator[tuple[Any, str]]:
     except ImportError as error:
         raise TaskError(f"{path}: reading {path.suffix} files needs pyarrow; pip install pyarrow (or use .jsonl)") from error
     try:
-        if path.suffix == ".parquet":
-            batches: Any = pq.ParquetFile(path).iter_batches()
-        else:
-            batches = _arrow_batches(pa, path)
+        batches: Any = pq.ParquetFile(path).iter_batches() if path.suffix == ".parquet" else _arrow_batches(pa, path)
         number = 0
         for batch in batches:
             for row in batch.to_pylist():

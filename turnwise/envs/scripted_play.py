@@ -36,8 +36,7 @@ class ScriptedEpisode:
 class ScriptedRunner:
     """Plays one episode turn by turn: `open`, `turn` while it returns True, `finish`, and always `close`.
 
-    Raises (all four):
-        EnvError: when the environment breaks its contract. Its own exceptions pass through, with the phase as a note.
+    All raise `EnvError` when the environment breaks its contract; its own exceptions pass through, with the phase as a note.
     """
 
     def __init__(self, env: Env, task: Task, speak: Speak, rng: random.Random, *, turns: int = 8, seed: int = 0) -> None:
@@ -82,7 +81,14 @@ class ScriptedRunner:
             step = await take_step(
                 self.env, Action(message.text, message, False, len(reply.encode("utf-8", "replace")), lambda: reply)
             )
-            observation = self._apply_observation(step.observation, message_text, reply)
+            self._open_message = self._inserted = None
+            observation: tuple[Message, ...] = ()
+            if isinstance(step.observation, InlineObservation):
+                kept = step.observation.kept_text(reply)
+                self._open_message = message_text[: len(message_text) - len(reply)] + kept + step.observation.text
+                self._inserted = step.observation.text, len(kept.encode("utf-8", "replace"))
+            else:
+                observation = _messages(step.observation, "step")
         turn.reward, turn.info = step.reward, step.info
         trajectory.turns.append(turn)
         self._total = None if self._total is None or step.reward is None else self._total + step.reward
@@ -92,16 +98,6 @@ class ScriptedRunner:
             trajectory.final = observation
             return False
         return True
-
-    def _apply_observation(self, observation: Any, message_text: str, reply: str) -> tuple[Message, ...]:
-        """Return the next observation messages; an inline observation updates the open message and returns none."""
-        self._open_message = self._inserted = None
-        if not isinstance(observation, InlineObservation):
-            return _messages(observation, "step")
-        kept = observation.kept_text(reply)
-        self._open_message = message_text[: len(message_text) - len(reply)] + kept + observation.text
-        self._inserted = observation.text, len(kept.encode("utf-8", "replace"))
-        return ()
 
     async def finish(self) -> ScriptedEpisode:
         """Compute the reward."""
@@ -136,10 +132,7 @@ async def play_scripted(
 
 
 async def take_step(env: Env, action: Action) -> Step:
-    """Call `step` and return a `Step`; mistakes of the model (`InvalidAction`) become observations.
-
-    Raises `EnvError` when `step` does not return a step, or its reward is not a finite number.
-    """
+    """Call `step`; mistakes of the model (`InvalidAction`) become observations, a wrong return value an `EnvError`."""
     try:
         result = await call_method(env.step, action)
     except InvalidAction as mistake:

@@ -53,12 +53,12 @@ def load_tasks(
         images = ImageSource(folder, return_multi_modal_inputs)
         rows: Iterable[tuple[Any, str]] = read_rows(Path(source))
         name = str(source)
-    elif callable(source):
-        name = f"{getattr(source, '__name__', type(source).__name__)}()"
-        rows = _numbered(_call(source, name, split, n, seed), name)
     else:
         name = "tasks"
-        rows = _numbered(source, name)
+        if callable(source):
+            name = f"{getattr(source, '__name__', type(source).__name__)}()"
+            source = _call(source, name, split, n, seed)
+        rows = ((row, f"{name} row {number}") for number, row in enumerate(source))
     tasks: dict[str, tuple[Task, str]] = {}
     for row, where in rows:
         if isinstance(row, Task) and columns:
@@ -82,14 +82,8 @@ def make_task_source(
     """Combine the sources of an environment into one function `(split, n, seed) -> tasks`.
 
     A function that takes `split` decides which tasks are held out. Other sources are read once; without a source of held-out
-    tasks about a fifth is held out, none of fewer than five rows. `n` of 0 means all tasks of a finite source.
-
-    Args:
-        name: name of the environment in errors.
-        return_multi_modal_inputs, columns: as `load_tasks`.
-
-    Raises (when called):
-        TaskError: without a source, or as `load_tasks` and `split_tasks`.
+    tasks about a fifth is held out, none of fewer than five rows. `n` of 0 means all tasks of a finite source. The function
+    raises `TaskError` without a source, or as `load_tasks` and `split_tasks`.
     """
     if callable(train) and "split" not in _parameters(train) and _parameters(train):
         raise TaskError(
@@ -147,10 +141,6 @@ def _parameters(source: Callable[..., Any]) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.name in known]
 
 
-def _numbered(rows: Iterable[Any], name: str) -> Iterable[tuple[Any, str]]:
-    return ((row, f"{name} row {number}") for number, row in enumerate(rows))
-
-
 def content_key(task: Task) -> str:
     """Return a hash of a task's content: everything except its id and its index and split in a dataset."""
     info = {key: value for key, value in task.info.items() if key not in ("index", "split")}
@@ -169,12 +159,8 @@ def content_key(task: Task) -> str:
 def split_tasks(tasks: Sequence[Task], n_eval: int | None = None, seed: int = 0) -> tuple[list[Task], list[Task]]:
     """Split tasks into (training, held-out) by a hash of their content, independent of their order.
 
-    Rows of equal content stay in one split, whatever their ids.
-
-    Args:
-        n_eval: tasks to hold out (a few more if equal rows must stay together); by default one in five.
-
-    Raises `TaskError` when a split would be empty, or the splits overlap.
+    Rows of equal content stay in one split, whatever their ids, so a few more than `n_eval` may be held out; by default one in
+    five. Raises `TaskError` when a split would be empty, or the splits overlap.
     """
     if n_eval is None:
         n_eval = len(tasks) // HELD_OUT_SHARE
@@ -208,10 +194,7 @@ def _rank(key: str, seed: int) -> bytes:
 
 
 def check_disjoint(train: Iterable[Task], held_out: Iterable[Task]) -> None:
-    """Check that training and held-out tasks share neither ids nor content.
-
-    Raises `TaskError` with the first task that is in both splits.
-    """
+    """Raise `TaskError` for the first task whose id or content is in both splits."""
     held = list(held_out)
     ids = {task.id for task in held}
     contents = {content_key(task): task.id for task in held}

@@ -94,10 +94,7 @@ def retryable(failure: Failure) -> bool:
 
 
 def passing(failure: Failure) -> bool:
-    """Whether replaying the episode may succeed: the environment, the engine or a deadline failed.
-
-    A bug in the code and a non-finite reward would recur.
-    """
+    """Whether replaying the episode may succeed; a bug in the code and a non-finite reward would recur."""
     return failure.kind in _PASSING and failure.type != RewardError.__name__
 
 
@@ -141,10 +138,7 @@ def _is_bug(error: BaseException) -> bool:
 
 
 async def call_user(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Call a function: await an async one, run a sync one in its own thread.
-
-    Raises `RuntimeError` for SystemExit, which would end the event loop if raised in a task.
-    """
+    """Call a function, a sync one in its own thread; SystemExit, which would end the event loop, becomes a RuntimeError."""
     try:
         if inspect.iscoroutinefunction(function):
             return await function(**arguments)
@@ -169,10 +163,7 @@ ABANDONED_THREADS: contextvars.ContextVar[list[str] | None] = contextvars.Contex
 
 
 async def run_in_thread(function: Callable[..., Any], arguments: Mapping[str, Any], name: str = "") -> Any:
-    """Run a function in a new daemon thread.
-
-    A function that hangs forever would occupy a slot of a thread pool and keep the process from exiting.
-    """
+    """Run a function in a new daemon thread; one that hangs would occupy a pool's slot and keep the process from exiting."""
     name = name or getattr(function, "__name__", "")
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
@@ -211,12 +202,8 @@ def as_number(value: Any, what: str) -> float | None:
     """Convert a number returned by user code (reward, score, metric) to a float; None (not computed) stays None.
 
     Accepts ints, floats, other real numbers (NumPy scalars, fractions, decimals) and zero-dimensional arrays and tensors.
-    Rejects text, bytes and booleans: "1", b"1" and True are mistakes more often than rewards.
-
-    Args:
-        what: name of the value in errors.
-
-    Raises `RewardError` for anything else, and for a number that is not finite.
+    Raises `RewardError`, with the name `what`, for anything else and for a number that is not finite: "1", b"1" and True are
+    mistakes more often than rewards.
     """
     if value is None:
         return None
@@ -245,10 +232,7 @@ def number_of(value: Any) -> float | None:
 
 
 def as_flag(value: Any, what: str) -> bool:
-    """Convert a flag returned by user code, Python or NumPy boolean, to a bool.
-
-    Raises `EnvError` for anything else, although Python would give it a truth value.
-    """
+    """Convert a Python or NumPy boolean; raise `EnvError` for anything else, although Python would give it a truth value."""
     if value is True or value is False:
         return value
     plain = scalar(value)

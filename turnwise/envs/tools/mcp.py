@@ -67,12 +67,6 @@ class SessionThread:
                 if token.encode() in Path(f"/proc/{pid}/environ").read_bytes() and os.getpgid(int(pid)) == int(pid):
                     os.killpg(int(pid), signal.SIGKILL)
 
-    def stderr_tail(self) -> str:
-        """Return the last stderr output of the servers."""
-        size = self.log.seek(0, 2)
-        self.log.seek(max(0, size - 400))
-        return " ".join(self.log.read().split())[-200:]
-
     def _run_loop(self) -> None:
         with self.log, asyncio.Runner(loop_factory=lambda: self.loop) as runner:  # it cancels the tasks that are left
             runner.get_loop().run_forever()
@@ -86,41 +80,33 @@ class SessionThread:
         self._thread.join(_CLOSING_S)
 
 
+@dataclass(eq=False)
 class McpSession:
     """One connection, from the first `acquire` to the last `release`."""
 
-    def __init__(
-        self,
-        session_thread: SessionThread,
-        name: str,
-        connect: Callable[[McpSession, AsyncExitStack], Awaitable[Any]],
-        connect_s: float,
-    ) -> None:
-        self.name = name
-        self.users = 0
-        self.broken = False
-        """Whether the server closed it or missed a deadline; a broken session is not shared."""
-        self.session_thread = session_thread
-        self.token = uuid.uuid4().hex
-        """Identifies the process."""
-        self.ready: Future[list[Any]] = Future()
-        """The server's tools, or the failure."""
-        self.over: Future[None] = Future()
-        self._connect = connect
-        self._connect_s = connect_s
-        self._stop = asyncio.Event()
-        self._client: Any = None
-        self._in_flight = 0
-        self._session_task: asyncio.Task[None] | None = None
-        session_thread.add(self)
-        session_thread.loop.call_soon_threadsafe(self._begin)
+    session_thread: SessionThread
+    name: str
+    _connect: Callable[[McpSession, AsyncExitStack], Awaitable[Any]]
+    _connect_s: float
+    users: int = 0
+    broken: bool = False
+    """Whether the server closed it or missed a deadline; a broken session is not shared."""
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Identifies the process."""
+    ready: Future[list[Any]] = field(default_factory=Future)
+    """The server's tools, or the failure."""
+    over: Future[None] = field(default_factory=Future)
+    _stop: asyncio.Event = field(default_factory=asyncio.Event)
+    _client: Any = None
+    _in_flight: int = 0
+    _session_task: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self.session_thread.add(self)
+        self.session_thread.loop.call_soon_threadsafe(self._begin)
 
     async def call(self, name: str, arguments: Mapping[str, Any], seconds: float) -> Any:
-        """Call a tool and return the server's result.
-
-        Raises `ToolFailure` when the server does not answer in time, or has ended; `ValueError` when the server rejects the
-        arguments.
-        """
+        """Call a tool; raise `ToolFailure` without an answer in time, `ValueError` when the server rejects the arguments."""
         work = self._call(name, dict(arguments), seconds)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.session_thread.loop))
 
@@ -144,10 +130,6 @@ class McpSession:
         if not self.over.done():
             self.session_thread.sessions.discard(self)
             self.over.set_result(None)
-
-    async def closed(self) -> None:
-        """Wait until the session is closed; cancelling the wait does not cancel the close."""
-        await _result_of(self.over)
 
     async def _run_session(self) -> None:
         stack = AsyncExitStack()
@@ -206,11 +188,11 @@ class McpSession:
         if isinstance(error, ToolFailure):
             return error
         first = first_exception(error)
-        if isinstance(first, (TimeoutError, asyncio.CancelledError)):
-            problem = late
-        else:
-            problem = f"failed: {type(first).__name__}: {first}".rstrip(": ")
-        tail = self.session_thread.stderr_tail()
+        timed_out = isinstance(first, (TimeoutError, asyncio.CancelledError))
+        problem = late if timed_out else f"failed: {type(first).__name__}: {first}".rstrip(": ")
+        log = self.session_thread.log
+        log.seek(max(0, log.seek(0, 2) - 400))
+        tail = " ".join(log.read().split())[-200:]
         return ToolFailure(f"MCP server {self.name} {problem}" + (f" (stderr: {tail})" if tail else ""))
 
 
@@ -399,13 +381,13 @@ class McpTools:
         return await stack.enter_async_context(Client(transport))
 
 
+@dataclass(slots=True)
 class McpInstance:
     """Session of one episode, own or shared."""
 
-    def __init__(self, source: McpTools) -> None:
-        self._source = source
-        self._session: McpSession | None = None
-        self.tools: tuple[Tool, ...] = ()
+    _source: McpTools
+    _session: McpSession | None = None
+    tools: tuple[Tool, ...] = ()
 
     @property
     def name(self) -> str:
@@ -423,12 +405,12 @@ class McpInstance:
         return 0.0
 
     async def release(self) -> None:
-        """Release the session; wait for its close if this was the last user."""
+        """Release the session; the last user waits until it is closed. Cancelling the wait does not cancel the close."""
         session, self._session = self._session, None
         if session is not None:
             self._source.release(session)
             if not session.users:
-                await session.closed()
+                await _result_of(session.over)
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         assert self._session is not None

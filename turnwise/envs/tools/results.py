@@ -96,9 +96,7 @@ def read_result(result: Any, name: str) -> ToolResult:
     """Read a tool's return value: text, parts, JSON, or verl's (response, reward[, metrics]) with None read as 0.0 and {}.
 
     A response is text, a dict, an object in verl's format, an image, parts with an image, or None. Other tuples, such as two
-    numbers, and named tuples are data and become JSON.
-
-    Raises `EnvError` for metrics that are not a dict, for audio, and for an image nested in data that would become JSON.
+    numbers, and named tuples are data and become JSON. Metrics that are not a dict are an `EnvError`.
     """
     if isinstance(result, ToolResult):
         return result
@@ -217,8 +215,7 @@ def _as_list(value: Any, single: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) and not single(value) else [value]
 
 
-def _is_clip(value: Any) -> bool:
-    """Whether a list is one clip (a list of images) rather than a list of clips."""
+def _is_clip(value: Any) -> bool:  # one clip (a list of images) rather than a list of clips
     return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(x, Image) or is_image_object(x) for x in value)
 
 

@@ -147,14 +147,14 @@ def schema_error(value: Any, schema: Mapping[str, Any]) -> str:
 
     Checks type, enum, const, anyOf, items, properties and required; other keywords are left to the reader of the value.
     """
+    kinds = _types(schema)
     if members := schema.get("anyOf"):
         return "" if any(not schema_error(value, member) for member in members) else _must_be(schema, value)
-    if "enum" in schema and not any(_same(value, choice) for choice in schema["enum"]):
-        return _must_be(schema, value)
-    if "const" in schema and not _same(value, schema["const"]):
-        return _must_be(schema, value)
-    kinds = _types(schema)
-    if kinds and not any(_is(value, kind) for kind in kinds):
+    if (
+        ("enum" in schema and not any(_same(value, choice) for choice in schema["enum"]))
+        or ("const" in schema and not _same(value, schema["const"]))
+        or (kinds and not any(_is(value, kind) for kind in kinds))
+    ):
         return _must_be(schema, value)
     if isinstance(value, list) and isinstance(items := schema.get("items"), Mapping):
         found = ((index, schema_error(item, items)) for index, item in enumerate(value))
@@ -216,8 +216,7 @@ class InvalidArguments(ValueError):
 
     def __init__(self, message: str, cause: str = "wrong_type") -> None:
         super().__init__(message)
-        self.cause = cause
-        """`unknown_argument`, `missing_argument` or `wrong_type`."""
+        self.cause = cause  # `unknown_argument`, `missing_argument` or `wrong_type`
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +243,6 @@ class ToolSignature:
         """Validate arguments and convert them to the hinted types, such as nested dataclasses and tuples.
 
         An integer is accepted for a float; nothing else is coerced: no bool for a number, no string for either.
-
-        Raises `InvalidArguments` for an argument that is unknown, missing or of the wrong type.
         """
         properties: Mapping[str, Any] = self.parameters.get("properties") or {}
         if self.parameters.get("additionalProperties", False) is False:
@@ -285,14 +282,9 @@ def tool_signature(
     schema: Mapping[str, Any] | None = None,
     from_row: Sequence[str] = (),
 ) -> ToolSignature:
-    """Read the signature of a tool function, without the `self` of a method.
+    """Read the signature of a function, without the `self` of a method; arguments as `tool`.
 
-    Args:
-        name: tool name, by default the function's.
-        schema: OpenAI schema instead of one from hints and docstring, with or without the outer `{"type": "function"}`.
-        from_row: parameters set by the task's row and hidden from the model.
-
-    Raises `ToolSchemaError` with the function, the parameter and the remedy.
+    `schema` has the outer `{"type": "function"}` or not.
     """
     where = f"tool {getattr(function, '__qualname__', None) or type(function).__name__}"
     parameters = _parameters(function, where, own_schema=schema is not None)

@@ -77,10 +77,7 @@ class RowArguments:
     given: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
 
     def for_method(self, name: str, phase: str, target: Callable[..., Any] | Tool) -> dict[str, Any]:
-        """Return the row's arguments for a method, or for the `from_row` parameters of a tool (the model sets all others).
-
-        Raises `TaskError` for an unknown or missing argument.
-        """
+        """Return the row's arguments for a method, or for the `from_row` parameters of a tool (the model sets all others)."""
         given = (self.given.get(name) or {}).get(f"{phase}_kwargs") or {}
         where = f"task {self.task}: tools_kwargs[{name!r}][{phase + '_kwargs'!r}]"
         tool = target if isinstance(target, Tool) else None
@@ -223,11 +220,7 @@ class StatefulToolSource:
 
 
 def stateful_source(item: Any, lifetime: Lifetime | None = None) -> StatefulToolSource:
-    """Make a tool source of a class, or of a `functools.partial` of one.
-
-    Args:
-        lifetime: overrides the lifetime of the class.
-    """
+    """Make a tool source of a class, or of a `functools.partial` of one; `lifetime` overrides that of the class."""
     owner = _class_of(item)
     lifetime = lifetime or getattr(owner, "lifetime", "trajectory")
     if lifetime not in ("trajectory", "call"):
@@ -321,8 +314,10 @@ class _TrajectoryInstance:
             finally:
                 with self._lock:
                     self._making = False
-                if self._late:
-                    self._release_here()
+                if self._late and self._object is not None:  # its caller no longer waits
+                    released = self._object.release(**self.hook_kwargs("release"))
+                    if inspect.isawaitable(released):
+                        asyncio.run(maybe_await(released))
 
         self._making = True
         return await maybe_await(await run_in_thread(make, {}, f"{self.name}: create"))
@@ -346,13 +341,6 @@ class _TrajectoryInstance:
         if self._object is not None and not self._late:
             with _as_tool_failure(f"{self.name}: release"):
                 await call_user(self._object.release, self.hook_kwargs("release"))
-
-    def _release_here(self) -> None:
-        """Release the object in this thread, whose caller no longer waits."""
-        if self._object is not None:
-            result = self._object.release(**self.hook_kwargs("release"))
-            if inspect.isawaitable(result):
-                asyncio.run(maybe_await(result))
 
 
 @dataclass(slots=True)
@@ -415,9 +403,6 @@ class ToolSet:
         """Open the tools of an episode; return them and the content of `create`.
 
         Every instance begun is in `instances`, also after errors.
-
-        Raises `TaskError` when the row names an unknown tool or gives arguments that a tool does not accept;
-        `ToolSchemaError` when two tools have the same name; `ToolFailure` when `create` fails.
         """
         row, chosen = arguments_of(task), tool_names_of(task)
         if chosen is None and not row.given and not self.sources and not any(tool.from_row for tool in self.shared):
@@ -461,10 +446,7 @@ def parse_tools(items: Iterable[Any], lifetime: Lifetime | None, cut: ResultLimi
 
 
 def add_to_opening(messages: tuple[Message, ...], created: Content) -> tuple[Message, ...]:
-    """Append the content of `create` to the last user message, or add a user message.
-
-    It is not a second user message, since some templates require user and assistant to alternate.
-    """
+    """Append the content of `create` to the last user message (some templates allow no second one), or add a user message."""
     if not created:
         return messages
     if not messages or messages[-1].role != "user":

@@ -140,11 +140,7 @@ class CallOutcome:
 
 
 class Tools:
-    """Tools of an episode by name.
-
-    Raises:
-        ToolSchemaError: for an object that cannot be a tool, or two tools with the same name.
-    """
+    """Tools of an episode by name, which must be unique."""
 
     def __init__(self, tools: Iterable[Callable[..., Any] | Tool], cut: ResultLimit | None = None) -> None:
         self.cut = cut or ResultLimit()
@@ -171,10 +167,7 @@ class Tools:
         return tuple(tool.schema for tool in self)
 
     async def call_all(self, calls: Sequence[ToolCall]) -> list[CallOutcome]:
-        """Run the calls of one reply: async tools concurrently, sync ones sequentially; outcomes in call order.
-
-        Raises `ToolFailure` or `EnvError` as `call`; running calls are cancelled.
-        """
+        """Run the calls of one reply: async tools concurrently, sync ones sequentially; outcomes in call order."""
         if len(calls) == 1:
             return [await self.call(calls[0])]
         outcomes: list[CallOutcome | None] = [None] * len(calls)
@@ -200,11 +193,7 @@ class Tools:
         return outcomes  # type: ignore[return-value]
 
     async def call(self, call: ToolCall) -> CallOutcome:
-        """Run one call; mistakes of the model and exceptions of the tool become a message `Error: ...`.
-
-        Raises `ToolFailure` when the tool raised it; `EnvError` for an unsupported return value; `RewardError` for a non-
-        finite reward or metric.
-        """
+        """Run one call; mistakes of the model and exceptions of the tool, except `ToolFailure`, become `Error: ...`."""
         began = time.monotonic()
         outcome = await self._call(call)
         return replace(outcome, tool=call.name, seconds=time.monotonic() - began)
