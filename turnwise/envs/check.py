@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from turnwise.envs.base import Env
-from turnwise.envs.isolation.process_env import open_resources
+from turnwise.envs.isolation.fork_server import open_resources
 from turnwise.envs.scripted_play import ScriptedEpisode, ScriptedRunner, Speak, call_method, play_scripted, run
 from turnwise.envs.spec import EnvSpec
 from turnwise.envs.tasks import check_disjoint, content_key

@@ -112,10 +112,7 @@ def as_env_spec(
 
 
 def load_object(use: str, *, base: Path | str = ".") -> Any:
-    """Load a built-in environment by name, or an attribute of a file by `file.py:Name`.
-
-    Raises `ConfigError` for an unknown name, file or attribute, or a file that cannot be executed.
-    """
+    """Load a built-in environment by name, or an attribute of a file by `file.py:Name`."""
     if ".py" not in use and ":" not in use:
         from turnwise.envs.builtin import BUILTIN
 

@@ -109,10 +109,7 @@ class OpenEnv(Env):
         self._rewarded = False
 
     async def reset(self, task: Task, *, seed: int | None = None) -> Messages:
-        """Connect and reset; return the task's messages and the first observation.
-
-        Raises `ServerError` when the server is unreachable, full, or fails; `TimeoutError` when it does not answer in time.
-        """
+        """Connect and reset; return the task's messages and the first observation."""
         factory = self._factory
         given: Any = factory.begin(task) if factory.begin is not None else task.info.get("reset")
         arguments = dict(given) if factory.begin is not None or isinstance(given, Mapping) else {}

@@ -22,17 +22,12 @@ ROW = "verifiers"
 
 
 def check_taskset(source_env: Any) -> None:
-    """Check that the tasks of a taskset can be played.
-
-    Raises `ConfigError` when they need tool servers, containers, or hooks in verifiers' own loop.
-    """
+    """Raise `ConfigError` when the tasks of a taskset need tool servers, containers, or hooks in verifiers' own loop."""
     kind = type(source_env).task_type()
     v1: Any = importlib.import_module("verifiers.v1")
+    servers = type(source_env).toolsets(source_env.config)
     needs = [
-        (
-            type(source_env).toolsets(source_env.config),
-            "its toolsets are servers, which receive the state from verifiers' own rollout",
-        ),
+        (servers, "its toolsets are servers, which receive the state from verifiers' own rollout"),
         (kind.NEEDS_CONTAINER, "its tasks need a container"),
         (kind.setup is not v1.Task.setup, "setup(trace, runtime) needs a runtime"),
         (kind.finalize is not v1.Task.finalize, "finalize(trace, runtime) needs a runtime"),
@@ -80,18 +75,15 @@ class TasksetEnv(Env):
         """Compute the task's reward and metric methods, by name."""
         trace = self._trace(trajectory)
         await self._task.score(trace)
-        given = {name: reward for name, reward in trace.rewards.items()}
         metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
-        parts = {name: float(reward.score) for name, reward in given.items() if reward is not None}
-        own = None if len(parts) < len(given) else float(trace.reward)
+        parts = {name: float(reward.score) for name, reward in trace.rewards.items() if reward is not None}
+        own = None if len(parts) < len(trace.rewards) else float(trace.reward)
         return Scores(own, (), parts, metrics)
 
     def _trace(self, trajectory: Trajectory) -> Any:
         """Convert the episode to a verifiers trace: one node per message."""
-        v1: Any = importlib.import_module("verifiers.v1")
-        module: Any = importlib.import_module("verifiers.v1.trace")
-        states: Any = importlib.import_module("verifiers.v1.state")
-        graph: Any = importlib.import_module("verifiers.v1.graph")
+        names = ("v1", "v1.trace", "v1.state", "v1.graph")
+        v1, module, states, graph = (importlib.import_module(f"verifiers.{name}") for name in names)
         task = self._task
         trace = module.Trace(
             task=module.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),

@@ -73,11 +73,7 @@ _MAX_IDLE_DRAWS = 1000
 
 
 def sample_tasks(env: str, split: str, n: int, seed: int, draw: Callable[[random.Random], tuple[str, Task]]) -> list[Task]:
-    """Sample up to `n` different tasks of a split.
-
-    Args:
-        draw: returns a key and a task. Tasks with the same key are in the same split; about a quarter of the keys is held out.
-    """
+    """Sample up to `n` tasks, drawn with a key that decides their split; about a quarter of the keys is held out."""
     check_split(split)
     rng = random.Random(f"{env}/{split}/{seed}")
     tasks: dict[str, Task] = {}

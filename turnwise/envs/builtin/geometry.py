@@ -25,18 +25,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from turnwise.envs.base import Action, Env, Step
+from turnwise.envs.builtin import common
 from turnwise.envs.builtin.answers import EXACT, LONGEST, boxed, is_correct
-from turnwise.envs.builtin.common import (
-    CallError,
-    error_results,
-    question_text,
-    read_single_call,
-    require_extra,
-    sample_tasks,
-    tool_call,
-    tool_results,
-    visible_texts,
-)
 from turnwise.envs.tools.schema import tool_signature
 from turnwise.errors import ConfigError, EnvError
 from turnwise.types import ContentPart, Image, Message, Task
@@ -48,13 +38,7 @@ BACKGROUND = (255, 255, 255)
 
 
 class Canvas:
-    """Square drawing area with coordinates from 0 to 1, y downward.
-
-    Args:
-        side: pixels per side.
-        ink: color of lines and labels.
-        turned: quarter turns of the shape; labels stay upright.
-    """
+    """Square of `side` pixels with coordinates from 0 to 1, y downward; quarter turns of the shape leave labels upright."""
 
     def __init__(self, side: int, ink: tuple[int, int, int], turned: int = 0) -> None:
         from PIL import Image, ImageDraw, ImageFont
@@ -95,13 +79,7 @@ class Canvas:
 
 
 def draw(kind: str, a: int, b: int, turned: int, ink: int, side: int) -> Any:
-    """Draw the figure of a kind of question as a PIL image of `side` x `side` pixels.
-
-    Args:
-        a, b: its numbers; the shape has their proportions, as far as they fit.
-        turned: quarter turns.
-        ink: index of the color.
-    """
+    """Draw the figure of a question as a PIL image of `side` x `side` pixels, with the proportions of its numbers a and b."""
     canvas = Canvas(side, LINE_COLORS[ink % len(LINE_COLORS)], turned)
     if kind in ("area", "around", "half", "long"):
         _right_angled(canvas, a, b, kind)
@@ -218,8 +196,8 @@ class Geometry(Env):
     def __init__(self, turns: int = 3, side: int = 224, reward: Literal["final", "checked"] = "final") -> None:
         if not (1 <= turns <= 100 and 64 <= side <= 2048):
             raise ConfigError("geometry: turns are 1 to 100, side 64 to 2048 pixels")
-        require_extra("vision", "PIL")
-        require_extra("math", "math_verify")
+        common.require_extra("vision", "PIL")
+        common.require_extra("math", "math_verify")
         self.max_turns = turns
         self._side, self._by, self._left = side, reward, turns
         self._answer = ""
@@ -245,11 +223,11 @@ class Geometry(Env):
         if not action.tool_calls:
             return self._end(action)
         try:
-            answer = str(read_single_call(action.tool_calls, TOOL)["answer"]).strip()
+            answer = str(common.read_single_call(action.tool_calls, TOOL)["answer"]).strip()
             if not answer or len(answer) > LONGEST:
-                raise CallError(f"an answer is 1 to {LONGEST} characters", "no_answer")
-        except CallError as mistake:
-            messages, info = error_results(action.tool_calls, TOOL.name, mistake)
+                raise common.CallError(f"an answer is 1 to {LONGEST} characters", "no_answer")
+        except common.CallError as mistake:
+            messages, info = common.error_results(action.tool_calls, TOOL.name, mistake)
             return self._end(action) if not self._left else Step(messages, info=info)
         self._checked = right = is_correct(answer, self._answer)
         if not self._left:
@@ -257,7 +235,7 @@ class Geometry(Env):
         feedback = f"{answer} is right. Now give it as \\boxed{{}}." if right else f"{answer} is wrong. Think again."
         if not right and self._left == 1:
             feedback += " There is no further check: give your answer as \\boxed{}, without a call."
-        return Step(tool_results(action.tool_calls, TOOL.name, feedback), info={"tool_calls": 1, "right": right})
+        return Step(common.tool_results(action.tool_calls, TOOL.name, feedback), info={"tool_calls": 1, "right": right})
 
     def _end(self, action: Action) -> Step:
         given = boxed(action.text)
@@ -275,7 +253,7 @@ class Geometry(Env):
             info = {"kind": name, "a": a, "b": b, "turned": rng.randrange(4), "ink": rng.randrange(3)}
             return f"{name} {min(a, b)} {max(a, b)}", Task(answer=format_number(KINDS[name].solve(a, b)), info=info)
 
-        return sample_tasks("geometry", split, n, seed, draw)
+        return common.sample_tasks("geometry", split, n, seed, draw)
 
     @staticmethod
     def texts(n: int, seed: int) -> list[str]:
@@ -290,12 +268,12 @@ class Geometry(Env):
     def solver(messages: Sequence[Message], rng: random.Random) -> str:
         """Play optimally, knowing the formulas: check once, then answer."""
         answer = _solved(messages)
-        return f"\\boxed{{{answer}}}" if f"{answer} is right." in visible_texts(messages)[-1] else _call(answer)
+        return f"\\boxed{{{answer}}}" if f"{answer} is right." in common.visible_texts(messages)[-1] else _call(answer)
 
     @staticmethod
     def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
         """Play poorly: wrong by 1 or 2 with probability 0.5; after a wrong answer give up with probability 0.33."""
-        last = visible_texts(messages)[-1]
+        last = common.visible_texts(messages)[-1]
         checked = re.match(r"(\S+) is (right|wrong)\.", last)
         if checked and (checked[2] == "right" or rng.random() < 0.33):
             return f"\\boxed{{{checked[1]}}}"
@@ -317,7 +295,7 @@ def figure(info: Any, side: int) -> Image:
 
 
 def _solved(messages: Sequence[Message]) -> str:
-    opening = question_text(messages)
+    opening = common.question_text(messages)
     for kind in KINDS.values():
         pattern = re.escape(kind.alt).replace(r"\{a\}", r"(?P<a>\d+)").replace(r"\{b\}", r"(?P<b>\d+)")
         found = re.fullmatch(rf"{pattern}\. {re.escape(kind.question)}", opening)
@@ -328,4 +306,4 @@ def _solved(messages: Sequence[Message]) -> str:
 
 
 def _call(answer: str) -> str:
-    return tool_call(TOOL.name, answer=answer)
+    return common.tool_call(TOOL.name, answer=answer)

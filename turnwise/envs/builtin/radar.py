@@ -152,14 +152,7 @@ def held_out(right: int, up: int, colour: int) -> bool:
 
 @lru_cache(maxsize=8192)
 def draw(goal: tuple[int, int], reach: int, colour: int, ground: str) -> Any:
-    """Draw a read-only image, [32, 32, 3] uint8: dark ground, the player in the middle, and the goal.
-
-    Args:
-        goal: (right, up) position in fields.
-        reach: fields to each side.
-        colour: index of the goal's color.
-        ground: seed of the ground's noise.
-    """
+    """Draw a read-only image, [32, 32, 3] uint8: dark noise seeded by `ground`, the player, and the goal (right, up)."""
     import numpy as np
 
     field = SIDE // (2 * reach + 1)
@@ -183,7 +176,4 @@ def describe_goal(goal: tuple[int, int]) -> str:
 
 def _nearer(messages: Sequence[Message]) -> list[str]:
     """Return the moves toward the goal described in the last message."""
-    content = messages[-1].content
-    parts = (content,) if isinstance(content, str) else content
-    text = " ".join(part if isinstance(part, str) else part.alt or "" for part in parts)
-    return re.findall(r"[1-9] (up|down|left|right)", text) or ["up"]
+    return re.findall(r"[1-9] (up|down|left|right)", messages[-1].text_with_alt) or ["up"]

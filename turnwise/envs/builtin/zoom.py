@@ -20,17 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from turnwise.envs.base import Action, Env, Step
-from turnwise.envs.builtin.common import (
-    CallError,
-    error_results,
-    question_text,
-    read_single_call,
-    require_extra,
-    sample_tasks,
-    tool_call,
-    tool_results,
-    visible_texts,
-)
+from turnwise.envs.builtin import common
 from turnwise.envs.tools.schema import tool_signature
 from turnwise.errors import ConfigError, EnvError
 from turnwise.types import Image, Message, Task
@@ -74,7 +64,7 @@ class Zoom(Env):
     def __init__(self, shown: int = 64) -> None:
         if not 48 <= shown <= 96:
             raise ConfigError("zoom: shown is 48 to 96 pixels; with more the numbers could be read at once")
-        require_extra("vision", "PIL")
+        common.require_extra("vision", "PIL")
         self._shown = shown
         self._squares: dict[str, tuple[int, int, int]] = {}
         self._picture: Any = None
@@ -96,11 +86,11 @@ class Zoom(Env):
             right = action.text.strip() == self._answer
             return Step(reward=float(right), terminated=True, info={"right": right})
         try:
-            box = read_box(read_single_call(action.tool_calls, TOOL)["box"])
-        except CallError as mistake:
-            messages, info = error_results(action.tool_calls, TOOL.name, mistake)
+            box = read_box(common.read_single_call(action.tool_calls, TOOL)["box"])
+        except common.CallError as mistake:
+            messages, info = common.error_results(action.tool_calls, TOOL.name, mistake)
             return Step(messages, info=info)
-        return Step(tool_results(action.tool_calls, TOOL.name, (self._part(box),)), info={"tool_calls": 1})
+        return Step(common.tool_results(action.tool_calls, TOOL.name, (self._part(box),)), info={"tool_calls": 1})
 
     def _part(self, box: tuple[int, int, int, int]) -> Image:
         left, top, right, bottom = box
@@ -129,7 +119,7 @@ class Zoom(Env):
                 answer=str(squares[colour][2]), info={"squares": squares, "colour": colour}
             )
 
-        return sample_tasks("zoom", split, n, seed, one)
+        return common.sample_tasks("zoom", split, n, seed, one)
 
     @staticmethod
     def texts(n: int, seed: int) -> list[str]:
@@ -160,21 +150,17 @@ class Zoom(Env):
 def read_box(box: Sequence[int]) -> tuple[int, int, int, int]:
     """Validate a box of the full image."""
     if len(box) != 4:
-        raise CallError(f"box is [left, top, right, bottom], four whole numbers, not {len(box)}", "no_box")
+        raise common.CallError(f"box is [left, top, right, bottom], four whole numbers, not {len(box)}", "no_box")
     left, top, right, bottom = box
     if not (0 <= left < right <= SIDE and 0 <= top < bottom <= SIDE):
-        raise CallError(f"box: 0 <= left < right <= {SIDE} and 0 <= top < bottom <= {SIDE}", "outside")
+        raise common.CallError(f"box: 0 <= left < right <= {SIDE} and 0 <= top < bottom <= {SIDE}", "outside")
     if right - left < MIN_SIDE or bottom - top < MIN_SIDE:
-        raise CallError(f"box: at least {MIN_SIDE} pixels wide and high", "too_small")
+        raise common.CallError(f"box: at least {MIN_SIDE} pixels wide and high", "too_small")
     return left, top, right, bottom
 
 
 def draw(squares: Mapping[str, tuple[int, int, int]]) -> Any:
-    """Draw the full PIL image of 512 x 512 pixels: colored squares with white numbers.
-
-    Args:
-        squares: (left, top, number) by color.
-    """
+    """Draw the full PIL image of 512 x 512 pixels: colored squares with white numbers, (left, top, number) by color."""
     from PIL import Image as Pillow
     from PIL import ImageDraw, ImageFont
 
@@ -188,10 +174,10 @@ def draw(squares: Mapping[str, tuple[int, int, int]]) -> Any:
 
 def _played(messages: Sequence[Message], around: int) -> str:
     """Return the number if the last message has it, else a call for the requested square."""
-    opening = question_text(messages)
+    opening = common.question_text(messages)
     asked = re.search(r"stands in the (\w+) square", opening)
     colour = asked[1] if asked else "red"
-    read = re.search(rf"{colour} square at [^:]*: (\d+)", visible_texts(messages)[-1])
+    read = re.search(rf"{colour} square at [^:]*: (\d+)", common.visible_texts(messages)[-1])
     if read:
         return read[1]
     found = re.search(rf"{colour} square at \[(\d+), (\d+),", opening)
@@ -200,4 +186,4 @@ def _played(messages: Sequence[Message], around: int) -> str:
 
 def _call(left: int, top: int, around: int) -> str:
     box = [max(0, left - around), max(0, top - around), min(SIDE, left + SQUARE + around), min(SIDE, top + SQUARE + around)]
-    return tool_call(TOOL.name, box=box)
+    return common.tool_call(TOOL.name, box=box)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import io
 import math
 import os
@@ -93,7 +94,6 @@ class _EnvServer:
         self._make = make
         self._env: Env | None = None
         self._runner = asyncio.Runner()
-        self._stopping = False
         self._pid = os.getpid()
 
     def serve(self) -> None:
@@ -316,6 +316,20 @@ def child_processes() -> set[int]:
         for thread in Path("/proc/self/task").iterdir():
             found.update(map(int, (thread / "children").read_text().split()))
     return found
+
+
+def open_resources() -> dict[str, int]:
+    """Count live child processes (no zombies) and open files; empty on systems without /proc."""
+    gc.collect()
+    try:
+        files = len(os.listdir("/proc/self/fd"))
+    except OSError:
+        return {}
+    living = 0
+    for pid in child_processes():
+        with contextlib.suppress(OSError):
+            living += Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return {"processes": living, "open files": files}
 
 
 def _become_subreaper() -> None:

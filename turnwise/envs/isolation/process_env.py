@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import pickle
 import shutil
@@ -18,20 +17,10 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing import spawn
-from pathlib import Path
 from typing import Any
 
 from turnwise.envs.base import Action, Env, Step
-from turnwise.envs.isolation.fork_server import (
-    ENDED,
-    EXIT_GRACE_S,
-    HEAD,
-    MARK,
-    REQUEST,
-    SIZE,
-    child_processes,
-    restricted_loads,
-)
+from turnwise.envs.isolation.fork_server import ENDED, EXIT_GRACE_S, HEAD, MARK, REQUEST, SIZE, restricted_loads
 from turnwise.envs.user_code import RemoteException
 from turnwise.errors import EnvError, InvalidAction, ProcessDied, UsageError
 from turnwise.types import Message, Task, Trajectory
@@ -43,23 +32,6 @@ ISOLATED_ENV_VAR = "TURNWISE_NURSERY"
 def in_isolated_process() -> bool:
     """Whether this process is isolated."""
     return bool(os.environ.get(ISOLATED_ENV_VAR))
-
-
-def open_resources() -> dict[str, int]:
-    """Count live child processes (no zombies) and open files; empty on systems without /proc."""
-    gc.collect()
-    try:
-        files = len(os.listdir("/proc/self/fd"))
-    except OSError:
-        return {}
-    return {"processes": sum(_lives(pid) for pid in child_processes()), "open files": files}
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 _RETRY_S = 0.005
@@ -78,9 +50,6 @@ class ForkServer:
     """
 
     def __init__(self, factory: Callable[[], Env]) -> None:
-        """
-        Raises `UsageError` for a factory that cannot be pickled, or inside an isolated process.
-        """
         if in_isolated_process():
             raise UsageError(
                 "an environment's process cannot start a rollout: importing the file that defines the environment does so; "
@@ -113,10 +82,7 @@ class ForkServer:
         raise NotImplementedError
 
     async def fork(self) -> tuple[socket.socket, int, asyncio.Future[int]]:
-        """Fork a process; return its socket, its id and a future of its exit status.
-
-        A fork server that died is restarted, up to `MAX_STARTS` starts.
-        """
+        """Fork a process, restarting a dead fork server; return its socket, its id and a future of its exit status."""
         loop = asyncio.get_running_loop()
         while True:
             if self._server is not None and self._server.poll() is not None:
@@ -154,12 +120,7 @@ class ForkServer:
         return ours, pid, self._ends.setdefault(pid, loop.create_future())
 
     def kill(self, pid: int, end: asyncio.Future[int] | None, *, at_once: bool = False) -> None:
-        """Close and end a process; kill it after one second, or immediately with `at_once`.
-
-        Args:
-            pid: process id.
-            end: future from `fork`, which identifies the process even if the id was reused.
-        """
+        """End a process; kill it after one second, or `at_once`. `end`, of `fork`, identifies it even if `pid` was reused."""
         if self._control is None or end is None or self._ends.get(pid) is not end:
             return
         try:
@@ -261,10 +222,7 @@ _MAIN = "import runpy; runpy.run_module('turnwise.envs.isolation.fork_server', r
 
 
 class ProcessEnv(Env):
-    """Async proxy of an environment in its own process.
-
-    Cancelling a call ends the process: it may run `close` for one second, then it is killed with its process group.
-    """
+    """Async proxy of an environment in a process; cancelling a call ends it: `close` for a second, then its group is killed."""
 
     snapshots = False
     max_turns: int | None = None
@@ -376,11 +334,7 @@ class ProcessEnv(Env):
 
 
 async def receive(loop: asyncio.AbstractEventLoop, sock: socket.socket, number: int = 0) -> Any:
-    """Receive the answer to a request from an environment's process; answers to earlier requests are dropped.
-
-    Raises `EOFError` when the process has ended; `pickle.UnpicklingError` for a message with anything but data, or not
-    written by Turnwise.
-    """
+    """Receive the answer to a request; drop answers to earlier ones. Raises `EOFError` when the process has ended."""
     while True:
         mark, found, size = HEAD.unpack(await _exactly(loop, sock, HEAD.size))
         if mark != MARK or found > number:

@@ -127,7 +127,6 @@ class SandboxProtocol(Protocol):
         """Run a Python program; return when all its processes have ended, and kill them when cancelled.
 
         Args:
-            source: the program.
             files: texts by plain file name, placed in the program's directory.
             channel: maximum bytes to return of output to descriptor 3; 0 leaves the descriptor closed.
 
@@ -219,11 +218,6 @@ def _own_python() -> str:
     return os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
 
 
-@functools.cache
-def _child_source() -> str:
-    return Path(__file__).with_name("sandbox_child.py").read_text("utf-8")
-
-
 class _Bubblewrap(NamedTuple):
     """Bubblewrap executable that works on this machine."""
 
@@ -260,7 +254,8 @@ class _Bubblewrap(NamedTuple):
         words += ["--proc", "/proc"] if self.proc else []
         words += ["--perms", "1777", "--size", str(box.disk), "--tmpfs", "/tmp"]
         words += ["--symlink", "/tmp", "/dev/shm", "--remount-ro", "/", "--chdir", "/tmp"]  # semaphores of multiprocessing
-        return [*words, "--seccomp", str(seccomp), "--", box.python, "-I", "-S", "-B", "-c", _child_source()]
+        child = Path(__file__).with_name("sandbox_child.py").read_text("utf-8")
+        return [*words, "--seccomp", str(seccomp), "--", box.python, "-I", "-S", "-B", "-c", child]
 
 
 def sandbox_problem(python: str | None = None) -> str | None:

@@ -97,7 +97,11 @@ class SandboxMonitor:
         for end in (self.error_write, *(capture.write_end for capture in self.captures)):
             os.close(end)
         found = self._watch(program, wake_read, began + self.order["seconds"])
-        _kill_all()
+        with contextlib.suppress(ChildProcessError):
+            while True:  # kill all processes except this one, which is process 1, and wait for them
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(-1, signal.SIGKILL)
+                os.wait()
         for capture in self.captures:
             while capture.drain():  # all writers have ended, so this terminates
                 pass
@@ -132,12 +136,10 @@ class SandboxMonitor:
             out, err, channel = (capture.write_end for capture in self.captures)
             os.dup2(out, 1)
             os.dup2(err, 2)
-            keep = 3
             if order["channel"]:
                 os.dup2(channel, 3)
                 os.set_inheritable(3, True)
-                keep = 4
-            for end in range(keep, 64):
+            for end in range(4 if order["channel"] else 3, 64):
                 if end != self.error_write:
                     with contextlib.suppress(OSError):
                         os.close(end)
@@ -182,27 +184,11 @@ def _limit(order: dict[str, Any]) -> None:
 def _reap(program: int) -> dict[str, Any]:
     """Reap ended processes; return the program's status and CPU time if it is among them."""
     found: dict[str, Any] = {}
-    try:
-        while True:
-            pid, status, usage = os.wait4(-1, os.WNOHANG)
-            if not pid:
-                break
-            if pid == program:
-                found = {"status": os.waitstatus_to_exitcode(status), "cpu": usage.ru_utime + usage.ru_stime}
-    except ChildProcessError:
-        pass
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.wait4(-1, os.WNOHANG))[0]:
+            if ended[0] == program:
+                found = {"status": os.waitstatus_to_exitcode(ended[1]), "cpu": ended[2].ru_utime + ended[2].ru_stime}
     return found
-
-
-def _kill_all() -> None:
-    """Kill all other processes of the sandbox and wait for them."""
-    while True:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)  # all except this process, which is process 1
-        try:
-            os.wait()
-        except ChildProcessError:
-            return
 
 
 def _read(size: int) -> bytes:

@@ -80,7 +80,9 @@ def judged(
         raise ConfigError(f"judged: the scale is {scale!r}; write (minimum, maximum)")
     if not isinstance(judge, Judge):
         raise ConfigError(f"judged: {type(judge).__name__} is no judge; it needs async def ask(messages) -> str")
-    check_policy(on_failure, ("error", "none"), "judged")
+    number = isinstance(on_failure, (int, float)) and not isinstance(on_failure, bool) and math.isfinite(on_failure)
+    if on_failure not in ("error", "none") and not number:
+        raise ConfigError(f"judged: on_failure = {on_failure!r}; write 'error', 'none' or a number")
     return JudgedReward(judge, rubric, scale, on_failure, reference, deadline_s, most_chars)
 
 
@@ -97,10 +99,7 @@ class JudgedReward:
     most_chars: int
 
     async def __call__(self, trajectory: Trajectory, turn: int | None = None) -> float | None:
-        """Return the verdict from 0 to 1 on the complete conversation, or on the conversation up to the reply of a turn.
-
-        Raises `JudgeError` without a verdict, if `on_failure` is `error`.
-        """
+        """Return the verdict from 0 to 1 on the complete conversation, or on the conversation up to the reply of a turn."""
         messages = [*trajectory.messages, *trajectory.final] if turn is None else trajectory.conversation(turn)
         answer = trajectory.task.answer if self.reference else None
         try:
@@ -183,13 +182,6 @@ def safe_json(value: Any) -> str:
     """Format a value as one line of JSON, with all line breaks, invisible characters and `<` escaped."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return _UNPLAIN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-
-
-def check_policy(given: Any, names: Sequence[str], where: str) -> None:
-    """Check a value of `on_failure`."""
-    number = isinstance(given, (int, float)) and not isinstance(given, bool) and math.isfinite(given)
-    if given not in names and not number:
-        raise ConfigError(f"{where}: on_failure = {given!r}; write {', '.join(map(repr, names))} or a number")
 
 
 def _row(message: Message, limit: int) -> dict[str, Any]:

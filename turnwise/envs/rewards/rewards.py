@@ -102,7 +102,8 @@ class Rewards:
         Raises:
             RewardError: for a non-finite or out-of-range value, naming the part.
         """
-        turns = _trained_turns(trajectory)
+        trained = [span.trained for span in trajectory.spans]  # turns of failed attempts are excluded from training
+        turns = [n for n, turn in enumerate(trajectory.turns) if not turn.spans or any(trained[span] for span in turn.spans)]
         calls = {
             name: [_call(name, part, trajectory, number) for number in turns]
             if part.of == "turn"
@@ -201,10 +202,7 @@ def count_metric(name: str, amount: float = 1.0) -> None:
 
 
 def takes_task(reward: Callable[..., Any]) -> bool:
-    """Return whether a reward function takes the task as its second positional parameter.
-
-    Raises `ConfigError` when it accepts neither (trajectory) nor (trajectory, task).
-    """
+    """Whether a reward function is called with (trajectory, task); raise `ConfigError` if (trajectory) does not fit either."""
     if not callable(reward):
         raise ConfigError(f"the reward is {type(reward).__name__}; it is a function of the trajectory")
     try:
@@ -237,7 +235,13 @@ def _part(name: str, given: Any, isolation: Isolation = "thread") -> RewardPart:
     if part.isolation not in ("thread", "process"):
         raise ConfigError(f'the reward {name!r}: isolation = {part.isolation!r}; write "thread" or "process"')
     if part.isolation == "process":
-        _check_picklable(name, part.function)
+        try:
+            pickle.dumps(part.function)
+        except Exception as error:
+            raise ConfigError(
+                f'the reward {name!r}: isolation = "process", and no other process can find its function ({error}); define it '
+                "at the top level of a file"
+            ) from error
     if isinstance(part.weight, bool) or not isinstance(part.weight, (int, float)) or not math.isfinite(part.weight):
         raise ConfigError(f"the reward {name!r} has the weight {part.weight!r}; a weight is a finite number")
     if part.range is not None:
@@ -249,16 +253,6 @@ def _part(name: str, given: Any, isolation: Isolation = "thread") -> RewardPart:
             wanted = "(trajectory, turn)" if part.of == "turn" else "(trajectories)"
             raise ConfigError(f"the reward {name!r} of a {part.of} is called with {wanted}: {error}") from error
     return part
-
-
-def _check_picklable(name: str, function: Callable[..., Any]) -> None:
-    try:
-        pickle.dumps(function)
-    except Exception as error:
-        raise ConfigError(
-            f'the reward {name!r}: isolation = "process", and no other process can find its function ({error}); define it '
-            "at the top level of a file"
-        ) from error
 
 
 def _check_range(where: str, given: Any) -> None:
@@ -291,14 +285,6 @@ def _one_each(given: Any, n: int, name: str) -> Sequence[Any]:
     if len(values) != n:
         raise RewardError(f"the reward {name!r} gave {given!r:.80} for a group of {n}; give a value for each trajectory")
     return values
-
-
-def _trained_turns(trajectory: Trajectory) -> list[int]:
-    """Return the indices of trained turns; turns of failed attempts are excluded from training."""
-    trained = [span.trained for span in trajectory.spans]
-    return [
-        number for number, turn in enumerate(trajectory.turns) if not turn.spans or any(trained[index] for index in turn.spans)
-    ]
 
 
 async def _call_all(calls: Mapping[str, Sequence[Callable[[], Any]]]) -> dict[str, list[Any]]:

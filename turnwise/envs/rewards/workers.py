@@ -7,7 +7,7 @@ import os
 import pickle
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -25,13 +25,9 @@ _STALL_S = 0.5
 
 
 class RewardWorkers:
-    """Process pool for reward functions: one worker per core, more while running rewards do not return."""
+    """Process pool for reward functions: `limit` workers (one per core), more while running rewards do not return."""
 
     def __init__(self, limit: int | None = None) -> None:
-        """
-        Args:
-            limit: concurrent processes, by default one per core.
-        """
         self._fork_server: ForkServer | None = None
         self._limit = limit or os.cpu_count() or 1
         self._extra = 0
@@ -48,7 +44,11 @@ class RewardWorkers:
     async def take(self, *functions: Callable[..., Any]) -> RewardWorker:
         """Wait for an exclusive worker; return it with `release`. The first call loads the functions' files before forking."""
         if self._fork_server is None:
-            loaded = [function for function in functions if _can_be_sent(function)]
+            loaded = []
+            for function in functions:
+                with suppress(Exception):  # the call reports the error
+                    pickle.dumps(function)
+                    loaded.append(function)
             self._fork_server = ForkServer(partial(_no_env, loaded))
         while self._busy >= self._limit + self._extra:
             waiter = asyncio.get_running_loop().create_future()
@@ -81,13 +81,9 @@ class RewardWorkers:
         self._free()
 
     async def call(self, name: str, function: Callable[..., Any], *args: Any, worker: RewardWorker | None = None) -> Any:
-        """Call `function(*args)` in a worker, awaiting the result if needed: a number, `Scores`, None, or a list of these.
+        """Call `function(*args)`, pickled, in a worker (from `take`, released after the call), awaiting the result if needed.
 
-        Args:
-            name: name of the reward, for errors.
-            function: function to call; it and its arguments are pickled.
-            args: arguments of the function.
-            worker: a worker from `take`, released after the call.
+        It is a number, `Scores`, None, or a list of these.
         """
         worker = worker or await self.take(function)
         try:
@@ -199,11 +195,7 @@ def _set(variable: ContextVar[T | None], value: T) -> Iterator[T]:
 
 
 async def reserve_worker(*functions: Callable[..., Any]) -> list[RewardWorker]:
-    """Reserve a worker, so that its start and queueing do not count toward the time of the reward.
-
-    Returns:
-        Argument for `use_worker`; empty if no process is needed.
-    """
+    """Reserve a worker for `use_worker`, so that its start does not count toward the reward's time; empty if none is needed."""
     pool = _POOL.get()
     return [] if pool is None or in_isolated_process() else [await pool.take(*functions)]
 
@@ -223,8 +215,7 @@ def use_worker(workers: list[RewardWorker]) -> Iterator[None]:
 async def run_isolated(name: str, function: Callable[..., Any], *args: Any) -> Any:
     """Call a reward function in a process, which is killed with its descendants if the call is cancelled.
 
-    Raises `UsageError` when function or arguments cannot be pickled; `ProcessDied` when the process ended by itself;
-    `RemoteException` for an exception of the function.
+    Its exceptions are raised as `RemoteException`; `ProcessDied` when the process ended by itself.
     """
     with mark_running(name):
         if in_isolated_process():  # already isolated
@@ -241,14 +232,6 @@ async def run_isolated(name: str, function: Callable[..., Any], *args: Any) -> A
 def _no_env(loaded: Sequence[Callable[..., Any]]) -> Env:
     """Stand in for a factory: pickling a call loads the functions, and workers have no environment."""
     raise NotImplementedError
-
-
-def _can_be_sent(function: Callable[..., Any]) -> bool:
-    try:
-        pickle.dumps(function)
-    except Exception:  # the call reports the error
-        return False
-    return True
 
 
 def track_running() -> AbstractContextManager[list[str]]:

@@ -77,15 +77,9 @@ def pydantic_hint(hint: Any) -> Any:
     if typing.is_typeddict(hint):
         import typing_extensions
 
-        fields = typing.get_type_hints(hint, include_extras=True)
-        optional = hint.__optional_keys__
-        return typing_extensions.TypedDict(  # type: ignore[operator]
-            hint.__name__,
-            {
-                k: typing_extensions.NotRequired[pydantic_hint(v)] if k in optional else pydantic_hint(v)
-                for k, v in fields.items()
-            },
-        )
+        members = {key: pydantic_hint(inner) for key, inner in get_type_hints(hint, include_extras=True).items()}
+        members |= {key: typing_extensions.NotRequired[members[key]] for key in hint.__optional_keys__}
+        return typing_extensions.TypedDict(hint.__name__, members)  # type: ignore[operator]
     if isinstance(hint, types.UnionType):
         return functools.reduce(operator.or_, (pydantic_hint(member) for member in typing.get_args(hint)))
     origin, args = typing.get_origin(hint), typing.get_args(hint)
@@ -113,9 +107,8 @@ def flatten(schema: Mapping[str, Any]) -> dict[str, Any]:
             name = reference.rpartition("/")[2]
             if name in inside:
                 raise ValueError(f"the type {name} contains itself")
-            return walk(definitions[name], (*inside, name)) | {
-                k: v for k, v in value.items() if k in ("description", "default")
-            }
+            own = {k: v for k, v in value.items() if k in ("description", "default")}
+            return walk(definitions[name], (*inside, name)) | own
         found = {k: walk(v, inside) for k, v in value.items() if k not in ("$defs", "title", "properties")}
         if isinstance(properties := value.get("properties"), Mapping):  # a property may itself be called "title"
             found["properties"] = {name: walk(inner, inside) for name, inner in properties.items()}
