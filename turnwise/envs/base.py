@@ -237,13 +237,8 @@ def as_step(value: Any) -> Step:
     observation, reward, terminated, truncated, info = value
     if type(info) is not dict and not isinstance(info, Mapping):
         raise EnvError(f"step returned the info {describe_value(info)}; info is a dict")
-    return Step(
-        observation,
-        as_number(reward, "a step's reward"),
-        as_flag(terminated, "a step's terminated"),
-        as_flag(truncated, "a step's truncated"),
-        info,
-    )
+    number = as_number(reward, "a step's reward")
+    return Step(observation, number, as_flag(terminated, "a step's terminated"), as_flag(truncated, "a step's truncated"), info)
 
 
 EnvFactory = Callable[[], Env]

@@ -30,11 +30,9 @@ MISTAKES = (
 )
 """Replies of an untrained model; an environment must respond to each without raising."""
 
-_LEAK_EPISODES = 4
-"""Episodes played before leaked resources are counted."""
+_LEAK_EPISODES = 4  # episodes played before leaked resources are counted
 
-_TASKS = 200
-"""Tasks per split compared with each other."""
+_TASKS = 200  # tasks per split compared with each other
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,7 @@ class ImageSource:
 
     folder: Path | None = None
     """Directory of image paths in rows; None for rows that do not come from a file, which have no paths."""
-    read: bool = True
-    """Whether to read images with their row; otherwise when an episode renders them."""
+    read: bool = True  # whether to read images with their row; otherwise when an episode renders them
 
 
 def with_images(rest: dict[str, Any], prompt: Any, source: ImageSource, where: str) -> tuple[Any, tuple[Any, ...]]:
@@ -120,7 +119,6 @@ def _content(content: Any, kinds: set[str], next_of: Any, source: ImageSource, w
 
 
 def _split_markers(text: str, kinds: set[str], next_of: Any) -> list[Any]:
-    """Split a text at its markers of these kinds."""
     parts: list[Any] = []
     end = 0
     for found in _MARKER.finditer(text):
@@ -225,10 +223,8 @@ def task_from_row(
     for column in (columns or {}).values():
         rest.pop(column, None)
     rest |= {ours: mapped[ours] for ours in mapped if ours not in ("prompt", "answer")}
-    if "prompt" in mapped:
-        prompt = mapped["prompt"]
-    else:
-        prompt = next((rest.pop(column) for column in PROMPTS if rest.get(column) is not None), None)
+    given = (rest.pop(column) for column in PROMPTS if rest.get(column) is not None)
+    prompt = mapped["prompt"] if "prompt" in mapped else next(given, None)
     if prompt is None or prompt == "" or prompt == []:
         near = next((f"; {column}: {hint}" for column in rest if (hint := did_you_mean(str(column), PROMPTS, 0.6))), "")
         have = ", ".join(map(str, rest)) or "none"
@@ -250,7 +246,6 @@ def task_from_row(
 
 
 def _mapped_column(row: Mapping[str, Any], column: str, ours: str, where: str) -> Any:
-    """Return the value of a column named by the user."""
     missing = object()
     found = _at(row, column, missing)
     if found is missing:

@@ -97,18 +97,10 @@ def as_env_spec(
         owned = None if inspect.isclass(target) else getattr(target, key, None)
         return owned if owned is not None else getattr(prototype, key, None)
 
-    label = name or where
-    return EnvSpec(
-        name=label,
-        factory=factory,
-        agent_function=play,
-        task_source=make_task_source(
-            tasks if tasks is not None else hook("tasks"), eval_tasks, label, return_multi_modal_inputs, columns
-        ),
-        weight=weight,
-        texts_function=hook("texts"),
-        **{key: hook(key) for key in ENV_ATTRIBUTES},
-    )
+    given = tasks if tasks is not None else hook("tasks")
+    source = make_task_source(given, eval_tasks, name or where, return_multi_modal_inputs, columns)
+    hooks = {key: hook(key) for key in ENV_ATTRIBUTES}
+    return EnvSpec(name or where, factory, play, source, weight=weight, texts_function=hook("texts"), **hooks)
 
 
 def load_object(use: str, *, base: Path | str = ".") -> Any:
@@ -162,11 +154,10 @@ def check_args(target: Callable[..., Any], args: Mapping[str, Any], where: str) 
 def _source(named: str, base: Path) -> TaskSource:
     path, _, name = named.rpartition(":")
     if path.endswith(".py") and name:
-        found = load_object(named, base=base)
+        found: TaskSource = load_object(named, base=base)
         if not callable(found) and (isinstance(found, (str, bytes)) or not isinstance(found, Iterable)):
             raise ConfigError(f"{named} is {type(found).__name__}; tasks come from a function or a list")
-        source: TaskSource = found
-        return source
+        return found
     if named.endswith(".py"):
         raise ConfigError(f"{named}: which function of the file? Write {named}:function")
     return base / named

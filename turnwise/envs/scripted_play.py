@@ -25,12 +25,9 @@ Speak = Callable[[Sequence[Message], random.Random], str]
 class ScriptedEpisode:
     """Episode of a scripted player."""
 
-    trajectory: Trajectory
-    """Without spans, since nothing was sampled."""
-    replies: list[str] = field(default_factory=list)
-    """Texts of the player's replies, tool calls included."""
-    tools: tuple[Any, ...] = ()
-    """Tool schemas that a model would have received."""
+    trajectory: Trajectory  # without spans, since nothing was sampled
+    replies: list[str] = field(default_factory=list)  # texts of the player's replies, tool calls included
+    tools: tuple[Any, ...] = ()  # tool schemas that a model would have received
 
 
 class ScriptedRunner:

@@ -71,7 +71,6 @@ class SimulatedUser(RewardedFactory):
     deadline_s: float
 
     def __call__(self) -> SimulatedUserEnv:
-        """Make a new environment."""
         return SimulatedUserEnv(self)
 
 

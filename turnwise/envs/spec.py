@@ -18,8 +18,7 @@ from turnwise.envs.tasks import TaskSource, check_disjoint
 from turnwise.errors import ConfigError
 from turnwise.types import Message, Task
 
-Play = Callable[[Task, Any], Awaitable[Any]]
-"""Agent function, ``async def play(task, model) -> reward``."""
+Play = Callable[[Task, Any], Awaitable[Any]]  # agent function, ``async def play(task, model) -> reward``
 
 
 @dataclass(frozen=True, slots=True)

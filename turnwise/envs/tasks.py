@@ -17,8 +17,7 @@ from turnwise.types import Task
 
 TaskSource = str | Path | Iterable[Any] | Callable[..., Iterable[Any]]
 
-HELD_OUT_SHARE = 5
-"""One row in this many is held out of a dataset without splits."""
+HELD_OUT_SHARE = 5  # one row in this many is held out of a dataset without splits
 
 
 def load_tasks(
@@ -146,12 +145,8 @@ def content_key(task: Task) -> str:
     info = {key: value for key, value in task.info.items() if key not in ("index", "split")}
     if isinstance(extra := info.get("extra_info"), Mapping):
         info["extra_info"] = {key: value for key, value in extra.items() if key not in ("index", "split")}
-    content = [
-        [message.to_dict() for message in task.messages],
-        task.answer,
-        [image.to_dict()["image"] for image in task.images],
-        info,
-    ]
+    images = [image.to_dict()["image"] for image in task.images]
+    content = [[message.to_dict() for message in task.messages], task.answer, images, info]
     text = json.dumps(content, sort_keys=True, default=repr, ensure_ascii=False)
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 

@@ -83,7 +83,6 @@ class ToolEnvFactory(RewardedFactory):
     kit: ToolSet
 
     def __call__(self) -> ToolEnv:
-        """Make a new environment."""
         return ToolEnv(self)
 
     def __repr__(self) -> str:
@@ -105,8 +104,7 @@ class ToolEnv(Env):
         self._factory = factory
         self._task: Task | None = None
         self._tools: Tools = factory.kit.known if factory.kit.sources else factory.kit.shared
-        self.instances: list[ToolInstance] = []
-        """Tool instances of the episode, released at its end."""
+        self.instances: list[ToolInstance] = []  # tool instances of the episode, released at its end
         self.abandoned: list[str] = []
         """Calls of synchronous tools that missed their deadline; each may hold a thread forever."""
         self.tools = self._tools.schemas
@@ -177,8 +175,6 @@ class ToolEnv(Env):
 
     async def close(self) -> None:
         """Release all tool instances concurrently. Raises `ToolFailure`: the first failed release."""
-        if self.instances:
-            results = await asyncio.gather(*(instance.release() for instance in self.instances), return_exceptions=True)
-            failed = [result for result in results if isinstance(result, BaseException)]
-            if failed:
-                raise failed[0]
+        for result in await asyncio.gather(*(instance.release() for instance in self.instances), return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result

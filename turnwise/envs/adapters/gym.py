@@ -32,8 +32,7 @@ def seed_of(task: Task) -> int:
 
 def seeded_tasks(split: str, n: int, seed: int) -> list[Task]:
     """Return `n` tasks, one per seed, by default 1000: even seeds for training, odd seeds held out."""
-    rng = random.Random(f"{split} {seed}")
-    drawn = rng.sample(range(SEEDS // 2), n or 1000)
+    drawn = random.Random(f"{split} {seed}").sample(range(SEEDS // 2), n or 1000)
     return [Task(info={"seed": 2 * number + (split != "train")}) for number in drawn]
 
 

@@ -225,9 +225,7 @@ def _error_message(url: str, data: Mapping[str, Any]) -> ServerError:
         if isinstance(error, Mapping) and isinstance(error.get("loc"), list)
     ]
     code = str(data.get("code", "UNKNOWN"))
-    if refused:
-        return ServerError(code, "; ".join(refused))
-    return ServerError(code, f"{url}: {data.get('message') or 'it does not say why'} ({code})")
+    return ServerError(code, "; ".join(refused) or f"{url}: {data.get('message') or 'it does not say why'} ({code})")
 
 
 def _from_json(text: str) -> dict[str, Any]:

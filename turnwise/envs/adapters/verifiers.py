@@ -17,8 +17,7 @@ from turnwise.envs.tasks import TaskSource, split_tasks
 from turnwise.errors import ConfigError, EnvError
 from turnwise.types import Message, Task, Trajectory, as_messages
 
-ROW = "verifiers"
-"""Key of the verifiers row in a task's info."""
+ROW = "verifiers"  # key of the verifiers row in a task's info
 
 
 def check_taskset(source_env: Any) -> None:
@@ -184,7 +183,6 @@ class VerifiersFactory:
         return f"verifiers_env({getattr(self.source, '__name__', None) or type(self.source).__name__})"
 
     def __call__(self) -> Env:
-        """Make the environment of one episode."""
         made: Env = self.factory()
         return made
 

@@ -12,8 +12,7 @@ import re
 from functools import lru_cache
 from threading import Lock
 
-LONGEST = 80
-"""Maximum characters of an answer."""
+LONGEST = 80  # maximum characters of an answer
 EXACT = 1e-6
 """Absolute and relative tolerance of exact answers; rounded answers allow half of the last decimal place."""
 _NUMBER = re.compile(r"-?\d{1,9}(?:\.\d{1,9})?", re.ASCII)
@@ -71,13 +70,9 @@ def value(text: str) -> float | None:
 
     try:
         with _READING, _quiet():
+            config = [LatexExtractionConfig(boxed_match_priority=0)]
             # The library's timeout uses a signal, which works only in the main thread.
-            read = parse(
-                f"\\boxed{{{text}}}",
-                extraction_config=[LatexExtractionConfig(boxed_match_priority=0)],
-                fallback_mode="no_fallback",
-                parsing_timeout=None,
-            )
+            read = parse(f"\\boxed{{{text}}}", extraction_config=config, fallback_mode="no_fallback", parsing_timeout=None)
             number = complex(read[0].evalf()) if read else complex("nan")
     except Exception:  # the parser may raise anything
         return None

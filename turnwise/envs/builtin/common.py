@@ -68,8 +68,7 @@ def tool_call(name: str, **arguments: Any) -> str:
 
 
 _HELD_OUT_SHARE = 4
-_MAX_IDLE_DRAWS = 1000
-"""Consecutive draws without a new task before sampling stops."""
+_MAX_IDLE_DRAWS = 1000  # consecutive draws without a new task before sampling stops
 
 
 def sample_tasks(env: str, split: str, n: int, seed: int, draw: Callable[[random.Random], tuple[str, Task]]) -> list[Task]:

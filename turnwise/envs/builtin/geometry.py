@@ -140,11 +140,9 @@ class QuestionKind(NamedTuple):
     """One kind of question."""
 
     question: str
-    alt: str
-    """Description of the figure; {a} and {b} are its numbers."""
+    alt: str  # description of the figure; {a} and {b} are its numbers
     solve: Callable[[int, int], float]
-    limits: tuple[tuple[int, int], tuple[int, int]]
-    """(minimum, maximum) of each number."""
+    limits: tuple[tuple[int, int], tuple[int, int]]  # (minimum, maximum) of each number
 
 
 _RECTANGLE = "a rectangle with the sides {a} and {b}"

@@ -72,11 +72,10 @@ class HintedMath(Env):
         hint = self._hints.pop(0)
         if self._form == "round":
             return Step(f"That is wrong. {hint}", info={"right": False})
-        at = action.raw.find("####")
-        keep = at if at >= 0 else None
-        return Step(
-            InlineObservation(f"\nWait, that is wrong. {hint}\n", keep_chars=keep, tail="untrained"), info={"right": False}
-        )
+        keep = action.raw.find("####")
+        keep_chars = keep if keep >= 0 else None
+        inserted = InlineObservation(f"\nWait, that is wrong. {hint}\n", keep_chars=keep_chars, tail="untrained")
+        return Step(inserted, info={"right": False})
 
     @staticmethod
     def tasks(split: str, n: int, seed: int) -> list[Task]:

@@ -36,8 +36,7 @@ NAMES = (
 )  # fmt: skip
 CODES = tuple("0123456789")
 MAX_HOPS = 3
-GIVE_UP = 0.6
-"""Probability per turn that the demonstrator guesses before it has seen the code."""
+GIVE_UP = 0.6  # probability per turn that the demonstrator guesses before it has seen the code
 
 
 class Hop(Env):
@@ -177,11 +176,7 @@ SCHEMA: dict[str, Any] = {
 
 
 class HopJson(Hop):
-    """Multi-hop key look-up with Hermes tool calls; the final answer is exactly ``{"answer": "7"}``.
-
-    Args:
-        rules, think: as for `Hop`.
-    """
+    """Multi-hop key look-up with Hermes tool calls; the final answer is exactly ``{"answer": "7"}``. Arguments as for `Hop`."""
 
     tools: Sequence[Mapping[str, Any]] = (SCHEMA,)
     rule: ClassVar[str] = (

@@ -30,17 +30,13 @@ from turnwise.envs.spec import check_split
 from turnwise.errors import ConfigError, EnvError
 from turnwise.types import Image, Message, Task
 
-MOVES = {"up": (0, 1), "down": (0, -1), "left": (-1, 0), "right": (1, 0)}
-"""(right, up) change of each move."""
+MOVES = {"up": (0, 1), "down": (0, -1), "left": (-1, 0), "right": (1, 0)}  # (right, up) change of each move
 COLOURS = ((255, 48, 48), (255, 144, 32), (240, 224, 48), (255, 64, 176))
 """Colors of the goal: red, orange, yellow, pink."""
 PLAYER = (64, 96, 255)
-SIDE = 32
-"""Pixels per side of an image."""
-GROUND = 16
-"""Maximum brightness of the ground, of 255."""
-GROUNDS = 4
-"""Number of grounds of a split; the splits share none, so no held-out image occurs in training."""
+SIDE = 32  # pixels per side of an image
+GROUND = 16  # maximum brightness of the ground, of 255
+GROUNDS = 4  # number of grounds of a split; the splits share none, so no held-out image occurs in training
 HABIT, SENSE = 0.5, 0.4
 """Probabilities that the demonstrator moves in a fixed direction of an axis, and toward the goal; else at random."""
 

@@ -25,17 +25,12 @@ from turnwise.envs.tools.schema import tool_signature
 from turnwise.errors import ConfigError, EnvError
 from turnwise.types import Image, Message, Task
 
-SIDE = 512
-"""Pixels per side of the full image."""
-SQUARE = 32
-"""Pixels per side of a colored square."""
-DIGITS = 20
-"""Font size of the numbers."""
-MIN_SIDE = 16
-"""Minimum pixels per side of a box."""
+SIDE = 512  # pixels per side of the full image
+SQUARE = 32  # pixels per side of a colored square
+DIGITS = 20  # font size of the numbers
+MIN_SIDE = 16  # minimum pixels per side of a box
 COLOURS = {"red": (200, 30, 30), "green": (20, 130, 40), "blue": (40, 60, 200), "black": (20, 20, 20), "purple": (130, 30, 150)}
-LEGIBLE = 2
-"""Numbers are legible in crops scaled down by less than this factor."""
+LEGIBLE = 2  # numbers are legible in crops scaled down by less than this factor
 
 
 def zoom(box: list[int]) -> str:
@@ -115,9 +110,8 @@ class Zoom(Env):
                 free = SIDE // 4 - SQUARE
                 squares[name] = [x + rng.randrange(free), y + rng.randrange(free), rng.randint(10, 99)]
             colour = rng.choice(tuple(COLOURS))
-            return f"{colour} {squares[colour][2]}", Task(
-                answer=str(squares[colour][2]), info={"squares": squares, "colour": colour}
-            )
+            answer = str(squares[colour][2])
+            return f"{colour} {answer}", Task(answer=answer, info={"squares": squares, "colour": colour})
 
         return common.sample_tasks("zoom", split, n, seed, one)
 

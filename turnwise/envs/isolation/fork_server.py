@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 import orjson
 
-from turnwise.envs.base import Env, InlineObservation, Scores, Step, as_step
+from turnwise.envs.base import Env, InlineObservation, Scores, as_step
 from turnwise.envs.user_code import as_number, failure_of
 from turnwise.errors import InvalidAction, UsageError, words
 from turnwise.media import media_as_bytes
@@ -42,11 +42,9 @@ from turnwise.types import Task, as_messages
 REQUEST = struct.Struct("<cq")
 ENDED = struct.Struct("<qi")
 SIZE = struct.Struct("<Q")
-HEAD = struct.Struct("<4sQQ")
-"""Header of each message: `MARK`, request number, message size in bytes."""
+HEAD = struct.Struct("<4sQQ")  # header of each message: `MARK`, request number, message size in bytes
 MARK = b"twn1"
-EXIT_GRACE_S = 1.0
-"""Seconds a process may take to close its environment before it is killed."""
+EXIT_GRACE_S = 1.0  # seconds a process may take to close its environment before it is killed
 
 _PLAIN = {
     "builtins": "bytearray complex frozenset range set slice",
@@ -150,13 +148,9 @@ class _EnvServer:
         if method == "step":
             step = as_step(result)
             observation = step.observation
-            return Step(
-                observation if isinstance(observation, InlineObservation) else media_as_bytes(as_messages(observation)),
-                step.reward,
-                step.terminated,
-                step.truncated,
-                picklable_value(dict(step.info)),
-            )
+            if not isinstance(observation, InlineObservation):
+                observation = media_as_bytes(as_messages(observation))
+            return step._replace(observation=observation, info=picklable_value(dict(step.info)))
         if method == "snapshot":
             return pickle.dumps(result)
         return _number(result) if method == "reward" else None
@@ -367,9 +361,8 @@ def _serve_env(sock: int, folder: str, make: Callable[[], Env]) -> NoReturn:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.dup2(sock, 3)
-        os.closerange(
-            4, os.sysconf("SC_OPEN_MAX") if sys.platform != "linux" else max(map(int, os.listdir("/proc/self/fd"))) + 1
-        )
+        end = os.sysconf("SC_OPEN_MAX") if sys.platform != "linux" else max(map(int, os.listdir("/proc/self/fd"))) + 1
+        os.closerange(4, end)
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         _EnvServer(socket.socket(fileno=3), make).serve()
         status = 0

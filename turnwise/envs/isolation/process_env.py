@@ -25,8 +25,7 @@ from turnwise.envs.user_code import RemoteException
 from turnwise.errors import EnvError, InvalidAction, ProcessDied, UsageError
 from turnwise.types import Message, Task, Trajectory
 
-ISOLATED_ENV_VAR = "TURNWISE_NURSERY"
-"""Environment variable set in isolated processes."""
+ISOLATED_ENV_VAR = "TURNWISE_NURSERY"  # environment variable set in isolated processes
 
 
 def in_isolated_process() -> bool:
@@ -35,8 +34,7 @@ def in_isolated_process() -> bool:
 
 
 _RETRY_S = 0.005
-MAX_STARTS = 9
-"""Maximum starts of the fork server process in one rollout, restarts after it is killed included."""
+MAX_STARTS = 9  # maximum starts of the fork server process in one rollout, restarts after it is killed included
 
 
 class ForkServer:
@@ -63,10 +61,8 @@ class ForkServer:
                 f'isolation = "process": {name} cannot be found by another process ({error}); define it and the functions it '
                 "uses at the top level of a file"
             ) from error
-        self.forks = 0
-        """Number of forked processes."""
-        self.starts = 0
-        """Number of starts of the fork server process."""
+        self.forks = 0  # number of forked processes
+        self.starts = 0  # number of starts of the fork server process
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._folder = ""
@@ -226,8 +222,7 @@ class ProcessEnv(Env):
 
     snapshots = False
     max_turns: int | None = None
-    what = "the environment's process"
-    """Name in errors."""
+    what = "the environment's process"  # name in errors
 
     def __init__(self, fork_server: ForkServer) -> None:
         self._fork_server = fork_server

@@ -355,11 +355,10 @@ class _Run:
         seccomp, write_end = os.pipe()
         with self._lock:
             try:
+                with open(write_end, "wb") as pipe:
+                    pipe.write(_seccomp_program())  # about 8 KiB, within a pipe's capacity
                 if self._stopped:
                     raise SandboxError("the sandbox was stopped before it ran")
-                os.write(write_end, _seccomp_program())  # about 8 KiB, within a pipe's capacity
-                os.close(write_end)
-                write_end = -1
                 process = subprocess.Popen(
                     bubblewrap.command(self._box, seccomp),
                     stdin=subprocess.PIPE,
@@ -375,8 +374,6 @@ class _Run:
                 raise SandboxError(f"no sandbox can be started: {error}") from error
             finally:
                 os.close(seccomp)
-                if write_end >= 0:
-                    os.close(write_end)
             self._lifeline = process.stdin
         try:
             answer = self._converse(process)

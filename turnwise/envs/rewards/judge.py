@@ -39,11 +39,7 @@ class Judge(Protocol):
     """Model that answers a conversation with text: a `ChatJudge`, an `EngineJudge`, or a user's object."""
 
     async def ask(self, messages: Sequence[Message]) -> str:
-        """Return the answer.
-
-        Raises:
-            JudgeError: without an answer.
-        """
+        """Return the answer, or raise a `JudgeError`."""
         ...
 
 
@@ -175,20 +171,20 @@ def quote_lines(messages: Sequence[Message], most_chars: int = 50_000) -> str:
 
     Reasoning is omitted; an image is replaced by its `alt` text or `[image]`.
     """
-    return "\n".join(safe_json(_row(message, most_chars)) for message in messages)
+    rows = []
+    for message in messages:
+        row: dict[str, Any] = {"role": message.role, "content": _truncate(message.text_with_alt, most_chars)}
+        if message.tool_calls:
+            calls = (json.dumps([call.name, call.arguments], default=str) for call in message.tool_calls)
+            row["calls"] = [_truncate(call, most_chars) for call in calls]
+        rows.append(safe_json(row))
+    return "\n".join(rows)
 
 
 def safe_json(value: Any) -> str:
     """Format a value as one line of JSON, with all line breaks, invisible characters and `<` escaped."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return _UNPLAIN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-
-
-def _row(message: Message, limit: int) -> dict[str, Any]:
-    row: dict[str, Any] = {"role": message.role, "content": _truncate(message.text_with_alt, limit)}
-    if message.tool_calls:
-        row["calls"] = [_truncate(json.dumps([call.name, call.arguments], default=str), limit) for call in message.tool_calls]
-    return row
 
 
 def _truncate(text: str, limit: int) -> str:
@@ -204,12 +200,9 @@ def chat_messages(messages: Any) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.text_with_alt} for message in as_messages(messages)]
 
 
-MAX_ANSWER_BYTES = 8_000_000
-"""Maximum size of one answer."""
-MAX_CACHED_ANSWERS = 65_536
-"""Maximum answers in memory; the oldest are dropped first."""
-RETRIED_STATUSES = frozenset((408, 409, 425, 429, *range(500, 600)))
-"""HTTP statuses that are retried."""
+MAX_ANSWER_BYTES = 8_000_000  # maximum size of one answer
+MAX_CACHED_ANSWERS = 65_536  # maximum answers in memory; the oldest are dropped first
+RETRIED_STATUSES = frozenset((408, 409, 425, 429, *range(500, 600)))  # HTTP statuses that are retried
 
 
 class _TransientError(JudgeError):
@@ -312,11 +305,7 @@ class ChatJudge:
         return f"ChatJudge({self.url!r}, {self.model!r})"
 
     async def ask(self, messages: Sequence[Message]) -> str:
-        """Return the answer of the model or the cache; concurrent equal questions share one request.
-
-        Raises:
-            JudgeError: without an answer by the deadline, with its `cause`.
-        """
+        """Return the answer of model or cache, or raise a `JudgeError`; concurrent equal questions share one request."""
         body = {"model": self.model, "messages": chat_messages(messages)} | self._options
         try:
             async with asyncio.timeout(self._deadline_s):
@@ -379,7 +368,6 @@ class ChatJudge:
         raise JudgeError(failed.cause, f"{failed} (after {attempt + 1} requests)")
 
     async def _wait_for_rate(self, end: float) -> None:
-        """Wait until the rate allows a request."""
         if self._per_minute is None:
             return
         now = time.monotonic()

@@ -99,8 +99,7 @@ class Rewards:
     async def __call__(self, trajectory: Trajectory, task: Task | None = None) -> Scores:
         """Compute the episode and turn parts; sync functions run one by one in a thread, async ones concurrently.
 
-        Raises:
-            RewardError: for a non-finite or out-of-range value, naming the part.
+        Raises `RewardError`, naming the part, for a non-finite or out-of-range value.
         """
         trained = [span.trained for span in trajectory.spans]  # turns of failed attempts are excluded from training
         turns = [n for n, turn in enumerate(trajectory.turns) if not turn.spans or any(trained[span] for span in turn.spans)]
@@ -221,7 +220,6 @@ def takes_task(reward: Callable[..., Any]) -> bool:
 
 
 def _call(name: str, part: RewardPart, *args: Any) -> Callable[[], Any]:
-    """Bind the call of a part's function, isolated if requested."""
     return partial(run_isolated, name, part.function, *args) if part.isolation == "process" else partial(part.function, *args)
 
 

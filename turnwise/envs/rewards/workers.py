@@ -20,8 +20,7 @@ from turnwise.errors import UsageError
 
 T = TypeVar("T")
 
-_STALL_S = 0.5
-"""Seconds without a finished reward, while others queue, before more workers may start."""
+_STALL_S = 0.5  # seconds without a finished reward, while others queue, before more workers may start
 
 
 class RewardWorkers:
@@ -186,7 +185,6 @@ async def reward_processes() -> AsyncIterator[RewardWorkers]:
 
 @contextmanager
 def _set(variable: ContextVar[T | None], value: T) -> Iterator[T]:
-    """Set a context variable within the block."""
     token = variable.set(value)
     try:
         yield value

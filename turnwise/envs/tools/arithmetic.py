@@ -9,12 +9,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-MAX_LENGTH = 500
-"""Maximum characters of an expression."""
-MAX_DEPTH = 60
-"""Maximum nesting of operations."""
-MAX_BITS = 4096
-"""Maximum bits of any intermediate integer, about 1,200 digits."""
+MAX_LENGTH = 500  # maximum characters of an expression
+MAX_DEPTH = 60  # maximum nesting of operations
+MAX_BITS = 4096  # maximum bits of any intermediate integer, about 1,200 digits
 
 _FOREIGN = re.compile(r"[^0-9eE_.+\-*/%()\s]")
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -82,9 +79,7 @@ def _apply(op: ast.operator, left: int | float, right: int | float) -> int | flo
 def _bounded(value: Any) -> int | float:
     if isinstance(value, complex):
         raise ValueError("the value is not a real number")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("the value is too large")
-    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+    if (isinstance(value, float) and not math.isfinite(value)) or (isinstance(value, int) and value.bit_length() > MAX_BITS):
         raise ValueError("the value is too large")
     number: int | float = value
     return number

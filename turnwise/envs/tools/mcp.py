@@ -74,7 +74,6 @@ class SessionThread:
         atexit.unregister(self._close_sessions)
 
     def _close_sessions(self) -> None:
-        """Close all sessions when the process exits."""
         for session in list(self.sessions):
             session.start_closing()
         self._thread.join(_CLOSING_S)
@@ -89,12 +88,9 @@ class McpSession:
     _connect: Callable[[McpSession, AsyncExitStack], Awaitable[Any]]
     _connect_s: float
     users: int = 0
-    broken: bool = False
-    """Whether the server closed it or missed a deadline; a broken session is not shared."""
-    token: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Identifies the process."""
-    ready: Future[list[Any]] = field(default_factory=Future)
-    """The server's tools, or the failure."""
+    broken: bool = False  # whether the server closed it or missed a deadline; a broken session is not shared
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)  # identifies the process
+    ready: Future[list[Any]] = field(default_factory=Future)  # the server's tools, or the failure
     over: Future[None] = field(default_factory=Future)
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
     _client: Any = None

@@ -31,8 +31,7 @@ _RESPONSE = frozenset(("text", "image", "images", "video", "videos", "audio"))
 """Keys of a tool response in verl's format."""
 _FILES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a", b"BM", b"II*\0", b"MM\0*")
 """Magic numbers of image files."""
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]{4,}")
-"""Memory address in the default repr of an object."""
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]{4,}")  # memory address in the default repr of an object
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +41,7 @@ class ToolResult:
     content: Content = ""
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
-    error: bool = False
-    """The tool reports a failed call; the content has the reason."""
+    error: bool = False  # the tool reports a failed call; the content has the reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +100,8 @@ def read_result(result: Any, name: str) -> ToolResult:
         return result
     reward: float = 0.0
     metrics: Mapping[str, float] = {}
-    if (
-        type(result) is tuple
-        and len(result) in (2, 3)
-        and (result[1] is None or number_of(result[1]) is not None)
-        and _is_response(result[0])
-    ):
+    row = type(result) is tuple and len(result) in (2, 3) and (result[1] is None or number_of(result[1]) is not None)
+    if row and _is_response(result[0]):
         reward = number_of(result[1]) or 0.0
         metrics = (result[2] if len(result) == 3 else None) or {}
         if not isinstance(metrics, Mapping):

@@ -216,10 +216,8 @@ class InvalidArguments(ValueError):
 class ToolSignature:
     """Schema of a tool and readers that convert its arguments."""
 
-    schema: Mapping[str, Any]
-    """In OpenAI's shape, ``{"type": "function", "function": {...}}``."""
-    readers: Mapping[str, Any]
-    """One pydantic `TypeAdapter` per parameter that has a hint."""
+    schema: Mapping[str, Any]  # in OpenAI's shape, ``{"type": "function", "function": {...}}``
+    readers: Mapping[str, Any]  # one pydantic `TypeAdapter` per parameter that has a hint
 
     @property
     def name(self) -> str:
@@ -390,10 +388,8 @@ def _given(
     for key, parameter in parameters.items():
         if key not in properties and parameter.default is parameter.empty:
             raise ToolSchemaError(f"{where}: schema= leaves out the parameter {key!r}, which has no default")
-    return {
-        "type": "function",
-        "function": {**body, "name": checked_name(name or body["name"], where), "parameters": dict(given)},
-    }
+    made = {**body, "name": checked_name(name or body["name"], where), "parameters": dict(given)}
+    return {"type": "function", "function": made}
 
 
 def checked_name(name: str, where: str, remedy: str = "name=") -> str:

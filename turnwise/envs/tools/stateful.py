@@ -22,8 +22,7 @@ from turnwise.errors import TaskError, ToolFailure, TurnwiseError, class_name, s
 from turnwise.types import FailureKind, Message, Task
 
 Lifetime = Literal["trajectory", "call"]
-RESERVED_METHODS = ("create", "calc_reward", "release")
-"""Lifetime methods, which the model cannot call."""
+RESERVED_METHODS = ("create", "calc_reward", "release")  # lifetime methods, which the model cannot call
 
 
 class StatefulTool:
@@ -198,10 +197,8 @@ class StatefulToolSource:
 
     make: Callable[..., Any]
     name: str
-    templates: Mapping[str, Tool]
-    """Unbound tools by method name."""
-    hooks: tuple[str, ...] = ()
-    """Lifetime methods of the class: `create`, `calc_reward`, `release`."""
+    templates: Mapping[str, Tool]  # unbound tools by method name
+    hooks: tuple[str, ...] = ()  # lifetime methods of the class: `create`, `calc_reward`, `release`
     lifetime: Lifetime = "trajectory"
 
     @property
@@ -240,8 +237,8 @@ def stateful_source(item: Any, lifetime: Lifetime | None = None) -> StatefulTool
         for base in reversed(owner.__mro__[:-1])
         for key, raw in vars(base).items()
         if not key.startswith("_") and (isinstance(raw, (Tool, staticmethod, classmethod)) or inspect.isfunction(raw))
+        if key not in RESERVED_METHODS[1:]
     }
-    methods = {key: raw for key, raw in methods.items() if key not in RESERVED_METHODS[1:]}
     marked = {key: raw for key, raw in methods.items() if isinstance(raw, Tool)}
     templates = {}
     for key, raw in (marked or methods).items():
@@ -267,13 +264,10 @@ class _TrajectoryInstance:
     _object: Any = None
     _begun: bool = False
     _released: bool = False
-    _making: bool = False
-    """Whether a thread is creating the object."""
-    _late: bool = False
-    """`release` was called meanwhile: that thread releases the object when it returns."""
+    _making: bool = False  # whether a thread is creating the object
+    _late: bool = False  # `release` was called meanwhile: that thread releases the object when it returns
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    tools: tuple[Tool, ...] = ()
-    """Tools bound to the object and to the row's arguments."""
+    tools: tuple[Tool, ...] = ()  # tools bound to the object and to the row's arguments
 
     @property
     def name(self) -> str:
@@ -459,6 +453,4 @@ def _needed(source: ToolSource, wanted: set[str] | None, known: Iterable[str]) -
     """Whether an episode needs a source; a source with unknown tools is needed if a wanted name is still unresolved."""
     if wanted is None or source.name in wanted:
         return True
-    if source.names is None:
-        return not wanted <= set(known)
-    return not wanted.isdisjoint(source.names)
+    return not (wanted <= set(known) if source.names is None else wanted.isdisjoint(source.names))

@@ -125,17 +125,14 @@ def tool(
 class CallOutcome:
     """Outcome of one call."""
 
-    message: Message
-    """The `tool` message for the model."""
+    message: Message  # the `tool` message for the model
     error: str | None = None
     """Kind of error: the `cause` of a malformed call, or `unknown_tool`, `unknown_argument`, `missing_argument`, `wrong_type`,
     `raised`; None on success."""
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
-    cut: bool = False
-    """The result was truncated."""
-    tool: str = ""
-    """Tool name in the call."""
+    cut: bool = False  # the result was truncated
+    tool: str = ""  # tool name in the call
     seconds: float = 0.0
 
 
@@ -154,12 +151,6 @@ class Tools:
 
     def __iter__(self) -> Iterator[Tool]:
         return iter(self._tools.values())
-
-    def __len__(self) -> int:
-        return len(self._tools)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tools
 
     @property
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
