@@ -33,6 +33,7 @@ from typing import Any, NoReturn
 import orjson
 
 from turnwise.envs.base import Env, InlineObservation, Scores, as_step
+from turnwise.envs.scripted_play import maybe_await
 from turnwise.envs.user_code import as_number, failure_of
 from turnwise.errors import InvalidAction, UsageError, words
 from turnwise.media import media_as_bytes
@@ -172,10 +173,7 @@ class _EnvServer:
         return [_number(one) for one in found] if isinstance(found, (list, tuple)) else _number(found)
 
     def _settle(self, value: Any) -> Any:
-        async def wait() -> Any:
-            return await value
-
-        return self._runner.run(wait()) if isawaitable(value) else value
+        return self._runner.run(maybe_await(value)) if isawaitable(value) else value
 
     def _send(self, number: int, value: Any) -> None:
         if os.getpid() != self._pid:  # a fork made by the environment also returned from the call
