@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,12 +100,11 @@ def _template(given: Path | str, history: str, *, as_json: bool) -> int:
     findings = commands.check_template(renderer, history)
     if not as_json:
         return show(findings)
-    from turnwise.renderers.contract import to_row
-
     failed = sum(ok is False for ok, _ in findings)
     row = {"path": str(given), "fingerprint": renderer.fingerprint, "history": history, "exact": not failed}
     parser, unread = renderer.call_format
-    print(json.dumps(row | to_row(renderer.contract) | {"parser": parser, "unread_calls": unread}, indent=2))
+    contract = asdict(renderer.contract) | {"append_only": renderer.contract.append_only}
+    print(json.dumps(row | contract | {"parser": parser, "unread_calls": unread}, indent=2))
     return failed
 
 

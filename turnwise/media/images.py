@@ -94,9 +94,8 @@ def _open(value: Any, limits: MediaLimits) -> Any:
         return _pillow().open(BytesIO(content), formats=FORMATS)
     except _pillow().UnidentifiedImageError:
         found = "an SVG drawing" if b"<svg" in content[:4096] else f"{len(content)} bytes"
-        raise MediaError(
-            f"{found}, which is no image in one of the formats {', '.join(FORMATS)}; pass pixels or such a file"
-        ) from None
+        known = ", ".join(FORMATS)
+        raise MediaError(f"{found}, which is no image in one of the formats {known}; pass pixels or such a file") from None
 
 
 def _array(picture: Any) -> Any:

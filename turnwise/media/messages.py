@@ -35,10 +35,7 @@ def store_media(messages: Sequence[Message], store: MediaStore) -> tuple[Message
 def media_as_text(messages: Sequence[Message], *, strict: bool = True) -> tuple[Message, ...]:
     """Return messages for a text-only model, with the `alt` text of each image.
 
-    Args:
-        strict: whether each image must have such a text; else it becomes `[image]`.
-
-    Raises `MediaError` for an image without one.
+    Raises `MediaError` for an image without one if `strict`, else it becomes `[image]`.
     """
     return tuple(m if isinstance(m.content, str) else replace(m, content=_text_content(m, strict)) for m in messages)
 

@@ -75,9 +75,8 @@ class MediaStore:
     def put(self, value: Image | Video | ImageRef | VideoRef) -> ImageRef | VideoRef:
         """Store a raw image or video; a reference is checked, and gets its size if it has none.
 
-        Raises:
-            MediaError: for a value that is not an image, is over a limit, or is unknown.
-            UsageError: where numpy or Pillow is missing.
+        Raises `MediaError` for a value that is not an image, is over a limit, or is unknown; `UsageError` where numpy or Pillow
+        is missing.
         """
         if isinstance(value, (Video, VideoRef)):
             return self._put_video(value)
@@ -102,8 +101,7 @@ class MediaStore:
     def pixels(self, ref: ImageRef) -> Any:
         """Return the 8-bit RGB pixels of an image, [height, width, 3], read-only; scaled down as the reference specifies.
 
-        Raises:
-            MediaError: when the store does not have it, or its file was changed.
+        Raises `MediaError` when the store does not have it, or its file was changed.
         """
         with self._lock:
             pixels = self._pixels.get(ref.sha256)
@@ -120,11 +118,7 @@ class MediaStore:
         return _scaled(pixels, ref.max_pixels) if ref.max_pixels else pixels
 
     def png_bytes(self, ref: ImageRef) -> bytes:
-        """Return the image as a PNG file, scaled down as the reference specifies. Cached while memory allows.
-
-        Raises:
-            MediaError: as `pixels`.
-        """
+        """Return the image as a PNG file, scaled down as the reference specifies; cached. Raises `MediaError` as `pixels`."""
         path = self._path(ref.sha256)
         if path is not None and not ref.max_pixels and path.exists():
             return path.read_bytes()

@@ -56,12 +56,7 @@ class CachedBPE:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, definition: Mapping[str, Any]) -> CachedBPE | None:
-        """Return the encoder of a tokenizer; None if its kind is unknown, or its ids differ in a trial.
-
-        Args:
-            tokenizer: as loaded, with its added tokens.
-            definition: its `tokenizer.json`.
-        """
+        """Return the encoder of a tokenizer and its `tokenizer.json`; None for an unknown kind, or other ids in a trial."""
         model, cuts = definition.get("model") or {}, _cuts(definition.get("pre_tokenizer"))
         if model.get("type") != "BPE" or model.get("dropout") or not cuts or not _harmless(definition.get("normalizer")):
             return None

@@ -35,11 +35,7 @@ class ReplyReader:
     """Parse and encode the replies of one model."""
 
     def __init__(self, codec: Tokenizer, template: ChatTemplate, outside: Collection[int]) -> None:
-        """
-        Args:
-            template: the chat template, with messages in the format it accepts.
-            outside: control ids that no reply contains, or that end it.
-        """
+        """`outside` are control ids that no reply contains, or that end it."""
         sample = render_probe_reply(template) or ""
         found = parser_for_template(template)
         self.parser: Parser = found or _HERMES
@@ -59,9 +55,6 @@ class ReplyReader:
 
     def encode(self, text: str, after: PrecedingToken) -> list[int]:
         """Return the ids a model would sample to write `text`; thinking and call marks are control tokens.
-
-        Args:
-            after: what precedes the reply.
 
         Raises `TemplateError` if calls use the Hermes format but the template's format is a different one.
         """
@@ -290,9 +283,8 @@ class ChatRenderer:
             append = self._probe.append(reply, messages, tools)
             found = self._make_pattern(append)
             found.varies = self._probe.varies(append, reply, messages, tools)
-            found.shape = self._shapes.find(
-                append.adapted(messages), partial(self._probe.rendered, append), after=found.shape.after
-            )
+            rendered = partial(self._probe.rendered, append)
+            found.shape = self._shapes.find(append.adapted(messages), rendered, after=found.shape.after)
             _cache(self._append_patterns, key, found)
         return found
 
@@ -302,9 +294,8 @@ class ChatRenderer:
         """Return how messages follow the reply in this conversation: `known` where the template writes the same."""
         if len(history) > 1:
             try:
-                append = self._probe.append(
-                    reply, messages, tools, readable(self._media.move_tool_images(history).messages[:-1])
-                )
+                before = readable(self._media.move_tool_images(history).messages[:-1])
+                append = self._probe.append(reply, messages, tools, before)
             except TemplateError:
                 return known  # the template rejects the conversation; only the placeholder's text is available
             if append.pieces != known.append.pieces:
@@ -328,24 +319,17 @@ class ChatRenderer:
         def cut(text: str) -> list[tuple[int, int, str]]:
             return [(self._probe.end_of_reply(append, text), len(text), after)]
 
-        conversation = [*append.base, *messages]
-        (ids,), found = self._guard.encode_cut(conversation, render, cut, append.tools, len(append.base))
+        (ids,), found = self._guard.encode_cut([*append.base, *messages], render, cut, append.tools, len(append.base))
         return found._replace(ids=ids)
 
     def _rows(self, messages: Sequence[Message]) -> tuple[Any, ...]:
         """Return everything but the texts of messages that may change how they are rendered."""
-        return tuple(
-            [
-                (
-                    m.role,
-                    m.name,
-                    str if isinstance(m.content, str) else tuple([type(part) for part in m.content]),
-                    bool(m.tool_calls or m.reasoning),
-                    m.tool_call_id and self._rendered_id(m.tool_call_id),
-                )
-                for m in messages
-            ]
-        )
+        rows = []
+        for m in messages:
+            kinds = str if isinstance(m.content, str) else tuple([type(part) for part in m.content])
+            called = m.tool_call_id and self._rendered_id(m.tool_call_id)
+            rows.append((m.role, m.name, kinds, bool(m.tool_calls or m.reasoning), called))
+        return tuple(rows)
 
     def _rendered_id(self, name: str) -> str | None:
         """Return a call id if the template may write it."""

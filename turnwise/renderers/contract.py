@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from turnwise.errors import TemplateError
@@ -84,11 +84,7 @@ class TemplateContract:
 
 
 def derive_contract(probe: TemplateProbe, codec: Tokenizer, *, thinks: bool) -> TemplateContract:
-    """Derive the contract of a template by probing.
-
-    Args:
-        probe: a probe of the template, with messages in the format it accepts.
-        thinks: whether replies are parsed as starting inside the thinking.
+    """Derive the contract of a template by probing; `thinks` if replies are parsed as starting inside the thinking.
 
     Raises `TemplateError` if the template cannot render a reply to a user.
     """
@@ -148,10 +144,7 @@ class _TemplateQueries:
         return ""
 
     def _stays(self, before: Sequence[Message], after: Sequence[Message], tools: Tools, *, prompt: bool = False) -> bool | None:
-        """Return whether the text of `before`, with or without the generation prompt, begins that of `after`.
-
-        None if the template rejects one of them.
-        """
+        """Return whether the text of `before` begins that of `after`; None if the template rejects one of them."""
         first = self.template.try_render(before, tools, generation_prompt=prompt)
         full = self.template.try_render(after, tools)
         return None if first is None or full is None else full.startswith(first)
@@ -365,24 +358,14 @@ def _seams(probe: TemplateProbe, codec: Tokenizer) -> tuple[str, ...]:
     return (*found, codec.inexact_reason) if codec.inexact_reason else tuple(found)
 
 
-def to_row(contract: TemplateContract) -> dict[str, Any]:
-    """Convert the contract to JSON values."""
-    return asdict(contract) | {"append_only": contract.append_only}
-
-
 def explain_contract(contract: TemplateContract, history: str = "append") -> list[tuple[bool | None, str]]:
-    """Explain the contract as lines: (whether it is good, None for a remark; text).
-
-    Args:
-        history: the history mode to judge.
-    """
+    """Explain the contract, for a history mode, as lines: (whether it is good, None for a remark; text)."""
     rows: list[tuple[bool | None, str]] = [(None, f"class: {contract.kind}{_flags(contract)}")]
     ends = ", ".join(map(repr, contract.stops)) or f"plain text {contract.close!r}: give stop strings (rollout.stop)"
     rows.append((None, f"a reply ends with {ends}{', the header of the next message' if contract.heads else ''}"))
     if contract.tail:
-        rows.append(
-            (None, f"after it the template writes {contract.tail!r}, which is never sampled: it begins the next append")
-        )
+        after = f"after it the template writes {contract.tail!r}, which is never sampled: it begins the next append"
+        rows.append((None, after))
     opened = " (thinking is already open)" if contract.thinks else ""
     rows.append((None, f"a reply is opened by {contract.prefix!r}{opened}"))
     if not all(contract.thinking.values()):
@@ -391,8 +374,7 @@ def explain_contract(contract: TemplateContract, history: str = "append") -> lis
         where = f"kept before {' and '.join(kept)} messages" if kept else "never kept"
         rows.append((None, f"thinking is {where}{f', dropped before {chr(32).join(dropped)}' if kept and dropped else ''}"))
     rows += [(None, f"[model.template_args] {name}: {effect}") for name, effect in contract.switches.items()]
-    for name, proof in contract.appends.items():
-        rows.append(_append_row(name, proof))
+    rows += [_append_row(name, proof) for name, proof in contract.appends.items()]
     if contract.stateful:
         names = " and of ".join(contract.stateful)
         rows.append((None, f"the appended text of {names} depends on earlier turns: it is derived for each conversation"))
@@ -443,6 +425,5 @@ def _verdict(contract: TemplateContract, history: str) -> tuple[bool | None, str
     if history == "inline":
         ends = "give stop strings (rollout.stop) that end a step" if contract.stops else "replies end by stop strings alone"
         return True, f'history = "inline" is exact; {ends}'
-    return True, f'history = "{history}" is exact' + (
-        "" if contract.append_only else ": earlier turns stay as they were sampled"
-    )
+    stays = "" if contract.append_only else ": earlier turns stay as they were sampled"
+    return True, f'history = "{history}" is exact{stays}'

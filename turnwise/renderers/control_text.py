@@ -39,12 +39,7 @@ class ControlTextEscaper:
     def __init__(
         self, codec: Tokenizer, split: re.Pattern[str], rules: Callable[[str], ControlTextRules], marks: tuple[str, str]
     ) -> None:
-        """
-        Args:
-            split: pattern of the texts of its control tokens.
-            rules: returns the rules of a role.
-            marks: two random texts: one for inside control texts, one for around contents.
-        """
+        """`rules` returns the rules of a role; `marks` are two random texts, for inside control texts and around contents."""
         self._codec = codec
         self._split = split
         self._rules = rules
@@ -208,11 +203,7 @@ class TemplateMarkers(NamedTuple):
 
 
 def markers(pieces: Iterable[str]) -> tuple[str, ...]:
-    """Return the marker-like literals in template text: tags, brackets, headings; longest first.
-
-    Args:
-        pieces: template text between contents, without control tokens.
-    """
+    """Return the marker-like literals (tags, brackets, headings) in text between contents and control tokens; longest first."""
     found: set[str] = set()
     for piece in pieces:
         ends = [piece] if len(piece) <= 2 * _PROSE else [piece[:_PROSE], piece[-_PROSE:]]
@@ -231,14 +222,8 @@ def find_template_markers(
     """Find the markers that a template writes around each role's texts, by rendering short conversations.
 
     Conversations that the template rejects are skipped, and so are messages whose text changes earlier text. Text before a
-    first message is skipped too: a preamble mentions markers without using them.
-
-    Args:
-        try_render: `ChatTemplate.try_render`.
-        split: pattern that splits a text at control tokens and keeps them.
-        known: the texts of control tokens.
-        source: the template's source. Control tokens in it that no probe rendered belong to other kinds of replies (such as
-            thinking as a content part), except for media placeholders.
+    first message is skipped too: a preamble mentions markers without using them. Control tokens in the template's `source`
+    that no probe rendered belong to other kinds of replies (such as thinking as a content part), except media placeholders.
     """
     control = frozenset(known)
     assistant: set[str] = set()
@@ -261,8 +246,9 @@ def find_template_markers(
             written = _written(before or "", after, texts, message.role)
             if written is None:
                 continue
-            if number == 0:
-                written = _adjacent_lines(written)
+            if number == 0:  # the lines right before and after the content
+                lines = [[line for line in text.splitlines() if line.strip()] for text in (written[0], written[-1])]
+                written = [*lines[0][-1:], *(line for line in lines[1][:1] if not _HEADING.match(line))]
             parts = [part for piece in written for part in split.split(piece)]
             (assistant if message.role == "assistant" else incoming).update(part for part in parts if part in control)
             loose += [part for part in parts if part not in control]
@@ -279,13 +265,6 @@ def find_template_markers(
 def _leading(parts: Sequence[str], control: frozenset[str]) -> list[str]:
     """Return the control tokens at the beginning of a text: a beginning of sequence, a header."""
     return list(takewhile(lambda part: part in control, filter(str.strip, parts)))
-
-
-def _adjacent_lines(written: Sequence[str]) -> list[str]:
-    """Return the lines right before and after the content of a first message."""
-    before = [line for line in written[0].splitlines() if line.strip()][-1:]
-    after = [line for line in written[-1].splitlines() if line.strip()][:1]
-    return [*before, *(line for line in after if not _HEADING.match(line))]
 
 
 def _conversations() -> list[tuple[list[Message], Tools]]:
@@ -343,11 +322,7 @@ class ControlTextGuard:
     """Encodes rendered messages so that no content becomes a control token (invariant 8)."""
 
     def __init__(self, codec: Tokenizer, mode: ControlText = "neutralise", banned: Collection[str] = ()) -> None:
-        """
-        Args:
-            mode: handling of control text.
-            banned: texts of control tokens that every mode encodes as plain text (image placeholders).
-        """
+        """`banned` are texts of control tokens that every mode encodes as plain text (image placeholders)."""
         self._codec = codec
         self.mode = mode
         self.split = control_pattern(codec.control)
@@ -390,10 +365,8 @@ class ControlTextGuard:
         Each control text in a content gets a mark inside before the template renders it. Thus every control token in the
         rendered text is the template's own; all other text is encoded without control tokens, split at the marks.
 
-        Args:
-            messages: untrusted messages; assistant messages among them are demonstrations.
-            tools: schemas that the template renders, untrusted too.
-            after: the control token before the text; empty if the text begins a prompt.
+        Messages and schemas are untrusted; assistant messages are demonstrations. `after` is the control token before the text,
+        empty if the text begins a prompt.
 
         Raises `ControlTextError` in mode `reject`, for the first control text; `TemplateError` if the template cannot render
         the messages.
@@ -404,11 +377,9 @@ class ControlTextGuard:
     def encode_cut(
         self, messages: Sequence[Message], render: GuardRender, cut: Cut, tools: Tools = (), first_new: int = 0
     ) -> tuple[list[list[int]], EncodedMessages]:
-        """Encode segments of the rendered text as `encode` does; the text between them has ids already.
+        """Encode segments of the rendered text, found by `cut`, as `encode` does; the text between them has ids already.
 
-        Args:
-            cut: finds the segments in the rendered text.
-            first_new: index of the first new message; control texts of earlier ones were counted when they were new.
+        Control texts of messages before index `first_new` are not counted: they were when these messages were new.
         """
         inner, edge = random_mark(), random_mark()
         escaper = ControlTextEscaper(self._codec, self.split, self._rules, (inner, edge))
@@ -488,11 +459,7 @@ class ControlTextGuard:
     def _encode_split(
         self, marked: str, rows: Sequence[tuple[int, int, int]], escaper: ControlTextEscaper, after: PrecedingToken
     ) -> list[int]:
-        """Encode a text with only these control tokens; all other text is plain, split at marks.
-
-        Args:
-            after: what precedes the text.
-        """
+        """Encode a text with only these control tokens; all other text is plain, split at marks."""
         ids: list[int] = []
         at = 0
         for token, start, end in (*rows, (-1, len(marked), len(marked))):

@@ -60,10 +60,8 @@ def template_renderer(name: str) -> ChatRenderer:
     source, origin = find_source(name)
     names = {name: f"<|{name}|>" for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     template = ChatTemplate(source, names, origin=origin)
-    markers = dict.fromkeys(
-        (*names.values(), *(token for text in sample_conversations(template) for token in _MARKER.findall(text)))
-    )
-    codec = ByteTokenizer(tuple(markers))
+    found = (token for text in sample_conversations(template) for token in _MARKER.findall(text))
+    codec = ByteTokenizer(tuple(dict.fromkeys((*names.values(), *found))))
     return ChatRenderer(codec, template, stop_ids=frozenset((codec.control[names["eos_token"]],)))
 
 

@@ -29,13 +29,8 @@ CONTENT_TRANSFORMS: Mapping[str, Callable[[str], str]] = {
 
 def texts_of(messages: Sequence[Message]) -> list[str]:
     """Return the texts of all contents in order: a text content itself, else its text parts."""
-    texts: list[str] = []
-    for message in messages:
-        if isinstance(message.content, str):
-            texts.append(message.content)
-        else:
-            texts += [part for part in message.content if isinstance(part, str)]
-    return texts
+    contents = [(m.content,) if isinstance(m.content, str) else m.content for m in messages]
+    return [part for content in contents for part in content if isinstance(part, str)]
 
 
 def with_texts(messages: Sequence[Message], texts: Sequence[str]) -> list[Message]:
@@ -223,7 +218,9 @@ class TemplateProbe:
         same = last[: common_prefix_length(last, text)]
         inside, after = self._tokens(same), self._tokens(text)[len(self._tokens(same)) :]
         unended = not self._tokens(self.text.last) and bool(self.text.stops)
-        opened = [end - len(token) for token, end in inside if token in self._openers()]
+        without, prompted = self._prompts() if inside else ("", "")
+        openers = {token for token, _ in self._tokens(prompted[common_prefix_length(without, prompted) :])}
+        opened = [end - len(token) for token, end in inside if token in openers]
         if opened and self.text.stops:  # the next message opens without a stop before it: calls end as text does
             return ReplyEnding(self.text.stops, self.text.heads, same[: opened[0]], last)
         if after and (unended or len(self._tokens(last)) > len(inside)):
@@ -231,11 +228,6 @@ class TemplateProbe:
         if inside:
             return ReplyEnding((inside[-1][0],), False, text[: inside[-1][1]], last)
         return ReplyEnding(self.text.stops, self.text.heads, same, last)
-
-    def _openers(self) -> set[str]:
-        """Return the control tokens of the generation prompt."""
-        without, prompted = self._prompts()
-        return {token for token, _ in self._tokens(prompted[common_prefix_length(without, prompted) :])}
 
     def _tokens(self, text: str) -> list[tuple[str, int]]:
         """Return the control tokens of a text, in order, each with its end position."""
@@ -246,10 +238,7 @@ class TemplateProbe:
     def append(
         self, reply: Message, messages: Sequence[Message], tools: Tools = (), before: Sequence[Message] = (ASKED,)
     ) -> AppendProbe:
-        """Derive how messages like these are appended to a reply like this one.
-
-        Args:
-            before: the conversation that the reply ends.
+        """Derive how messages like these are appended to a reply like this one, which ends the conversation `before`.
 
         Raises `TemplateError` if the template cannot append them in any form.
         """
@@ -308,17 +297,14 @@ class TemplateProbe:
         end, heads = self.reply_end(text, marks[0] if marks else None)
         proof = "append" if full.startswith(rendered) else "tail" if text.startswith(tail) else "swap"
         if proof == "swap" and not end:
-            raise TemplateError(
-                f"{self.template.origin}: appending {roles} rewrites the close of the reply before it "
-                f"({tail!r} became {text[: len(tail) + 8]!r})"
-            )
+            change = f"rewrites the close of the reply before it ({tail!r} became {text[: len(tail) + 8]!r})"
+            raise TemplateError(f"{self.template.origin}: appending {roles} {change}")
         return AppendProbe(base, mark, tools, proof, text[:end], heads, "", (*pieces, rest))
 
     def reply_end(self, text: str, until: str | None = None) -> tuple[int, bool]:
         """Find where a reply ends in the text after its visible end, and whether its stop is the next message's header.
 
-        Args:
-            until: a content that the reply cannot include.
+        The reply cannot include the content `until`.
         """
         if until is not None:
             text = text.partition(until)[0]
@@ -332,10 +318,7 @@ class TemplateProbe:
         return len(head), False
 
     def rendered(self, append: AppendProbe, messages: Sequence[Message]) -> str:
-        """Return the template text after the end of a placeholder reply when these adapted messages follow it.
-
-        Raises `TemplateError` if the template rejects them.
-        """
+        """Return the template text after a placeholder reply that these adapted messages follow; may raise `TemplateError`."""
         text = self.template.render((*append.base, *messages), append.tools, generation_prompt=True)
         return text[self.end_of_reply(append, text) :]
 
@@ -353,10 +336,7 @@ class TemplateProbe:
         content = not calls or bool(reply.text)
         for with_content in (content, not content) if calls else (True,):
             text, argument = random_mark(), random_mark()
-            marked = tuple(
-                replace(call, arguments={"x": argument}) if number == len(calls) - 1 else call
-                for number, call in enumerate(calls)
-            )
+            marked = (*calls[:-1], *(replace(call, arguments={"x": argument}) for call in calls[-1:]))
             thought = reply.reasoning and "thought"
             base = (*before, Message("assistant", text if with_content else "", tool_calls=marked, reasoning=thought))
             rendered = self.template.try_render(base, tools) or ""
@@ -422,10 +402,7 @@ class AppendShapes:
     """Finds and fills append shapes for one template and tokenizer."""
 
     def __init__(self, codec: Tokenizer, guard: ControlTextGuard, origin: str) -> None:
-        """
-        Args:
-            origin: name of the template in errors.
-        """
+        """`origin` names the template in errors."""
         self._codec = codec
         self._encode_segment = codec.encode_segment
         self._guard = guard
@@ -454,10 +431,7 @@ class AppendShapes:
     def find(
         self, messages: Sequence[Message], render: GuardRender, tools: Sequence[Mapping[str, Any]] = (), after: str = ""
     ) -> AppendShape:
-        """Find the template text around the contents, and how the template changes contents.
-
-        Raises `TemplateError` if the template drops or repeats a content.
-        """
+        """Find the text around contents and how the template changes them; raise `TemplateError` if it drops or repeats one."""
         harmless = [map_texts(m, lambda _: "x") for m in messages]
         if self._guard.encode(harmless, render, tools, after).control:
             return AppendShape(after=after)  # names, ids and schemas come from the environment, not from the template

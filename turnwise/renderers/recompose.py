@@ -9,7 +9,7 @@ reply was tokenized.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product, takewhile
@@ -67,10 +67,7 @@ class ReplyPlaceholders:
     """Makes placeholders for one template."""
 
     def __init__(self, codec: Tokenizer, probe: TemplateProbe, stops: Mapping[str, int]) -> None:
-        """
-        Args:
-            stops: ids that end a reply, by text.
-        """
+        """`stops` are the ids that end a reply, by text."""
         self._codec = codec
         self._template = probe.template
         self._probe = probe
@@ -79,11 +76,7 @@ class ReplyPlaceholders:
         self._openings: dict[Any, str] = {}
 
     def make(self, messages: Sequence[Message], reply: SampledReply, tools: Tools, *, called: bool = False) -> ReplyPlaceholder:
-        """Make the placeholder of one reply of a conversation.
-
-        Args:
-            called: whether tool answers count as called if the reply makes no calls.
-        """
+        """Make a reply's placeholder; with `called`, tool answers count as called if the reply makes no calls."""
         message = original = messages[reply.message]
         marks: list[str] = []
 
@@ -136,7 +129,7 @@ class ReplyPlaceholders:
 
     def adapted(self, messages: Sequence[Message], replies: Sequence[SampledReply]) -> tuple[list[Message], list[SampledReply]]:
         """Return a conversation with tool results in the form that the template renders."""
-        adapt = ADAPT[self._adapt]
+        adapt = self._adapt
         rows: list[Message] = []
         moved: list[SampledReply] = []
         low = 0
@@ -191,11 +184,11 @@ class ReplyPlaceholders:
         return any(mark in text for text in self._contexts(Message("assistant", "", (call,))))
 
     @cached_property
-    def _adapt(self) -> str:
+    def _adapt(self) -> Callable[[Sequence[Message]], list[Message]]:
         try:
-            return self._probe.append(Message("assistant", "", (_CALL,)), (_ANSWER,)).adapt
+            return self._probe.append(Message("assistant", "", (_CALL,)), (_ANSWER,)).adapted
         except TemplateError:
-            return ""
+            return list
 
     def _contexts(self, reply: Message) -> Iterator[str]:
         """Yield renderings of conversations with a reply at several positions."""
@@ -326,11 +319,7 @@ class ConversationComposer:
         complete, found = rendered.complete, rendered.found
         start_of = {stub.reply.message: start for stub, start in zip(complete, starts, strict=True)}
         reply_starts = tuple(start_of.get(reply.message, -1) for reply in replies)
-        keep = (
-            common_prefix_length(ids_with_media_keys(prompt, media), ids_with_media_keys(ids, placed))
-            if media or placed
-            else common_prefix_length(prompt, ids)
-        )
+        keep = common_prefix_length(ids_with_media_keys(prompt, media), ids_with_media_keys(ids, placed))
         rest = placements_between(media, keep, len(prompt))
         if keep == len(ids):
             last = complete[-1].reply if complete else None
@@ -361,27 +350,22 @@ class ConversationComposer:
                 why |= lost.why
 
     def _check(self, given: Sequence[Message], complete: Sequence[ReplyPlaceholder], tools: Tools, first_new: int) -> None:
-        """Check that the template renders new observations, and no observation inside a reply.
-
-        Raises `TemplateError` if a new observation is not rendered.
-        """
+        """Check that the template renders new observations, else `TemplateError`, and no observation inside a reply."""
         marks = [random_mark() if m.role != "assistant" else "" for m in given]
         marked = [map_texts(m, lambda t, own=own: f"{own}{t}{own}") for m, own in zip(given, marks, strict=True)]  # type: ignore[misc]
         if (text := self._template.try_render(marked, tools, generation_prompt=True)) is None:
             return  # the template inspects contents; the unmarked conversation is rendered next
         inside = [text[position.start : position.end] for position in self._positions(text, complete)]
         used = [own for m, own in zip(marked, marks, strict=True) if own and own in m.text]
-        swallowed = [any(own in part for own in used) for part in inside]
-        if any(swallowed):
-            raise _RepliesNotRendered(
-                {stub.reply.message: "reply_rewritten" for stub, odd in zip(complete, swallowed, strict=True) if odd}
-            )
+        pairs = zip(complete, inside, strict=True)
+        swallowed = [stub.reply.message for stub, part in pairs if any(own in part for own in used)]
+        if swallowed:
+            raise _RepliesNotRendered(dict.fromkeys(swallowed, "reply_rewritten"))
         for message, own in zip(marked[first_new:], marks[first_new:], strict=True):
             if own and own in message.text and own not in text:
-                raise TemplateError(
-                    f"{self._template.origin}: drops a message of role {message.role} from a conversation of "
-                    f"{', '.join(m.role for m in given)}"
-                )
+                roles = ", ".join(m.role for m in given)
+                error = f"drops a message of role {message.role} from a conversation of {roles}"
+                raise TemplateError(f"{self._template.origin}: {error}")
 
     def _encode(
         self, given: Sequence[Message], complete: list[ReplyPlaceholder], tools: Tools, first_new: int
@@ -407,10 +391,7 @@ class ConversationComposer:
         return self._codec.decode(ids[-1:]) if ids and ids[-1] in self._guard.control_ids else ""
 
     def _positions(self, text: str, complete: Sequence[ReplyPlaceholder]) -> list[_ReplyPosition]:
-        """Return the position of each reply in a text.
-
-        Raises `_RepliesNotRendered` if some reply is not rendered completely.
-        """
+        """Return the position of each reply in a text; raise `_RepliesNotRendered` if some are not rendered completely."""
         spans = [mark_positions(text, stub.marks) for stub in complete]
         positions: list[_ReplyPosition] = []
         lost: dict[int, str] = {}
@@ -455,10 +436,8 @@ class ConversationComposer:
     def _mismatch(self, stub: ReplyPlaceholder, lead: str, rest: str, moved: bool) -> str | None:
         """Return why a reply is not rendered as sampled, by the template text before and after its content.
 
-        Differences in white space, and in the spelling of thinking and calls, do not count.
-
-        Args:
-            moved: whether the text after it differs from the text after a final reply.
+        Differences in white space, and in the spelling of thinking and calls, do not count. `moved`: the text after it differs
+        from the text after a final reply.
         """
         own = _without_space(self._codec.decode(stub.reply.ids[:-1]))
         lead, rest = _without_space(lead), _without_space(rest)

@@ -32,9 +32,8 @@ def template_assistant_mask(
     for token, start, end in renderer.codec.encode_with_offsets(text):
         while number < len(marked) and marked[number][1] <= start:
             number += 1
-        inside = number < len(marked) and marked[number][0] < max(end, start + 1)
         ids.append(token)
-        mask.append(int(inside))
+        mask.append(int(number < len(marked) and marked[number][0] < max(end, start + 1)))
     return ids, mask
 
 
@@ -168,9 +167,8 @@ def _image_difference(
     """Return the first image on the path that differs from the conversation's image there."""
     cause = "history" if built.rewritten else "image"
     pairs = zip(built.placed, expected, strict=False)
-    block = next(
-        (block for block, media in pairs if block.media != media), built.placed[min(len(expected), len(built.placed) - 1)]
-    )
+    last = built.placed[min(len(expected), len(built.placed) - 1)]
+    block = next((block for block, media in pairs if block.media != media), last)
     return _difference(renderer, built, cause, block.start, len(renderer.decode(built.ids[: block.start])), text)
 
 
@@ -279,9 +277,7 @@ def _cause_in_reply(
     if _truncated(built, piece) and not (reply and reply.tool_calls):
         return "truncated"
     if built.ids[position] in renderer.stop_ids:
-        if there[:1].isspace():
-            return "whitespace"
-        return "close"
+        return "whitespace" if there[:1].isspace() else "close"
     inside = renderer.decode(built.ids[piece.start : position])
     if (reply is not None and reply.reasoning is not None) or any(one in own for one in _THINK):
         if not any(one in there[: len(own)] for one in _THINK) and (here + inside).count("<think>") + own.count("</think>"):

@@ -87,9 +87,8 @@ def spend(units: float) -> None:
     if left is not None:
         left[0] -= units
         if left[0] < 0:
-            raise TemplateBudgetExceeded(
-                f"the template does too much work or writes too much text (over {WORK:,} units); it is not used"
-            )
+            error = f"the template does too much work or writes too much text (over {WORK:,} units); it is not used"
+            raise TemplateBudgetExceeded(error)
 
 
 def charge_size(value: Any, depth: int = 0) -> int:
@@ -225,7 +224,12 @@ def charge_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]
     def filtered(*args: Any, **kwargs: Any) -> Any:
         spend(STEP)
         if len(args) > skipped and (name in _ONE_BY_ONE or isinstance(args[skipped], Iterator)):
-            args = (*args[:skipped], _charge_items(args[skipped], name in _ONE_BY_ONE), *args[skipped + 1 :])
+            value, one_by_one = args[skipped], name in _ONE_BY_ONE
+            if isinstance(value, Iterator):
+                value = _counted(value, STEP) if one_by_one else list(_counted(value, STEP))
+            else:
+                spend(STEP * length(value))
+            args = (*args[:skipped], value, *args[skipped + 1 :])
         given = (*args[skipped:], *kwargs.values())
         size = charge_size(given) if name in _SERIALISING else sum(map(length, given))
         spend(size)
@@ -240,19 +244,13 @@ def charge_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]
     return filtered
 
 
-def _charge_items(value: Any, one_by_one: bool) -> Any:
-    if isinstance(value, Iterator):
-        value = _counted(value, STEP)
-        return value if one_by_one else list(value)
-    spend(STEP * length(value))
-    return value
-
-
 # Maximum cost of a filter beyond reading its arguments: the size of its result, and repeated work per character. Computed from
 # its value, the largest number argument, the length of its text arguments, and the size of all arguments.
 _GROWING: Mapping[str, Callable[[Any, int, int, int], float]] = {
     **dict.fromkeys(("center", "batch", "slice"), lambda value, number, texts, size: number),
-    "indent": lambda value, number, texts, size: (number + texts) * (1 + _lines(value)),
+    "indent": lambda value, number, texts, size: (
+        (number + texts) * (1 + (value.count("\n") if isinstance(value, str) else _count(value)))
+    ),
     # A word that is too long is split line by line.
     "wordwrap": lambda value, number, texts, size: size * (8 + texts) * (1 + _longest(value) // (number or 79)),
     "replace": lambda value, number, texts, size: (_count(value) + 1) * texts,
@@ -277,10 +275,6 @@ def _longest(value: Any) -> int:
 
 def _are_numbers(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(item, (int, float)) for item in value)
-
-
-def _lines(value: Any) -> int:
-    return value.count("\n") if isinstance(value, str) else _count(value)
 
 
 def _count(value: Any) -> int:
@@ -313,11 +307,10 @@ def as_text(value: Any) -> Any:
 
 def _steps(values: Any, written: int) -> Any:
     """Charge the values of a loop; lists and dicts keep their type, so that `loop` knows their length."""
-    price = STEP + written
-    if isinstance(values, (str, list, tuple, Mapping, range)):
-        spend(len(values) * price)
-        return values
-    return _counted(values, price)
+    if not isinstance(values, (str, list, tuple, Mapping, range)):
+        return _counted(values, STEP + written)
+    spend(len(values) * (STEP + written))
+    return values
 
 
 def _counted(values: Iterable[Any], price: int) -> Iterator[Any]:
@@ -399,11 +392,7 @@ class TemplateSandbox(SandboxedEnvironment):
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self, strftime: Callable[[str], str], marks: tuple[str, str] | None = None) -> None:
-        """
-        Args:
-            strftime: implementation of `strftime_now`.
-            marks: texts to write before and after each `{% generation %}` block.
-        """
+        """`marks` are texts to write before and after each `{% generation %}` block."""
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,

@@ -65,12 +65,7 @@ class ChatTemplate:
     """Compiled chat template; rendering is pure, with a frozen clock."""
 
     def __init__(self, source: str, variables: Mapping[str, Any] | None = None, *, origin: str = "chat template") -> None:
-        """
-        Args:
-            source: the Jinja source.
-            variables: more names that the template may use (such as `bos_token`).
-            origin: name of the template in errors, such as its file.
-        """
+        """`variables` are more names that the template may use (such as `bos_token`); `origin` names it in errors."""
         self.source = source
         self.origin = origin
         self._variables = dict(variables or {})
@@ -84,8 +79,7 @@ class ChatTemplate:
     def parameters(self) -> frozenset[str]:
         """Variables that the template reads besides the conversation, such as `enable_thinking`.
 
-        Raises:
-            TemplateError: if the source is not a template.
+        Raises `TemplateError` if the source is not a template.
         """
         from jinja2 import meta
 
@@ -145,11 +139,9 @@ class ChatTemplate:
     ) -> str:
         """Render a conversation, as transformers' `apply_chat_template` does.
 
-        Args:
-            documents: sources that the template may include, dicts with `title` and `text`.
+        `documents` are sources that the template may include, dicts with `title` and `text`.
 
-        Raises:
-            TemplateError: if the template rejects the conversation, fails, or exceeds the work budget.
+        Raises `TemplateError` if the template rejects the conversation, fails, or exceeds the work budget.
         """
         return self._render(self._compiled, messages, tools, generation_prompt, documents)
 
@@ -167,8 +159,7 @@ class ChatTemplate:
 
         The marks are `{% generation %}` and `{% endgeneration %}`; a template without them marks nothing.
 
-        Raises:
-            TemplateError: as in `render`, and if the template changes the text between marks.
+        Raises `TemplateError` as in `render`, and if the template changes the text between marks.
         """
         compiled, pattern = self._with_marks
         found = self._render(compiled, messages, tools, generation_prompt, None)
@@ -365,8 +356,7 @@ def template_names() -> list[str]:
 def template_source(name: str) -> str:
     """Return the Jinja source of a named template.
 
-    Raises:
-        ConfigError: for an unknown name.
+    Raises `ConfigError` for an unknown name.
     """
     if name not in _NAMED:
         near = did_you_mean(name, _NAMED)

@@ -102,7 +102,11 @@ class ByteLevelDecoder:
         added = {row["content"] for row in definition.get("added_tokens") or []}
         if names == ["ByteLevel"]:
             alphabet = _byte_alphabet()
-            table = _table(tokenizer, added, lambda token: _bytes_of(token, alphabet))
+
+            def bytes_of(token: str) -> bytes | None:
+                return bytes(alphabet[char] for char in token) if all(char in alphabet for char in token) else None
+
+            table = _table(tokenizer, added, bytes_of)
             return cls(table, control, space=_adds_space(definition), strict=True) if table is not None else None
         mark = _word_start(parts)
         if mark is None or not set(names) <= {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}:
@@ -174,10 +178,6 @@ def _flat(part: Any, inner: str) -> list[Mapping[str, Any]]:
     if not part:
         return []
     return [leaf for item in part[inner] for leaf in _flat(item, inner)] if part.get("type") == "Sequence" else [part]
-
-
-def _bytes_of(token: str, alphabet: Mapping[str, int]) -> bytes | None:
-    return bytes(alphabet[char] for char in token) if all(char in alphabet for char in token) else None
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -93,9 +93,8 @@ class ExpertRoutes:
 
     def slice(self, start: int, end: int) -> ExpertRoutes:
         """Return the routes of positions `start` to `end`."""
-        return ExpertRoutes(
-            self.data[start * self.bytes_per_position : end * self.bytes_per_position], self.layers, self.k, self.width
-        )
+        size = self.bytes_per_position
+        return ExpertRoutes(self.data[start * size : end * size], self.layers, self.k, self.width)
 
     def concat(self, more: ExpertRoutes) -> ExpertRoutes:
         """Return these routes followed by those of later positions.
@@ -143,9 +142,8 @@ class SpanRoutes:
     def _add(self, leaf: int, start: int, routes: ExpertRoutes) -> None:
         sizes = routes.layers, routes.k, routes.width
         if self._sizes not in (None, sizes):
-            raise ValueError(
-                f"{self._trajectory.key}: routes of {routes.layers} x {routes.k} and other shapes in one trajectory"
-            )
+            shape = f"{routes.layers} x {routes.k}"
+            raise ValueError(f"{self._trajectory.key}: routes of {shape} and other shapes in one trajectory")
         self._sizes = sizes
         per_position, end = routes.bytes_per_position, start + len(routes)
         for index, used in self._trajectory.chain(leaf):
@@ -159,19 +157,14 @@ class SpanRoutes:
             low, high = first - span.start, last - span.start
             for at in _runs(known, low, high):
                 source = (at[0] + span.start - start) * per_position
-                data[at[0] * per_position : at[1] * per_position] = routes.data[
-                    source : source + (at[1] - at[0]) * per_position
-                ]
+                reported = routes.data[source : source + (at[1] - at[0]) * per_position]
+                data[at[0] * per_position : at[1] * per_position] = reported
             known[low:high] = b"\1" * (high - low)
 
     def for_chain(self, links: Sequence[tuple[int, int]]) -> tuple[ExpertRoutes, list[int]] | None:
         """Return the routes of a chain of spans, zeros where none were reported, and 1 for each reported position.
 
-        Args:
-            links: the chain, from `Trajectory.chain`.
-
-        Returns:
-            None if the trajectory has no routes.
+        None if the trajectory has no routes.
         """
         if self._sizes is None:
             return None

@@ -193,7 +193,8 @@ def media_label(value: Any) -> str:
     content = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
     if hasattr(value, "tobytes") and not isinstance(value, memoryview):
         description = "".join(str(getattr(value, name, "")) for name in ("mode", "size", "shape", "dtype"))
-        if _area(value) > _MAX_HASHED:
+        size = getattr(value, "size", 0)
+        if (size if isinstance(size, int) else math.prod(size)) > _MAX_HASHED:
             return f"<{type(value).__name__} {description}>"
         try:
             content = description.encode() + value.tobytes()
@@ -202,12 +203,6 @@ def media_label(value: Any) -> str:
     if isinstance(content, (bytes, bytearray, memoryview)):
         return sha256(content).hexdigest()
     return f"<{type(value).__name__}>"
-
-
-def _area(value: Any) -> int:
-    """Return the number of elements of an array or image without decoding it."""
-    size = getattr(value, "size", 0)
-    return size if isinstance(size, int) else math.prod(size)
 
 
 def limit_pixels(ref: ImageRef, max_pixels: int) -> ImageRef:

@@ -99,9 +99,7 @@ class Message:
     def of(cls, value: Message | Mapping[str, Any] | ContentPart, role: str = "user") -> Message:
         """Read a message, an OpenAI-style dict, or a string, an image or a video (which get `role`).
 
-        Raises:
-            TypeError: for anything else, or an unknown kind of content part.
-            ValueError: for a dict without a role.
+        Raises `TypeError` for anything else, or an unknown kind of content part; `ValueError` for a dict without a role.
         """
         if isinstance(value, Message):
             return value

@@ -60,13 +60,8 @@ class Task:
         set_field(self, "id", id or self._content_id())
 
     def _content_id(self) -> str:
-        content = [
-            [m.to_dict() for m in self.messages],
-            self.answer,
-            [i.to_dict()["image"] for i in self.images],
-            self.info,
-            self.env,
-        ]
+        messages, images = [m.to_dict() for m in self.messages], [i.to_dict()["image"] for i in self.images]
+        content = [messages, self.answer, images, self.info, self.env]
         try:
             text = json.dumps(content, sort_keys=True, default=_stable_repr, ensure_ascii=False)
         except (TypeError, ValueError):  # unsortable keys, or a cyclic value
@@ -157,8 +152,7 @@ class Span:
     def check(self) -> None:
         """Check that logprobs and version match the origin (invariant 3).
 
-        Raises:
-            ValueError: when logprobs are missing, too many, or set on a span that was not sampled.
+        Raises `ValueError` when logprobs are missing, too many, or set on a span that was not sampled.
         """
         if self.sampled:
             if self.logprobs is None or len(self.logprobs) != len(self.ids):
@@ -268,8 +262,7 @@ class Sample:
 
         None for records of versions that did not store it.
 
-        Raises:
-            ValueError: when calls of one path used different distributions (an agent function's `temperature=`).
+        Raises `ValueError` when calls of one path used different distributions (an agent function's `temperature=`).
         """
         distributions = {one for one, sampled in zip(self.samplings, self.mask, strict=True) if sampled}
         if len(distributions) > 1:
@@ -423,9 +416,8 @@ class Trajectory:
                 new = max(old, min(used, span.trained))
                 row.weights += [0.0] * old + [1.0] * (new - old) + [0.0] * (used - new)
                 if token_rewards is not None and row.token_rewards is not None:
-                    row.token_rewards += [
-                        token_rewards.get((index, offset), 0.0) if offset >= old else 0.0 for offset in range(used)
-                    ]
+                    row.token_rewards += [0.0] * old
+                    row.token_rewards += [token_rewards.get((index, offset), 0.0) for offset in range(old, used)]
                 used_before[index] = max(used_before[index], used)
             if any(row.mask):
                 row.routes, row.routes_mask = routes.for_chain(links) or (None, [])

@@ -147,17 +147,10 @@ class ReplyFormat:
         """See `Parser.parse`."""
         if not thinking and not any(hint in text for hint in self.hints):
             return Message("assistant", text)
-        reasoning, rest = (
-            (None, text) if tools and not thinking and self._calls_first(text) else self.thinking.split(text, thinking)
-        )
-        calls: tuple[ToolCall, ...] = ()
-        ignored = 0
-        if tools:
-            if reasoning:
-                ignored = sum(reasoning.count(dialect.open) for dialect in self.dialects)
-            if rest:
-                calls, rest = self._calls(rest, tools)
-        visible = rest or ""
+        calls_first = tools and not thinking and self._calls_first(text)
+        reasoning, rest = (None, text) if calls_first else self.thinking.split(text, thinking)
+        ignored = sum((reasoning or "").count(dialect.open) for dialect in self.dialects) if tools else 0
+        calls, visible = self._calls(rest or "", tools) if tools else ((), rest or "")
         for mark in self.dropped:
             visible = visible.replace(mark, "")
         return Message("assistant", visible, tool_calls=calls, reasoning=reasoning, calls_in_thinking=ignored)

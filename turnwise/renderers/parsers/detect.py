@@ -22,11 +22,8 @@ def detect_format(rendered: str) -> str | None:
     """Return the name of the parser for a template's replies; None if the template writes no call, or one that none parses.
 
     Model names do not matter: the result is the first parser that returns exactly the call that the template was given. If the
-    template writes no call, it is the first that returns its thinking.
-
-    Args:
-        rendered: the template's text for an assistant message with content "CONTENT", reasoning "REASON" and one call of
-            `probe_name` with `{"probe_key": "probe_value"}`; with or without its header and close.
+    template writes no call, it is the first that returns its thinking. `rendered` is the template's text for an assistant
+    message with content "CONTENT", reasoning "REASON" and one call of `probe_name` with `{"probe_key": "probe_value"}`.
     """
     if PROBE_NAME not in rendered:
         if PROBE_REASON not in rendered:
@@ -57,11 +54,7 @@ def without_call_endings(rendered: str) -> list[str]:
 def render_probe_reply(
     template: ChatTemplate, calls: tuple[ToolCall, ...] = (PROBE_CALL,), tools: Tools = (PROBE_TOOL,)
 ) -> str | None:
-    """Render a reply with thinking, text and calls after a user message, or with as much of it as the template accepts.
-
-    Returns:
-        The text after the user message; None if the template accepts none of it.
-    """
+    """Render a reply to a user with thinking, text and calls, or as much as the template accepts; None if it accepts none."""
     best = None
     for content, reasoning in ((PROBE_CONTENT, PROBE_REASON), ("", PROBE_REASON), (PROBE_CONTENT, None), ("", None)):
         asked = (_USER, Message("assistant", content, tool_calls=calls, reasoning=reasoning))
@@ -81,12 +74,8 @@ def parser_for_template(template: ChatTemplate) -> Parser | None:
     name = detect_format(render_probe_reply(template) or "")
     if name is not None:
         return PARSERS[name]
-    alone = _render_lone_call(template)
-    return next((parser for text in without_call_endings(alone) for parser in BARE if _reads(parser, text)), None)
-
-
-def _render_lone_call(template: ChatTemplate) -> str:
-    """Render a reply of one call after the generation prompt; empty if the two cannot be separated."""
+    # A reply of one call after the generation prompt; empty if the two cannot be separated.
     prompt = template.try_render((_USER,), (PROBE_TOOL,), generation_prompt=True)
     full = template.try_render((_USER, Message("assistant", "", tool_calls=(PROBE_CALL,))), (PROBE_TOOL,))
-    return full.removeprefix(prompt) if full and prompt is not None and full.startswith(prompt) else ""
+    alone = full.removeprefix(prompt) if full and prompt is not None and full.startswith(prompt) else ""
+    return next((parser for text in without_call_endings(alone) for parser in BARE if _reads(parser, text)), None)

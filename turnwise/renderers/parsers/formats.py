@@ -81,6 +81,7 @@ _JSON, _JSON_LIST = JsonCalls(), JsonCalls(many=True)
 _COHERE = JsonCalls("tool_name", ("parameters",), "tool_call_id", many=True)
 
 _SEP = "<｜tool▁sep｜>"
+_DEEPSEEK_SECTIONS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _FENCED = NamedJsonCalls("\n```json\n", f"function{_SEP}NAME\\n```json\\n{{...}}\\n```")
 _BARE = NamedJsonCalls(_SEP, f"NAME{_SEP}{{...}}")
 
@@ -152,6 +153,8 @@ def _kimi_head(text: str) -> tuple[str, str]:
     return name, given_id
 
 
+_KIMI = NamedJsonCalls(_KIMI_MARK, f"functions.NAME:0{_KIMI_MARK}{{...}}", _kimi_head)
+_KIMI_SECTIONS = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _KIMI_K3 = TaggedCalls(
     re.compile(r'<\|open\|>call tool="([^"<]*)"[^<]*<\|sep\|>'),
     re.compile(r'\s*<\|open\|>argument key="([^"<]*)" type="(?P<type>[^"<]*)"<\|sep\|>'),
@@ -216,6 +219,7 @@ def _granite(body: str, tools: Tools) -> list[ToolCall]:
     return _JSON_LIST(text)
 
 
+_MINIMAX_TAGS = _minimax_tags("invoke", "parameter")
 _MINICPM = replace(_minimax_tags("function", "param"), cdata=True)
 
 
@@ -233,7 +237,11 @@ _QWEN3_CODER_TAGS = TaggedCalls(
 )
 
 
+_FUNCTIONARY = NamedJsonCalls(">", "<function=NAME>{...}</function>")
+_INTERNLM = JsonCalls(arguments=("parameters", "arguments"))
 _HY = ":opensource"
+_HUNYUAN_TAGS = _glm_tags(_HY, f"<tool_sep{_HY}>")
+_HUNYUAN_SECTIONS = (f"<tool_calls{_HY}>", f"</tool_calls{_HY}>")
 FORMATS: tuple[Parser, ...] = (
     ReplyFormat("hermes", (CallSyntax("<tool_call>", _JSON, "</tool_call>"),)),
     ReplyFormat("qwen3_coder", (CallSyntax("<tool_call>", _QWEN3_CODER_TAGS, "</tool_call>"),)),
@@ -251,9 +259,7 @@ FORMATS: tuple[Parser, ...] = (
     ReplyFormat(
         "deepseek",
         (
-            CallSyntax(
-                "<｜tool▁call▁begin｜>", _deepseek, "<｜tool▁call▁end｜>", ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-            ),
+            CallSyntax("<｜tool▁call▁begin｜>", _deepseek, "<｜tool▁call▁end｜>", _DEEPSEEK_SECTIONS),
             CallSyntax("<｜DSML｜tool_calls>", _DEEPSEEK_TAGS, "</｜DSML｜tool_calls>"),
             CallSyntax("<｜DSML｜function_calls>", _DEEPSEEK_TAGS, "</｜DSML｜function_calls>"),
         ),
@@ -261,27 +267,10 @@ FORMATS: tuple[Parser, ...] = (
     ReplyFormat("glm", (CallSyntax("<tool_call>", _glm_tags(""), "</tool_call>"),)),
     ReplyFormat(
         "hunyuan",
-        (
-            CallSyntax(
-                f"<tool_call{_HY}>",
-                _glm_tags(_HY, f"<tool_sep{_HY}>"),
-                f"</tool_call{_HY}>",
-                (f"<tool_calls{_HY}>", f"</tool_calls{_HY}>"),
-            ),
-        ),
+        (CallSyntax(f"<tool_call{_HY}>", _HUNYUAN_TAGS, f"</tool_call{_HY}>", _HUNYUAN_SECTIONS),),
         thinking=ReasoningMarks(f"<think{_HY}>", f"</think{_HY}>"),
     ),
-    ReplyFormat(
-        "kimi",
-        (
-            CallSyntax(
-                "<|tool_call_begin|>",
-                NamedJsonCalls(_KIMI_MARK, f"functions.NAME:0{_KIMI_MARK}{{...}}", _kimi_head),
-                "<|tool_call_end|>",
-                ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-            ),
-        ),
-    ),
+    ReplyFormat("kimi", (CallSyntax("<|tool_call_begin|>", _KIMI, "<|tool_call_end|>", _KIMI_SECTIONS),)),
     ReplyFormat(
         "kimi_k3",
         (CallSyntax("<|open|>tools<|sep|>", _KIMI_K3, "<|close|>tools<|sep|>"),),
@@ -303,9 +292,7 @@ FORMATS: tuple[Parser, ...] = (
         dropped=("<|tool_response>",),
     ),
     LFM2,
-    ReplyFormat(
-        "minimax_m2", (CallSyntax("<minimax:tool_call>", _minimax_tags("invoke", "parameter"), "</minimax:tool_call>"),)
-    ),
+    ReplyFormat("minimax_m2", (CallSyntax("<minimax:tool_call>", _MINIMAX_TAGS, "</minimax:tool_call>"),)),
     ReplyFormat(
         "muse",
         (CallSyntax("<atem:function_calls>", _minimax_tags("atem:invoke", "atem:parameter"), "</atem:function_calls>"),),
@@ -324,15 +311,10 @@ FORMATS: tuple[Parser, ...] = (
         (CallSyntax("<|function_call|>", _JSON), CallSyntax("function call<|role_sep|>\n", _JSON)),
         dropped=("<|message_sep|>",),
     ),
-    ReplyFormat(
-        "functionary", (CallSyntax("<function=", NamedJsonCalls(">", "<function=NAME>{...}</function>"), "</function>"),)
-    ),
+    ReplyFormat("functionary", (CallSyntax("<function=", _FUNCTIONARY, "</function>"),)),
     ReplyFormat("minicpm", (CallSyntax("<function ", _minicpm, "</function>"),)),
     ReplyFormat("granite", (CallSyntax("<|tool_call|>", _granite), CallSyntax("<tool_call>", _granite))),
-    ReplyFormat(
-        "internlm2",
-        (CallSyntax("<|action_start|><|plugin|>", JsonCalls(arguments=("parameters", "arguments")), "<|action_end|>"),),
-    ),
+    ReplyFormat("internlm2", (CallSyntax("<|action_start|><|plugin|>", _INTERNLM, "<|action_end|>"),)),
     ReplyFormat("function_gemma", (CallSyntax("<start_function_call>", _gemma("<escape>"), "<end_function_call>"),)),
     MINICPM3,
     OLMO3,

@@ -48,15 +48,13 @@ def _explained(text: str, error: json.JSONDecodeError, what: str) -> MalformedCa
     if text.strip() and (not text[at:].strip() or error.msg.startswith("Unterminated string")):
         return MalformedCall("truncated", f"{what} is cut off: {error}")
     if _COMMA.match(text, at) and (text[at] == "," or before.endswith(",")):
-        return MalformedCall(
-            "trailing_comma", f"{what} is not valid JSON: remove the comma before the closing bracket ({error})"
-        )
-    if _PYTHON.match(text, at):
-        return MalformedCall(
-            "python_literal",
-            f"{what} is not valid JSON: write strings in double quotes, and true, false and null in small letters ({error})",
-        )
-    return MalformedCall("not_json", f"{what} is not valid JSON: {error}")
+        cause, found = "trailing_comma", f"remove the comma before the closing bracket ({error})"
+    elif _PYTHON.match(text, at):
+        found = f"write strings in double quotes, and true, false and null in small letters ({error})"
+        cause = "python_literal"
+    else:
+        cause, found = "not_json", str(error)
+    return MalformedCall(cause, f"{what} is not valid JSON: {found}")
 
 
 def python_as_json(text: str) -> str:
@@ -176,12 +174,11 @@ class JsonCalls:
             value = {self.given_id: value.get(self.given_id), **value["function"]}
         if not isinstance(value, dict) or not isinstance(value.get(self.name), str):
             return malformed_call("not_a_call", f'a tool call is a JSON object with "{self.name}" and "{key}"')
-        name, given = value[self.name], value.get(self.given_id)
-        given = given if isinstance(given, str) else ""
+        given = value.get(self.given_id)
         found = next((value[key] for key in self.arguments if key in value), None)
         if found is None and len(value) == 1:
             found = {}
-        return make_call(name, found, given, f'"{key}" of a tool call')
+        return make_call(value[self.name], found, given if isinstance(given, str) else "", f'"{key}" of a tool call')
 
 
 def make_call(name: str, arguments: Any, given_id: str = "", what: str = "the arguments of a tool call") -> ToolCall:
@@ -210,16 +207,14 @@ class NamedJsonCalls:
         before, found, after = body.partition(self.mark)
         name, given_id = self.head(before)
         if not found:
-            return [
-                malformed_call("truncated", f"the tool call is cut off: {self.mark.strip()} is missing; write {self.example}")
-            ]
+            missing = f"the tool call is cut off: {self.mark.strip()} is missing; write {self.example}"
+            return [malformed_call("truncated", missing)]
         if not name or name != "".join(name.split()):
             return [malformed_call("not_a_call", f"a tool call looks like {self.example}")]
         try:
-            arguments = read_json(after.strip())
+            return [make_call(name, read_json(after.strip()), given_id)]
         except MalformedCall as error:
             return [malformed_call(error.cause, str(error), name, given_id)]
-        return [make_call(name, arguments, given_id)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,9 +245,8 @@ class TaggedCalls:
             return [malformed_call("not_a_call" if body.strip() else "truncated", f"a tool call looks like {self.example}")]
         calls = []
         if body[: heads[0].start()].strip():
-            calls.append(
-                malformed_call("not_a_call", f"text stands before the tool call; a tool call looks like {self.example}")
-            )
+            before = f"text stands before the tool call; a tool call looks like {self.example}"
+            calls.append(malformed_call("not_a_call", before))
         ends = [*(head.start() for head in heads[1:]), len(body)]
         for head, end in zip(heads, ends, strict=True):
             name = head[1].strip()
@@ -295,6 +289,5 @@ class TaggedCalls:
             problem = f"{rest[:40]!r} stands in place of {self.tail}" if rest else f"{self.tail} is missing"
             raise MalformedCall("not_a_call" if rest else "truncated", f"the tool call does not end: {problem}")
         if rest:
-            raise MalformedCall(
-                "not_a_call", f"the tool call has {rest[:40]!r} where it should end; it looks like {self.example}"
-            )
+            problem = f"the tool call has {rest[:40]!r} where it should end; it looks like {self.example}"
+            raise MalformedCall("not_a_call", problem)

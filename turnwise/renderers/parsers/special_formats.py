@@ -104,10 +104,9 @@ def _call(recipient: str, body: str, begun: bool) -> ToolCall:
     if not begun:
         return malformed_call("truncated", f"the tool call is cut off: {_MESSAGE} is missing", name)
     try:
-        arguments = read_json(body)
+        return make_call(name, read_json(body))
     except MalformedCall as error:
         return malformed_call(error.cause, str(error), name)
-    return make_call(name, arguments)
 
 
 HARMONY = Harmony()
@@ -254,8 +253,7 @@ def _read_objects(body: str, tools: Tools) -> list[ToolCall]:
             end = _DECODER.raw_decode(text, at)[1]
         except (ValueError, RecursionError):
             return found + _READ(text[at:])
-        between = _BETWEEN.match(text, end)
-        if between is None:
+        if (between := _BETWEEN.match(text, end)) is None:
             return found + _READ(text[at:])
         found += _READ(text[at:end])
         at = between.end()

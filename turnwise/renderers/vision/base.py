@@ -80,14 +80,7 @@ class BaseVisionProcessor(VisionProcessor):
         image_id: int,
         video_id: int | None = None,
     ) -> None:
-        """
-        Args:
-            family: the model's type, for errors and the fingerprint.
-            settings: everything that affects ids, positions or pixel values.
-            placeholder_ids: see `VisionProcessor.placeholder_ids`.
-            image_id: the placeholder of an image, in templates and in blocks.
-            video_id: the placeholder of a video; None if the model does not support videos.
-        """
+        """`settings` are everything that affects ids, positions or pixel values; no `video_id`: no support of videos."""
         self.family = family
         self.placeholder_ids = placeholder_ids
         self.pad_ids = frozenset(i for i in (image_id, video_id) if i is not None)
@@ -152,11 +145,9 @@ class BaseVisionProcessor(VisionProcessor):
         out: list[int] = []
         done = 0
         for block in placed:
-            out += ids[done : block.start]
-            out += block.compact
+            out += (*ids[done : block.start], *block.compact)
             done = block.end
-        out += ids[done:]
-        return out
+        return out + list(ids[done:])
 
     def check(self, ids: Sequence[int], placed: Sequence[MediaPlacement]) -> None:
         if not placed and self.pad_ids.isdisjoint(ids):
@@ -172,9 +163,8 @@ class BaseVisionProcessor(VisionProcessor):
                 )
             inside += _pads(known.ids, self.pad_ids)
         if (found := _pads(ids, self.pad_ids)) != inside:
-            raise MediaError(
-                f"{found} placeholders of images among {len(ids)} ids, but {inside} in the blocks of {len(placed)} images"
-            )
+            blocks = f"but {inside} in the blocks of {len(placed)} images"
+            raise MediaError(f"{found} placeholders of images among {len(ids)} ids, {blocks}")
 
     def positions(self, length: int, placed: Sequence[MediaPlacement], start: int = 0) -> Any:
         return None

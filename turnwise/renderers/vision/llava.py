@@ -89,13 +89,8 @@ class TiledVisionProcessor(BaseVisionProcessor):
         control = files.codec.control
         marks = ("<fake_token_around_image>", "<global-img>")
         own = [i for text, i in control.items() if text in marks or (text.startswith("<row_") and "_col_" in text)]
-        settings = {
-            "image": given,
-            "processor": self._name,
-            "count": self._count,
-            "patch": patch,
-            "codec": files.codec.fingerprint,
-        }
+        settings = {"image": given, "processor": self._name, "count": self._count, "patch": patch}
+        settings["codec"] = files.codec.fingerprint
         super().__init__(family, settings, frozenset((image, *own)), image)
 
     def _image(self, width: int, height: int) -> MediaBlock:
@@ -122,9 +117,8 @@ class TiledVisionProcessor(BaseVisionProcessor):
         else:
             height = math.ceil(height / self._tile) * self._tile
             width = math.ceil(int(height * ratio) / self._tile) * self._tile
-        if height <= self._tile and width <= self._tile:
-            return 0, 0
-        return height // self._tile, width // self._tile
+        single = height <= self._tile and width <= self._tile
+        return (0, 0) if single else (height // self._tile, width // self._tile)
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:
         """Return the size with the longer side as the processor sets it, even sides, and at most 4,096 pixels per side."""

@@ -32,11 +32,7 @@ class MediaExpander:
     def __init__(
         self, vision: VisionProcessor | None, probe: TemplateProbe, template_control_ids: Callable[[str], Sequence[int]]
     ) -> None:
-        """
-        Args:
-            vision: the model's vision processor; None for a text-only model, whose template handles images itself.
-            template_control_ids: returns the control ids of a text that the template alone wrote.
-        """
+        """`vision` is None for a text-only model, whose template handles images itself."""
         self.vision = vision
         self._probe = probe
         self._template_control_ids = template_control_ids

@@ -83,10 +83,7 @@ _FOLDERS: Mapping[str, str] = {
 
 
 def processor_name(files: ModelFiles, default: str) -> str:
-    """Return the name of the model's image processor, without the suffix of its implementation.
-
-    Raises `ModelError` for an unknown processor.
-    """
+    """Return the name of the model's image processor, without its implementation's suffix; `ModelError` if it is unknown."""
     given = files.image.get("image_processor_type") or files.image.get("feature_extractor_type") or default
     name = str(given).removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
     if name not in _FOLDERS:
@@ -102,10 +99,7 @@ def pil_images(media: Media, store: MediaStore) -> list[Any]:
 
 
 def load_pillow_processor(files: ModelFiles, name: str) -> Any:
-    """Load a model's processor, implemented with Pillow and numpy.
-
-    Raises `ModelError` if transformers is missing or has no such processor.
-    """
+    """Load a model's processor, implemented with Pillow and numpy; raise `ModelError` if transformers does not have it."""
     folder = _FOLDERS[name]
     try:
         module = import_module(f"transformers.models.{folder}.image_processing_pil_{folder}")

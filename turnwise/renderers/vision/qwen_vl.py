@@ -64,10 +64,7 @@ class ImageScaler(NamedTuple):
 
     @classmethod
     def of(cls, files: ModelFiles, kind: QwenVariant, *, video: bool) -> ImageScaler:
-        """Read the settings from the model's files.
-
-        Raises `ModelError` for invalid settings, or settings that contradict the vision tower's.
-        """
+        """Read the model's settings; raise `ModelError` if they are invalid or contradict the vision tower's."""
         given = files.video if video else files.image
         size: Mapping[str, Any] = given.get("size") or {}
         # All of the family use Qwen2-VL's image processor in transformers, with its defaults.
@@ -141,11 +138,8 @@ class ImageScaler(NamedTuple):
     def patches(self, frames: Sequence[Any], width: int, height: int) -> Any:
         """Return the patches of scaled frames, float32 [patches, 3 * temporal * patch * patch].
 
-        Patches are ordered by time, then merged patches by row, then patches inside one. A patch is (channel, time, row,
-        column).
-
-        Args:
-            frames: 8-bit RGB pixels, [height, width, 3]; the last frame is repeated to fill a temporal patch.
+        Frames are 8-bit RGB, [height, width, 3]; the last is repeated to fill a temporal patch. Patches are ordered by time,
+        then merged patches by row, then patches inside one. A patch is (channel, time, row, column).
         """
         import numpy as np
         from PIL import Image as Pillow
@@ -223,9 +217,8 @@ class QwenVisionProcessor(BaseVisionProcessor):
         if video is None:
             return super()._video(media, width, height)
         if len(media.frames) < scale.temporal:
-            raise MediaError(
-                f"a video of {len(media.frames)} frames; this model takes at least {scale.temporal}: give an image instead"
-            )
+            least = f"this model takes at least {scale.temporal}: give an image instead"
+            raise MediaError(f"a video of {len(media.frames)} frames; {least}")
         w, h = scale.resized_video(width, height, len(media.frames), together=self._kind.video_total)
         grid = (-(-len(media.frames) // scale.temporal), h // scale.patch, w // scale.patch)
         run = (video,) * (grid[1] * grid[2] // scale.merge**2)
@@ -284,8 +277,11 @@ class QwenVisionProcessor(BaseVisionProcessor):
 
     def _inside(self, block: MediaPlacement) -> tuple[Any, int]:
         """Return positions in a block from its start, int64 [3, length], and how far it advances the ids after it."""
-        media = block.media
-        interval = self._interval(media) if isinstance(media, VideoRef) else 1.0
+        media, interval = block.media, 1.0
+        if isinstance(media, VideoRef) and self._rate:
+            passed = media.times[-1] - media.times[0]
+            rate = round((len(media.times) - 1) / passed, 6) if passed > 0 else 24.0  # transformers' value for an unknown rate
+            interval = self._rate * (self._video_scale.temporal / rate)
         key = (block.grid, interval, media.times if isinstance(media, VideoRef) and self._kind.timestamps else None)
         found = self._offsets.get(key)
         if found is None:
@@ -296,6 +292,7 @@ class QwenVisionProcessor(BaseVisionProcessor):
         return found
 
     def _count(self, block: MediaPlacement, interval: float) -> tuple[Any, int]:
+        """Count positions in a block; `interval` is the number of temporal positions between temporal patches."""
         import numpy as np
 
         time, rows, columns = block.grid[0]
@@ -317,14 +314,6 @@ class QwenVisionProcessor(BaseVisionProcessor):
             position, at = position + advance, at + rows * columns
         return np.concatenate(parts, axis=1), position
 
-    def _interval(self, media: VideoRef) -> float:
-        """Return the number of temporal positions between temporal patches."""
-        if not self._rate:
-            return 1.0
-        passed = media.times[-1] - media.times[0]
-        rate = round((len(media.times) - 1) / passed, 6) if passed > 0 else 24.0  # transformers' value for an unknown rate
-        return self._rate * (self._video_scale.temporal / rate)
-
 
 def _bounded(
     w: int, h: int, size: int, width: int, height: int, true_size: int, side: int, min_pixels: int, max_pixels: int
@@ -341,9 +330,8 @@ def _bounded(
 
 def _check_ratio(width: int, height: int) -> None:
     if max(width, height) / min(width, height) > _MAX_RATIO:
-        raise MediaError(
-            f"an image of {width} x {height} pixels: this model accepts a ratio of sides up to {_MAX_RATIO}; crop it"
-        )
+        ratio = f"this model accepts a ratio of sides up to {_MAX_RATIO}; crop it"
+        raise MediaError(f"an image of {width} x {height} pixels: {ratio}")
 
 
 def _first(*values: Any) -> Any:
