@@ -195,6 +195,13 @@ def common_prefix_length(left: Sequence[Any], right: Sequence[Any]) -> int:
     return next(at for at in range(size) if left[at] != right[at])
 
 
+def remember(cache: dict[Any, Any], key: Any, value: Any, limit: int = 1024) -> None:
+    """Add an entry to a cache, which is emptied first if it has `limit` entries."""
+    if len(cache) >= limit:
+        cache.clear()
+    cache[key] = value
+
+
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -203,9 +210,6 @@ def cut_ids(decode: Decode, ids: Sequence[int], chars: int) -> tuple[int, str]:
 
     The kept ids end at a character boundary. Their text and the remaining text reproduce the reply byte for byte.
     Invalid UTF-8 reads as U+FFFD, as for the environment; an id with such bytes that is cut is written so.
-
-    Returns:
-        The number of kept ids, and the text of the next ones up to the cut.
     """
     kept = decode(ids)[:chars]
     count = bisect_right(range(len(ids) + 1), len(kept), key=lambda n: len(decode(ids[:n]))) - 1

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from turnwise.errors import TemplateError
-from turnwise.renderers.base import Branch, Extend
+from turnwise.renderers.base import Branch, Extend, remember
 from turnwise.renderers.contract import TemplateContract, derive_contract
 from turnwise.renderers.control_text import ControlText, ControlTextGuard, EncodedMessages, find_template_markers
 from turnwise.renderers.parsers import PARSERS, Parser, parser_for_template
@@ -75,7 +75,6 @@ class ReplyReader:
 
 _MAX_SHAPE_MESSAGES = 8
 """Opening prompts with more messages are not cached by shape."""
-_MAX_SHAPES = 1024
 _MARKUP = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
 _REPLY = Message("assistant", "reply")
 
@@ -219,7 +218,7 @@ class ChatRenderer:
             shape = self._open_shapes.get(key)
             if shape is None:
                 shape = self._shapes.find(messages, render, tools)
-                _cache(self._open_shapes, key, shape)
+                remember(self._open_shapes, key, shape)
             if shape.pieces and (known := self._shapes.fill_ids(shape, shape.contents(messages), [])) is not None:
                 ids, placed = self._media.expand(known, messages)
                 return Extend(ids, media=placed, tool_images_moved=moved)
@@ -285,7 +284,7 @@ class ChatRenderer:
             found.varies = self._probe.varies(append, reply, messages, tools)
             rendered = partial(self._probe.rendered, append)
             found.shape = self._shapes.find(append.adapted(messages), rendered, after=found.shape.after)
-            _cache(self._append_patterns, key, found)
+            remember(self._append_patterns, key, found)
         return found
 
     def _pattern_after(
@@ -334,12 +333,6 @@ class ChatRenderer:
     def _rendered_id(self, name: str) -> str | None:
         """Return a call id if the template may write it."""
         return name if self._renders_ids else None
-
-
-def _cache(known: dict[Any, Any], key: Any, value: Any) -> None:
-    if len(known) >= _MAX_SHAPES:
-        known.clear()
-    known[key] = value
 
 
 def _check_close(probe: TemplateProbe, ends: bool) -> None:

@@ -57,8 +57,7 @@ class ConversationState(NamedTuple):
 def render_next(history: History, renderer: Renderer, state: ConversationState, messages: Sequence[Message]) -> Extend | Branch:
     """Render what the engine receives when `messages` follow the last reply of a conversation.
 
-    Raises `TemplateError` if the template cannot render it; `UsageError` if a policy returns messages that cannot be
-    rendered.
+    Raises `TemplateError` if the template cannot render it; `UsageError` if a policy's messages cannot be rendered.
     """
     if history == "append":
         return renderer.extend(state.messages, state.replies[-1].ids, messages, state.tools)
@@ -83,8 +82,7 @@ def render_from_scratch(
 ) -> Extend:
     """Render the prompt of a conversation that is on no path; replies sampled elsewhere keep their ids.
 
-    Raises `TemplateError` if the template cannot render it; `UsageError` if a policy returns messages that cannot be
-    rendered.
+    Raises `TemplateError` if the template cannot render it; `UsageError` if a policy's messages cannot be rendered.
     """
     if isinstance(history, str) and (not replies or replies[0].message == 0):
         return renderer.open(messages, tools)
@@ -168,11 +166,7 @@ def downscale_images(count: int) -> HistoryPolicy:
     """
 
     def policy(conversation: Sequence[Message], replies: Sequence[int]) -> list[Message]:
-        return _older(
-            conversation,
-            count,
-            lambda m: replace(m, frames=tuple(map(_quarter, m.frames))) if isinstance(m, VideoRef) else _quarter(m),
-        )
+        return _older(conversation, count, _quarter)
 
     return _named(policy, "downscale_images", count)
 
@@ -193,7 +187,9 @@ def _older(conversation: Sequence[Message], count: int, change: Callable[[Media]
     return changed
 
 
-def _quarter(ref: ImageRef) -> ImageRef:
+def _quarter(ref: Any) -> Any:
+    if isinstance(ref, VideoRef):
+        return replace(ref, frames=tuple(map(_quarter, ref.frames)))
     area = min(ref.width * ref.height, ref.max_pixels or ref.width * ref.height)
     return limit_pixels(ref, max(1, area // 4))
 

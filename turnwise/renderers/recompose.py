@@ -16,7 +16,7 @@ from itertools import product, takewhile
 from typing import Any, NamedTuple
 
 from turnwise.errors import TemplateError
-from turnwise.renderers.base import Branch, Extend, SampledReply, common_prefix_length
+from turnwise.renderers.base import Branch, Extend, SampledReply, common_prefix_length, remember
 from turnwise.renderers.control_text import ControlTextGuard, EncodedMessages, map_texts
 from turnwise.renderers.probe import TemplateProbe, calls_before
 from turnwise.renderers.template import ADAPT, ASKED, PROBE_TOOLS, random_mark
@@ -24,7 +24,6 @@ from turnwise.renderers.tokenizer import Tokenizer
 from turnwise.renderers.vision.media_blocks import MediaExpander
 from turnwise.types import MediaPlacement, Message, ToolCall, Tools, ids_with_media_keys, placements_between
 
-_MAX_FRAMES = 1024
 _CALL = ToolCall("f", {"x": "1"}, "call_0")
 _ANSWER = Message("tool", "t", tool_call_id="call_0", name="f")
 
@@ -113,9 +112,7 @@ class ReplyPlaceholders:
         names = tuple((call.name, call.id) for call in message.tool_calls)
         key = (bool(stub.thinking), stub.blank, bool(message.text), names)
         if key not in self._frames:
-            if len(self._frames) >= _MAX_FRAMES:
-                self._frames.clear()
-            self._frames[key] = self._find_frame(stub)
+            remember(self._frames, key, self._find_frame(stub))
         return self._frames[key]
 
     def ends_thinking(self, text: str) -> bool:

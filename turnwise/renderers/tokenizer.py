@@ -293,6 +293,7 @@ class HFTokenizer:
         self._tokenizer = tokenizer
         self._words = CachedBPE.of(tokenizer, definition)
         self._definition = definition
+        self._plain_after: dict[PrecedingToken, RustTokenizer] = {}
         unknown = unknown_token_id(definition)
         self._ordinary = [row for row in added if is_plain_added_token(row, unknown)]
         control = [row for row in added if row not in self._ordinary]
@@ -314,23 +315,17 @@ class HFTokenizer:
         except Exception as error:  # tokenizers raises bare Exception
             raise ModelError(f"{path}: not a tokenizer that the tokenizers library can read ({error})") from error
 
-    @cached_property
-    def _plain(self) -> RustTokenizer:
-        """Tokenizer without control tokens."""
-        return without_added_tokens(self._definition, self._ordinary)
+    def _plain(self, after: PrecedingToken) -> RustTokenizer:
+        """Return the tokenizer without control tokens.
 
-    @cached_property
-    def _plain_after_control(self) -> RustTokenizer:
-        """Tokenizer without control tokens for text after a control token: no mark of a prompt's beginning."""
-        return self._plain_of(without_prefix(self._definition, first_only=True))
-
-    @cached_property
-    def _plain_after_text(self) -> RustTokenizer:
-        """Tokenizer without control tokens for text that continues a word or line: no word-start mark."""
-        return self._plain_of(without_prefix(self._definition, first_only=False))
-
-    def _plain_of(self, definition: Definition) -> RustTokenizer:
-        return self._plain if definition == self._definition else without_added_tokens(definition, self._ordinary)
+        After a control token, text gets no mark of a prompt's beginning; after text that it continues, no word-start mark.
+        """
+        if after not in self._plain_after:
+            definition = self._definition
+            changed = definition if after == "nothing" else without_prefix(definition, first_only=after == "control")
+            same = after != "nothing" and changed == definition
+            self._plain_after[after] = self._plain("nothing") if same else without_added_tokens(changed, self._ordinary)
+        return self._plain_after[after]
 
     @cached_property
     def _after_control(self) -> RustTokenizer:
@@ -401,11 +396,7 @@ class HFTokenizer:
         pieces = [replace_surrogates(text)]
         while pieces:
             piece = pieces.pop()
-            if after == "nothing":
-                plain = self._plain
-            else:
-                plain = self._plain_after_control if after == "control" else self._plain_after_text
-            encoding = plain.encode(piece, add_special_tokens=False)
+            encoding = self._plain(after).encode(piece, add_special_tokens=False)
             leak = next((i for i, token in enumerate(encoding.ids) if token in self._control_ids), None)
             if leak is None:
                 ids.extend(encoding.ids)

@@ -27,7 +27,6 @@ class Parser(Protocol):
         """Parse a reply's text, without its end token, into a message. Never raises.
 
         Args:
-            text: the decoded reply.
             tools: OpenAI schemas of the tools offered to the model; without any, calls are not parsed.
             thinking: whether the prompt opens the thinking, so that the reply starts inside it.
         """

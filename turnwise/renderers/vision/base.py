@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from turnwise.errors import MediaError, TemplateError
 from turnwise.media import MediaStore, scaled_size
+from turnwise.renderers.base import remember
 from turnwise.renderers.template import digest
 from turnwise.types import Media, MediaPlacement, VideoRef
 
@@ -66,9 +67,6 @@ class VisionProcessor(Protocol):
         """Concatenate the pixel values of several media: one allocation and one copy per key."""
 
 
-_MAX_BLOCKS = 4096
-
-
 class BaseVisionProcessor(VisionProcessor):
     """Base class of vision processors; a family defines blocks, positions and pixel processing."""
 
@@ -116,9 +114,7 @@ class BaseVisionProcessor(VisionProcessor):
             found = self._video(media, width, height) if isinstance(media, VideoRef) else self._image(width, height)
             if not self.pad_ids.intersection(found.ids):
                 raise MediaError(f"an image of {width} x {height} pixels gives no patches in a model of type {self.family}")
-            if len(self._blocks) >= _MAX_BLOCKS:
-                self._blocks.clear()
-            self._blocks[key] = found
+            remember(self._blocks, key, found, limit=4096)
         return found
 
     def expand(self, ids: Sequence[int], media: Sequence[Media]) -> tuple[list[int], tuple[MediaPlacement, ...]]:

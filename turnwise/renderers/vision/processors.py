@@ -34,8 +34,7 @@ class ModelFiles(NamedTuple):
     @property
     def vision(self) -> Mapping[str, Any]:
         """The vision tower's part of `config.json`."""
-        found = self.config.get("vision_config")
-        return found if isinstance(found, Mapping) else {}
+        return _part(self.config, "vision_config")
 
     def token(self, text: str, *names: str, needed: bool = True) -> int | None:
         """Return the id of a control token: by one of these names in `config.json`, else by its text.
@@ -116,10 +115,7 @@ def load_pillow_processor(files: ModelFiles, name: str) -> Any:
 class PixelCache:
     """Thread-safe cache of processed pixel values of one run, shared by engine and trainer.
 
-    Args:
-        vision: the model's vision processor.
-        store: the media store.
-        max_bytes: memory for pixel values; the least recently used are evicted, and processed again when needed.
+    Over `max_bytes`, the least recently used values are evicted, and processed again when needed.
     """
 
     def __init__(self, vision: VisionProcessor, store: MediaStore, max_bytes: int = 2**30) -> None:

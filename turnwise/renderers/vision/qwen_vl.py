@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from turnwise.errors import MediaError, ModelError
 from turnwise.media import MediaStore
+from turnwise.renderers.base import remember
 from turnwise.renderers.tokenizer import Tokenizer
 from turnwise.renderers.vision.base import BaseVisionProcessor, MediaBlock, pixels_of
 from turnwise.renderers.vision.processors import ModelFiles
@@ -286,9 +287,7 @@ class QwenVisionProcessor(BaseVisionProcessor):
         found = self._offsets.get(key)
         if found is None:
             found = self._count(block, interval)
-            if len(self._offsets) >= 1024:
-                self._offsets.clear()
-            self._offsets[key] = found
+            remember(self._offsets, key, found)
         return found
 
     def _count(self, block: MediaPlacement, interval: float) -> tuple[Any, int]:
