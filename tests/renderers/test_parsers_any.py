@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.renderers.test_parsers import GOLDEN, TOOLS
-from turnwise.renderers.parsers import PARSERS, detect_format, detect_format_or_default
+from turnwise.renderers.parsers import PARSERS, detect_format
 from turnwise.types import Message
 
 NAMES = sorted(PARSERS)
@@ -64,7 +64,6 @@ def test_a_reply_cut_off_anywhere_has_no_call_that_was_not_finished(name, data):
 
 @given(TEXTS)
 def test_any_text_chooses_a_known_format(text):
-    assert detect_format_or_default(text) in PARSERS
     assert detect_format(text) in (None, *PARSERS)
 
 

@@ -306,7 +306,7 @@ class ChatRenderer:
     def _make_pattern(self, append: AppendProbe) -> _AppendPattern:
         close = self._guard.split.findall(append.head)
         # A reply with calls lacks at most its stop: the marks that end the call are part of the reply.
-        head = close[-1] if append.with_calls and close else append.head
+        head = close[-1] if append.base[-1].tool_calls and close else append.head
         return _AppendPattern(append, AppendShape(after=close[-1] if close else ""), tuple(self._encode_segment(head)))
 
     def _encode_append(self, append: AppendProbe, after: str, messages: Sequence[Message]) -> EncodedMessages:

@@ -123,11 +123,6 @@ class AppendProbe:
     pieces: tuple[str, ...] = ()
     """Template text from the mark on: before, between and after the contents of the messages."""
 
-    @property
-    def with_calls(self) -> bool:
-        """Whether the reply makes tool calls, so that its mark is inside one."""
-        return bool(self.base[-1].tool_calls)
-
     def adapted(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages in the form that the template renders."""
         return ADAPT[self.adapt](messages)

@@ -46,11 +46,6 @@ class ReplyPlaceholder(NamedTuple):
     blank: bool = False
     """Whether the reply has thinking that is empty."""
 
-    @property
-    def calls(self) -> bool:
-        """Whether the reply makes tool calls, so that its marks are inside them."""
-        return bool(self.message.tool_calls)
-
 
 @dataclass(frozen=True, slots=True)
 class ReplyFrame:
@@ -115,10 +110,6 @@ class ReplyPlaceholders:
             remember(self._frames, key, self._find_frame(stub))
         return self._frames[key]
 
-    def ends_thinking(self, text: str) -> bool:
-        """Return whether the template text before a reply's content ends thinking, which may be empty."""
-        return self._thinking_end in "".join(text.split())
-
     def first_stop(self, text: str) -> tuple[int, str] | None:
         """Return the first token of a text that ends a reply, and its start."""
         found = [(text.find(token), token) for token in self._stops if token in text]
@@ -164,8 +155,8 @@ class ReplyPlaceholders:
         return any(thought in text for text in self._contexts(folded))
 
     @cached_property
-    def _thinking_end(self) -> str:
-        """Template text between thinking and text, without white space."""
+    def thinking_end(self) -> str:
+        """Template text between thinking, which may be empty, and text; without white space."""
         thought, answer = random_mark(), random_mark()
         for text in self._contexts(self._with_folded_reasoning(Message("assistant", answer, reasoning=thought))):
             found = "".join(text.rpartition(thought)[2].rpartition(answer)[0].split()) if thought in text else ""
@@ -419,7 +410,7 @@ class ConversationComposer:
         at = len(frame.tail) if frame.tail is not None and after.startswith(frame.tail) else -1
         match = self._guard.split.match(after, at) if at >= 0 else None
         close = (at, match.group()) if match else self._placeholders.first_stop(after)
-        if size is None or (close is None and stub.calls):
+        if size is None or (close is None and stub.message.tool_calls):
             return "prefix_changed" if size is None else "reply_rewritten"
         before, token = close or (0, "")  # closed by plain text alone
         moved = at < 0 and frame.tail is not None
@@ -438,11 +429,11 @@ class ConversationComposer:
         """
         own = _without_space(self._codec.decode(stub.reply.ids[:-1]))
         lead, rest = _without_space(lead), _without_space(rest)
-        if not stub.thinking and stub.blank != self._placeholders.ends_thinking(lead):
+        if not stub.thinking and stub.blank != (self._placeholders.thinking_end in lead):
             return "thinking_stripped" if stub.blank else "prefix_changed"
         if not self._placeholders.closed(stub.reply):
             return None
-        if stub.calls:
+        if stub.message.tool_calls:  # the marks are inside them
             return "reply_rewritten" if moved and not own.endswith(rest) else None
         if stub.plain is None:
             return None

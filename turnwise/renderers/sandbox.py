@@ -286,11 +286,6 @@ def length(value: Any) -> int:
     return len(value) if isinstance(value, (str, bytes, list, tuple, Mapping, range)) else 0
 
 
-def repeat_count(value: Any) -> int:
-    """Return how often a text is repeated when multiplied by a value."""
-    return max(value, 0) if isinstance(value, int) else 0
-
-
 def bits(value: Any) -> int:
     """Return the number of bits of an integer."""
     return value.bit_length() if isinstance(value, int) else 1
@@ -437,7 +432,8 @@ class TemplateSandbox(SandboxedEnvironment):
         elif operator == "*":
             size, other = bits(left), bits(right)
             product = size * other if size + other > _MAX_FREE_BITS else size + other
-            spend(length(left) * repeat_count(right) + length(right) * repeat_count(left) + product)
+            left_count, right_count = (max(value, 0) if isinstance(value, int) else 0 for value in (left, right))
+            spend(length(left) * right_count + length(right) * left_count + product)
         elif operator == "**":
             spend(bits(left) * abs(right) if isinstance(right, int) else 1)
         elif isinstance(left, (str, bytes)):

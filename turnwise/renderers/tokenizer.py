@@ -79,12 +79,6 @@ def depends_on_preceding_token(definition: Definition) -> bool:
     return eats or joined or without_prefix(definition, first_only=True) != dict(definition)
 
 
-def inexact_append_reason(control: Sequence[Mapping[str, Any]]) -> str:
-    """Return why appended text may get other ids than in the complete text; empty if it cannot."""
-    words = ", ".join([row["content"] for row in control if row.get("single_word")][:3])
-    return f"{words} match only between other words (single_word), which depends on the adjacent text" if words else ""
-
-
 class ByteLevelDecoder:
     """Bytes of each id, for byte-level and SentencePiece-like tokenizers."""
 
@@ -301,7 +295,9 @@ class HFTokenizer:
         self.special = frozenset(row["id"] for row in control if row.get("special"))
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         self.fingerprint = _digest([tokenizer.to_str()])
-        self.inexact_reason = inexact_append_reason(control)
+        words = ", ".join([row["content"] for row in control if row.get("single_word")][:3])
+        between = f"{words} match only between other words (single_word), which depends on the adjacent text"
+        self.inexact_reason = between if words else ""
         self._control_ids = frozenset(self.control.values())
         self._split = control_pattern(self.control)
         self._depends_on_preceding = depends_on_preceding_token(definition)

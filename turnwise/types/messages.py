@@ -113,13 +113,14 @@ class Message:
             raise ValueError(f"a message needs a 'role' that is a string; this one has the keys {sorted(map(str, value))}")
         if value.get("audio") is not None:
             raise TypeError(f"a message with audio: {NO_AUDIO}")
+        thoughts = [value[name] for name in ("reasoning_content", "reasoning", "thinking") if value.get(name) is not None]
         return cls(
             role=value["role"],
             content=_content(value.get("content")),
             tool_calls=tuple(_tool_call(call) for call in value.get("tool_calls") or ()),
             tool_call_id=value.get("tool_call_id"),
             name=value.get("name"),
-            reasoning=_reasoning(value),
+            reasoning=next((text for text in thoughts if text), thoughts[0] if thoughts else None),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -159,11 +160,6 @@ def as_messages(value: Messages | None, role: str = "user") -> tuple[Message, ..
     if any(map(is_media, items)) and all(isinstance(item, str) or is_media(item) for item in items):
         return (Message(role, tuple(map(read_part, items))),)
     return tuple(Message.of(item, role) for item in items)
-
-
-def _reasoning(value: Mapping[str, Any]) -> str | None:
-    texts = [value[name] for name in ("reasoning_content", "reasoning", "thinking") if value.get(name) is not None]
-    return next((text for text in texts if text), texts[0] if texts else None)
 
 
 def _content(value: Any) -> str | tuple[ContentPart, ...]:

@@ -185,7 +185,10 @@ def finish_calls(found: Iterable[ToolCall], tools: Tools) -> tuple[ToolCall, ...
     for number, call in enumerate(found):
         cause = call.cause
         if call.error is None:
-            key = (call.name, arguments_text(call.arguments))
+            try:
+                key = call.name, repr(call.arguments)
+            except RecursionError:
+                key = call.name, ""
             if call.name not in names:
                 cause = "unknown_tool"
             elif key in known:
@@ -207,11 +210,3 @@ def properties_of(tools: Tools, name: str) -> Mapping[str, Any]:
     for key in ("parameters", "properties"):
         body = body.get(key) if isinstance(body, Mapping) else None
     return body if isinstance(body, Mapping) else {}
-
-
-def arguments_text(arguments: Any) -> str:
-    """Return arguments as text for comparison."""
-    try:
-        return repr(arguments)
-    except RecursionError:
-        return ""

@@ -38,11 +38,6 @@ def _reads(parser: Parser, text: str) -> bool:
     return [(call.name, call.arguments, call.error) for call in calls] == [(PROBE_NAME, PROBE_ARGUMENTS, None)]
 
 
-def detect_format_or_default(rendered: str) -> str:
-    """Return `detect_format`, or "hermes" if no format matches."""
-    return detect_format(rendered) or "hermes"
-
-
 def without_call_endings(rendered: str) -> list[str]:
     """Return the text, and variants without the text around calls that run to the end of a reply or are all of it."""
     end = max(rendered.rfind("}"), rendered.rfind("]")) + 1

@@ -70,7 +70,7 @@ def python_as_json(text: str) -> str:
             raise MalformedCall("truncated", "the tool call is cut off: a string does not end")
         at = token.end()
         if (string := token["string"]) is not None:
-            parts.append(json.dumps(unescape(string[1:-1])))
+            parts.append(json.dumps(_ESCAPE.sub(_escaped, string[1:-1])))
         elif (word := token["word"]) is not None:
             if word not in _WORDS and word not in _WORDS.values():
                 raise MalformedCall("not_json", f"the tool call has the bare word {word:.40}; write strings in quotes")
@@ -80,12 +80,8 @@ def python_as_json(text: str) -> str:
     return "".join(parts)
 
 
-def unescape(text: str) -> str:
-    """Return the value of a Python string's body; invalid escapes stay unchanged."""
-    return _ESCAPE.sub(_escaped, text) if "\\" in text else text
-
-
 def _escaped(match: re.Match[str]) -> str:
+    """Return the character of an escape in a Python string; invalid escapes stay unchanged."""
     what = match[1]
     if len(what) > 1:
         return chr(int(what[1:], 16))
