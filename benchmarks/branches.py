@@ -22,10 +22,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import turnwise as tw
-from turnwise.envs.resolve import as_env_spec
-from turnwise.renderers.chat_renderer import ChatRenderer
-from turnwise.renderers.template import ChatTemplate, find_source
-from turnwise.renderers.tokenizer import HFTokenizer
+from turnwise.envs import as_env_spec
+from turnwise.renderers import ChatRenderer, ChatTemplate, HFTokenizer
+from turnwise.renderers.template import find_source
 from turnwise.training.model.models import train_tokenizer
 
 COLUMNS = ("turns", "rows", "ids_leaves", "ids_tree", "ids_calls", "leaves_of_calls", "tree_of_calls", "ms_per_turn")

@@ -31,10 +31,9 @@ import turnwise as tw
 from turnwise.config import EngineConfig, Limits, ModelConfig, RunConfig, TrainConfig
 from turnwise.engines.remote.managed import HOME, how_to_install
 from turnwise.renderers import load_renderer
-from turnwise.rollouts.api import arollout
-from turnwise.training.model.models import create_tiny_model, load
-from turnwise.training.setup import make_engine, unique_weights
-from turnwise.training.trainer.trainer import Trainer
+from turnwise.rollouts import arollout
+from turnwise.training import Trainer, create_tiny_model, make_engine, unique_weights
+from turnwise.training.model.models import load
 
 TURNS, TOKENS, SIBLINGS = 4, 48, 8
 TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(200)]

@@ -58,7 +58,7 @@ def control(seed: int, out: Path) -> dict[str, Any]:
     """The quickstart with shuffled rewards, in this process."""
     from turnwise.config import load
     from turnwise.records import NullListener, RunDir
-    from turnwise.training.run import TrainingRun
+    from turnwise.training import TrainingRun
     from turnwise.training.task_plan import make_env_specs
 
     config = replace(load(RECIPE).config, seed=seed)
@@ -82,7 +82,8 @@ def overlap(seed: int) -> int:
     from turnwise.config import load
     from turnwise.envs.builtin.hop import chain_of
     from turnwise.envs.tasks import content_key
-    from turnwise.training.task_plan import TaskPlan, make_env_specs
+    from turnwise.training import TaskPlan
+    from turnwise.training.task_plan import make_env_specs
 
     config = load(RECIPE).config
     steps, groups = config.train.steps, config.rollout.groups

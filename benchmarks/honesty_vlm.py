@@ -57,7 +57,8 @@ def overlap(seed: int) -> int:
     """Held-out tasks that are in training by id, by content, or by the place and the colour of their goal at the start."""
     from turnwise.config import load
     from turnwise.envs.tasks import content_key
-    from turnwise.training.task_plan import TaskPlan, make_env_specs
+    from turnwise.training import TaskPlan
+    from turnwise.training.task_plan import make_env_specs
 
     config = load(RECIPE).config
     steps, groups = config.train.steps, config.rollout.groups

@@ -35,8 +35,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 import turnwise as tw
 from turnwise.engines import Generation
 from turnwise.media import MediaStore
-from turnwise.renderers import load_renderer
-from turnwise.renderers.template import template_source
+from turnwise.renderers import load_renderer, template_source
 from turnwise.renderers.vision import PixelCache
 
 SIDE = 224

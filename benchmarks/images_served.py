@@ -30,9 +30,9 @@ from turnwise.config import EngineConfig, Limits, ModelConfig, RunConfig
 from turnwise.engines.remote import vllm_images
 from turnwise.engines.remote.managed import HOME
 from turnwise.renderers import load_renderer
-from turnwise.rollouts.api import arollout
-from turnwise.training.model.models import create_tiny_model, load
-from turnwise.training.setup import make_engine, unique_weights
+from turnwise.rollouts import arollout
+from turnwise.training import create_tiny_model, make_engine, unique_weights
+from turnwise.training.model.models import load
 
 TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(200)]
 NAMED, EACH = "named", "each turn"

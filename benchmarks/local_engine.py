@@ -34,7 +34,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from turnwise.engines.base import Generation, Request
+from turnwise.engines import Generation, Request
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.local.batch import RowDraw
 from turnwise.engines.local.sampling import Sampler

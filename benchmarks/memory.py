@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from turnwise.config import TrainConfig
-from turnwise.training.forward.forward import LogitDistribution, OutputHead, target_stats
+from turnwise.training import LogitDistribution, Trainer
+from turnwise.training.forward.forward import OutputHead, target_stats
 from turnwise.training.trainer.memory import GIB, estimate
-from turnwise.training.trainer.trainer import Trainer
 from turnwise.types import EpisodeKey, Group, Origin, Span, StopReason, Task, Trajectory
 
 STEPS = {

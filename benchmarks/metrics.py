@@ -11,7 +11,7 @@ import random
 import time
 
 import turnwise as tw
-from turnwise.records.metrics import rollout_metrics
+from turnwise.records import rollout_metrics
 
 
 class Talk(tw.Env):

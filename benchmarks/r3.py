@@ -28,9 +28,9 @@ import torch
 
 import turnwise as tw
 from turnwise.engines.local import LocalEngine
-from turnwise.training.advantages import Credit, trainable_tokens
-from turnwise.training.forward.batch import LossDenominator, MicroBatch, make_batch
-from turnwise.training.forward.forward import ForwardPass, LogitDistribution
+from turnwise.training import Credit, LogitDistribution, LossDenominator, make_batch, trainable_tokens
+from turnwise.training.forward.batch import MicroBatch
+from turnwise.training.forward.forward import ForwardPass
 
 LIMITS = tw.Limits(turns=3, turn_tokens=24, on_turn_length="continue")
 WORDS = ("lamp", "river", "stone", "cloud", "ember", "moss")

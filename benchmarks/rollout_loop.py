@@ -31,9 +31,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import turnwise as tw
 from turnwise.engines import Generation
-from turnwise.renderers.chat_renderer import ChatRenderer
-from turnwise.renderers.template import CHATML, ChatTemplate
-from turnwise.renderers.tokenizer import HFTokenizer
+from turnwise.renderers import CHATML, ChatRenderer, ChatTemplate, HFTokenizer
 
 WORDS = 4000
 REPLY = OBSERVATION = 64

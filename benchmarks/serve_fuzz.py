@@ -68,8 +68,7 @@ class Both:
     async def _run(self) -> None:
         from turnwise.config import ModelConfig
         from turnwise.engines.server import JsonHttpServer
-        from turnwise.training.model.models import create_tiny_model
-        from turnwise.training.server import make_service
+        from turnwise.training import create_tiny_model, make_service
 
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
         source = create_tiny_model(ModelConfig(hidden=32, layers=1), TEXTS, Path(self._folder.name) / "model", seed=3)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from turnwise.engines.base import Generation, Request
+from turnwise.engines import Generation, Request
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.local.batch import RowDraw
 from turnwise.engines.local.sampling import Sampler

@@ -30,10 +30,7 @@ from vision_kit import tiny_vlm_directory
 
 import turnwise as tw
 from turnwise.media import MediaStore
-from turnwise.renderers import load_renderer
-from turnwise.renderers.chat_renderer import ChatRenderer
-from turnwise.renderers.template import CHATML, ChatTemplate
-from turnwise.renderers.tokenizer import HFTokenizer
+from turnwise.renderers import CHATML, ChatRenderer, ChatTemplate, HFTokenizer, load_renderer
 from turnwise.rollouts import Rollout, make_episode_specs
 
 TOKENS = 128_000

@@ -19,11 +19,9 @@ from tokenizers import Tokenizer
 from transformers.utils import chat_template_utils
 
 from turnwise.errors import TemplateError
-from turnwise.renderers import Branch, Extend, SampledReply
-from turnwise.renderers.chat_renderer import ChatRenderer
+from turnwise.renderers import Branch, ChatRenderer, ChatTemplate, Extend, HFTokenizer, SampledReply
 from turnwise.renderers.recompose import REASONS
-from turnwise.renderers.template import ADAPT, ChatTemplate
-from turnwise.renderers.tokenizer import HFTokenizer
+from turnwise.renderers.template import ADAPT
 from turnwise.types import Message, ToolCall
 
 MARK = "80316420795318642075"

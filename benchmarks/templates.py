@@ -26,12 +26,16 @@ from corpus import TOOLS, distinct, fetch, template_of, templates, tokenizer_of 
 from hypothesis import given, settings  # noqa: E402
 
 from turnwise.errors import TemplateError  # noqa: E402
-from turnwise.renderers import Branch, Extend, SampledReply  # noqa: E402
-from turnwise.renderers.chat_renderer import ChatRenderer  # noqa: E402
+from turnwise.renderers import (  # noqa: E402
+    Branch,
+    ChatRenderer,
+    ChatTemplate,
+    Extend,
+    HFTokenizer,
+    SampledReply,
+)
 from turnwise.renderers.contract import SCENARIOS, TemplateContract  # noqa: E402
 from turnwise.renderers.recompose import REASONS  # noqa: E402
-from turnwise.renderers.template import ChatTemplate  # noqa: E402
-from turnwise.renderers.tokenizer import HFTokenizer  # noqa: E402
 from turnwise.types import Message, ToolCall  # noqa: E402
 
 USER = Message("user", "Look up amber, please.")

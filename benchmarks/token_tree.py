@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from turnwise.training import LogitDistribution, build_prefix_tree
 from turnwise.training.forward.batch import (
     BatchPacker,
     MicroBatch,
@@ -42,8 +43,8 @@ from turnwise.training.forward.batch import (
     shared_prefixes,
     tree_micro,
 )
-from turnwise.training.forward.forward import ForwardPass, LogitDistribution
-from turnwise.training.forward.prefix_tree import build_prefix_tree, split_passes
+from turnwise.training.forward.forward import ForwardPass
+from turnwise.training.forward.prefix_tree import split_passes
 
 VOCABULARY, WIDTH, LAYERS, HEADS, KEY_HEADS, HEAD = 369, 256, 4, 4, 2, 64
 MOST = 16_384

@@ -20,8 +20,9 @@ from pathlib import Path, PurePosixPath
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from turnwise.renderers import ChatTemplate
 from turnwise.renderers.load import _MARKER
-from turnwise.renderers.template import ChatTemplate, sample_conversations
+from turnwise.renderers.template import sample_conversations
 
 CACHE = Path(os.environ.get("TURNWISE_TEMPLATES") or Path(__file__).resolve().parents[1] / ".cache" / "templates")
 PACKAGES = {"trl": ["--only-binary", ":all:"], "llama-cpp-python": ["--no-binary", "llama-cpp-python"]}

@@ -12,9 +12,7 @@ from tokenizers import AddedToken, Tokenizer
 
 import turnwise as tw
 from turnwise.errors import TemplateError
-from turnwise.renderers.chat_renderer import ChatRenderer
-from turnwise.renderers.template import CHATML, ChatTemplate
-from turnwise.renderers.tokenizer import HFTokenizer
+from turnwise.renderers import CHATML, ChatRenderer, ChatTemplate, HFTokenizer
 
 _CALLS = """{%- for call in m.tool_calls or [] %}{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
 {{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}{%- endfor %}"""

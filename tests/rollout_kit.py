@@ -14,10 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 import turnwise as tw
 from turnwise.engines import Generation
-from turnwise.renderers.chat_renderer import ChatRenderer
-from turnwise.renderers.load import MARKUP, SPECIAL
-from turnwise.renderers.template import CHATML, ChatTemplate
-from turnwise.renderers.tokenizer import HFTokenizer
+from turnwise.renderers import CHATML, MARKUP, SPECIAL, ChatRenderer, ChatTemplate, HFTokenizer
 from turnwise.training.advantages import advantages
 
 WORDS = "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but not"

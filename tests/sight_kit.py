@@ -14,7 +14,7 @@ from torch import Tensor
 from turnwise.config import ModelConfig
 from turnwise.media import MediaStore
 from turnwise.renderers.vision import PixelCache, VisionProcessor
-from turnwise.training.setup import load_model_and_renderer
+from turnwise.training import load_model_and_renderer
 from turnwise.types import EpisodeKey, ImageRef, Media, MediaPlacement, Origin, Span, StopReason, Task, Trajectory, VideoRef
 
 

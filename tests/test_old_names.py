@@ -13,11 +13,10 @@ import turnwise as tw
 from turnwise import _old_names
 from turnwise.engines import AcceptsPixelSource, NeedsRenderer, Request
 from turnwise.engines.local import LocalEngine
-from turnwise.engines.remote import Fleet
-from turnwise.engines.remote.base import RemoteEngine
-from turnwise.envs.base import Action, IsolatedReward
+from turnwise.engines.remote import Fleet, RemoteEngine
+from turnwise.envs import Action, EnvSpec
+from turnwise.envs.base import IsolatedReward
 from turnwise.envs.isolation.process_env import ProcessEnv
-from turnwise.envs.spec import EnvSpec
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.renderers.base import vision_of
 from turnwise.types import Sample, Trajectory

@@ -13,8 +13,7 @@ import pytest
 pytest.importorskip("torch")
 from turnwise.config import ModelConfig
 from turnwise.engines.server import JsonHttpServer
-from turnwise.training.model.models import create_tiny_model
-from turnwise.training.server import make_service
+from turnwise.training import create_tiny_model, make_service
 
 pytestmark = pytest.mark.browser
 TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(60)]

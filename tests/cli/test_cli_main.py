@@ -278,8 +278,7 @@ def test_check_says_what_a_template_does(capsys, tmp_path):
 
 
 def test_rollout_prints_conversations(capsys, recipe, commands, tmp_path):
-    from turnwise.types import EpisodeKey, Message, Span, StopReason, Task, Trajectory, Turn
-    from turnwise.types.trajectory import Origin
+    from turnwise.types import EpisodeKey, Message, Origin, Span, StopReason, Task, Trajectory, Turn
 
     reply = Message("assistant", "lookup \x1b]0;pwn\x07amber")
     turn = Turn("main", 0, 1, (1,), (Message("user", "code of amber"),), reply)

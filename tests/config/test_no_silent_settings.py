@@ -11,8 +11,7 @@ from dataclasses import fields, replace
 import pytest
 
 import turnwise as tw
-from turnwise.config import RunConfig, load
-from turnwise.config.schema import EnvConfig, EnvRules, Limits
+from turnwise.config import EnvConfig, EnvRules, Limits, RunConfig, load
 from turnwise.errors import ConfigError, UsageError
 
 HOP = '[[env]]\nuse = "hop"\n'

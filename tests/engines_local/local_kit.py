@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from turnwise.engines.base import Generation, Request, Sampling
+from turnwise.engines import Generation, Request, Sampling
 from turnwise.engines.local import LocalEngine
 
 VOCABULARY = 97

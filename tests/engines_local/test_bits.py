@@ -8,7 +8,7 @@ import random
 import pytest
 from local_kit import KINDS, bits, model, request, run, talk, words
 
-from turnwise.engines.base import Generation, Request
+from turnwise.engines import Generation, Request
 from turnwise.engines.local import LocalEngine
 
 pytestmark = pytest.mark.usefixtures("both_ways")

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_kit import KINDS, VOCABULARY, bits, config, full_logprobs, model, request, run, words
 
-from turnwise.engines import StopText
-from turnwise.engines.base import Engine, Generation, Sampling, SupportsWeightUpdate
+from turnwise.engines import Engine, Generation, Sampling, StopText, SupportsWeightUpdate
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.local.batch import RowDraw
 from turnwise.engines.local.sampling import Sampler

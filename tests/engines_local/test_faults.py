@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_kit import VOCABULARY, model, request, words
 
-from turnwise.engines.base import Generation, Sampling, StopText
+from turnwise.engines import Generation, Sampling, StopText
 from turnwise.engines.local import LocalEngine
 
 

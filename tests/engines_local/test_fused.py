@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from local_kit import KINDS, bits, full_logprobs, model, request, run, words
 from transformers import GraniteConfig, MistralConfig, PretrainedConfig
 
-from turnwise.engines.base import Generation
+from turnwise.engines import Generation
 from turnwise.engines.local import LocalEngine
 
 kernels = pytest.importorskip("turnwise.engines.local.numba_kernels")

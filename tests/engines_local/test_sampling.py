@@ -9,7 +9,7 @@ import pytest
 import torch
 from local_kit import request
 
-from turnwise.engines.base import Request, Sampling
+from turnwise.engines import Request, Sampling
 from turnwise.engines.local.sampling import Sampler, counter_uniforms, round_up_rows
 
 

@@ -11,7 +11,7 @@ from local_kit import bits, model, request, run
 from sight_kit import Gallery, Shown
 
 from turnwise.config import ModelConfig
-from turnwise.engines.base import Generation
+from turnwise.engines import Generation
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.local.model import EngineModel
 from turnwise.errors import BackendContractError, EngineError

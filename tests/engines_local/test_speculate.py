@@ -18,13 +18,13 @@ from transformers import MixtralConfig
 
 import turnwise as tw
 from turnwise.config import EngineConfig, ModelConfig, RunConfig
-from turnwise.engines.base import Generation, Request, Sampling, StopText
+from turnwise.engines import Generation, Request, Sampling, StopText
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.local.batch import Drafter, RowDraw
 from turnwise.engines.local.sampling import Sampler
 from turnwise.errors import EngineError
+from turnwise.training import load_model_and_renderer, make_engine
 from turnwise.training.model import models
-from turnwise.training.setup import load_model_and_renderer, make_engine
 
 
 def repetitive(count: int, seed: int, period: int = 7) -> list[int]:

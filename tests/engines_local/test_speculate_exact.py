@@ -12,7 +12,7 @@ import pytest
 import torch
 from local_kit import model, request, run
 
-from turnwise.engines.base import Generation
+from turnwise.engines import Generation
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.local.batch import ActiveCall
 from turnwise.engines.local.scheduler import Scheduler

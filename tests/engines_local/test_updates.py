@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_kit import bits, full_logprobs, model, request, run, words
 
-from turnwise.engines.base import Generation
+from turnwise.engines import Generation
 from turnwise.engines.local import LocalEngine, fingerprint
 from turnwise.errors import SyncError
 

@@ -17,9 +17,8 @@ from turnwise.engines.remote import Fleet, LlamaCppEngine, SglangEngine, VllmEng
 from turnwise.engines.remote.managed import HOME, ServerProcess, how_to_install
 from turnwise.engines.remote.weight_files import ModelDirectories
 from turnwise.renderers import load_renderer
-from turnwise.training.model.models import create_tiny_model, load
-from turnwise.training.setup import score_with_model, unique_weights
-from turnwise.training.trainer.trainer import Trainer
+from turnwise.training import Trainer, create_tiny_model, score_with_model, unique_weights
+from turnwise.training.model.models import load
 
 PLACE = Path(os.environ.get("TURNWISE_ENGINES", HOME))
 CLIENTS = {"vllm": VllmEngine, "sglang": SglangEngine, "llamacpp": LlamaCppEngine}

@@ -11,13 +11,11 @@ import torch
 
 import turnwise as tw
 from turnwise.config import TrainConfig
-from turnwise.engines import Request, Sampling
-from turnwise.engines.base import check_generation
+from turnwise.engines import Request, Sampling, check_generation
 from turnwise.engines.remote import VllmEngine, probe_server
-from turnwise.records.metrics import rollout_metrics
-from turnwise.rollouts.api import arollout
-from turnwise.training.setup import unique_weights
-from turnwise.training.trainer.trainer import Trainer
+from turnwise.records import rollout_metrics
+from turnwise.rollouts import arollout
+from turnwise.training import Trainer, unique_weights
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 CLOSE = 1e-3

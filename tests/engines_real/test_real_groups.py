@@ -18,8 +18,8 @@ from turnwise.engines.remote import Fleet, SglangEngine
 from turnwise.engines.remote.managed import ManagedFleet, how_to_install
 from turnwise.engines.remote.weight_sync import UNFINISHED
 from turnwise.errors import StaleWeights, SyncError
-from turnwise.training.setup import unique_weights
-from turnwise.training.weight_transfer import GroupConnection, GroupWeightPacker, RequestWeightPacker
+from turnwise.training import GroupWeightPacker, RequestWeightPacker, unique_weights
+from turnwise.training.weight_transfer import GroupConnection
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 CLOSE = 1e-3

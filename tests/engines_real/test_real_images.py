@@ -14,8 +14,8 @@ from turnwise.engines.remote import probe_server
 from turnwise.engines.remote.vllm_images import ServerImageCache
 from turnwise.media import MediaStore
 from turnwise.renderers.vision import PixelCache
-from turnwise.rollouts.api import arollout
-from turnwise.training.setup import unique_weights
+from turnwise.rollouts import arollout
+from turnwise.training import unique_weights
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 CLOSE, FAR = 1e-3, 1e-2

@@ -10,13 +10,12 @@ import real_kit as kit
 import torch
 
 import turnwise as tw
-from turnwise.engines import Request, Sampling
-from turnwise.engines.base import check_generation
-from turnwise.engines.local.weights import fingerprint
+from turnwise.engines import Request, Sampling, check_generation
+from turnwise.engines.local import fingerprint
 from turnwise.engines.remote import Fleet, probe_server
 from turnwise.errors import SyncError
-from turnwise.rollouts.api import arollout
-from turnwise.training.setup import unique_weights
+from turnwise.rollouts import arollout
+from turnwise.training import unique_weights
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 CLOSE = 1e-3

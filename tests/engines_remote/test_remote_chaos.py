@@ -13,7 +13,7 @@ from test_remote_fleet import directories, fleet, until, weights
 
 import turnwise as tw
 from turnwise.config import Limits
-from turnwise.rollouts.api import arollout
+from turnwise.rollouts import arollout
 
 __all__ = ["directories"]  # the fixture
 EPISODES, TURNS, TOKENS = 128, 6, 8

@@ -10,8 +10,7 @@ import time
 import pytest
 import remote_kit as kit
 
-from turnwise.engines import Engine, Request, Sampling, StopText
-from turnwise.engines.base import check_generation
+from turnwise.engines import Engine, Request, Sampling, StopText, check_generation
 from turnwise.engines.remote import ChatEngine, LlamaCppEngine, SglangEngine, VllmEngine, connect, probe_server
 from turnwise.errors import (
     BackendContractError,

@@ -13,7 +13,7 @@ import turnwise as tw
 from turnwise.engines import Request
 from turnwise.engines.remote import SglangEngine, VllmEngine, managed, probe_server
 from turnwise.errors import ConfigError, EngineError, UsageError
-from turnwise.records.metrics import rollout_metrics
+from turnwise.records import rollout_metrics
 from turnwise.renderers import byte_renderer
 
 CLIENTS = {"vllm": VllmEngine, "sglang": SglangEngine}
@@ -132,7 +132,7 @@ def test_sglang_drafts_on_a_gpu_alone(tmp_path):
 def test_auto_that_turns_out_to_be_sglang_refuses_what_it_cannot_be_trained_with(tmp_path):
     torch = pytest.importorskip("torch")
     from turnwise.config import EngineConfig, RolloutConfig, RunConfig, TrainConfig
-    from turnwise.training.setup import make_engine
+    from turnwise.training import make_engine
 
     def make(server, steps=1, **rollout):
         engine = EngineConfig(kind="auto", urls=(server.url,))

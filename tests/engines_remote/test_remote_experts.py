@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from routes_kit import experts
 
-from turnwise.engines import Request
-from turnwise.engines.base import check_generation
+from turnwise.engines import Request, check_generation
 from turnwise.engines.remote import SglangEngine, VllmEngine
 from turnwise.engines.remote.response import ServerResponse, fault_of, verify_response
 from turnwise.engines.remote.vllm import sglang_experts, vllm_experts

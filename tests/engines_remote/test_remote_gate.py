@@ -18,8 +18,7 @@ from turnwise.engines import Request
 from turnwise.engines.remote import SglangEngine, VllmEngine
 from turnwise.engines.server import JsonHttpServer
 from turnwise.errors import EngineError
-from turnwise.training.model.models import create_tiny_model
-from turnwise.training.server import make_service
+from turnwise.training import create_tiny_model, make_service
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -20,22 +20,21 @@ from test_remote_serve import CLIENTS, PROMPT, TEXTS, run
 from turnwise.cli.main import main
 from turnwise.config import ModelConfig
 from turnwise.engines import Request
-from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.weights import fingerprint
+from turnwise.engines.local import LocalEngine, fingerprint
 from turnwise.engines.remote import Fleet
 from turnwise.engines.remote.weight_sync import UNFINISHED
 from turnwise.engines.server import JsonHttpServer
 from turnwise.errors import StaleWeights, SyncError
-from turnwise.training.model.models import create_tiny_model, load
-from turnwise.training.server import make_service
-from turnwise.training.setup import score_with_model, unique_weights
-from turnwise.training.weight_transfer import (
-    GroupConnection,
+from turnwise.training import (
     GroupWeightPacker,
     RequestWeightPacker,
-    RequestWeights,
-    decode_tensors,
+    create_tiny_model,
+    make_service,
+    score_with_model,
+    unique_weights,
 )
+from turnwise.training.model.models import load
+from turnwise.training.weight_transfer import GroupConnection, RequestWeights, decode_tensors
 
 SMALL = 3000
 """Bytes of a part, so that a tiny model takes many."""

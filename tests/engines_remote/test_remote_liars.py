@@ -17,10 +17,7 @@ from hypothesis import strategies as st
 from turnwise.engines import Request
 from turnwise.engines.remote import ChatEngine, Fleet, LlamaCppEngine, SglangEngine, VllmEngine
 from turnwise.errors import BackendContractError, EngineError, EngineUnavailable, StaleWeights
-from turnwise.renderers.chat_renderer import ChatRenderer
-from turnwise.renderers.load import MARKUP, SPECIAL
-from turnwise.renderers.template import CHATML, ChatTemplate
-from turnwise.renderers.tokenizer import ByteTokenizer
+from turnwise.renderers import CHATML, MARKUP, SPECIAL, ByteTokenizer, ChatRenderer, ChatTemplate
 
 PROMPT = [5, 6, 7, 8]
 IDS, LOGPROBS = [9, 10, 11], [-1.0, -2.0, -0.5]

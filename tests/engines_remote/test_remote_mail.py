@@ -19,7 +19,8 @@ from turnwise.engines.remote.weight_sync import UNFINISHED
 from turnwise.engines.server import Endpoint, JsonHttpServer
 from turnwise.engines.server.bodies import Body
 from turnwise.errors import SyncError
-from turnwise.training.weight_transfer import RequestWeightPacker, decode_tensors, encode_tensors
+from turnwise.training import RequestWeightPacker
+from turnwise.training.weight_transfer import decode_tensors, encode_tensors
 
 
 class AsSglang(pickle.Unpickler):

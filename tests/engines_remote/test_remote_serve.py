@@ -15,15 +15,14 @@ from test_remote_fleet import until
 
 from turnwise.cli.main import main
 from turnwise.config import ModelConfig
-from turnwise.engines import Request, Sampling, StopText
-from turnwise.engines.base import check_generation
+from turnwise.engines import Request, Sampling, StopText, check_generation
 from turnwise.engines.remote import Fleet, SglangEngine, VllmEngine, probe_server
 from turnwise.engines.remote.weight_files import ModelDirectories
 from turnwise.engines.server import JsonHttpServer
 from turnwise.errors import ConfigError, EngineError, SyncError
-from turnwise.training.model.models import create_tiny_model, load
-from turnwise.training.server import make_service, serve
-from turnwise.training.setup import score_with_model, unique_weights
+from turnwise.training import create_tiny_model, make_service, score_with_model, unique_weights
+from turnwise.training.model.models import load
+from turnwise.training.server import serve
 
 TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(60)]
 PROMPT = list(range(10, 30))

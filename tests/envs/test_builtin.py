@@ -8,11 +8,9 @@ import pytest
 
 import turnwise as tw
 from turnwise.cli.main import main
-from turnwise.config.schema import EnvConfig, Limits
-from turnwise.envs import resolve_env
-from turnwise.envs.base import Action
+from turnwise.config import EnvConfig, Limits
+from turnwise.envs import Action, play_scripted, read_reply, resolve_env, take_step
 from turnwise.envs.builtin import Code, FrozenLake, HintedMath, Search
-from turnwise.envs.scripted_play import play_scripted, read_reply, take_step
 from turnwise.errors import ConfigError, EnvError
 from turnwise.media import media_as_text
 from turnwise.types import Message, Task

@@ -4,7 +4,7 @@ import gymnasium
 import pytest
 
 import turnwise as tw
-from turnwise.envs.adapters.gym import gym_env
+from turnwise.envs import gym_env
 from turnwise.envs.check import check_env
 from turnwise.errors import ConfigError
 

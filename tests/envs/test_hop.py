@@ -6,10 +6,8 @@ from collections import Counter
 
 import pytest
 
-from turnwise.envs import resolve_env
-from turnwise.envs.base import Action
+from turnwise.envs import Action, play_scripted, read_reply, resolve_env, take_step
 from turnwise.envs.builtin.hop import CODES, GIVE_UP, NAMES, chain_of, held_out
-from turnwise.envs.scripted_play import play_scripted, read_reply, take_step
 from turnwise.errors import EnvError
 from turnwise.types import Task
 

@@ -10,12 +10,9 @@ import numpy as np
 import pytest
 
 import turnwise as tw
-from turnwise.config import Limits
-from turnwise.config.schema import EnvConfig
-from turnwise.envs import resolve_env
-from turnwise.envs.base import Action
+from turnwise.config import EnvConfig, Limits
+from turnwise.envs import Action, play_scripted, read_reply, resolve_env, take_step
 from turnwise.envs.builtin import geometry, radar, zoom
-from turnwise.envs.scripted_play import play_scripted, read_reply, take_step
 from turnwise.errors import ConfigError, EnvError
 from turnwise.media import MediaStore
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.envs.resolve import resolve_env
-from turnwise.envs.tasks import check_disjoint, load_tasks, make_task_source, split_tasks
+from turnwise.envs import load_tasks, resolve_env, split_tasks
+from turnwise.envs.tasks import check_disjoint, make_task_source
 from turnwise.errors import ConfigError, TaskError
 from turnwise.types import Message, Task
 

@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.envs import ToolFailure, arithmetic, as_env_spec, tool, tool_env
-from turnwise.envs.base import Action
-from turnwise.envs.scripted_play import play_scripted, read_reply
+from turnwise.envs import Action, ToolFailure, arithmetic, as_env_spec, play_scripted, read_reply, tool, tool_env
 from turnwise.envs.tools.results import ResultLimit
 from turnwise.envs.tools.schema import ToolSchemaError
 from turnwise.envs.tools.tool import Tools

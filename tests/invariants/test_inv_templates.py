@@ -16,9 +16,7 @@ from rollout_kit import Call, Sampler, Talk, check_record, tasks
 import turnwise as tw
 from turnwise.engines import Generation
 from turnwise.errors import TemplateError
-from turnwise.renderers import Branch
-from turnwise.renderers.chat_renderer import ChatRenderer
-from turnwise.renderers.tokenizer import HFTokenizer
+from turnwise.renderers import Branch, ChatRenderer, HFTokenizer
 from turnwise.types import Message
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))

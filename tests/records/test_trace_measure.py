@@ -11,16 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import turnwise as tw
-from turnwise.records.metrics import (
-    MAX_NAMES,
-    METRIC_GROUPS,
-    METRICS,
-    OTHER,
-    distribution_summary,
-    flatten_row,
-    rollout_metrics,
-    top_counts,
-)
+from turnwise.records import rollout_metrics
+from turnwise.records.metrics import MAX_NAMES, METRIC_GROUPS, METRICS, OTHER, distribution_summary, flatten_row, top_counts
 from turnwise.types import (
     EpisodeKey,
     Failure,

@@ -17,9 +17,7 @@ if __name__ == "__main__":
 
 from tokenizer_kinds import KINDS, SINGLE_WORDS, codec
 
-from turnwise.renderers.chat_renderer import ChatRenderer
-from turnwise.renderers.load import MARKUP, SPECIAL
-from turnwise.renderers.template import CHATML, ChatTemplate
+from turnwise.renderers import CHATML, MARKUP, SPECIAL, ChatRenderer, ChatTemplate
 from turnwise.types import Message
 
 FULL_WIDTH = {ord(char): ord(char) + 0xFEE0 for char in "<>|[]/_"}

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 import turnwise as tw
 from turnwise.errors import TemplateError
-from turnwise.renderers import Branch, Extend, SampledReply
+from turnwise.renderers import Branch, ChatTemplate, Extend, SampledReply
 from turnwise.renderers.recompose import REASONS
-from turnwise.renderers.template import ChatTemplate
 from turnwise.types import Message
 
 FOUND = corpus.distinct()

@@ -14,10 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 import turnwise as tw
 from turnwise.errors import TemplateError
-from turnwise.renderers.chat_renderer import ChatRenderer
+from turnwise.renderers import ChatRenderer, ChatTemplate, HFTokenizer
 from turnwise.renderers.contract import explain_contract
-from turnwise.renderers.template import ChatTemplate
-from turnwise.renderers.tokenizer import HFTokenizer
 from turnwise.types import Message, ToolCall
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))

@@ -11,11 +11,8 @@ from tokenizer_kinds import KINDS, codec
 
 import turnwise as tw
 from turnwise.errors import ControlTextError, TemplateError, UsageError
-from turnwise.renderers.chat_renderer import ChatRenderer
+from turnwise.renderers import CHATML, MARKUP, SPECIAL, ByteTokenizer, ChatRenderer, ChatTemplate, HFTokenizer
 from turnwise.renderers.control_text import markers
-from turnwise.renderers.load import MARKUP, SPECIAL
-from turnwise.renderers.template import CHATML, ChatTemplate
-from turnwise.renderers.tokenizer import ByteTokenizer, HFTokenizer
 from turnwise.types import Message, ToolCall
 
 SUITE = injections()

@@ -10,9 +10,7 @@ from tokenizer_kinds import KINDS, REAL, SINGLE_WORDS, codec, tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 import turnwise as tw
-from turnwise.renderers.chat_renderer import ChatRenderer
-from turnwise.renderers.template import CHATML, ChatTemplate
-from turnwise.renderers.tokenizer import HFTokenizer
+from turnwise.renderers import CHATML, ChatRenderer, ChatTemplate, HFTokenizer
 from turnwise.types import Message
 
 TRAINED = [kind for kind in KINDS if kind not in REAL]

@@ -3,10 +3,7 @@
 import pytest
 
 from turnwise import commands
-from turnwise.renderers.chat_renderer import ChatRenderer
-from turnwise.renderers.load import MARKUP, SPECIAL
-from turnwise.renderers.template import ChatTemplate
-from turnwise.renderers.tokenizer import ByteTokenizer
+from turnwise.renderers import MARKUP, SPECIAL, ByteTokenizer, ChatRenderer, ChatTemplate
 from turnwise.types import Message, ToolCall
 
 FRAME = """

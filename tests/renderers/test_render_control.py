@@ -10,10 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import turnwise as tw
 from turnwise.errors import TemplateError
-from turnwise.renderers.chat_renderer import ChatRenderer
-from turnwise.renderers.load import MARKUP, SPECIAL
-from turnwise.renderers.template import CHATML, ChatTemplate
-from turnwise.renderers.tokenizer import ByteTokenizer, HFTokenizer
+from turnwise.renderers import CHATML, MARKUP, SPECIAL, ByteTokenizer, ChatRenderer, ChatTemplate, HFTokenizer
 from turnwise.types import Message
 
 KINDS = ("bytes", "bpe", "bpe_nfkc", "unigram")

@@ -8,10 +8,7 @@ import turnwise as tw
 from tests.corpus import tokenizer_of
 from tests.renderers.test_parsers import TOOLS
 from turnwise.errors import TemplateError
-from turnwise.renderers import byte_renderer
-from turnwise.renderers.chat_renderer import ChatRenderer
-from turnwise.renderers.template import ChatTemplate
-from turnwise.renderers.tokenizer import HFTokenizer
+from turnwise.renderers import ChatRenderer, ChatTemplate, HFTokenizer, byte_renderer
 from turnwise.types import Message, ToolCall
 
 GLM = """\

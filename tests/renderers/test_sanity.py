@@ -17,13 +17,10 @@ import turnwise as tw
 from turnwise.config import Limits
 from turnwise.errors import UsageError
 from turnwise.records import RunDir
-from turnwise.renderers.chat_renderer import ChatRenderer
+from turnwise.renderers import ChatRenderer, ChatTemplate, HFTokenizer, template_source
 from turnwise.renderers.render_check import CAUSES, RenderDifference, compare_with_render
-from turnwise.renderers.template import ChatTemplate, template_source
-from turnwise.renderers.tokenizer import HFTokenizer
-from turnwise.rollouts.api import make_episode_specs, run_sync
+from turnwise.rollouts import Rollout, make_episode_specs, run_sync
 from turnwise.rollouts.render_check import built_conversation
-from turnwise.rollouts.runner import Rollout
 from turnwise.types import Message
 
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {"key": {}}}}}

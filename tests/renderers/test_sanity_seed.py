@@ -10,9 +10,7 @@ import pytest
 from rollout_kit import bpe
 
 import turnwise as tw
-from turnwise.renderers.chat_renderer import ChatRenderer
-from turnwise.renderers.template import ChatTemplate
-from turnwise.renderers.tokenizer import HFTokenizer
+from turnwise.renderers import ChatRenderer, ChatTemplate, HFTokenizer
 
 # Written for this test: QwQ drops the thinking of all replies but the last, Qwen3 that of the replies before the last question.
 TEMPLATE = """

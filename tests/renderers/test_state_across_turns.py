@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from stateful_kit import source, sources
 
 from turnwise.errors import TemplateError
+from turnwise.renderers import ChatTemplate, template_source
 from turnwise.renderers.contract import explain_contract
 from turnwise.renderers.control_text import random_mark
 from turnwise.renderers.load import template_renderer
 from turnwise.renderers.render_check import BuiltConversation, OriginRun, compare_with_render
-from turnwise.renderers.template import ChatTemplate, template_source
 from turnwise.types import Message, Origin, ToolCall
 
 NONE: frozenset[str] = frozenset()

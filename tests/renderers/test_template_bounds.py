@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnwise.errors import TemplateError
-from turnwise.renderers.template import ChatTemplate
+from turnwise.renderers import ChatTemplate
 from turnwise.types import Message
 
 TALK = [Message("user", "Hi"), Message("assistant", "Yes.", reasoning="So.")]
@@ -131,7 +131,7 @@ def test_a_hostile_template_is_refused_soon(name: str) -> None:
 
 
 def test_a_long_conversation_is_no_hostile_one() -> None:
-    from turnwise.renderers.template import template_source
+    from turnwise.renderers import template_source
 
     talk = [Message("user", "word " * 200), Message("assistant", "Yes. " * 100, reasoning="So. " * 100)] * 500
     for name in ("chatml", "qwen3_with_thinking", "qwen3_without_thinking"):

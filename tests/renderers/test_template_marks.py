@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from turnwise.errors import TemplateError
-from turnwise.renderers.template import ChatTemplate, template_names, template_source
+from turnwise.renderers import ChatTemplate, template_names, template_source
 from turnwise.types import Message
 
 TALK = [Message("user", "Hi"), Message("assistant", "Yes.", reasoning="So."), Message("user", "?"), Message("assistant", "No.")]

@@ -11,10 +11,8 @@ from corpus import SPECIAL, TOOLS, distinct, template_of, tokenizer_of
 import turnwise as tw
 from turnwise.config import Limits
 from turnwise.errors import TemplateError
-from turnwise.renderers.chat_renderer import ChatRenderer
+from turnwise.renderers import ChatRenderer, ChatTemplate, HFTokenizer, template_names, template_source
 from turnwise.renderers.render_check import template_assistant_mask
-from turnwise.renderers.template import ChatTemplate, template_names, template_source
-from turnwise.renderers.tokenizer import HFTokenizer
 from turnwise.rollouts.render_check import built_conversation
 from turnwise.types import Message, Origin, ToolCall
 

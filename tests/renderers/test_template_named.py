@@ -10,9 +10,8 @@ import pytest
 from rollout_kit import bpe
 
 from turnwise.errors import ConfigError, TemplateError
-from turnwise.renderers.chat_renderer import ChatRenderer
-from turnwise.renderers.load import load_renderer
-from turnwise.renderers.template import ChatTemplate, check_arguments, template_names, template_source, with_preset_variables
+from turnwise.renderers import ChatRenderer, ChatTemplate, load_renderer, template_names, template_source
+from turnwise.renderers.template import check_arguments, with_preset_variables
 from turnwise.types import Message, ToolCall
 
 TALK = (

@@ -10,7 +10,7 @@ import pytest
 from corpus import SPECIAL, TOOLS, distinct, template_of
 
 from turnwise.errors import TemplateError
-from turnwise.renderers.template import ChatTemplate, template_names, template_source
+from turnwise.renderers import ChatTemplate, template_names, template_source
 from turnwise.types import ImageRef, Message, ToolCall
 
 chat_template_utils = pytest.importorskip("transformers.utils.chat_template_utils")

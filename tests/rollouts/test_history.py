@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rollout_kit import check_record, linear, tasks
 
 import turnwise as tw
-from turnwise.config.load import load
+from turnwise.config import load
 from turnwise.config.schema import HISTORY_POLICIES
 from turnwise.renderers.history import POLICIES, drop_reasoning, keep_images
 from turnwise.renderers.recompose import REASONS

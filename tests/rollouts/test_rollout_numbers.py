@@ -12,7 +12,7 @@ import pytest
 from rollout_kit import Sampler
 
 import turnwise as tw
-from turnwise.envs.scripted_play import take_step
+from turnwise.envs import take_step
 from turnwise.errors import EnvError
 
 NUMBERS: list[tuple[Any, float]] = [

@@ -11,7 +11,7 @@ from rollout_kit import Sampler, Talk, check_record, renderer, tasks
 
 import turnwise as tw
 from turnwise.config import load
-from turnwise.engines.base import check_generation
+from turnwise.engines import check_generation
 
 KINDS = ("bytes", "bpe", "unigram")
 

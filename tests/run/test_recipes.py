@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.cli.main import main
-from turnwise.envs.resolve import resolve_env
-from turnwise.training.task_plan import TaskPlan
+from turnwise.envs import resolve_env
+from turnwise.training import TaskPlan
 
 COMMON = """\
 [limits]

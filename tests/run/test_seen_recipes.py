@@ -13,7 +13,7 @@ import pytest
 from turnwise.cli.main import main
 from turnwise.config import load
 from turnwise.envs.builtin import BUILTIN
-from turnwise.training.algorithms import resolve_settings
+from turnwise.training import resolve_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {

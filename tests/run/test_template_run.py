@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from turnwise.cli.main import main
-from turnwise.renderers import load_renderer
-from turnwise.renderers.template import template_source
+from turnwise.renderers import load_renderer, template_source
 from turnwise.types import Message
 
 SMALL = """\

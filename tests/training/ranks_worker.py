@@ -12,12 +12,10 @@ from train_kit import M, P, chain, random_groups
 from turnwise.config import LoraConfig, TrainConfig
 from turnwise.config.schema import ALGORITHMS
 from turnwise.errors import TurnwiseError
-from turnwise.training.checkpoint import Checkpoints
+from turnwise.training import Checkpoints, Trainer, add_lora
 from turnwise.training.distributed import ProcessRanks
 from turnwise.training.model import models
-from turnwise.training.model.lora import add_lora
 from turnwise.training.trainer.leader import RankZeroTrainer, follow_rank_zero
-from turnwise.training.trainer.trainer import Trainer
 from turnwise.types import Group, Task
 
 STEPS, HALF = 10, 5

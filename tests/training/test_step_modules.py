@@ -8,7 +8,7 @@ from test_train_trainer import with_logprobs
 from train_kit import random_groups
 
 from turnwise.config import TrainConfig
-from turnwise.training.trainer.trainer import Trainer
+from turnwise.training import Trainer
 
 PREFIX = "turnwise.training."
 

@@ -10,7 +10,8 @@ from strategies import groups, trajectories
 from train_kit import E, M, P, chain
 
 from turnwise.errors import RewardError
-from turnwise.training.advantages import TRAINED, advantages, trainable_tokens
+from turnwise.training import TRAINED, trainable_tokens
+from turnwise.training.advantages import advantages
 from turnwise.types import Failure, Group, StopReason, Task
 
 

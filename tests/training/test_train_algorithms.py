@@ -12,10 +12,10 @@ from train_model64 import Model64
 from turnwise.config import TrainConfig
 from turnwise.config.schema import ALGORITHMS
 from turnwise.errors import ConfigError
+from turnwise.training import Trainer, resolve_settings
 from turnwise.training.advantages import overlong_penalty
-from turnwise.training.algorithms import BUILT_IN, TokenBatch, resolve_settings
+from turnwise.training.algorithms import BUILT_IN, TokenBatch
 from turnwise.training.algorithms.settings import check_custom, load_custom
-from turnwise.training.trainer.trainer import Trainer
 from turnwise.types import Group, Task
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from strategies import groups, trajectories
 from train_kit import E, M, P, chain, random_groups
 
-from turnwise.training.advantages import TRAINED, Credit, advantages, sort_key, trainable_tokens
-from turnwise.training.forward.batch import OVERHEAD_TOKENS, LossDenominator, make_batch, rows_of, split_minibatches
+from turnwise.training import TRAINED, Credit, LossDenominator, make_batch, trainable_tokens
+from turnwise.training.advantages import advantages, sort_key
+from turnwise.training.forward.batch import OVERHEAD_TOKENS, rows_of, split_minibatches
 
 
 def batch_of(made, aggregation="token", micro_tokens=64, **more):

@@ -17,10 +17,10 @@ from train_kit import random_groups
 
 from turnwise.config import TrainConfig
 from turnwise.errors import TraceError
+from turnwise.training import Checkpoints, Trainer
 from turnwise.training import checkpoint as module
-from turnwise.training.checkpoint import Checkpoints, read_checkpoint
+from turnwise.training.checkpoint import read_checkpoint
 from turnwise.training.model import models
-from turnwise.training.trainer.trainer import Trainer
 
 CONFIG = TrainConfig(max_mismatch=1e9)
 

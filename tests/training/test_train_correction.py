@@ -10,7 +10,7 @@ from train_model64 import Model64
 
 from turnwise.config import TrainConfig
 from turnwise.errors import ConfigError, SyncError
-from turnwise.training.trainer.trainer import Trainer
+from turnwise.training import Trainer
 from turnwise.types import Group
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "weight_decay": 0.0}

@@ -13,18 +13,9 @@ from train_model64 import Model64
 
 from turnwise.config import TrainConfig
 from turnwise.errors import ConfigError, UsageError
-from turnwise.training.advantages import (
-    TRAINED,
-    CreditRules,
-    TokenWeights,
-    advantages,
-    discounted_returns,
-    last_round,
-    loss_scale,
-    trainable_tokens,
-)
+from turnwise.training import TRAINED, Trainer, trainable_tokens
+from turnwise.training.advantages import CreditRules, TokenWeights, advantages, discounted_returns, last_round, loss_scale
 from turnwise.training.loss import ESTIMATORS, Correction, k1, k2, k3
-from turnwise.training.trainer.trainer import Trainer
 from turnwise.types import Group, Message, Task, Turn
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}

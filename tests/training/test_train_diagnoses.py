@@ -10,8 +10,8 @@ from train_kit import random_groups
 import turnwise as tw
 from turnwise.config import TrainConfig
 from turnwise.errors import TurnwiseError
+from turnwise.training import Trainer
 from turnwise.training.metrics import step_row
-from turnwise.training.trainer.trainer import Trainer
 from turnwise.viewer.diagnosis import LAST, diagnose
 
 

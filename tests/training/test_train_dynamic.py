@@ -9,10 +9,9 @@ from train_model64 import Model64
 
 from turnwise.config import TrainConfig
 from turnwise.errors import ConfigError
-from turnwise.training.algorithms import resolve_settings
+from turnwise.training import TaskPlan, Trainer, resolve_settings
 from turnwise.training.loss import Objective
-from turnwise.training.task_plan import TaskChoice, TaskPlan, play_with_dynamic_sampling
-from turnwise.training.trainer.trainer import Trainer
+from turnwise.training.task_plan import TaskChoice, play_with_dynamic_sampling
 from turnwise.types import Group, Task
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}

@@ -7,9 +7,8 @@ import torch
 from train_kit import branched, random_groups
 
 from turnwise.config import TrainConfig
+from turnwise.training import LossDenominator, Trainer, make_batch
 from turnwise.training.advantages import advantages
-from turnwise.training.forward.batch import LossDenominator, make_batch
-from turnwise.training.trainer.trainer import Trainer
 from turnwise.types import Group
 
 SMALL = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}

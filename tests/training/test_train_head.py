@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from train_kit import distance, gradient, random_groups
 
 from turnwise.config import TrainConfig
+from turnwise.training import LogitDistribution, Trainer
 from turnwise.training.forward import forward as heads
-from turnwise.training.forward.forward import LogitDistribution, LogitTransform, OutputHead, target_stats
-from turnwise.training.trainer.trainer import Trainer
+from turnwise.training.forward.forward import LogitTransform, OutputHead, target_stats
 
 WIDTH, VOCABULARY, COUNT = 8, 23, 17
 

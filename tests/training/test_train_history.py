@@ -13,8 +13,8 @@ from train_model64 import Model64
 import turnwise as tw
 from turnwise.config import EnvConfig, ModelConfig, TrainConfig
 from turnwise.engines.local import LocalEngine
+from turnwise.training import Trainer
 from turnwise.training.model import models
-from turnwise.training.trainer.trainer import Trainer
 from turnwise.types import Group
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}

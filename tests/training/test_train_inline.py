@@ -17,9 +17,9 @@ from train_model64 import Model64
 import turnwise as tw
 from turnwise.config import TrainConfig
 from turnwise.engines.local import LocalEngine
-from turnwise.renderers.load import load_renderer
+from turnwise.renderers import load_renderer
 from turnwise.rollouts import group_by_task
-from turnwise.training.trainer.trainer import Trainer
+from turnwise.training import Trainer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollouts"))
 

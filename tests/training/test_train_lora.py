@@ -12,13 +12,12 @@ from train_kit import distance, gradient, random_groups
 
 from turnwise.config import LoraConfig, TrainConfig
 from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.weights import fingerprint as of_weights
+from turnwise.engines.local import fingerprint as of_weights
 from turnwise.errors import ConfigError, ModelError, TurnwiseError
-from turnwise.training.checkpoint import Checkpoints
+from turnwise.training import Checkpoints, Trainer, add_lora
 from turnwise.training.model import models
-from turnwise.training.model.lora import adapter_of, add_lora, linear_layers, load_adapter
+from turnwise.training.model.lora import adapter_of, linear_layers, load_adapter
 from turnwise.training.model.weights import cast
-from turnwise.training.trainer.trainer import Trainer
 
 peft = pytest.importorskip("peft")
 LORA = LoraConfig(rank=4)

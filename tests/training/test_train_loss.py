@@ -10,12 +10,11 @@ from train_kit import random_groups
 from train_model64 import Model64
 
 from turnwise.config import TrainConfig
+from turnwise.training import LogitDistribution, Trainer, resolve_settings
 from turnwise.training.advantages import advantages
-from turnwise.training.algorithms import TokenBatch, resolve_settings
+from turnwise.training.algorithms import TokenBatch
 from turnwise.training.algorithms.grpo import ALGORITHM as GRPO
-from turnwise.training.forward.forward import LogitDistribution
 from turnwise.training.loss import k3, logprob_mismatch, policy_terms
-from turnwise.training.trainer.trainer import Trainer
 
 
 def slow_logprobs(model, ids, temperature=1.0, banned=()):

@@ -13,14 +13,13 @@ from turnwise.config import EvalConfig, Limits, ModelConfig, ResolvedConfig, Rol
 from turnwise.config.dump import to_json_dict
 from turnwise.engines import Sampling
 from turnwise.engines.distribution import truncate
-from turnwise.envs.resolve import as_env_spec
+from turnwise.envs import as_env_spec
 from turnwise.errors import SyncError
 from turnwise.records import NullListener, RunDir
-from turnwise.rollouts.api import run_sync
-from turnwise.training.forward.forward import LogitDistribution, SamplingSupport
-from turnwise.training.run import TrainingRun
+from turnwise.rollouts import run_sync
+from turnwise.training import LogitDistribution, Trainer, TrainingRun
+from turnwise.training.forward.forward import SamplingSupport
 from turnwise.training.self_checks import LengthRewardEnv
-from turnwise.training.trainer.trainer import Trainer
 from turnwise.types import Task
 
 CUTS = [(0.8, 0), (1.0, 5), (0.95, 8), (1e-9, 0)]

@@ -7,8 +7,8 @@ from train_model64 import Model64
 
 from turnwise.config import TrainConfig
 from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.training import Trainer
 from turnwise.training.trainer.memory import GIB, MemoryEstimate, activation_bytes, available_bytes, check_memory, estimate
-from turnwise.training.trainer.trainer import Trainer
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
 

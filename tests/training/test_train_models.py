@@ -17,8 +17,8 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from turnwise.config import ModelConfig, tiny
 from turnwise.errors import ConfigError, ModelError
+from turnwise.training import load_model_and_renderer
 from turnwise.training.model import models
-from turnwise.training.setup import load_model_and_renderer
 from turnwise.types import Message
 
 

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from ranks_worker import CASES, HALF, IDS, STEPS, steps_of
 
 from turnwise.config import TrainConfig
+from turnwise.training import Ranks, Trainer
 from turnwise.training.distributed import balance_costs
-from turnwise.training.forward.batch import Ranks
 from turnwise.training.model import models
 from turnwise.training.model.lora import load_adapter
-from turnwise.training.trainer.trainer import Trainer
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

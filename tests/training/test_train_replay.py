@@ -15,10 +15,8 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, 
 
 from turnwise.config import TrainConfig
 from turnwise.errors import ConfigError, RoutesMissing, TurnwiseError
-from turnwise.training.advantages import Credit, trainable_tokens
-from turnwise.training.forward.batch import LossDenominator, make_batch
+from turnwise.training import Credit, LossDenominator, Trainer, make_batch, trainable_tokens
 from turnwise.training.forward.routing_replay import RoutingReplay, pack_routes
-from turnwise.training.trainer.trainer import Trainer
 from turnwise.types import ExpertRoutes, Group
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))

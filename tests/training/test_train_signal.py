@@ -13,10 +13,9 @@ from torch import nn
 from train_kit import distance, gradient, random_groups
 
 from turnwise.config import TrainConfig
-from turnwise.training.forward.batch import Ranks
+from turnwise.training import Ranks, Trainer
 from turnwise.training.model import models
 from turnwise.training.trainer.optimizer import GradientSignal, Optimizer, signal_share
-from turnwise.training.trainer.trainer import Trainer
 from turnwise.types import Group
 
 # The formula.

@@ -9,8 +9,8 @@ from test_train_trainer import ANY, with_logprobs
 from train_kit import branched, random_groups
 
 from turnwise.config import TrainConfig
+from turnwise.training import Trainer
 from turnwise.training.metrics import FILE, mismatch_by_turn, scored_ids, write_token_records
-from turnwise.training.trainer.trainer import Trainer
 from turnwise.types import Group, Message, Turn
 
 

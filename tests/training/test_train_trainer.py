@@ -12,11 +12,10 @@ from train_model64 import Model64
 
 from turnwise.config import TrainConfig
 from turnwise.errors import ConfigError, ModelError, RewardError, SyncError, TurnwiseError, UsageError
-from turnwise.training.forward.batch import Ranks
+from turnwise.training import Ranks, Trainer
 from turnwise.training.model import models
 from turnwise.training.model.weights import cast
 from turnwise.training.trainer.optimizer import Optimizer, schedule
-from turnwise.training.trainer.trainer import Trainer
 from turnwise.types import Group, Task
 
 ANY = {"max_mismatch": 1e9}

@@ -14,19 +14,9 @@ from tree_kit import STILL, Tree64, ancestors, families, laid
 
 from turnwise.config import LoraConfig, TrainConfig
 from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.training import Trainer, add_lora, build_prefix_tree
 from turnwise.training.advantages import advantages
-from turnwise.training.forward.prefix_tree import (
-    NAME,
-    CostModel,
-    SortedRows,
-    attend,
-    block_mask,
-    build_prefix_tree,
-    flex_attend,
-    split_passes,
-)
-from turnwise.training.model.lora import add_lora
-from turnwise.training.trainer.trainer import Trainer
+from turnwise.training.forward.prefix_tree import NAME, CostModel, SortedRows, attend, block_mask, flex_attend, split_passes
 from turnwise.types import Group, Task
 
 ROWS = st.lists(st.lists(st.integers(-2, 2), min_size=1, max_size=12), min_size=1, max_size=8)
@@ -254,7 +244,7 @@ def test_equal_tokens_of_siblings_keep_a_ratio_and_an_advantage_each():
 
 
 def trainer_scale(made):
-    from turnwise.training.forward.batch import LossDenominator
+    from turnwise.training import LossDenominator
 
     return LossDenominator.of(advantages(made).credits, "token")
 

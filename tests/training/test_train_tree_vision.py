@@ -9,11 +9,10 @@ from train_kit import distance, example_texts, gradient
 from tree_kit import STILL
 
 from turnwise.config import ModelConfig, TrainConfig
+from turnwise.training import LossDenominator, Trainer, build_prefix_tree
 from turnwise.training.advantages import advantages
-from turnwise.training.forward.batch import LossDenominator, rows_of, shared_prefixes, tree_micro
-from turnwise.training.forward.prefix_tree import build_prefix_tree
+from turnwise.training.forward.batch import rows_of, shared_prefixes, tree_micro
 from turnwise.training.model import models
-from turnwise.training.trainer.trainer import Trainer
 from turnwise.types import Group, Origin, Span, Task
 
 

@@ -12,15 +12,11 @@ from vision_kit import tiny_vlm_directory
 
 import turnwise as tw
 from turnwise.config import Limits, ModelConfig, TrainConfig
-from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.weights import fingerprint
+from turnwise.engines.local import LocalEngine, fingerprint
 from turnwise.rollouts import Rollout, group_by_task, make_episode_specs
+from turnwise.training import Checkpoints, LossDenominator, Trainer, load_model_and_renderer, make_batch
 from turnwise.training.advantages import advantages
-from turnwise.training.checkpoint import Checkpoints
-from turnwise.training.forward.batch import LossDenominator, make_batch
 from turnwise.training.model import models
-from turnwise.training.setup import load_model_and_renderer
-from turnwise.training.trainer.trainer import Trainer
 from turnwise.types import Group, Task, VideoRef
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "smolvlm", "idefics3")

@@ -17,8 +17,7 @@ from turnwise.engines.local.sampling import Sampler
 from turnwise.records import read_json_lines, rebuild_trajectories
 from turnwise.renderers import load_renderer
 from turnwise.rollouts import Rollout, group_by_task, make_episode_specs
-from turnwise.training.setup import load_model_and_renderer
-from turnwise.training.trainer.trainer import Trainer
+from turnwise.training import Trainer, load_model_and_renderer
 from turnwise.types import Task, VideoRef
 
 

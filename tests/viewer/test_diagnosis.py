@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 import turnwise as tw
-from turnwise.records.metrics import rollout_metrics
-from turnwise.records.progress import NullListener
+from turnwise.records import NullListener, rollout_metrics
 from turnwise.viewer import diagnosis
 from turnwise.viewer.diagnosis import LAST, DiagnosingListener, diagnose
 

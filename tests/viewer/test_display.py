@@ -11,7 +11,7 @@ from cpu_kit import own_cost
 from rich.console import Console
 
 from turnwise.errors import UsageError
-from turnwise.records.progress import NullListener, ProgressListener
+from turnwise.records import NullListener, ProgressListener
 from turnwise.viewer.progress import PlainDisplay, ProgressState, RichDisplay, amount, duration, make_display, sparkline
 from turnwise.viewer.text import single_line, visible
 

@@ -6,7 +6,7 @@ import json
 from itertools import pairwise
 
 from turnwise.cli.main import main
-from turnwise.records.progress import NullListener
+from turnwise.records import NullListener
 from turnwise.viewer.progress import ProfileListener
 
 

@@ -9,10 +9,8 @@ import pytest
 import turnwise as tw
 from turnwise.cli.main import main
 from turnwise.errors import TraceError
-from turnwise.records import trajectory_row
+from turnwise.records import rollout_metrics, to_json, trajectory_row
 from turnwise.records.export import IMAGE, ColumnLayout, rows_of, write
-from turnwise.records.metrics import rollout_metrics
-from turnwise.records.run_dir import to_json
 from turnwise.records.serialization import read_trajectories, read_trajectory
 from turnwise.viewer.recompute import recompute
 

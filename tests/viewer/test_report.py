@@ -222,8 +222,7 @@ def test_view_writes_the_report_and_prints_its_path(make_run, tmp_path, capsys):
 def test_records_of_a_real_rollout_are_understood(tmp_path):
     import turnwise as tw
     from turnwise.envs.builtin import HopJson
-    from turnwise.records.run_dir import to_json
-    from turnwise.records.serialization import trajectory_row
+    from turnwise.records import to_json, trajectory_row
     from turnwise.renderers import byte_renderer
 
     played = tw.rollout(HopJson, HopJson.tasks("eval", 2, 0), tw.ScriptedEngine(HopJson.solver))

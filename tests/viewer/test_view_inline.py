@@ -8,7 +8,8 @@ import pytest
 
 import turnwise as tw
 from turnwise.cli.training import trajectory_lines
-from turnwise.envs.scripted_play import play_scripted, run
+from turnwise.envs import play_scripted
+from turnwise.envs.scripted_play import run
 from turnwise.records import trajectory_row
 from turnwise.viewer.conversation import prepare
 

@@ -14,6 +14,7 @@ from turnwise.engines.base import (
     SupportsPause,
     SupportsSleep,
     SupportsWeightUpdate,
+    check_generation,
 )
 from turnwise.engines.distribution import token_logprobs
 from turnwise.engines.scripted import ScriptedEngine
@@ -35,5 +36,6 @@ __all__ = [
     "SupportsPause",
     "SupportsSleep",
     "SupportsWeightUpdate",
+    "check_generation",
     "token_logprobs",
 ]

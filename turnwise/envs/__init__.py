@@ -7,6 +7,7 @@ from turnwise.envs.base import Action, Env, EnvFactory, InlineObservation, Score
 from turnwise.envs.resolve import as_env_spec, resolve_env
 from turnwise.envs.rewards.judge import ChatJudge, Judge, judged
 from turnwise.envs.rewards.rewards import RewardPart, Rewards, rewards
+from turnwise.envs.scripted_play import play_scripted, read_reply, take_step
 from turnwise.envs.simulated_user import simulated_user
 from turnwise.envs.spec import EnvSpec
 from turnwise.envs.tasks import load_tasks, split_tasks
@@ -39,10 +40,13 @@ __all__ = [
     "load_tasks",
     "mcp_tools",
     "openenv_env",
+    "play_scripted",
+    "read_reply",
     "resolve_env",
     "rewards",
     "simulated_user",
     "split_tasks",
+    "take_step",
     "tool",
     "tool_env",
     "verifiers_env",

@@ -1,5 +1,6 @@
 """Run directories: written during a run, readable at any time."""
 
+from turnwise.records.metrics import rollout_metrics
 from turnwise.records.progress import EpisodeListener, NullListener, ProgressListener
 from turnwise.records.run_dir import Checks, JsonLines, RunDir, read_json_lines, to_json
 from turnwise.records.serialization import rebuild_trajectories, trajectory_row
@@ -13,6 +14,7 @@ __all__ = [
     "RunDir",
     "read_json_lines",
     "rebuild_trajectories",
+    "rollout_metrics",
     "to_json",
     "trajectory_row",
 ]
