@@ -109,16 +109,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Store new keys and values and attend, as an attention function of transformers.
 
-    Args:
-        query: [1, query heads, rows, head size]; key and value likewise with their own number of heads.
-        scaling: factor on the scores.
-        sliding_window: number of keys visible to a row, itself included; None for all.
-        turnwise_plan: the step.
-
-    Returns:
-        [1, rows, query heads, value size], and None for the weights.
-
-    Raises `EngineError` when the model's attention needs an unsupported feature.
+    From [1, query heads, rows, head size], key and value likewise with their own number of heads, to [1, rows, query heads,
+    value size]. `sliding_window` is the number of keys visible to a row, itself included; None for all.
     """
     if turnwise_plan is None:
         raise EngineError(f"{type(module).__name__} does not pass the engine's plan to its attention; use a server")
@@ -222,12 +214,7 @@ def run_attention(
 ) -> tuple[Tensor, None]:
     """Attend within runs, as an attention function of transformers.
 
-    Args:
-        query, key, value: [1, heads, patches, size].
-        cu_seq_lens_q: [runs + 1] start of each run, and the end.
-
-    Returns:
-        [1, patches, heads, size], and None for the weights.
+    From [1, heads, patches, size] to [1, patches, heads, size]; `cu_seq_lens_q` has the start of each run, and the end.
     """
     assert cu_seq_lens_q is not None
     edges = cu_seq_lens_q.tolist()

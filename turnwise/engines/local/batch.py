@@ -38,12 +38,7 @@ LENGTHS = (3, 2)
 
 
 class Drafter:
-    """Drafts ids for one reply.
-
-    Args:
-        prompt: ids before the reply.
-        max_draft: maximum length of a draft; at least 1.
-    """
+    """Drafts ids for one reply, at most `max_draft` (1 or more) at a time."""
 
     def __init__(self, prompt: Sequence[int], max_draft: int) -> None:
         self._ids = list(prompt)
@@ -61,13 +56,7 @@ class Drafter:
         self.accepted = 0
 
     def propose(self, reply: Sequence[int], limit: int, excluded: Sequence[Container[int]] = ()) -> list[int]:
-        """Draft ids after a reply, kept as `open` until `record_accepted`.
-
-        Args:
-            reply: all its ids so far.
-            limit: maximum number of ids.
-            excluded: a draft ends before an id in any of these.
-        """
+        """Draft at most `limit` ids after a reply, up to an excluded one; they are kept as `open` until `record_accepted`."""
         self._ids += reply[len(self._ids) - self._prompt :]
         ids, followers = self._ids, self._followers
         for end in range(self._known, len(ids)):
@@ -113,11 +102,9 @@ class ActiveCall:
     limit: int
     """Maximum number of new ids."""
     future: Any
-    """Future of the result."""
     keys: list[int]
     """Ids for prefix matching, with media positions replaced by media keys."""
     view: ContextMedia | None = None
-    """Media of the context."""
     slot: Slot | None = None
     cached: int = 0
     ids: list[int] = field(default_factory=list)
@@ -179,7 +166,6 @@ class EngineBatch:
     drafted: bool = False
     """Whether any call has a draft."""
     media: RowMedia | None = None
-    """Media of the rows, for a vision model."""
     broken: list[Outcome] = field(default_factory=list)
     """Calls whose images are unavailable."""
 

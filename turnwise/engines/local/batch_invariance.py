@@ -15,34 +15,27 @@ _GRANULES = (32, 64, 128, 256)
 def calibrate_batch_invariance(model: EngineModel) -> bool:
     """Set the model's granule to the smallest safe one and check that batching does not change bits.
 
-    Takes some milliseconds for a tiny model, and a few forward passes of up to 128 rows for any.
-
-    Returns:
-        Whether a sequence had the same bits alone and in a batch, computed at once and in pieces.
+    Takes some milliseconds for a tiny model, and a few forward passes of up to 128 rows for any. Return whether a sequence had
+    the same bits alone and in a batch, computed at once and in pieces.
     """
     model.reserve(8, min(model.context, 64))
     _probe(model, [(0, 0, 2)], 0, [])  # allocates the layers, which sets their shapes
     if not model.on_cpu:
         return False
     if model.fused is None:
-        _find_granule(model)
+        heads = int(model.config.num_attention_heads)
+        sizes = {(k.shape[1], heads // k.shape[1], k.shape[3], v.shape[3], k.dtype) for k, v in model.cache.layers.values()}
+        granules = [g for g in _GRANULES if FLASH is not None and all(_is_granule_safe(g, CHUNK, *size) for size in sizes)]
+        if granules:
+            model.granule = granules[0]
+        else:  # no slice is safe: always attend over the full capacity in one call
+            model.granule = -(-(model.context + 1) // CHUNK) * CHUNK
+            model.chunk = 2 * model.granule
     model.cache.clear()
     model.reserve(8, min(model.context, 64))
     same = _same_bits(model)
     model.cache.zero()
     return same
-
-
-def _find_granule(model: EngineModel) -> None:
-    """Set the granule to the smallest safe one."""
-    heads = int(model.config.num_attention_heads)
-    sizes = {(k.shape[1], heads // k.shape[1], k.shape[3], v.shape[3], k.dtype) for k, v in model.cache.layers.values()}
-    granules = [g for g in _GRANULES if FLASH is not None and all(_is_granule_safe(g, CHUNK, *size) for size in sizes)]
-    if granules:
-        model.granule = granules[0]
-    else:  # no slice is safe: always attend over the full capacity in one call
-        model.granule = -(-(model.context + 1) // CHUNK) * CHUNK
-        model.chunk = 2 * model.granule
 
 
 def _is_granule_safe(granule: int, reach: int, kv: int, shared: int, size: int, value_size: int, dtype: torch.dtype) -> bool:
@@ -91,9 +84,8 @@ def _same_bits(model: EngineModel) -> bool:
     expected = _probe(model, [(0, 0, length)], 0, [length - 2, length - 1])[:2].clone()
     others = [(slot, 0, min(model.context, 12 + slot)) for slot in range(2, 8)]
     _probe(model, [*others, (1, 0, length - 2)], 0, [])
-    found = [
-        _probe(model, [(slot, 3, 1) for slot in range(2, 8)], position, [1])[0].clone() for position in (length - 2, length - 1)
-    ]
+    runs = [(slot, 3, 1) for slot in range(2, 8)]
+    found = [_probe(model, runs, position, [1])[0].clone() for position in (length - 2, length - 1)]
     if not torch.equal(expected, torch.stack(found)):
         return False
     units = -(-length // model.cache.unit)  # positions after the last are zero in both

@@ -95,10 +95,8 @@ class Worker:
         for loop, theirs in by_loop.items():
             # Nothing waits on a closed loop.
             if not loop.is_closed():
-                try:
+                with contextlib.suppress(RuntimeError):
                     loop.call_soon_threadsafe(_settle, theirs)
-                except RuntimeError:
-                    continue
 
     def _run(self) -> None:
         try:
@@ -507,10 +505,6 @@ def _default_slots(model: EngineModel, cache_gib: float) -> int:
     each = model.cache.bytes_per_position * (model.context + 1)
     slots = int(min(256, max(1, cache_gib * 2**30 // each)))
     if slots < 8:
-        _log.warning(
-            "local engine: %g GiB of cache hold %d sequences of %d positions; reduce context or increase cache_gib",
-            cache_gib,
-            slots,
-            model.context,
-        )
+        text = "local engine: %g GiB of cache hold %d sequences of %d positions; reduce context or increase cache_gib"
+        _log.warning(text, cache_gib, slots, model.context)
     return slots

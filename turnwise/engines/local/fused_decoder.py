@@ -85,12 +85,7 @@ class FusedDecoder:
     ) -> torch.Tensor:
         """Run one pass over rows of one token each; rows of one slot must be in position order.
 
-        Args:
-            media: media of the rows.
-
-        Returns:
-            [padded number of `keep`, vocabulary] logits, which the next pass overwrites; rows after the number of `keep` are
-            padding.
+        Return the logits of the rows `keep`, [padded number of them, vocabulary], which the next pass overwrites.
         """
         if not keep:
             keep = [0]
@@ -98,15 +93,15 @@ class FusedDecoder:
         stream = self._buffer("stream", count, hidden)
         index = torch.tensor(tokens + [0] * (count - len(tokens)))
         torch.index_select(self.table, 0, index, out=stream)
-        rows, position, slot = np.arange(count), np.array(positions), np.array(slots)
         visible = media if media is not None and media.feature_rows else None
         if visible is not None:
             media_rows, features = torch.tensor(visible.feature_rows), ImageFeatures.join(visible.features)
             stream.index_copy_(0, media_rows, features.rows)
-        turn = self._rotate(position, media)
+        position = np.array(positions)
+        where = np.arange(count), self._rotate(position, media), position, np.array(slots)
         change = np.zeros(0, dtype=np.float32)
         for number, layer in enumerate(self.layers):
-            change = self._layer(number, layer, stream, change, rows, turn, position, slot)
+            change = self._layer(number, layer, stream, change, where)
             if visible is not None and number < len(features.deep):
                 torch.from_numpy(change).view(count, hidden).index_add_(0, media_rows, features.deep[number])
         wanted, normed = np.array(keep), self._buffer("kept", round_up_rows(len(keep)), hidden)
@@ -114,45 +109,25 @@ class FusedDecoder:
         return torch.mm(normed, self.head.T, out=self._buffer("logits", len(normed), self.head.shape[0]))
 
     def _layer(
-        self,
-        number: int,
-        layer: FusedLayer,
-        stream: torch.Tensor,
-        change: np.ndarray,
-        rows: np.ndarray,
-        turn: np.ndarray,
-        position: np.ndarray,
-        slot: np.ndarray,
+        self, number: int, layer: FusedLayer, stream: torch.Tensor, change: np.ndarray, where: Sequence[np.ndarray]
     ) -> np.ndarray:
-        """Add the attention output to the stream; return the MLP output, which the next layer adds."""
-        call, count, flat = self.kernels, len(rows), _flat(stream)
+        """Add the attention output to the stream; return the MLP output, which the next layer adds.
+
+        `where` has the number, rotary angle, position and slot of each row.
+        """
+        call, rows, flat = self.kernels, where[0], _flat(stream)
+        count = len(rows)
         normed = self._buffer("normed", *stream.shape)
         call.add_and_norm(flat, change, rows, layer.first, layer.eps, _flat(normed))
         qkv = torch.mm(normed, layer.qkv.T, out=self._buffer("qkv", count, layer.qkv.shape[0]))
         keys, values = self.cache.blocks(number, self.kv, self.size)
         mixed = self._buffer("mixed", count, self.heads * self.size)
         scores = self._buffer("scores", self.heads // self.kv, self.cache.capacity)
-        call.attend(
-            _flat(qkv),
-            layer.bias,
-            layer.q_norm,
-            layer.k_norm,
-            layer.head_eps,
-            self.cos,
-            self.sin,
-            turn,
-            position,
-            slot,
-            _flat(keys),
-            _flat(values),
-            self.cache.capacity,
-            self.heads,
-            self.kv,
-            self.size,
-            layer.scale,
-            _flat(scores),
-            _flat(mixed),
-        )
+        norms = layer.bias, layer.q_norm, layer.k_norm, layer.head_eps
+        angles = self.cos, self.sin, *where[1:]
+        sizes = self.cache.capacity, self.heads, self.kv, self.size
+        stores = _flat(keys), _flat(values)
+        call.attend(_flat(qkv), *norms, *angles, *stores, *sizes, layer.scale, _flat(scores), _flat(mixed))
         added = self._buffer("added", *stream.shape)
         torch.mm(mixed, layer.output.T, out=added)
         call.add_and_norm(flat, _flat(added), rows, layer.second, layer.eps, _flat(normed))
@@ -169,11 +144,7 @@ class FusedDecoder:
         return found[:rows]
 
     def _rotate(self, position: np.ndarray, media: RowMedia | None) -> np.ndarray:
-        """Compute rotary angles by the module: once for the cache's positions, or for these rows with media.
-
-        Returns:
-            Index of each row's angle.
-        """
+        """Compute rotary angles, once for the cache's positions or for rows with media; return each row's index in them."""
         if self.uses_mrope and media is not None:
             at = torch.zeros(3, 1, round_up_rows(len(position)), dtype=torch.long)
             at[:, 0, : len(position)] = torch.tensor(media.rotary_positions)
@@ -227,9 +198,8 @@ def is_supported(module: Any, tower: SplitVLM | None = None) -> bool:
         widths = [size, body.embed_tokens.embedding_dim, *(layer.mlp.down_proj.in_features for layer in layers)]
         config = module.config.get_text_config()
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-        capped = [
-            getattr(config, f"{where}_logit_softcapping", None) for where in ("attn", "final")
-        ]  # no effect on small logits
+        # No effect on small logits.
+        capped = [getattr(config, f"{where}_logit_softcapping", None) for where in ("attn", "final")]
         return (
             joined
             and set(body.state_dict()) == names
@@ -258,9 +228,8 @@ def _names(layer: Any) -> set[str]:
 def matches_module(module: Any, made: FusedDecoder, count: int, tower: SplitVLM | None = None) -> bool:
     """Compare the pass with the module on random ids, fed in pieces of different lengths.
 
-    A vision-language model also gets random features, at positions that differ in time, height and width.
-
-    Rows without a distribution are skipped; at least one row must have one.
+    A vision-language model also gets random features, at positions that differ in time, height and width. Rows without a
+    distribution are skipped; at least one row must have one.
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(made.table.shape[0], (count,), generator=generator)
@@ -275,7 +244,12 @@ def matches_module(module: Any, made: FusedDecoder, count: int, tower: SplitVLM 
     cuts, logits = sorted({0, 2 * count // 3, 2 * count // 3 + 1, count - 1, count}), []
     for start, end in pairwise(cuts):
         rows = list(range(end - start))
-        part = None if media is None else _media_between(media, start, end)
+        part = None
+        if media is not None:
+            inside = [number for number, position in enumerate(media.feature_rows) if start <= position < end]
+            features = [media.features[0].take(torch.tensor(inside))] if inside else []
+            time, high, wide = (row[start:end] for row in media.rotary_positions)
+            part = RowMedia((time, high, wide), [media.feature_rows[number] - start for number in inside], features)
         piece = made.forward(ids[start:end].tolist(), list(range(start, end)), [1] * len(rows), rows, part)
         logits.append(piece[: len(rows)].clone())
     made.cache.clear()
@@ -297,13 +271,6 @@ def _random_media(tower: SplitVLM, made: FusedDecoder, count: int, generator: to
     rotary = torch.randint(0, 3, (3, count), generator=generator).cumsum(1)
     deep = tuple(rows() for _ in range(min(2, len(made.layers)))) if tower.deep else ()
     return RowMedia((rotary[0].tolist(), rotary[1].tolist(), rotary[2].tolist()), places, [ImageFeatures(rows(), deep)])
-
-
-def _media_between(media: RowMedia, start: int, end: int) -> RowMedia:
-    inside = [number for number, position in enumerate(media.feature_rows) if start <= position < end]
-    features = [media.features[0].take(torch.tensor(inside))] if inside else []
-    time, high, wide = (row[start:end] for row in media.rotary_positions)
-    return RowMedia((time, high, wide), [media.feature_rows[number] - start for number in inside], features)
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]

@@ -73,12 +73,7 @@ def probe_router(module: nn.Module) -> tuple[Tensor, Tensor, Tensor] | None:
 
 
 class RouteRecorder:
-    """Records the experts of every row beside its keys and values.
-
-    Args:
-        module: the engine's module, whose routers get hooks.
-        cache: storage of the slots.
-    """
+    """Records the experts of every row beside its keys and values, by hooks on the module's routers."""
 
     def __init__(self, module: nn.Module, cache: KVCache) -> None:
         self._cache = cache
@@ -122,13 +117,7 @@ CHUNK = 256
 
 
 class EngineModel:
-    """Causal language model in evaluation mode, with its cache.
-
-    Args:
-        model: a module, which is copied with its config, or a config for random weights.
-        context: maximum number of positions of a sequence.
-        device, dtype: of the copy; None keeps the module's.
-    """
+    """Causal language model in evaluation mode, with its cache: a copy of a module, or random weights for a config."""
 
     def __init__(self, model: Any, context: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
         if isinstance(model, PretrainedConfig):
@@ -158,7 +147,14 @@ class EngineModel:
         """Keys per attention call, which makes bits independent of their count; None where exact bits are not claimed."""
         # One more position than the context, for the last id of a full context.
         self._max_positions = context + 1
-        _check_rope(self.config, context)
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            original = rope.get("original_max_position_embeddings") or self.config.max_position_embeddings
+            if context > original:
+                raise EngineError(
+                    f"the model's rotary embedding ({rope['rope_type']}) changes for all rows after {original} positions, and "
+                    f"context is {context}; set context to at most {original}"
+                )
 
     @property
     def on_cpu(self) -> bool:
@@ -203,17 +199,9 @@ class EngineModel:
         keep: list[int],
         media: RowMedia | None = None,
     ) -> torch.Tensor:
-        """Run one pass over rows of one token each.
+        """Run one pass over rows of one token each, with the target slot of each; lengths of `parts` are rounded up here.
 
-        Args:
-            tokens, positions, slots: id, position and target slot of each row.
-            parts: attention runs; their lengths are rounded up here.
-            keep: rows whose logits are needed.
-            media: media of the rows; None when there are none.
-
-        Returns:
-            [padded number of `keep`, vocabulary], which the next pass may overwrite; rows after the number of `keep` are
-            padding.
+        Return the logits of the rows `keep`, [padded number of them, vocabulary], which the next pass may overwrite.
         """
         if self.fused is not None:
             return self.fused.forward(tokens, positions, slots, keep, media)
@@ -248,15 +236,3 @@ class EngineModel:
                 "transformers' attention interface, so the local engine cannot cache the others; use a server"
             )
         return logits
-
-
-def _check_rope(config: Any, context: int) -> None:
-    """Reject rotary embeddings that change for all rows when one row of the batch grows long."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-        if context > original:
-            raise EngineError(
-                f"the model's rotary embedding ({rope['rope_type']}) changes for all rows after {original} positions, and "
-                f"context is {context}; set context to at most {original}"
-            )

@@ -31,13 +31,8 @@ def counter_uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return uniform numbers in [0, 1), one per (seed, position).
 
     The generator is splitmix64 (Steele, Lea and Flood, 2014). Its n-th output is a mix of ``state + n * golden``, which gives
-    random access to positions. The seed is mixed first, since callers may use consecutive seeds.
-    Args:
-        seeds: [n] uint64.
-        positions: [n] uint64, position within the reply.
-
-    Returns:
-        [n] float32 with 24 random bits each, so none rounds up to 1.
+    random access to positions. The seed is mixed first, since callers may use consecutive seeds. Both arguments are [n] uint64,
+    the result is [n] float32 with 24 random bits each, so none rounds up to 1.
     """
     mixed = _mix(_mix(seeds + _GOLDEN) + (positions + np.uint64(1)) * _GOLDEN)
     drawn: np.ndarray = (mixed >> _S40).astype(np.float32) * np.float32(2.0**-24)
@@ -60,13 +55,9 @@ class Sampler:
         """Sample one id per row from its request's distribution.
 
         Rows with different distributions form separate batches. A row's result depends only on its logits and (seed, position).
+        Logits are [m, vocabulary], m at least the padded number of `draws`; further rows are ignored.
 
-        Args:
-            logits: [m, vocabulary], m at least the padded number of `draws`; further rows are ignored.
-            draws: one per row.
-
-        Returns:
-            ids and logprobs, one per draw. A non-finite logprob means that the row has no distribution.
+        Return ids and logprobs, one per draw. A non-finite logprob means that the row has no distribution.
         """
         kinds: dict[tuple[Sampling, frozenset[int]], list[int]] = {}
         for index, draw in enumerate(draws):
@@ -84,14 +75,9 @@ class Sampler:
         return ids, logprobs
 
     def pick(self, cdf: torch.Tensor, draws: Sequence[RowDraw]) -> torch.Tensor:
-        """Return the first ids whose cumulative weight exceeds the rows' uniform numbers.
+        """Return the first ids, [m] int64, whose cumulative weight exceeds the rows' uniform numbers.
 
-        Args:
-            cdf: [m, vocabulary] cumulative weights, unnormalized, nondecreasing.
-            draws: one per row; further rows are padding.
-
-        Returns:
-            [m] int64.
+        `cdf` has cumulative weights [m, vocabulary], unnormalized, nondecreasing; rows after the number of `draws` are padding.
         """
         seeds = np.array([draw.request.seed & 0xFFFFFFFFFFFFFFFF for draw in draws], dtype=np.uint64)
         positions = np.array([draw.position for draw in draws], dtype=np.uint64)

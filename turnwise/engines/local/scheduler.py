@@ -164,10 +164,7 @@ class Scheduler:
                 space -= len(call.drafter.propose(call.ids, max_draft, excluded))
 
     def _decode_rows_in_place(self) -> EngineBatch:
-        """Batch with each reply's row at the index of its slot, for attention over slots in place.
-
-        Replies with a draft follow and attend like prompts.
-        """
+        """Batch with each reply's row at the index of its slot; replies with a draft follow and attend like prompts."""
         decoding = [call for call in self.running if call.ids and not call.draft]
         self._compact(decoding)
         places = sorted(((call.slot, call) for call in decoding if call.slot), key=lambda pair: pair[0].index)

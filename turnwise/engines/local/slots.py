@@ -8,7 +8,6 @@ from typing import Any
 
 WORTH_WAITING = 16
 """Positions shared with a sibling from which a prompt waits for the sibling's instead of computing them twice."""
-
 GRACE = 16
 """Steps for which an idle slot is reserved for its session while others run: most environments respond within them."""
 
@@ -66,11 +65,7 @@ class SlotTable:
         """Step counter, advanced by the scheduler."""
 
     def place(self, ids: list[int], session: str, group: str) -> Placement | None:
-        """Find and take a slot for a call.
-
-        Returns:
-            None when the call must wait: no slot is free or idle, or a sibling is computing the same prompt.
-        """
+        """Find and take a slot for a call; None when no slot is free or idle, or a sibling is computing the same prompt."""
         limit = len(ids) - 1  # the last id is always computed, for its logits
         mine = self._sessions.get(session, ())
         own, kept = None, -1

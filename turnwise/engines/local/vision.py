@@ -68,14 +68,7 @@ class ImageFeatures:
 
 
 class SplitVLM:
-    """Vision-language model split into tower, decoder and head.
-
-    Args:
-        module: transformers module, which is left unchanged; its parts are used.
-
-    Raises:
-        ModelError: when it cannot be split, with the reason.
-    """
+    """Vision-language model split into tower, decoder and head; `ModelError` has the reason where that is impossible."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -100,12 +93,7 @@ class SplitVLM:
         return [merged.take(slice(start, end)) for start, end in pairwise(ends)]
 
     def encode_together(self, arrays: Mapping[str, Any], sizes: Sequence[int]) -> ImageFeatures:
-        """Encode images, or videos, from merged pixel values into concatenated features.
-
-        Args:
-            arrays: by the processor's names, all of one kind.
-            sizes: number of rows of each.
-        """
+        """Encode merged pixel values of images, or of videos, into concatenated features, `sizes` rows for each."""
         video = is_video(arrays)
         make = getattr(self.body, "get_video_features" if video else "get_image_features", None)
         if make is None:
@@ -133,11 +121,8 @@ class SplitVLM:
     ) -> Tensor:
         """Return the decoder's last hidden state, [B, T, width].
 
-        Args:
-            positions: [1 or B, T], or [3, B, T] for time, height and width. Always passed, since a model would otherwise
-                continue from the positions of its last images.
-            places: [n] ascending indices of features in the flattened [B, T].
-            features: n rows.
+        `positions` are [1 or B, T], or [3, B, T] for time, height and width; always passed, since a model would otherwise
+        continue from those of its last images. `places` are the [n] ascending indices of `features` in the flattened [B, T].
         """
         embeds_btd = self.embed(ids_bt)
         if features is not None and places is not None:
@@ -229,11 +214,8 @@ class ImageFeatureCache:
     """Image features by media key, cleared with the weights that made them.
 
     Features do not depend on other images to the bit. Small images of one shape are encoded in batches of a fixed size, filled
-    by repetition, and only after a check that batching changes no bit.
-
-    Args:
-        tower: the split model.
-        most_bytes: memory for features; the least recently used are evicted and recomputed when needed.
+    by repetition, and only after a check that batching changes no bit. Above `most_bytes` the least recently used are evicted,
+    and recomputed when needed.
     """
 
     def __init__(self, tower: SplitVLM, most_bytes: int = CACHE_BYTES) -> None:
@@ -337,13 +319,7 @@ def _shape(arrays: Mapping[str, Any], size: int) -> Shape:
 
 
 class ContextMedia:
-    """Media of one call's context: feature positions and rotary positions.
-
-    Args:
-        ids: the context.
-        placed: its media blocks.
-        vision: vision processor of the model.
-    """
+    """Media of one call's context: feature positions and rotary positions."""
 
     def __init__(self, ids: Sequence[int], placed: Sequence[MediaPlacement], vision: Any) -> None:
         self._ids, self._placed, self._vision = ids, tuple(placed), vision

@@ -21,13 +21,7 @@ def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
 
     Each tensor's bits are integers x_i, hashed as the sum of k_i * x_i modulo 2**64 with random keys k_i (multilinear hashing:
     Carter and Wegman, 1979); blocks and tensors are combined by a cryptographic hash. It detects lost, stale, swapped and
-    damaged weights, not forgery. About 1 ms for a million fp32 weights.
-
-    Args:
-        weights: (name, tensor) pairs, on any device.
-
-    Returns:
-        32 hexadecimal digits.
+    damaged weights, not forgery. About 1 ms for a million fp32 weights, on any device. Return 32 hexadecimal digits.
     """
     # A separate header per tensor makes boundaries between names and shapes unambiguous.
     rows = [
@@ -62,11 +56,9 @@ Weights = list[tuple[str, torch.Tensor]]
 
 
 def check_weights(module: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Weights:
-    """Return the weights as a list, checked against the module's names and shapes.
+    """Return the weights as a list; raise `SyncError` where names, shapes or tied values do not match the module's.
 
     A tied weight may be given under one of its names or all of them.
-
-    Raises `SyncError`: a name is unknown, missing or given twice, or a shape or tied value differs.
     """
     own = module.state_dict()
     given: dict[str, torch.Tensor] = {}
@@ -94,10 +86,7 @@ def check_weights(module: torch.nn.Module, weights: Iterable[tuple[str, torch.Te
 
 
 def copy_weights(module: torch.nn.Module, weights: Weights) -> str:
-    """Copy checked weights into the module.
-
-    Return the fingerprint of the module's copies where the types match, so that a failed copy is detected.
-    """
+    """Copy checked weights; return the fingerprint of the copies where the types match, so that a failed copy is detected."""
     own = module.state_dict()
     with torch.no_grad():
         for name, tensor in weights:
