@@ -129,9 +129,8 @@ class Model:
             self._recorder.enter_phase("play")
             deadline.close()
         self._idle[path.turn] = path
-        self._turn_states[path.turn] = _TurnState(
-            path.tools, derive_seed(path.seed, path.calls), path.history, tuple(path.replies)
-        )
+        seed = derive_seed(path.seed, path.calls)
+        self._turn_states[path.turn] = _TurnState(path.tools, seed, path.history, tuple(path.replies))
         spans = [self._recorder.trajectory.spans[i] for i in turn.spans]
         ids = tuple(i for span in spans for i in span.ids)
         logprobs = tuple(p for span in spans for p in span.logprobs or ())
@@ -209,12 +208,11 @@ class Model:
             seed = self._unique_seed(state.seed)
             placed = trajectory.media_placements(leaf)
             path = ConversationPath(
-                leaf, trajectory.path(leaf), messages, tools, turn.agent, seed, state.history, state.replies, placed
+                leaf, trajectory.path(leaf), messages, tools, turn.agent, seed, state.history, list(state.replies), placed
             )
             path.turn = number
-        recorder.append(
-            path, self._skip_shared(path, render_next(path.history, recorder.renderer, path.state, new_messages)), new_messages
-        )
+        rendered = render_next(path.history, recorder.renderer, path.state, new_messages)
+        recorder.append(path, self._skip_shared(path, rendered), new_messages)
         return path
 
     def _skip_shared(self, path: ConversationPath, rendered: Extend | Branch) -> Extend | Branch:
@@ -256,7 +254,7 @@ class Model:
             new_media = placements_between(media, shared, len(ids))
             trajectory.spans.append(Span(Origin.PROMPT, tuple(ids[shared:]), leaf, shared, media=new_media, agent=agent))
             leaf = len(trajectory.spans) - 1
-        return ConversationPath(leaf, ids, messages, tools, agent, seed, placed=media)
+        return ConversationPath(leaf, ids, messages, tools, agent, seed, placed=list(media))
 
     def _edits(self, leaf: int, position: int, sampled: bool) -> bool:
         """Return whether ids that diverge from the record at a position change a reply, or what follows one."""
@@ -285,7 +283,9 @@ class Model:
             for number, span in enumerate(spans):
                 if span.parent != leaf or span.start != position or span.agent != agent:
                     continue
-                used = _common(ids_with_media_keys(span.ids, span.media) if span.media else span.ids, ids, done)
+                known = ids_with_media_keys(span.ids, span.media) if span.media else span.ids
+                pairs = enumerate(zip(known, ids[done : done + len(known)], strict=False))
+                used = next((n for n, (a, b) in pairs if a != b), min(len(known), len(ids) - done))
                 used = min((block.start for block in span.media if block.start < used < block.end), default=used)
                 if used > matched:
                     best, matched = number, used
@@ -296,12 +296,3 @@ class Model:
             position += matched
             leaf = best
         return links
-
-
-def _common(span: Sequence[int], ids: Sequence[int], offset: int) -> int:
-    count = 0
-    for a, b in zip(span, ids[offset : offset + len(span)], strict=False):
-        if a != b:
-            break
-        count += 1
-    return count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -31,64 +31,37 @@ from turnwise.types import (
 Mark = tuple[int, int, list[Message], list[SampledReply], int, tuple[Message, ...], str | None, int | None]
 
 
+@dataclass(slots=True, eq=False)
 class ConversationPath:
     """A growing conversation: the end of a path through the spans, and its ids as one list."""
 
-    __slots__ = (
-        "agent",
-        "calls",
-        "history",
-        "ids",
-        "inserted",
-        "kept",
-        "leaf",
-        "messages",
-        "new_messages",
-        "placed",
-        "replies",
-        "seed",
-        "thinking",
-        "tools",
-        "turn",
-    )
+    leaf: int
+    ids: list[int]
+    messages: list[Message]
+    tools: Tools
+    agent: str
+    seed: int
+    """Seeds this path's calls, independently of the calls of other paths."""
+    history: History = "append"
+    """History mode of the next prompt. A path that began with bare ids is appended to: their messages are unknown."""
+    replies: list[SampledReply] = field(default_factory=list)
+    """Sampled messages, in order, with their positions on the path."""
+    placed: list[MediaPlacement] = field(default_factory=list)
+    """Placements of images and videos among the ids."""
+    new_messages: tuple[Message, ...] = field(init=False)
+    """Messages since the last reply."""
+    turn: int = -1
+    """The turn of the last reply, -1 before the first."""
+    inserted: str | None = None
+    """Text the environment inserted inside the last message, if the next reply continues it."""
+    kept: int | None = None
+    """Number of ids of the last reply before that text."""
+    thinking: bool = False
+    """Whether the last message had an open thinking block at that point."""
+    calls: int = 0
 
-    def __init__(
-        self,
-        leaf: int,
-        ids: list[int],
-        messages: list[Message],
-        tools: Tools,
-        agent: str,
-        seed: int,
-        history: History = "append",
-        replies: Sequence[SampledReply] = (),
-        placed: Sequence[MediaPlacement] = (),
-    ) -> None:
-        self.leaf = leaf
-        self.ids = ids
-        self.placed = list(placed)
-        """Placements of images and videos among the ids."""
-        self.messages = messages
-        """The conversation so far."""
-        self.new_messages: tuple[Message, ...] = tuple(messages)
-        """Messages since the last reply."""
-        self.turn = -1
-        """The turn of the last reply, -1 before the first."""
-        self.inserted: str | None = None
-        """Text the environment inserted inside the last message, if the next reply continues it."""
-        self.kept: int | None = None
-        """Number of ids of the last reply before that text."""
-        self.history = history
-        """History mode of the next prompt. A path that began with bare ids is appended to: their messages are unknown."""
-        self.replies = list(replies)
-        """Sampled messages, in order, with their positions on the path."""
-        self.thinking = False
-        """Whether the last message had an open thinking block at that point."""
-        self.tools = tools
-        self.agent = agent
-        self.seed = seed
-        """Seeds this path's calls, independently of the calls of other paths."""
-        self.calls = 0
+    def __post_init__(self) -> None:
+        self.new_messages = tuple(self.messages)
 
     @property
     def state(self) -> ConversationState:
@@ -97,16 +70,8 @@ class ConversationPath:
 
     def mark(self) -> Mark:
         """Return the state before a reply, for `rewind`."""
-        return (
-            self.leaf,
-            len(self.ids),
-            list(self.messages),
-            list(self.replies),
-            self.turn,
-            self.new_messages,
-            self.inserted,
-            self.kept,
-        )
+        messages, replies = list(self.messages), list(self.replies)
+        return self.leaf, len(self.ids), messages, replies, self.turn, self.new_messages, self.inserted, self.kept
 
     def rewind(self, mark: Mark) -> None:
         """Restore the state before a reply. The call count is not restored, so the next reply differs."""
@@ -153,11 +118,7 @@ class EngineExtras:
         """By span: number of first positions whose expert routes are known."""
 
     def first_unknown(self, path: ConversationPath, reply_extras: Mapping[str, tuple[int, Any]]) -> int:
-        """Return the first position of a path whose expert routes are unknown.
-
-        Args:
-            reply_extras: extras of earlier calls of the same reply.
-        """
+        """Return the first position of a path with unknown routes; `reply_extras` are those of the reply's earlier calls."""
         if ROUTES not in self.want:
             return 0
         if ROUTES in reply_extras:
@@ -212,11 +173,7 @@ class EngineExtras:
 
 
 def reply_text(renderer: Renderer, ids: Sequence[int], *, inside: bool = False) -> str:
-    """Decode all text of sampled ids, thinking and calls included, without the end token.
-
-    Args:
-        inside: whether the ids continue a message, so that a leading space is kept.
-    """
+    """Decode all text of sampled ids, thinking and calls included, without the end token; `inside` as `reply_decoder`."""
     return reply_decoder(renderer, inside)(ids[:-1] if ids and ids[-1] in renderer.stop_ids else ids)
 
 
@@ -245,7 +202,7 @@ def extend_message(
 
 
 def reply_decoder(renderer: Renderer, inside: bool) -> Decode:
-    """Return a function that decodes sampled ids; with `inside`, a leading space is kept."""
+    """Return a function that decodes sampled ids; with `inside`, they continue a message and keep a leading space."""
     if not inside:
         return renderer.decode
     before = renderer.encode("x")  # tokenizers with word-start marks drop the space that a text begins with
@@ -257,12 +214,7 @@ class Budget:
     """Tokens and turns that an episode has used of its limits, and tokens reserved by running calls."""
 
     def __init__(self, limits: Limits, *, max_turns: int | None = None, context: int | None = None) -> None:
-        """
-        Args:
-            limits: limits of the episode.
-            max_turns: turn limit of the environment, in addition to `limits.turns`.
-            context: context limit of the engine, in addition to `limits.context`.
-        """
+        """`max_turns` of the environment and `context` of the engine apply in addition to the limits."""
         self._limits = limits
         self._turns = limits.turns if max_turns is None else min(limits.turns, max_turns)
         self._context = min((c for c in (limits.context, context) if c is not None), default=None)
@@ -282,12 +234,7 @@ class Budget:
         self.used = self.rejected = 0
 
     def left(self, turns: int, context: int) -> tuple[int, StopReason | None]:
-        """Return the token budget of the next reply and the limit that determines it.
-
-        Args:
-            turns: replies sampled so far.
-            context: ids before the reply.
-        """
+        """Return the token budget of the next reply, after `turns` replies and `context` ids, and the limit that sets it."""
         limits = self._limits
         if turns - self.rejected + self._running_calls >= self._turns:
             raise LimitReached(StopReason.MAX_TURNS, f"the episode had all its {self._turns} turns")
@@ -319,11 +266,8 @@ def reply_spans(
     """Split a reply into spans whose ids are all trained or all untrained, in order; the caller sets their parents.
 
     With `missing_logprobs = "mask"`, ids without a logprob become untrained spans; otherwise the reply is one span. Ids
-    without a logprob are counted in the episode's metrics, as `logprobs_masked` or `logprobs_recomputed`.
-
-    Args:
-        start: number of ids before the reply on its path.
-        sampling: distribution the reply was sampled from.
+    without a logprob are counted in the episode's metrics, as `logprobs_masked` or `logprobs_recomputed`. `start` is the number
+    of ids before the reply on its path.
     """
     ids, logprobs = tuple(generation.ids), tuple(generation.logprobs)
     if None not in logprobs:

@@ -165,10 +165,7 @@ class EnvSession:
         return await self._deadline.wait(awaitable, seconds)
 
     async def revive(self) -> None:
-        """Restore an environment whose process ended during its reward, so that the reward can be retried.
-
-        Raises `ProcessDied` when the environment cannot be restored; and any exception of the environment.
-        """
+        """Restore an environment whose process ended during its reward, for a retry; raise `ProcessDied` if it cannot be."""
         if self.process is None or not self.process.exited:
             return
         gone = ProcessDied("the environment's process ended when its reward was asked for")
@@ -196,8 +193,7 @@ class EnvSession:
     async def take_in(self, messages: tuple[Message, ...], *, final: bool = False) -> tuple[Message, ...]:
         """Store the media of messages, or describe them for a text-only model; images are decoded in a thread.
 
-        Args:
-            final: whether this is the last observation, which no model reads; its media do not count.
+        No model reads a `final` observation; its media do not count.
         """
         if not has_media(messages):
             return messages
@@ -247,22 +243,20 @@ class EnvSession:
             self._state = await self.call(env.snapshot)
 
     async def _recover(self, error: Exception, tries: int) -> int:
-        """Restore the environment after a failure; return the number of tries so far.
-
-        Raises `RestartEpisode` when a replayed observation differs; `Exception`: the last failure, when it is not retryable
-        or no retries are left.
-        """
+        """Restore the environment after a failure; return the number of tries so far, or raise the last failure."""
         recorder = self._recorder
         failures = recorder.trajectory.failures
         while True:
             failure = failure_of(error, recorder.phase, len(recorder.trajectory.turns) - 1)
-            if not self._can_retry(failure, tries) or is_over(error):
+            left = tries <= self.rules.max_env_retries_per_turn and self._retries_left > 0 and not self._deadline.expired
+            if not left or not retryable(failure) or is_over(error):
                 raise error
             self._retries_left -= 1
             failures.append(failure)
             number = len(failures) - 1
             try:
-                await self._pause(tries)
+                seconds = backoff_s(self.rules, tries, recorder.seed + self._retries_left)
+                await self._deadline.wait(asyncio.sleep(seconds), 2 * LONGEST_WAIT_S)
                 failures[number] = replace(failure, recovery=await self._restore(failure))
             except RestartEpisode:
                 failures[number] = replace(failure, recovery="attempt")
@@ -271,18 +265,6 @@ class EnvSession:
                 error, tries = again, tries + 1
             else:
                 return tries
-
-    def _can_retry(self, failure: Failure, tries: int) -> bool:
-        return (
-            retryable(failure)
-            and tries <= self.rules.max_env_retries_per_turn
-            and self._retries_left > 0
-            and not self._deadline.expired
-        )
-
-    async def _pause(self, tries: int) -> None:
-        seconds = backoff_s(self.rules, tries, self._recorder.seed + self._retries_left)
-        await self._deadline.wait(asyncio.sleep(seconds), 2 * LONGEST_WAIT_S)
 
     async def _restore(self, failure: Failure) -> str:
         """Bring the environment into its state before the failed step; return `restored` or `replayed`."""

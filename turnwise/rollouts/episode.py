@@ -67,20 +67,13 @@ async def _attempt(session: EnvSession, recorder: Recorder, deadline: Deadline) 
             step = Step(text, info={"invalid_action": text})
         resamples_left = max_resamples
         recorder.record_step(path.turn, step.reward, step.info, time.monotonic() - began)
-        if await _episode_ended(step, recorder, session):
+        if step.terminated or step.truncated:
+            last = step.observation
+            final = as_messages((last.text or None) if isinstance(last, InlineObservation) else last)
+            trajectory.final = await session.take_in(final, final=True)
+            trajectory.stop = StopReason.DONE if step.terminated else StopReason.ENV_TRUNCATED
             return
         await _append_observation(step, path, recorder, session)
-
-
-async def _episode_ended(step: Step, recorder: Recorder, session: EnvSession) -> bool:
-    """Return whether a step ends the episode; record its final observation and stop reason if so."""
-    if not (step.terminated or step.truncated):
-        return False
-    observation = step.observation
-    final = as_messages((observation.text or None) if isinstance(observation, InlineObservation) else observation)
-    recorder.trajectory.final = await session.take_in(final, final=True)
-    recorder.trajectory.stop = StopReason.DONE if step.terminated else StopReason.ENV_TRUNCATED
-    return True
 
 
 async def _append_observation(step: Step, path: ConversationPath, recorder: Recorder, session: EnvSession) -> None:
@@ -182,10 +175,7 @@ def _is_long(messages: Sequence[Message]) -> bool:
 
 
 async def compute_reward(session: EnvSession, recorder: Recorder) -> float | None:
-    """Return the reward of a finished episode: its steps' plus the environment's own; None if either is missing.
-
-    A `TimeoutError` names the reward that missed its deadline.
-    """
+    """Return the reward of a finished episode: its steps' plus the environment's own; None if either is missing."""
     recorder.enter_phase("reward", time.monotonic())
     if recorder.unrewarded:
         return None
@@ -214,9 +204,8 @@ async def _own_reward(session: EnvSession, recorder: Recorder) -> float | None:
             elif isinstance(env, IsolatedReward):
                 value = await session.call(env.isolated_reward, trajectory, seconds=seconds)
             else:
-                value = await session.call(
-                    run_isolated, f"{type(env).__name__}.reward", env.reward, trajectory, seconds=seconds
-                )
+                name = f"{type(env).__name__}.reward"
+                value = await session.call(run_isolated, name, env.reward, trajectory, seconds=seconds)
         except TimeoutError as late:
             raise TimeoutError(reward_timeout_message(names, words(late))) from None
     reward = reward_value(value, recorder, "the episode's reward")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from inspect import isawaitable, iscoroutinefunction
 from typing import Any, TypeVar
@@ -30,13 +31,7 @@ class GroupRewards:
     def __init__(
         self, keys: Sequence[EpisodeKey], threads: AbandonableThreads, seconds: float, stop: Stop | None = None
     ) -> None:
-        """
-        Args:
-            keys: keys of the episodes to be played that have a group reward.
-            threads: runs sync rewards.
-            seconds: deadline of a group's reward.
-            stop: stop flag of the rollout.
-        """
+        """`keys` are those of the episodes to be played that have a group reward, whose deadline is in `seconds`."""
         self._remaining = Counter(_group_of(key) for key in keys)
         self._finished: dict[_GroupKey, list[Recorder]] = {}
         self._threads = threads
@@ -63,7 +58,9 @@ class GroupRewards:
             return
         trajectories = [recorder.trajectory for recorder in recorders]
         try:
-            values = await recorders[0].retries.reward(partial(self._values, reward, trajectories), _wait, trajectories)
+            values = await recorders[0].retries.reward(
+                partial(self._values, reward, trajectories), asyncio.wait_for, trajectories
+            )
         except Exception as error:
             for recorder in recorders:
                 _fail(recorder.trajectory, error)
@@ -86,10 +83,9 @@ class GroupRewards:
                 raise TimeoutError(reward_timeout_message(names, words(late))) from None
             finally:
                 deadline.close()
-        try:
+        values: list[Any] = []
+        with suppress(TypeError):
             values = list(result)
-        except TypeError:
-            values = []
         if len(values) != len(trajectories):
             raise RewardError(
                 f"the group's reward returned {result!r:.80} for {len(trajectories)} trajectories; return one value for each"
@@ -101,10 +97,6 @@ class GroupRewards:
             return await deadline.wait(reward(trajectories), self._seconds)
         result = await deadline.wait(self._threads.call(reward, trajectories), self._seconds)
         return await deadline.wait(result, self._seconds) if isawaitable(result) else result
-
-
-async def _wait(awaitable: Awaitable[Any], seconds: float) -> Any:
-    return await asyncio.wait_for(awaitable, seconds)
 
 
 def complete_groups(keys: Sequence[EpisodeKey], recorded: Sequence[T | None], grouped: Sequence[bool]) -> list[T | None]:

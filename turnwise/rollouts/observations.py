@@ -21,13 +21,10 @@ Render = Callable[[tuple[Message, ...]], Extend | Branch]
 def truncate_messages(
     renderer: Renderer, messages: tuple[Message, ...], render: Render, rendered: Extend | Branch, limit: int
 ) -> tuple[tuple[Message, ...], Extend | Branch, int]:
-    """Truncate the longest texts of messages so that they render to at most `limit` ids; `rendered` is their current
-    rendering.
+    """Truncate the longest texts so that messages render to at most `limit` ids; `rendered` is their current rendering.
 
     Ids that the template adds are never truncated; if they leave no budget for text, only the truncation markers remain.
-
-    Returns:
-        The messages, their rendering, and the number of truncated text ids.
+    Return the messages, their rendering, and the number of truncated text ids.
     """
     texts = [renderer.encode(message.text) for message in messages]
     text_budget = limit - (size_of(renderer, messages, rendered) - sum(map(len, texts)))
@@ -67,13 +64,9 @@ def _share(sizes: Sequence[int], budget: int) -> int:
 
 
 class MediaIntake:
-    """Stores images and videos of messages, or replaces them by alt text; an instance of `of_episode` also counts them.
+    """Stores images and videos of messages, or replaces them by alt text where the renderer has no vision processor.
 
-    Args:
-        store: media store.
-        renderer: renderer of the model; without a vision processor, media become their alt text.
-        max_per_observation: maximum number of images and videos in one observation.
-        max_per_episode: maximum number of images and videos in all observations of an episode; None sets no limit.
+    An instance of `of_episode` also counts them. The limits are for both together; None sets none.
     """
 
     def __init__(
@@ -95,11 +88,9 @@ class MediaIntake:
         self._count = 0
 
     def take_in(self, messages: tuple[Message, ...], *, final: bool = False) -> tuple[Message, ...]:
-        """Return messages as the model receives them. With a vision model this decodes images, so run it in a thread.
+        """Return an observation as the model receives it. With a vision model this decodes images, so run it in a thread.
 
-        Args:
-            messages: an observation.
-            final: whether no model reads them; an image without alt text then becomes `[image]`.
+        With `final`, no model reads them, and an image without alt text becomes `[image]`.
         """
         if not has_media(messages):
             return messages
@@ -118,12 +109,7 @@ class MediaIntake:
 
 
 class AgentMediaIntake:
-    """Stores media in the messages of an agent function: in a thread, and each `Image` or `Video` object once.
-
-    Args:
-        intake: media intake of the episode.
-        seconds: deadline of decoding.
-    """
+    """Stores media in the messages of an agent function: in a thread, and each `Image` or `Video` object once."""
 
     def __init__(self, intake: MediaIntake, seconds: float) -> None:
         self._intake = intake

@@ -85,18 +85,10 @@ class Recorder:
         settings: str = "",
         context: int | None = None,
     ) -> None:
-        """
-        Args:
-            trajectory: an empty trajectory to fill.
-            seed: seed of the run.
-            journal: file in which each turn is written before the next begins.
-            max_turns: turn limit of the environment, in addition to `limits.turns`.
-            min_version: oldest policy version that may sample.
-            media_intake: stores media; by default in memory.
-            settings: name of these settings in the journal.
-            context: maximum number of ids of context plus reply; None sets no limit.
+        """Fill an empty trajectory; `seed` is the run's, and `settings` the name of these settings in the journal.
 
-        The other arguments are those of `Rollout`.
+        The turn limit of the environment and the engine's `context` apply in addition to `limits`. Policy versions under
+        `min_version` may not sample. Media are stored in memory by default. The other arguments are those of `Rollout`.
         """
         self.trajectory = trajectory
         self.media_intake = (media_intake or MediaIntake(MediaStore(), renderer)).of_episode()
@@ -127,9 +119,7 @@ class Recorder:
     def enter_phase(self, name: str, since: float | None = None) -> None:
         """Begin a phase, which lasts until the next. Failures are recorded under the current phase.
 
-        Args:
-            name: name of the phase.
-            since: start of the phase, by `time.monotonic`; None keeps the start of the previous phase, which includes it.
+        `since` is its start, by `time.monotonic`; None keeps the start of the previous phase, which includes it.
         """
         self.phase = name
         if since is not None:
@@ -183,7 +173,7 @@ class Recorder:
         rendered = self.render_conversation(messages, (), tools)
         leaf = self._add(Span(Origin.PROMPT, tuple(rendered.ids), media=rendered.media, agent=agent))
         return ConversationPath(
-            leaf, list(rendered.ids), list(messages), tools, agent, self.seed, self.history, placed=rendered.media
+            leaf, list(rendered.ids), list(messages), tools, agent, self.seed, self.history, placed=list(rendered.media)
         )
 
     def render_conversation(self, messages: Sequence[Message], replies: Sequence[SampledReply], tools: Tools) -> Extend:
@@ -297,14 +287,7 @@ class Recorder:
         sampling: Sampling | None = None,
         stop: StopText | None = None,
     ) -> Turn:
-        """Sample the next reply of a path and record it.
-
-        Args:
-            path: the path, extended by the reply.
-            wait: waits for the engine under a deadline, `wait(awaitable, seconds)`.
-            max_tokens: a lower limit than `limits.turn_tokens`.
-            sampling: sampling parameters; None uses the episode's.
-            stop: texts that end the reply; None uses the episode's.
+        """Sample the next reply of a path and record it; `sampling` and `stop` are the episode's by default.
 
         Raises `LimitReached` when no token is left for a reply, or the reply itself breaks a limit (it is recorded then);
         `EngineError` when the engine fails or breaks its contract; `TimeoutError` when the engine misses its deadline.
@@ -349,8 +332,7 @@ class Recorder:
     ) -> tuple[Message, Sequence[int], tuple[int, ...], Generation, int]:
         """Sample one reply of at most `budget` ids, continuing aborted calls.
 
-        Returns:
-            The parsed reply, its ids, its spans, the last generation, and the number of failed calls.
+        Return the parsed reply, its ids, its spans, the last generation, and the number of failed calls.
         """
         distribution = self._distribution
         if sampling is not self._sampling:
@@ -466,12 +448,7 @@ class EpisodeJournal:
     """Writes the entries of one episode: opened, each turn, failed attempts, closed."""
 
     def __init__(self, journal: JsonLines | None, trajectory: Trajectory, settings: str = "") -> None:
-        """
-        Args:
-            journal: the journal file; None writes nothing.
-            trajectory: the growing trajectory.
-            settings: name of the episode's settings in the journal.
-        """
+        """`settings` is the name of the episode's settings in the journal; without a journal nothing is written."""
         self._journal = journal
         self._trajectory = trajectory
         self._key = key_row(trajectory.key)
@@ -560,12 +537,8 @@ class EpisodeJournal:
 def _observation_row(observation: Any) -> Any:
     """Return an observation as JSON; None if it holds media that were not stored."""
     if isinstance(observation, InlineObservation):
-        row = {
-            "inline": observation.text,
-            "keep_chars": observation.keep_chars,
-            "keep_tokens": observation.keep_tokens,
-            "tail": observation.tail,
-        }
+        kept = {"keep_chars": observation.keep_chars, "keep_tokens": observation.keep_tokens}
+        row = {"inline": observation.text} | kept | {"tail": observation.tail}
         return {name: value for name, value in row.items() if value is not None}
     try:
         messages: tuple[Message, ...] = as_messages(observation)

@@ -39,14 +39,7 @@ class RenderCheck:
         share: float = SHARE,
         directory: Path | None = None,
     ) -> None:
-        """
-        Args:
-            renderer: renderer of the episodes; only one with a chat template is checked.
-            level: `strict`, `ignore_strippable` (whitespace may differ) or `off`.
-            every: check the last turn of an episode, or each.
-            share: share of the episodes, chosen by their keys.
-            directory: run directory, for `sanity.jsonl`.
-        """
+        """Only a renderer with a chat template is checked; `directory` is the run's, for `sanity.jsonl`."""
         if level not in ("strict", "ignore_strippable", "off", "disable") or every not in ("episode", "turn"):
             raise UsageError(
                 f'sanity is "strict", "ignore_strippable" or "off", by "episode" or "turn", not {level!r}, {every!r}'
@@ -96,23 +89,19 @@ class RenderCheck:
             if self._every == "turn" or number not in parents:
                 yield number
 
-    @staticmethod
-    def _warn(difference: RenderDifference, trajectory: Trajectory) -> None:
-        key = trajectory.key
-        warnings.warn(
-            f"the ids of an episode differ from a full render of its conversation ({difference.cause}, "
-            f"turn {difference.turn + 1} of {key.phase}/{key.step}/{key.task}/{key.sample}). {difference.description}\n"
-            f"  trained:  {difference.sent!r}\n  template: {difference.canonical!r}\n"
-            "Other differences are only counted (template_breaks_*); "
-            'sanity = "ignore_strippable" or "off" checks less.',
-            stacklevel=2,
-        )
-
     def _report(self, difference: RenderDifference, trajectory: Trajectory) -> None:
         if not self._warned and difference.cause not in _BY_DESIGN:
             self._warned = True
+            key = trajectory.key
             with suppress(UserWarning):  # the check never fails an episode, even if warnings are errors
-                self._warn(difference, trajectory)
+                warnings.warn(
+                    f"the ids of an episode differ from a full render of its conversation ({difference.cause}, "
+                    f"turn {difference.turn + 1} of {key.phase}/{key.step}/{key.task}/{key.sample}). {difference.description}\n"
+                    f"  trained:  {difference.sent!r}\n  template: {difference.canonical!r}\n"
+                    "Other differences are only counted (template_breaks_*); "
+                    'sanity = "ignore_strippable" or "off" checks less.',
+                    stacklevel=1,
+                )
         if difference.cause in self.reports:
             return
         row = asdict(difference) | {"sentence": CAUSES[difference.cause], "key": key_row(trajectory.key)}
@@ -126,9 +115,7 @@ class RenderCheck:
 def built_conversation(trajectory: Trajectory, turn: int, tools: Any = (), *, history: Any = "append") -> BuiltConversation:
     """Return a conversation of a trajectory, up to and including the reply of a turn.
 
-    Args:
-        tools: tools offered to the model.
-        history: history of the rollout; messages that a policy dropped or an edit changed cannot be distinguished here.
+    Messages that a policy of `history` dropped or an edit changed cannot be distinguished here.
     """
     record = trajectory.turns[turn]
     owner = {span: number for number, one in enumerate(trajectory.turns) for span in one.spans}

@@ -39,14 +39,7 @@ class Retries:
         self._rewards_left = rules.max_reward_retries
 
     async def engine(self, error: Exception, call: Callable[[], Awaitable[T]], wait: Wait, turn: int) -> tuple[T, int]:
-        """Retry a failed engine call with the same request, seed included; return its result and the number of tries.
-
-        Args:
-            error: the first failure.
-            call: repeats the request.
-            wait: waits for the pauses.
-            turn: index of the sampled turn.
-        """
+        """Retry a failed engine call with the same request, seed included; return its result and the number of tries."""
         tries = 0
         while True:
             tries += 1
@@ -62,14 +55,9 @@ class Retries:
                 error = retry_error
 
     async def reward(self, call: Callable[[], Awaitable[T]], wait: Wait, trajectories: Sequence[Trajectory] = ()) -> T:
-        """Compute a reward, with retries after failures and timeouts.
+        """Compute the reward of trajectories, by default this episode's own, with retries after failures and timeouts.
 
         An invalid value (NaN, outside its range) is final, and so is a bug in the reward's code.
-
-        Args:
-            call: computes the reward.
-            wait: waits for the pauses.
-            trajectories: trajectories the reward is for; by default this episode's own.
         """
         trajectories, tries = trajectories or [self._trajectory], 0
         while True:
@@ -77,17 +65,14 @@ class Retries:
                 return await call()
             except Exception as error:
                 failure = failure_of(error, "reward", len(self._trajectory.turns) - 1)
-                if not self._retryable(failure):
+                final = failure.kind not in _RETRYABLE_KINDS or failure.type == RewardError.__name__
+                if final or self._rewards_left <= 0:
                     raise
                 tries += 1
                 self._rewards_left -= 1
                 for trajectory in trajectories:
                     add_counts(trajectory, "reward_retries")
                 await self._pause(failure, tries, wait, trajectories)
-
-    def _retryable(self, failure: Failure) -> bool:
-        """Return whether a failure may be transient and a retry is left."""
-        return self._rewards_left > 0 and failure.kind in _RETRYABLE_KINDS and failure.type != RewardError.__name__
 
     async def _pause(self, failure: Failure, tries: int, wait: Wait, trajectories: Sequence[Trajectory]) -> None:
         indices = [(trajectory, len(trajectory.failures)) for trajectory in trajectories]

@@ -260,9 +260,7 @@ class Rollout:
             self._count_error(found)
         waiting = iter([number for number, found in enumerate(results) if found is None])
         threads = AbandonableThreads(self.concurrency)
-        played = [
-            episode.key for episode, found in zip(episodes, results, strict=True) if found is None and episode.group_reward
-        ]
+        played = [one.key for one, found in zip(episodes, results, strict=True) if found is None and one.group_reward]
         stop = Stop()
         group_rewards = GroupRewards(played, threads, self.limits.reward_s, stop)
         generations = gc.get_threshold()
@@ -312,12 +310,7 @@ class Rollout:
         self._recorded = {k: t for k, t in self._recorded.items() if k.phase != "train" or k.step > step}
 
     async def within_prompt_limit(self, episodes: Sequence[EpisodeSpec]) -> tuple[set[str], list[str]]:
-        """Return the ids of tasks whose opening prompt, tools included, is within `limits.prompt_tokens`, and the ids of the
-        others.
-
-        Args:
-            episodes: one episode per task.
-        """
+        """Return the ids of tasks (one episode each) with opening prompts within `limits.prompt_tokens`, and the others'."""
         limit = self.limits.prompt_tokens
         if limit is None:
             return {episode.task.id for episode in episodes}, []
@@ -537,6 +530,5 @@ def left_out(limit: int, tasks: Sequence[str]) -> dict[str, Any]:
 def left_out_note(limit: int, tasks: Sequence[str], *, listed: bool) -> str:
     """Return one line about tasks over `limits.prompt_tokens`; `listed` if left_out.json has all of them."""
     examples = ", ".join(tasks[:5]) + (", ..." if len(tasks) > 5 else "")
-    return f"skipped {len(tasks)} tasks with prompts over {limit} tokens: {examples}" + (
-        " (full list: left_out.json)" if listed else ""
-    )
+    full_list = " (full list: left_out.json)" if listed else ""
+    return f"skipped {len(tasks)} tasks with prompts over {limit} tokens: {examples}{full_list}"

@@ -11,6 +11,8 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from types import CodeType, FrameType
@@ -41,11 +43,9 @@ class Deadline:
     __slots__ = ("_at", "_fired", "_loop", "_stop", "_task", "_timer", "end")
 
     def __init__(self, wall_clock: float, stop: Stop | None = None) -> None:
-        """Create the deadline of the running task.
+        """Create the deadline of the running task: every wait ends `wall_clock` seconds from now.
 
-        Args:
-            wall_clock: seconds from now at which every wait ends.
-            stop: stop flag of the rollout that owns the task. None for a task of user code, which that code may cancel.
+        `stop` is the flag of the rollout that owns the task. None for a task of user code, which that code may cancel.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -145,21 +145,17 @@ class Deadline:
             self._timer = self._loop.call_at(self._at, self._on_timer)
 
 
+@dataclass(slots=True, eq=False)
 class _Job:
     """One call in a thread; its flags change only under the lock of `AbandonableThreads`."""
 
-    __slots__ = ("abandoned", "args", "function", "future", "owner", "running", "thread")
-
-    def __init__(
-        self, future: asyncio.Future[Any], function: Callable[..., Any], args: tuple[Any, ...], owner: str = ""
-    ) -> None:
-        self.future = future
-        self.function = function
-        self.args = args
-        self.owner = owner
-        self.thread: threading.Thread | None = None
-        self.running = False
-        self.abandoned = False
+    future: asyncio.Future[Any]
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    owner: str = ""
+    thread: threading.Thread | None = None
+    running: bool = False
+    abandoned: bool = False
 
     @property
     def name(self) -> str:
@@ -177,10 +173,7 @@ class AbandonableThreads:
     """
 
     def __init__(self, max_threads: int = 64) -> None:
-        """
-        Args:
-            max_threads: maximum number of threads, abandoned ones not counted.
-        """
+        """`max_threads` does not count abandoned ones."""
         self._max_threads = max_threads
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._done: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
@@ -316,13 +309,7 @@ class Watchdog:
     """
 
     def __init__(self, pending: Callable[[], list[PendingEpisode]], finished: Callable[[], int], seconds: float) -> None:
-        """Create the watchdog of the running event loop.
-
-        Args:
-            pending: returns the running episodes, oldest first.
-            finished: returns the number of finished episodes.
-            seconds: seconds without progress before the first report.
-        """
+        """Create the watchdog of the running event loop; `pending` returns the running episodes, oldest first."""
         self._pending = pending
         self._finished = finished
         self._seconds = seconds
@@ -411,8 +398,6 @@ def _awaiting(coroutine: Any) -> Iterator[str]:
 
 def _print(lines: list[str]) -> None:
     """Write all lines at once; ignore a closed terminal."""
-    try:
+    with suppress(OSError, ValueError):
         sys.stderr.write("turnwise: " + "\n".join(lines) + "\n")
         sys.stderr.flush()
-    except (OSError, ValueError):
-        pass

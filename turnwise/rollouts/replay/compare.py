@@ -40,12 +40,9 @@ class EpisodeDifference:
 
 
 def compare_episodes(recorded: Trajectory, now: Trajectory, *, template: bool = True) -> list[EpisodeDifference]:
-    """Return the differences between an episode and its replay; empty if they are equal.
+    """Return the differences between an episode and its replay, apart from timings, tracebacks and cache counts.
 
-    Timings, tracebacks and cache counts are not compared.
-
-    Args:
-        template: whether the chat templates must be equal.
+    With `template`, the chat templates must be equal too.
     """
     differences: list[EpisodeDifference] = []
     for what, turn, old, new in _pairs(recorded, now):
@@ -80,7 +77,7 @@ def _pairs(recorded: Trajectory, now: Trajectory) -> Iterator[tuple[str, int, An
         yield f"metric {name}", -1, old_metrics.get(name), new_metrics.get(name)
     for what in ("branches", "failures"):
         yield what, -1, old_end.pop(what), new_end.pop(what)
-    yield "weights", -1, _weights(recorded), _weights(now)
+    yield "weights", -1, [sample.weights for sample in recorded.samples()], [sample.weights for sample in now.samples()]
 
 
 def _turns(old: Turn, new: Turn) -> Iterator[tuple[str, Any, Any]]:
@@ -118,10 +115,6 @@ def _info(info: Mapping[str, Any]) -> Any:
         if isinstance(call, dict):
             call.pop("s", None)
     return row
-
-
-def _weights(trajectory: Trajectory) -> list[list[float]]:
-    return [sample.weights for sample in trajectory.samples()]
 
 
 def as_json(value: Any) -> Any:

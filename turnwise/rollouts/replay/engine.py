@@ -145,12 +145,7 @@ class RecordedEngine:
     def __init__(
         self, episodes: Iterable[RecordedEpisode], pieces: Callable[[Sequence[int]], list[str]], context: int | None = None
     ):
-        """
-        Args:
-            episodes: episodes of `read_recorded_steps`.
-            pieces: returns the text of each id, for differences.
-            context: context limit of the recorded engine, prompt and reply together.
-        """
+        """`pieces` returns the text of each id, for differences; `context` is the limit of the recorded engine."""
         self.context = context
         self.differences: dict[EpisodeKey, EpisodeDifference] = {}
         self._pieces = pieces
@@ -163,10 +158,7 @@ class RecordedEngine:
                 self._sessions[name] = _Session(episode, attempt, failures)
 
     async def generate(self, request: Request) -> Generation:
-        """Return the recorded answer.
-
-        Raises `ReplayDiverged` when the record has no answer to this request; `EngineError` when the record has a failure.
-        """
+        """Return the recorded answer; raise `ReplayDiverged` if there is none, `EngineError` if the record has a failure."""
         session = self._sessions.get(request.session)
         if session is None:
             raise ReplayDiverged(f"the record has no episode {request.session}")

@@ -10,7 +10,7 @@ from typing import Any
 from turnwise.envs import Action, Env, InlineObservation, Scores, Step
 from turnwise.envs.user_code import RemoteException
 from turnwise.errors import InvalidAction
-from turnwise.records.journal import RecordedAttempt, RecordedEpisode, RecordedTurn, read_messages
+from turnwise.records.journal import RecordedAttempt, RecordedEpisode, read_messages
 from turnwise.rollouts.env_session import RestartEpisode
 from turnwise.types import EpisodeKey, Failure, FailureKind, Message, StopReason, Task, Trajectory
 
@@ -32,11 +32,7 @@ class RecordedEpisodeEnvs:
     """
 
     def __init__(self, episode: RecordedEpisode, reward: Reward | None = None) -> None:
-        """
-        Args:
-            episode: the recorded episode.
-            reward: reward function that replaces the recorded reward of the episode.
-        """
+        """`reward` replaces the recorded reward of the episode."""
         self.episode, self.reward_override = episode, reward
         trajectory = episode.trajectory
         chain = [*trajectory.failures, *([trajectory.error] if trajectory.error is not None else [])]
@@ -45,13 +41,11 @@ class RecordedEpisodeEnvs:
         self.reward_calls = 0
         """Number of reward failures so far, plus later calls."""
         self.attempt_index = 0
-        """Index of the current attempt."""
         self.steps_taken = 0
         """Steps taken in the current attempt."""
         self.opened = False
         """Whether the current attempt was reset."""
         self.recovering_from: Failure | None = None
-        """The failure from which the environment is recovering."""
 
     @property
     def attempt(self) -> RecordedAttempt:
@@ -102,7 +96,10 @@ class RecordedEpisodeEnvs:
         if set(turn.info) in _REFUSED:
             raise InvalidAction(turn.info["invalid_action"])
         if number + 1 < len(turns):
-            return Step(_observation_before(turns[number + 1]), turn.reward, info=turn.info)
+            after = turns[number + 1]
+            inserted = after.turn.inserted
+            seen = after.turn.messages if inserted is None else InlineObservation(inserted)
+            return Step(seen if after.observation is None else _observation(after.observation), turn.reward, info=turn.info)
         if self.attempt.has_observation:
             return Step(_observation(self.attempt.observation), turn.reward, info=turn.info)
         error = self.episode.trajectory.error
@@ -144,10 +141,8 @@ class RecordedEpisodeEnvs:
 def group_reward(recorded: Mapping[EpisodeKey, RecordedEpisodeEnvs], trajectories: Sequence[Trajectory]) -> list[Any]:
     """Return the recorded reward of a group, or raise its failure."""
     envs = [recorded[trajectory.key] for trajectory in trajectories]
-    failures = [one.group_failure() for one in envs]
-    for failure in failures:
-        if failure is not None:
-            raise failure
+    if failures := list(filter(None, [one.group_failure() for one in envs])):
+        raise failures[0]
     return [one.group_value for one in envs]
 
 
@@ -229,13 +224,6 @@ class _UnreadableObservation:
 
     def __iter__(self) -> Iterator[Any]:
         raise self._error
-
-
-def _observation_before(recorded: RecordedTurn) -> tuple[Message, ...] | InlineObservation:
-    """Return the observation before a turn."""
-    if recorded.observation is not None:
-        return _observation(recorded.observation)
-    return recorded.turn.messages if recorded.turn.inserted is None else InlineObservation(recorded.turn.inserted)
 
 
 def _observation(row: Any) -> tuple[Message, ...] | InlineObservation:

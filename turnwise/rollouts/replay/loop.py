@@ -115,7 +115,7 @@ def replay_loop(
         raise TraceError(f"{journal}: is not there; name the directory of a run that has played episodes")
     changes = ReplayChanges(renderer, history, limits, stop, rules, reward)
     tasks_by_id = {task.id: task for task in tasks} if tasks is not None else read_tasks(path)
-    env_specs = _as_env_specs(env)
+    env_specs = env if env is None or isinstance(env, (EnvSpec, Mapping)) else as_env_spec(env)
     result = ReplayResult()
     with tempfile.TemporaryDirectory() as scratch:
         for step in read_recorded_steps(read_json_lines(journal), tasks_by_id):
@@ -141,12 +141,6 @@ class ReadOnlyMediaStore(MediaStore):
     def _path(self, name: str) -> Path | None:
         there = self._run / f"{name}.png"
         return there if there.exists() else super()._path(name)
-
-
-def _as_env_specs(env: Any) -> EnvSpecs | None:
-    if env is None or isinstance(env, (EnvSpec, Mapping)):
-        return env
-    return as_env_spec(env)
 
 
 def _env_spec_of(episode: RecordedEpisode, env_specs: EnvSpecs) -> EnvSpec | None:
@@ -250,10 +244,7 @@ def _max_turns(episode: RecordedEpisode) -> int | None:
 
 
 def uses_builtin_renderer(episode: RecordedEpisode) -> Renderer:
-    """Return the built-in renderer if an episode was played with it.
-
-    Raises `UsageError` when it was played with another renderer.
-    """
+    """Return the built-in renderer if an episode was played with it, else raise `UsageError`."""
     for control_text in ("neutralise", "reject", "allow"):
         renderer = byte_renderer(control_text)
         if renderer.fingerprint == episode.trajectory.template:
