@@ -3,9 +3,9 @@
 Names are loaded when they are first used, so that `import turnwise` costs milliseconds and needs no torch.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from turnwise._lazy import lazy_names
 from turnwise._old_names import PUBLIC, install, warn_renamed
 
 if TYPE_CHECKING:
@@ -14,39 +14,38 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = {
-    "turnwise.api": "train",
-    "turnwise.config": "EnvRules Limits tiny",
-    "turnwise.engines": "Engine Generation Request Sampling ScriptedEngine StopText token_logprobs",
-    "turnwise.envs": (
-        "Action ChatJudge Env InlineObservation Judge RewardPart Rewards Scores StatefulTool Step Tool ToolFailure "
-        "EnvSpec arithmetic "
-        "as_env_spec gym_env judged load_tasks mcp_tools openenv_env resolve_env rewards simulated_user tool tool_env "
-        "verifiers_env"
-    ),
-    "turnwise.envs.isolation.sandbox": "Sandbox python_tool",
-    "turnwise.errors": "EngineError EnvError InvalidAction JudgeError LimitReached MediaError ProcessDied RewardError "
-    "ServerError TurnwiseError UsageError RepeatedUserError",
-    "turnwise.renderers": "Branch Extend Renderer byte_renderer load_renderer",
-    "turnwise.rollouts": "EngineJudge Model ReplayResult Reply Rollout arollout replay_loop rollout",
-    "turnwise.media": "MediaLimits MediaStore",
-    "turnwise.types": "Failure FailureKind Group Image ImageRef EpisodeKey Message Origin MediaPlacement Sample "
-    "SamplingDistribution Span "
-    "StopReason Task ToolCall Trajectory Turn Video VideoRef",
-}
-_HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
+_NAMES, _load = lazy_names(
+    __name__,
+    {
+        "api": "train",
+        "config": "EnvRules Limits tiny",
+        "engines": "Engine Generation Request Sampling ScriptedEngine StopText token_logprobs",
+        "envs": (
+            "Action ChatJudge Env InlineObservation Judge RewardPart Rewards Scores StatefulTool Step Tool ToolFailure "
+            "EnvSpec arithmetic "
+            "as_env_spec gym_env judged load_tasks mcp_tools openenv_env resolve_env rewards simulated_user tool tool_env "
+            "verifiers_env"
+        ),
+        "envs.isolation.sandbox": "Sandbox python_tool",
+        "errors": "EngineError EnvError InvalidAction JudgeError LimitReached MediaError ProcessDied RewardError "
+        "ServerError TurnwiseError UsageError RepeatedUserError",
+        "renderers": "Branch Extend Renderer byte_renderer load_renderer",
+        "rollouts": "EngineJudge Model ReplayResult Reply Rollout arollout replay_loop rollout",
+        "media": "MediaLimits MediaStore",
+        "types": "Failure FailureKind Group Image ImageRef EpisodeKey Message Origin MediaPlacement Sample "
+        "SamplingDistribution Span "
+        "StopReason Task ToolCall Trajectory Turn Video VideoRef",
+    },
+)
 
-__all__ = ["__version__", *sorted(_HOME)]
+__all__ = ["__version__", *_NAMES]
 
 
 def __getattr__(name: str) -> Any:
     if name in PUBLIC:
         warn_renamed(f"turnwise.{name}", f"turnwise.{PUBLIC[name]}")
-        return __getattr__(PUBLIC[name])
-    if name not in _HOME:
-        raise AttributeError(f"module 'turnwise' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
+        name = PUBLIC[name]
+    value = globals()[name] = _load(name)
     return value
 
 

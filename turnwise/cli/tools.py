@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,6 +88,8 @@ def _engine(found: ServerCapabilities, *, as_json: bool) -> int:
 
 def _template(given: Path | str, history: str, *, as_json: bool) -> int:
     """Print a template's behavior as lines or JSON, and return the number of failed checks."""
+    from dataclasses import asdict
+
     from turnwise import commands
     from turnwise.config.schema import HISTORY_MODES
     from turnwise.renderers.load import load_renderer, template_renderer

@@ -125,7 +125,7 @@ class Worker:
             try:
                 command()
             except Exception:  # concerns one call only
-                _log.exception("an command to the local engine failed")
+                _log.exception("a command to the local engine failed")
         if closing:
             return False
         self.deliver(self.scheduler.step())
