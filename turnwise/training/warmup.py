@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.config import Limits, RunConfig
-from turnwise.engines import Request, ScriptedEngine
-from turnwise.engines.scripted import Reply
+from turnwise.engines import Generation, Request, ScriptedEngine
 from turnwise.envs import Action, Env, Step
 from turnwise.envs.datasets import read_rows
 from turnwise.envs.spec import EnvSpec
@@ -71,8 +70,9 @@ class ConversationEngine(ScriptedEngine):
         super().__init__([])
         self.lines = lines
 
-    def _reply(self, request: Request) -> Reply:
-        return self.lines[request.session][request.call]
+    async def generate(self, request: Request) -> Generation:
+        """Return the next reply of the request's conversation."""
+        return await ScriptedEngine(self.lines[request.session], renderer=self.renderer).generate(request)
 
 
 async def conversations(
