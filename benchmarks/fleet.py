@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from unittest.mock import patch
 
 import orjson
 
@@ -118,8 +119,9 @@ async def measure(url: str, args: argparse.Namespace) -> dict[str, float]:
         found = await fleet.generate(Request(ids, REPLY, frozenset({32_001}), number, f"s{number}"))
         assert len(found.ids) == REPLY
 
-    await ours(0)
-    content = orjson.dumps(client._generate_body(Request(ids, REPLY, frozenset({32_001}), 0, "s"), REPLY, "0" * 32))
+    with patch.object(client.http, "post", wraps=client.http.post) as posted:
+        await ours(0)
+    content = orjson.dumps(posted.call_args.args[1])  # the same body for the bare library
     limits = httpx2.Limits(max_connections=args.in_flight, max_keepalive_connections=args.in_flight)
     rows: dict[str, list[tuple[float, float]]] = {"fleet": [], "bare": []}
     async with httpx2.AsyncClient(limits=limits, timeout=60.0, trust_env=False) as bare:
