@@ -107,17 +107,26 @@ def read_message(row: Mapping[str, Any]) -> Message:
     return replace(message, content=content, tool_calls=calls, calls_in_thinking=row.get("calls_in_thinking", 0))
 
 
-_TURN = (
-    *("agent", "prompt", "context", "spans", "parent", "messages", "reply"),
-    *("finish", "reward", "info", "retries", "generate_s", "env_s"),
-)
 _OUTCOME = ("stop", "reward", "rewards", "error", "final", "metrics", "branches", "wall_s", "reward_s")
 
 
 def turn_row(turn: Turn, *, routes: bool = True) -> dict[str, Any]:
     """Return one turn as JSON; `routes` are the experts of its positions, as base64 of compressed bytes."""
-    row: dict[str, Any] = {name: getattr(turn, name) for name in _TURN}
-    row |= {"messages": [message_row(message) for message in turn.messages], "reply": message_row(turn.reply)}
+    row: dict[str, Any] = {
+        "agent": turn.agent,
+        "prompt": turn.prompt,
+        "context": turn.context,
+        "spans": turn.spans,
+        "parent": turn.parent,
+        "messages": [message_row(message) for message in turn.messages],
+        "reply": message_row(turn.reply),
+        "finish": turn.finish,
+        "reward": turn.reward,
+        "info": turn.info,
+        "retries": turn.retries,
+        "generate_s": turn.generate_s,
+        "env_s": turn.env_s,
+    }
     if turn.cached:
         row["cached"] = turn.cached
     if turn.grown is not None:

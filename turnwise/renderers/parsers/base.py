@@ -144,8 +144,12 @@ class ReplyFormat:
 
     def parse(self, text: str, tools: Tools = (), *, thinking: bool = False) -> Message:
         """See `Parser.parse`."""
-        if not thinking and not any(hint in text for hint in self.hints):
-            return Message("assistant", text)
+        if not thinking:  # a loop, since `any` takes a generator for every reply
+            for hint in self.hints:
+                if hint in text:
+                    break
+            else:
+                return Message("assistant", text)
         calls_first = tools and not thinking and self._calls_first(text)
         reasoning, rest = (None, text) if calls_first else self.thinking.split(text, thinking)
         ignored = sum((reasoning or "").count(dialect.open) for dialect in self.dialects) if tools else 0
