@@ -302,6 +302,21 @@ def test_gymnasium_worlds_show_their_pixels(vlm, make):
         assert text.final[0].text == "State 2."
 
 
+@pytest.mark.parametrize("retries", [0, 1])
+def test_an_opening_with_an_image_counts_toward_the_prompt_limit(vlm, retries):
+    class Opens(tw.Env):
+        def reset(self, task, *, seed=None):
+            return [tw.Image(noise(64, 64, 1)), "Look."]
+
+        def step(self, action):
+            return tw.Step(None, 0.0, True)
+
+    rules = tw.EnvRules(max_env_retries_per_turn=retries)
+    specs = make_episode_specs(Opens, [tw.Task("Begin.", id="a")], phase="rollout", step=0, rules=rules)
+    rollout = Rollout(tw.ScriptedEngine(["1"]), vlm, media=MediaStore(), sanity="off", limits=tw.Limits(prompt_tokens=2))
+    assert asyncio.run(rollout.within_prompt_limit(specs)) == (set(), ["a"])
+
+
 def test_noise_of_concurrent_calls_does_not_depend_on_who_decodes_first(vlm, monkeypatch):
     """Calls with and without images that continue one reply get their noise in the order in which they were made."""
     import time

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from turnwise._old_names import Renamed
+from turnwise._old_names import Renamed, old_member
 from turnwise.errors import BackendContractError, UsageError
 from turnwise.types import ROUTES, ExpertRoutes, MediaPlacement, Message, Sampling
 
@@ -211,6 +211,14 @@ class NeedsRenderer(Protocol):
 
     def set_renderer(self, renderer: Any) -> None:
         """Take the renderer; called once, before the first request."""
+
+
+def give_renderer(engine: Engine, renderer: Any) -> None:
+    """Set the renderer of an engine that takes one, by `set_renderer` or its old name."""
+    if isinstance(engine, NeedsRenderer):
+        engine.set_renderer(renderer)
+    elif set_renderer := old_member(engine, "bind", "set_renderer"):
+        set_renderer(renderer)
 
 
 @runtime_checkable

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import count
 
-from turnwise._old_names import old_member
-from turnwise.engines import Engine, HasContextLimit, HasRenderer, NeedsRenderer, Request, Sampling
+from turnwise.engines import Engine, HasContextLimit, HasRenderer, Request, Sampling
+from turnwise.engines.base import give_renderer
 from turnwise.errors import EngineError, JudgeError, UsageError
 from turnwise.media import media_as_text
 from turnwise.renderers import Renderer, byte_renderer
@@ -44,10 +44,7 @@ class EngineJudge:
         self._max_tokens = max_tokens
         self._numbers = count()
         self._limited = engine if isinstance(engine, HasContextLimit) else None
-        if isinstance(engine, NeedsRenderer):
-            engine.set_renderer(self.renderer)
-        elif set_renderer := old_member(engine, "bind", "set_renderer"):
-            set_renderer(self.renderer)
+        give_renderer(engine, self.renderer)
 
     async def ask(self, messages: Sequence[Message]) -> str:
         """Return the text of the answer, without its thinking.

@@ -66,7 +66,7 @@ def _share(sizes: Sequence[int], budget: int) -> int:
 class MediaIntake:
     """Stores images and videos of messages, or replaces them by alt text where the renderer has no vision processor.
 
-    An instance of `of_episode` also counts them. The limits are for both together; None sets none.
+    An instance of `of_episode` also counts them. The limits count images and videos together; None sets none.
     """
 
     def __init__(

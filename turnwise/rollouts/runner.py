@@ -15,7 +15,8 @@ from turnwise._old_names import old_member
 from turnwise.config import EnvRules, Limits
 from turnwise.config.constraints import as_recorded, check_section
 from turnwise.config.schema import HISTORY_MODES, HISTORY_OBJECT, history_error
-from turnwise.engines import AcceptsPixelSource, Engine, HasContextLimit, NeedsRenderer, Sampling, StopText
+from turnwise.engines import AcceptsPixelSource, Engine, HasContextLimit, Sampling, StopText
+from turnwise.engines.base import give_renderer
 from turnwise.envs import Env
 from turnwise.envs.resolve import load_object
 from turnwise.envs.rewards.workers import reward_processes
@@ -201,14 +202,7 @@ class Rollout:
         self.watchdog_s = watchdog_s
         self._bugs = UserErrorCounter() if stop_on_bugs else None
         self._running: dict[int, Recorder] = {}
-        self._settings = {  # of all episodes, for the journal
-            "v": LOOP,
-            "seed": seed,
-            "limits": as_recorded(Limits, self.limits),
-            "stop": list(self._stop.texts) if self._stop is not None else [],
-            "history": history if isinstance(history, str) else f"{HISTORY_OBJECT}{policy_name(history)}",
-            "sanity": self.sanity.settings,
-        }
+        self._history_name = history if isinstance(history, str) else f"{HISTORY_OBJECT}{policy_name(history)}"
         self._settings_names: dict[tuple[Any, ...], tuple[EnvRules, str]] = {}
         store = media or MediaStore(run.path / "media" if run is not None else None)
         self.media_intake = MediaIntake(store, renderer, self.limits.images, self.limits.episode_images)
@@ -216,10 +210,7 @@ class Rollout:
         self.pixels = pixels or (None if vision is None else PixelCache(vision, store))
         """Cache of preprocessed images, for engine and trainer; None for a text-only model."""
         self._context_source = engine if isinstance(engine, HasContextLimit) else None
-        if isinstance(engine, NeedsRenderer):
-            engine.set_renderer(renderer)
-        elif set_renderer := old_member(engine, "bind", "set_renderer"):
-            set_renderer(renderer)
+        give_renderer(engine, renderer)
         if self.pixels is None:
             return
         if isinstance(engine, AcceptsPixelSource):
@@ -327,7 +318,8 @@ class Rollout:
                 return None
             deadline = Deadline(START_S + self.limits.env_s, stop)
             make, trajectory = factories.get(id(episode.make), episode.make), Trajectory(episode.task, episode.key)
-            recorder = Recorder(trajectory, self.engine, self.renderer, self.limits, sampling=self.sampling, seed=self.seed)
+            given = trajectory, self.engine, self.renderer, self.limits
+            recorder = Recorder(*given, sampling=self.sampling, seed=self.seed, media_intake=self.media_intake)
             session = EnvSession(make, episode.task, replace(episode.rules, max_env_retries=0), recorder, deadline, threads)
             try:
                 messages, tools = await session.reset()
@@ -425,7 +417,13 @@ class Rollout:
         play, group = episode.play is not None, episode.group_reward is not None
         key = id(rules), episode.max_turns, context, want, blank, sampling, play, group
         if key not in self._settings_names:
-            row = self._settings | {
+            row = {
+                "v": LOOP,
+                "seed": self.seed,
+                "limits": as_recorded(Limits, self.limits),
+                "stop": list(self._stop.texts) if self._stop is not None else [],
+                "history": self._history_name,
+                "sanity": self.sanity.settings,
                 "rules": as_recorded(EnvRules, rules),
                 "max_turns": episode.max_turns,
                 "context": context,
