@@ -131,7 +131,7 @@ def test_the_enumeration_sees_a_bias():
 # Loss scales.
 
 
-def test_slots_say_where_each_id_stands():
+def test_slots_give_the_place_of_each_id():
     made = episode([[3, 4], [5]], [0.0, 0.0])
     (sample,) = made.samples()
     assert [made.spans[span].ids[offset] for span, offset in sample.slots] == sample.ids

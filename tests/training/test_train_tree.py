@@ -16,7 +16,16 @@ from turnwise.config import LoraConfig, TrainConfig
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.training import Trainer, add_lora, build_prefix_tree
 from turnwise.training.advantages import advantages
-from turnwise.training.forward.prefix_tree import NAME, CostModel, SortedRows, attend, block_mask, flex_attend, split_passes
+from turnwise.training.forward.prefix_tree import (
+    NAME,
+    CostModel,
+    SortedRows,
+    _nodes,
+    attend,
+    block_mask,
+    flex_attend,
+    split_passes,
+)
 from turnwise.types import Group, Task
 
 ROWS = st.lists(st.lists(st.integers(-2, 2), min_size=1, max_size=12), min_size=1, max_size=8)
@@ -64,6 +73,11 @@ def test_what_rows_share_is_there_once(rows):
         for depth, place in enumerate(made.places[number].tolist()):
             assert at.setdefault(place, tuple(row[: depth + 1])) == tuple(row[: depth + 1])
     assert sorted(at) == list(range(made.tree.size))
+    shared = SortedRows.of(rows)
+    nodes = [(p.start, tuple(rows[shared.order[p.first]][p.begin : p.end])) for p in _nodes(shared, 0, len(rows))]
+    assert [start for start, _ in nodes] == [0, *itertools.accumulate(len(ids) for _, ids in nodes)][:-1]
+    # Path-compressed: a node ends where rows differ or one of them ends, so no two could be one.
+    assert all(ids for _, ids in nodes)
 
 
 def test_eleven_hundred_turns_are_no_deeper_than_the_stack():

@@ -53,7 +53,7 @@ def branched(trajectory):
     spans = []
     for span in trajectory.spans:
         if span.sampled:
-            ids, media = tuple(trajectory.path(span.parent)), tuple(trajectory.placed(span.parent))
+            ids, media = tuple(trajectory.path(span.parent)), tuple(trajectory.media_placements(span.parent))
             spans.append(Span(trajectory.spans[0].origin, ids, media=media))
             spans.append(Span(span.origin, span.ids, len(spans) - 1, span.start, span.logprobs, span.version))
     return replace(trajectory, spans=spans)
