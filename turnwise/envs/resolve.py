@@ -125,6 +125,17 @@ def load_object(use: str, *, base: Path | str = ".") -> Any:
     return getattr(module, name)
 
 
+def call_error(function: Callable[..., Any], *args: Any) -> str:
+    """Return why a function cannot be called with so many arguments; empty if it can, or is a builtin without a signature."""
+    try:
+        inspect.signature(function).bind(*args)
+    except TypeError as error:
+        return str(error)
+    except ValueError:
+        pass
+    return ""
+
+
 def check_args(target: Callable[..., Any], args: Mapping[str, Any], where: str) -> None:
     """Check `[env.args]` against the signature of `target`."""
     try:
@@ -171,10 +182,8 @@ def _is_play(target: Any) -> bool:
 def _check_play(target: Any, where: str) -> None:
     if not callable(target) or not _is_play(target):
         raise ConfigError(f"{where} is not a play function; write async def {where.rpartition(':')[2]}(task, model)")
-    try:
-        inspect.signature(target).bind(None, None)
-    except TypeError as error:
-        raise ConfigError(f"{where} is called as play(task, model): {error}") from error
+    if wrong := call_error(target, None, None):
+        raise ConfigError(f"{where} is called as play(task, model): {wrong}")
 
 
 def _factory(target: Any, args: dict[str, Any], where: str) -> Callable[[], Env]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.config.schema import Advantage, CreditUnit, OnFailedEpisode, loss_scale_error
-from turnwise.envs.resolve import load_object
+from turnwise.envs.resolve import call_error, load_object
 from turnwise.errors import ConfigError, RewardError, UsageError
 from turnwise.types import Group, Trajectory
 
@@ -63,12 +62,8 @@ def loss_scale(spec: str) -> LossScale | None:
     function = load_object(spec)
     if not callable(function):
         raise ConfigError(f"train.loss_scale = {spec!r}: is {type(function).__name__}, not a function of a trajectory")
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError as error:
-        raise ConfigError(f"train.loss_scale = {spec!r}: must take one argument, the trajectory ({error})") from None
-    except ValueError:
-        pass
+    if wrong := call_error(function, None):
+        raise ConfigError(f"train.loss_scale = {spec!r}: must take one argument, the trajectory ({wrong})")
     return lambda trajectory: custom_weights(function, spec, trajectory)
 
 
@@ -336,7 +331,8 @@ def advantages(
         rules: credit assignment within a trajectory; by default every id gets the full reward.
         no_signal: reason given to zero-variance groups: `NO_SIGNAL` or `FILTERED`.
 
-    Credits are sorted by key, independent of the order in which episodes finished.
+    Credits, one per trajectory, are sorted by key, independent of the order in which episodes finished. Raise `RewardError` for
+    a reward that is NaN or infinite.
     """
     rules = rules or CreditRules()
     min_group = 1 if kind == "batch" else max(min_group, 1)

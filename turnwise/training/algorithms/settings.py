@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from turnwise.config import TrainConfig
 from turnwise.config.schema import algorithm_error
 from turnwise.config.validation import conflicting_keys
-from turnwise.envs.resolve import load_object
+from turnwise.envs.resolve import call_error, load_object
 from turnwise.errors import ConfigError
 from turnwise.training.algorithms import cispo, dapo, dr_grpo, grpo, gspo, reinforce_pp, reinforce_pp_baseline, rloo
 from turnwise.training.loss import Algorithm, AlgorithmSettings, TokenBatch, TokenLoss
@@ -95,12 +94,8 @@ def check_custom(function: Any, spec: str) -> None:
 
     if not callable(function):
         raise refuse(f"is {type(function).__name__}, not a function of a TokenBatch")
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError as error:
-        raise refuse(f"must take one argument, a TokenBatch ({error}); write def {spec.rpartition(':')[2]}(tokens)") from None
-    except ValueError:
-        pass  # a builtin without a signature
+    if wrong := call_error(function, None):
+        raise refuse(f"must take one argument, a TokenBatch ({wrong}); write def {spec.rpartition(':')[2]}(tokens)")
     logits = torch.linspace(-1.0, 1.0, 9 * 5, dtype=torch.float64).reshape(9, 5).sin().requires_grad_()
     tokens = _example(logits)
     inputs = {name: getattr(tokens, name).detach().clone() for name in ("logp", "old", "advantage", "sequence")}
