@@ -115,11 +115,11 @@ def check_vision(directory: str | Path) -> VisionCheck:
     for one, rows in zip(played, scored, strict=True):
         sampled = [float(p) for span in one.spans if span.sampled for p in span.logprobs or () if p is not None]
         gaps += [abs(a - b) for a, b in zip(rows, sampled, strict=True)]
-        for turn in TURNS:
-            (blind,) = trainer.logprobs([_without(one, turn - 1, store)])
-            sizes = [sum(len(one.spans[index].ids) for index in played_turn.spans) for played_turn in one.turns]
-            low, high = sum(sizes[: turn - 1]), sum(sizes[:turn])  # the ids of the turn's reply
-            moved[turn] = max(moved[turn], *(abs(a - b) for a, b in zip(rows[low:high], blind[low:high], strict=True)))
+        sizes = [sum(len(one.spans[index].ids) for index in turn.spans) for turn in one.turns]
+        for number in TURNS:
+            (blind,) = trainer.logprobs([_without(one, number - 1, store)])
+            low, high = sum(sizes[: number - 1]), sum(sizes[:number])  # the ids of the turn's reply
+            moved[number] = max(moved[number], *(abs(a - b) for a, b in zip(rows[low:high], blind[low:high], strict=True)))
     return VisionCheck(max(gaps), mismatch_bound(TrainConfig(), trainer.dtype) or 5e-2, moved)
 
 

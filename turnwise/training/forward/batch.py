@@ -347,24 +347,24 @@ def _make_pass(
     ids, positions = np.zeros(size, dtype=np.int64), np.tile(np.arange(shape[1]), shape[0])
     # An image is in the pass once per position in the trie, in layout order.
     media: dict[int, tuple[Media, tuple[int, ...]]] = {}
-    multimodal = {}
+    multimodal = []
     for i, at in places.items():
         ids[at], positions[at] = rows[i].ids, np.arange(len(at))
+        if not rows[i].media:
+            continue
+        if vision is None:
+            raise UsageError(
+                "trajectories contain images, but the trainer has no pixels; pass pixels=Rollout(...).pixels to Trainer"
+            )
         for block in rows[i].media:
-            if vision is None:
-                raise UsageError(
-                    "trajectories contain images, but the trainer has no pixels; pass pixels=Rollout(...).pixels to Trainer"
-                )
             if found := tuple(int(at[k]) for k in range(block.start, block.end) if rows[i].ids[k] in vision.pad_ids):
                 media[found[0]] = (block.media, found)
-        if rows[i].media and vision is not None:
-            multimodal[i] = vision.positions(len(at), rows[i].media)
-    if any(found is not None for found in multimodal.values()):
+        if (own := vision.positions(len(at), rows[i].media)) is not None:
+            multimodal.append((at, own))
+    if multimodal:
         positions = np.broadcast_to(positions, (3, size)).copy()
-        for i, found in multimodal.items():
-            if found is not None:
-                positions[:, places[i]] = found
-
+        for at, own in multimodal:
+            positions[:, at] = own
     routed = [(routes, at) for i, at in places.items() if (routes := rows[i].routes) is not None]
 
     def long(numbers: Any) -> Tensor:

@@ -29,8 +29,6 @@ from turnwise.types import Media
 
 ENTROPY_CHUNK = 1 << 22
 """Maximum elements of the copy that the entropy is computed on: 16 MB in float32."""
-
-
 BANNED_LOGIT = -1e30
 """Replacement for minus infinity: probability exactly 0, and 0 times its log-probability is 0 instead of NaN."""
 

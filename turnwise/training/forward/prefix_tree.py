@@ -190,16 +190,10 @@ def _tree(nodes: Sequence[PrefixNode]) -> PrefixTree:
 PASS = {"cpu": 3.5e7, "cuda": 3e10}
 """Cost of a forward pass per layer, besides its tokens. On the CPU of docs/benchmarks.md 1.6 to 2.3 ms, where a
 multiplication takes 0.05 ns of a pass forward and backward; that of CUDA is 1 ms at 3e13 a second, and was not measured."""
-
-
 CALL = 1.8e6
 """Cost of one more attention call per layer: 90 us on that CPU. On CUDA the full tree is one call."""
-
-
 AROUND = 1800
 """Cost of norms, rotary positions and activations of a token, per unit of width and layer: 0.09 us on that CPU."""
-
-
 PAIR = 2.0
 """Cost of a multiplication in attention relative to one in a matrix."""
 
