@@ -141,7 +141,8 @@ class Correction:
         return cls(config.correction, low, high if config.correction_high is None else config.correction_high)
 
     def weights(self, trainer_n: Tensor, engine_n: Tensor, trajectory_n: Tensor) -> Tensor:
-        """Compute the weight of each token's policy loss, N, from the trainer's logprobs before an update and the engine's.
+        """Compute the weight of each token's policy loss, N, from the trainer's logprobs before the step's first update and the
+        engine's (none missing), with r_t the ratio of their probabilities; `trajectory_n` are indices from 0.
 
         - `tis`: ``min(r_t, high)`` (truncated importance sampling; Yao et al., "Your efficient RL framework secretly brings you
           off-policy RL training", 2025);

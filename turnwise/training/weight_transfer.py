@@ -65,13 +65,14 @@ class GroupWeightPacker:
         self.device = torch.device(device if backend == "nccl" else "cpu")
 
     def pack(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[GroupWeights, str]:
-        """Split weights into buckets in their own order; return both with the fingerprint without it."""
+        """Split weights into buckets in their own order; return them and the fingerprint of the given weights."""
         rows, digest = clone_weights(weights, self.source)
         return GroupWeights(split_buckets(rows, self.bucket), version, self), digest
 
 
 def clone_weights(weights: Iterable[tuple[str, torch.Tensor]], source: Path | None) -> tuple[Rows, str]:
-    """Copy weights to this process's memory, add `source`'s output matrix; return them and the fingerprint before."""
+    """Copy weights to this process's memory; return them and their fingerprint. Then `source` adds the output matrix of a
+    tied model, without a part in the fingerprint."""
     rows = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights}
     digest = fingerprint(rows.items())
     if source is not None:
@@ -261,7 +262,7 @@ class RequestWeightPacker:
         self.seconds, self.max_bytes, self.source = seconds, max_bytes, source
 
     def pack(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[RequestWeights, str]:
-        """Split weights into requests in their own order; return both with the fingerprint without it."""
+        """Split weights into requests in their own order; return them and the fingerprint of the given weights."""
         rows, digest = clone_weights(weights, self.source)
         return RequestWeights(split_buckets(rows, self.max_bytes), version, self.seconds), digest
 

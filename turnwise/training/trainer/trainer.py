@@ -150,8 +150,8 @@ class Trainer:
 
         Raises `RewardError` for a reward that is NaN or infinite; `UsageError` for a trajectory of another chat template,
         tokenizer or settings, or invalid loss-scale weights; `RoutesMissing` with `train.routing_replay = "replay"`, when the
-        engine did not report its experts; `SyncError` when the mismatch exceeds `max_mismatch` or `max_mismatch_kl`; nothing
-        was updated; `TurnwiseError` when the loss or its gradient is not finite; nothing was updated.
+        engine did not report its experts. `SyncError` when the mismatch exceeds `max_mismatch` or `max_mismatch_kl`, and
+        `TurnwiseError` when the loss or its gradient is not finite, come before the update, which is not made.
         """
         began = time.perf_counter()
         config = self.config
@@ -301,8 +301,11 @@ class Trainer:
     # Other uses of the forward pass.
 
     def supervised(self, trajectories: Sequence[Trajectory], *, lr: float) -> dict[str, float]:
-        """Train one step on demonstrations: cross entropy of their sampled ids in nats, mean over the step's tokens; raise
-        `TurnwiseError` when no id carries loss, or the loss or its gradient is not finite."""
+        """Train one step on demonstrations: cross entropy of their sampled ids in nats, mean over the step's tokens.
+
+        Returns `loss`, `grad_norm`, `lr`, `tokens_trained`, `tokens_per_s` and `train_s`. Raises `UsageError` as `step`, and
+        `TurnwiseError` when no id carries loss, or the loss or its gradient is not finite.
+        """
         began = time.perf_counter()
         check_fingerprints(self.template, trajectories, "the training data")
         self.layout.start_step()
@@ -335,7 +338,8 @@ class Trainer:
         return metrics | {"tokens_per_s": batch.size / seconds, "train_s": seconds}
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
-        """Return log-probabilities in nats of each trajectory's ids that can carry loss, path by path in order."""
+        """Return log-probabilities in nats of each trajectory's ids that can carry loss, path by path in order; raise
+        `UsageError` as `step`."""
         check_fingerprints(self.template, trajectories, "the training data")
         credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in trajectories]
         batch = self._batch(credits, LossDenominator.of(credits, "token"))
@@ -355,13 +359,15 @@ class Trainer:
         return weights
 
     def adapter_weights(self) -> Weights:
-        """Yield copies of the LoRA matrices A and B by peft's file names, for engines that take adapters."""
+        """Yield copies of the LoRA matrices A and B by peft's file names, for engines that take adapters; raise
+        `TurnwiseError` without an adapter."""
         if self.adapter is None:
             raise TurnwiseError("the model has no LoRA adapter; use weights()")
         return self.adapter.in_layout(clone_tensors(self.model, self._tied))
 
     def reference(self) -> None:
-        """Keep the current policy as the reference of the KL term; do nothing if `kl = 0`."""
+        """Keep the current policy as the reference of the KL term; do nothing if `kl = 0`. Raises `ConfigError` when
+        `train.reference` needs an adapter and there is none."""
         if self.config.kl:
             untouched = self.adapter is not None and not self.ranks.any(not self.adapter.is_initial)
             self._reference = ReferencePolicy.of(self.model, self.adapter, self.config, untouched=untouched)
