@@ -6,7 +6,6 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack
-from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -112,14 +111,15 @@ class HttpClient:
         try:
             # Cancelling a request closes its connection, which ends the request on all three kinds of server.
             async with asyncio.timeout(seconds):
-                least_busy = min(await self._clients(), key=itemgetter(0))
-                least_busy[0] += 1
+                in_flight = await self._clients()
+                client = min(in_flight, key=in_flight.__getitem__)
+                in_flight[client] += 1
                 try:
-                    asked = least_busy[1].stream(method, where, content=content, headers=sent | dict(headers or {}))
+                    asked = client.stream(method, where, content=content, headers=sent | dict(headers or {}))
                     async with asked as response:
                         raw = await _read(response, where)
                 finally:
-                    least_busy[0] -= 1
+                    in_flight[client] -= 1
         except TimeoutError:
             raise EngineUnavailable(f"{where} did not answer in {seconds:g} s") from None
         except (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL, OSError) as error:
@@ -154,8 +154,8 @@ class HttpClient:
         return cached[0]
 
 
-_Clients = list[list[Any]]
-"""Library clients that share the requests, each as [requests in flight, client]."""
+_Clients = dict[Any, int]
+"""Requests in flight on each of the library clients that share them."""
 
 
 async def _open_clients(most: int, secure: bool) -> AsyncGenerator[_Clients, None]:
@@ -171,7 +171,7 @@ async def _open_clients(most: int, secure: bool) -> AsyncGenerator[_Clients, Non
     async with AsyncExitStack() as stack:
         options = {"timeout": deadlines, "limits": limits, "trust_env": False, "verify": verify}
         count = -(-most // CONNECTIONS_PER_CLIENT)
-        yield [[0, await stack.enter_async_context(httpx2.AsyncClient(**options))] for _ in range(count)]
+        yield {await stack.enter_async_context(httpx2.AsyncClient(**options)): 0 for _ in range(count)}
 
 
 async def _read(response: Any, where: str) -> bytes:
