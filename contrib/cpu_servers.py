@@ -123,7 +123,7 @@ def install(kind: str, home: Path) -> tuple[ServerCommand, ServerCommand]:
         ]
         return plan, ServerCommand(files=patch_torchvision(place) | patch_vllm_speculation(place))
     plan = environment(kind, home, TORCH, *SGLANG_NEEDS.split())
-    plan.commands.append([*plan.commands[-1][:5], "--no-deps", SGLANG, TORCHVISION])
+    plan.commands.append([*plan.commands[-1][:5], "--no-deps", SGLANG, TORCHVISION])  # after `uv pip install --python PATH`
     plan.why += [
         ("--no-deps", "its dependency list brings CUDA; what it imports on a CPU is listed instead"),
         (f"{PINS}.py", "its LoRA needs pinned memory, which torch has only with a GPU; here it gets ordinary memory"),

@@ -168,7 +168,8 @@ def _vllm_command(place: Path, model: Path, where: Sequence[str], context: int |
     plan.add("--enable-scale-out", "the tokens-only route, whose responses name the weights that sampled them")
     plan.add("--enable-prompt-tokens-details")
     plan.add("--generation-config vllm", "no sampling defaults from the model directory")
-    plan.add(f"--max-model-len {context}" if context else "")
+    if context:
+        plan.add(f"--max-model-len {context}")
     reason = "pause, resume and weight updates for any client of the port, so listen on loopback"
     plan.why.append(("VLLM_SERVER_DEV_MODE", reason))
     if not gpu:
@@ -195,7 +196,8 @@ def _add_lora(plan: ServerCommand, kind: str, place: Path, rank: int, gpu: bool)
             )
         plan.add("--lora-target-modules all", "the adapted layers must be known at the start")
         plan.add("--max-loras-per-batch 2", "space for the current and the next policy's adapter")
-        plan.add("" if gpu else "--lora-backend torch_native")
+        if not gpu:
+            plan.add("--lora-backend torch_native")
     else:
         raise UsageError(f"LoRA adapters work with vLLM and SGLang, not with {kind}")
     plan.add("--enable-lora", f"adapters up to rank {rank}, replaced at run time")
@@ -227,7 +229,8 @@ def _add_speculation(plan: ServerCommand, kind: str, place: Path, max_drafts: in
 def _sglang_command(place: Path, model: Path, where: Sequence[str], context: int | None, gpu: bool) -> ServerCommand:
     command = [str(place / "bin" / "python"), "-m", "sglang.launch_server", "--model-path", str(model), *where]
     plan = ServerCommand([command], {"HF_HUB_OFFLINE": "1"})
-    plan.add(f"--context-length {context}" if context else "")
+    if context:
+        plan.add(f"--context-length {context}")
     if not gpu:
         plan.env["SGLANG_USE_CPU_ENGINE"] = "1"
         plan.add("--device cpu")
