@@ -273,7 +273,7 @@ class SupportsWeightUpdate(Engine, Protocol):
 
 
 def check_generation(generation: Generation, request: Request, name: str) -> None:
-    """Check a generation against the contract of engines; errors start with the engine's name."""
+    """Raise `BackendContractError`, which starts with the engine's name, when a generation violates the contract of engines."""
     fault = _find_fault(generation, request)
     if fault:
         raise BackendContractError(f"{name} {fault}")

@@ -21,7 +21,8 @@ def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
 
     Each tensor's bits are integers x_i, hashed as the sum of k_i * x_i modulo 2**64 with random keys k_i (multilinear hashing:
     Carter and Wegman, 1979); blocks and tensors are combined by a cryptographic hash. It detects lost, stale, swapped and
-    damaged weights, not forgery. About 1 ms for a million fp32 weights, on any device. Return 32 hexadecimal digits.
+    damaged weights, not forgery. Tensors may be on any device; a million fp32 weights take about 1 ms. Return 32 hexadecimal
+    digits.
     """
     # A separate header per tensor makes boundaries between names and shapes unambiguous.
     rows = [

@@ -13,7 +13,16 @@ from turnwise.engines.base import Generation, MissingLogprobs, Request
 from turnwise.engines.remote.http import HttpClient
 from turnwise.engines.remote.response import ExpectedWeights, ServerResponse, WeightsLabel, fault_of, parsing, verify_response
 from turnwise.engines.remote.weight_sync import GroupTransfer, RequestTransfer
-from turnwise.errors import ConfigError, EngineError, EngineUnavailable, NotTrainable, StaleWeights, SyncError, TurnwiseError
+from turnwise.errors import (
+    BackendContractError,
+    ConfigError,
+    EngineError,
+    EngineUnavailable,
+    NotTrainable,
+    StaleWeights,
+    SyncError,
+    TurnwiseError,
+)
 from turnwise.renderers.base import HasCodec
 from turnwise.renderers.tokenizer import ByteTokenizer
 
@@ -113,7 +122,7 @@ class RemoteEngine:
         """Whether requests carry seeds: `turnwise serve` draws from them exactly as the local engine does."""
         return self.server_version.startswith("turnwise-")
 
-    def breach(self, field_name: str, problem: str) -> TurnwiseError:
+    def breach(self, field_name: str, problem: str) -> BackendContractError:
         """Return the error for a response that violates the contract."""
         return fault_of(self.display_name, field_name, problem)
 
@@ -127,7 +136,7 @@ class RemoteEngine:
         self.pixels = pixels
 
     async def open(self) -> None:
-        """Query versions, model and context once; called automatically before the first request."""
+        """Query versions, model and context once, before the first request; raise `EngineError` when they are not reported."""
         if not self._opened:
             with parsing("the server's description", self.display_name):
                 await self._identify()
@@ -191,7 +200,7 @@ class RemoteEngine:
         await self.http.close()
 
     async def check_health(self, seconds: float) -> None:
-        """Check that the server responds."""
+        """Raise `EngineError` unless the server responds."""
         await self.http.text(self.health, seconds)
 
     # Weights
@@ -222,11 +231,14 @@ class RemoteEngine:
         await self._update_weights(lambda: self._load_from_requests(transfer), transfer.version)
 
     async def use_adapter(self, directory: Path, version: int) -> None:
-        """Make the server use a LoRA adapter from a directory it can access, named `version`."""
+        """Make the server use a LoRA adapter from a directory it can access, named `version`; errors as `load_from_disk`."""
         raise SyncError(f"{self.display_name}: this kind of server does not take LoRA adapters (engine.update)")
 
     async def sleep(self) -> None:
-        """Make the server release the memory of weights and cache; calls in flight end first. New weights wake it."""
+        """Make the server release the memory of weights and cache; calls in flight end first. New weights wake it.
+
+        Raises `EngineError` when it does not.
+        """
         await self.open()
         if not self.asleep:
             await self._sleep()

@@ -129,7 +129,7 @@ async def connect(url: str, *, kind: str | None = None, **options: Any) -> Remot
 
 
 async def probe_server(engine: RemoteEngine) -> ServerCapabilities:
-    """Probe a server with a few short requests."""
+    """Probe a server with a few short requests. Raises `EngineUnavailable` when it does not respond."""
     await engine.open()
     found = ServerCapabilities(engine.url, engine.kind, engine.server_version, engine.model, engine.context)
     found.weights = await _or_none(engine.weights_name())

@@ -80,7 +80,7 @@ class ChatEngine(RemoteEngine):
         raise self._refusal()
 
     async def update(self, weights: Any, version: int) -> str:
-        """Refuse weights."""
+        """Raise `NotTrainable`: a chat endpoint takes no weights."""
         raise self._refusal()
 
     async def _load_from_disk(self, directory: Path, version: int) -> None:

@@ -12,7 +12,7 @@ from turnwise.engines.base import Finish, Generation, MissingLogprobs, Request
 from turnwise.errors import BackendContractError, StaleWeights, TurnwiseError
 from turnwise.types import ROUTES
 
-Breach = Callable[[str, str], TurnwiseError]
+Breach = Callable[[str, str], BackendContractError]
 """`fault_of` for one server: returns the error for a field and its problem."""
 
 
