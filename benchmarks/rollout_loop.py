@@ -178,8 +178,8 @@ def check(trajectories: list[tw.Trajectory], renderer: ChatRenderer, template: C
         ids = trajectory.path(len(trajectory.spans) - 1)
         if canonical:
             text = template.render(trajectory.messages)
-            whole = renderer.codec.encode(text)[: len(ids)]  # the close's newline behind the last reply was never needed
-            if ids != whole:
+            encoded = renderer.codec.encode(text)[: len(ids)]  # the close's newline after the last reply was never needed
+            if ids != encoded:
                 return False
     return True
 

@@ -100,8 +100,8 @@ def play(renderer: ChatRenderer, roles: Sequence[str], row: Row, name: str) -> N
     else:
         row.append[name] = outcome(answer, contract.appends[name])
         if contract.append_only and contract.appends[name] == "append":
-            whole = renderer.codec.encode(template.render([USER, reply, *messages], tools, generation_prompt=True))
-            if [*opened, *ids, *answer.ids] != whole:
+            encoded = renderer.codec.encode(template.render([USER, reply, *messages], tools, generation_prompt=True))
+            if [*opened, *ids, *answer.ids] != encoded:
                 row.unequal.append(name)
     try:
         sample = SampledReply(1, ids, len(opened))
