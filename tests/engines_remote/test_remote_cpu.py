@@ -10,6 +10,7 @@ import pytest
 
 from turnwise.cli.main import main
 from turnwise.engines.remote import managed
+from turnwise.errors import EngineError
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "contrib"))
 import cpu_servers
@@ -64,3 +65,12 @@ def test_what_vllm_loses_on_a_cpu_is_put_right(tmp_path):
     line = (tmp_path / f"{managed.DRAFTS}.pth").read_text()
     run = subprocess.run([sys.executable, "-c", line + TRY], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.stdout == "right\n", run.stderr
+
+
+def test_a_failed_installation_ends_with_a_line(tmp_path, monkeypatch, capsys):
+    def fails(plan):
+        raise EngineError("pip: No space left on device; free some")
+
+    monkeypatch.setattr(cpu_servers, "run_commands", fails)
+    assert cpu_servers.main(["install", "vllm", "--home", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "pip: No space left on device; free some\n"
