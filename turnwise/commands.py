@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from turnwise.renderers.chat_renderer import ChatRenderer
     from turnwise.renderers.history import History
     from turnwise.rollouts import Rollout
+    from turnwise.training.distributed import ProcessRanks
 
 Finding = tuple[bool | None, str]
 
@@ -58,7 +59,13 @@ def run_training(
 
 
 def _train(
-    resolved: ResolvedConfig, resume: Path | None, watch: ProgressListener | None, specs: Sequence[EnvSpec] | None, **parts: Any
+    resolved: ResolvedConfig,
+    resume: Path | None,
+    watch: ProgressListener | None,
+    specs: Sequence[EnvSpec] | None,
+    *,
+    history: History | None,
+    ranks: ProcessRanks | None = None,
 ) -> Path:
     began = (time.time(), time.process_time())  # includes importing torch
     from turnwise.trackers import TrackerProcesses
@@ -81,7 +88,9 @@ def _train(
             run.write_json("config.json", to_json_dict(resolved) | {"versions": versions()})
         try:
             resumed = resume is not None
-            training_run = TrainingRun(resolved.config, specs, run, watch, resumed=resumed, began=began, **parts)
+            training_run = TrainingRun(
+                resolved.config, specs, run, watch, resumed=resumed, began=began, history=history, ranks=ranks
+            )
         except UsageError:
             if resume is None:  # so that the corrected command can be rerun
                 shutil.rmtree(path / "model", ignore_errors=True)

@@ -58,6 +58,12 @@ def test_an_environment_can_come_from_the_command_line_alone():
     assert [(env.use, env.weight) for env in resolved.config.env] == [("hop", 1.0), ("hop_json", 2.0)]
 
 
+def test_a_recipe_overrides_the_defaults_of_a_command(tmp_path):
+    path = write(tmp_path, HOP + "[eval]\ntasks = 8\n")
+    config = load(path, defaults={"eval": {"tasks": 4, "samples": 3}}).config
+    assert (config.eval.tasks, config.eval.samples) == (8, 3)
+
+
 def test_strings_are_not_read_as_numbers_where_the_field_is_text(tmp_path):
     config = load(
         write(tmp_path, HOP), ["--env.name", "123", "--out", "true", "--train.lr", ".5", "--env.args.x", "a b"]

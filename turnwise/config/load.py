@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -40,15 +40,27 @@ class ResolvedConfig:
     recipe: Path | None = None  # file that was read, or None
 
 
-def load(path: Path | None, overrides: Sequence[str] = (), **checks: Any) -> ResolvedConfig:
+def load(
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    envs: Collection[str] | None = None,
+    templates: Collection[str] | None = None,
+    training: bool = True,
+) -> ResolvedConfig:
     """Read a recipe and apply the overrides; a ConfigError is one line that names file, key and remedy.
 
     Args:
         path: a TOML file; None starts from the defaults.
         overrides: command-line words, `--section.key value` or `--section.key=value`.
-        checks: arguments of `validate`: `envs`, `templates` and `training`.
+        defaults: values that the recipe overrides, nested like it.
+        envs: names of the built-in environments; None does not check names.
+        templates: names of the built-in chat templates; None does not check names.
+        training: whether the run trains; evaluation alone needs no groups of two.
     """
     merged = ConfigMerge()
+    merged.add(defaults or {}, DEFAULT, where="defaults")
     if path is not None:
         table = current_table(read_toml(path), str(path))
         for name, value in table.items():  # absolute paths, so that a run can be resumed from any directory
@@ -64,7 +76,7 @@ def load(path: Path | None, overrides: Sequence[str] = (), **checks: Any) -> Res
             env["name"] = use.rpartition(":")[2]
     where = {key: f"{path}" if origin not in (DEFAULT, COMMAND_LINE) else origin for key, origin in merged.origins.items()}
     file = str(path) if path is not None else COMMAND_LINE
-    return merged.resolved(where, file, path, **checks)
+    return merged.resolved(where, file, path, envs=envs, templates=templates, training=training)
 
 
 def override(resolved: ResolvedConfig, overrides: Sequence[str], *, training: bool = True) -> ResolvedConfig:
