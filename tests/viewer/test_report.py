@@ -174,13 +174,13 @@ def test_odd_metrics_are_left_out(tmp_path):
 def test_examples_are_chosen_and_long_ones_cut(make_run, tmp_path):
     run = make_run(tmp_path / "hop", steps=5)
     picks = choose(index(run / "trajectories.jsonl", []))
-    assert [why for _, why in picks][:3] == [
+    assert [pick.why for pick in picks][:3] == [
         "evaluation “before”: best",
         "evaluation “before”: worst",
         "reinforcement, first step (0): best",
     ]
-    assert picks[-1][0].failed
-    row = load_at(run / "trajectories.jsonl", picks[0][0].offset)
+    assert picks[-1].entry.failed
+    row = load_at(run / "trajectories.jsonl", picks[0].entry.offset)
     row["turns"][0]["messages"][0]["content"] = "x" * 10_000_000
     row["spans"][1] |= {"ids": [1] * 50_000, "tokens": ["y"] * 50_000, "logprobs": [-1.0] * 50_000}
     (run / "trajectories.jsonl").write_text(json.dumps(row) + "\n")

@@ -80,7 +80,7 @@ def load(
 
 
 def override(resolved: ResolvedConfig, overrides: Sequence[str], *, training: bool = True) -> ResolvedConfig:
-    """Return a configuration with command-line overrides applied."""
+    """Return a configuration with command-line overrides applied; a ConfigError is one line."""
     merged = ConfigMerge()
     merged.add(asdict(resolved.config) | {"env": [asdict(env) for env in resolved.config.env]}, DEFAULT, where="run")
     merged.origins = dict(resolved.origins)
@@ -92,7 +92,7 @@ def from_python(settings: Mapping[str, Any], place: str) -> ResolvedConfig:
     """Build a configuration from settings in Python, validated like a recipe; environments are given as objects.
 
     `settings` are sections by name, as dicts or dataclasses (values that differ from their defaults count as given), and plain
-    values (`out`, `seed`); `place` names the source in errors.
+    values (`out`, `seed`); `place` names the source in a ConfigError, which is one line.
     """
     merged = ConfigMerge()
     for name, value in settings.items():

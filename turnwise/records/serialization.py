@@ -300,7 +300,7 @@ def _read_outcome(trajectory: Trajectory, row: Mapping[str, Any]) -> None:
 
 
 def read_trajectory(row: Mapping[str, Any]) -> Trajectory:
-    """Return the trajectory that `trajectory_row` wrote; media by reference, without engine extras."""
+    """Return the trajectory that `trajectory_row` wrote, without engine extras; a TraceError for any other record."""
     if row.get("schema") != SCHEMA:
         raise TraceError(f"a record of schema {row.get('schema')!r}; this version reads {SCHEMA}")
     try:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -53,7 +53,11 @@ class TrajectoryEntry:
     failed: bool
 
 
-Pick = tuple[TrajectoryEntry, str]  # a trajectory selected for the report, and the reason
+class Pick(NamedTuple):
+    """A trajectory selected for the report, and the reason."""
+
+    entry: TrajectoryEntry
+    why: str
 
 
 def read_run(path: Path) -> RunData:
@@ -99,8 +103,8 @@ def choose(entries: Sequence[TrajectoryEntry]) -> list[Pick]:
     broken = [entry for entry in entries if entry.failed]
     kinds = {entry.stop: entry for entry in reversed(broken)}  # one of each kind first
     for entry in [*kinds.values(), *broken][:3]:
-        if entry not in [chosen for chosen, _ in picks]:
-            picks.append((entry, "a failure"))
+        if entry not in [pick.entry for pick in picks]:
+            picks.append(Pick(entry, "a failure"))
     return picks
 
 
@@ -139,11 +143,11 @@ def integer(value: Any) -> int:
 def _ends(entries: Sequence[TrajectoryEntry], name: str) -> list[Pick]:
     scored = [entry for entry in entries if entry.reward is not None]
     if not scored:
-        return [(entries[0], name)] if entries else []
+        return [Pick(entries[0], name)] if entries else []
     best, worst = (end(scored, key=lambda entry: entry.reward or 0.0) for end in (max, min))
     if best.reward == worst.reward:
-        return [(best, f"{name}: all alike")]
-    return [(best, f"{name}: best"), (worst, f"{name}: worst")]
+        return [Pick(best, f"{name}: all alike")]
+    return [Pick(best, f"{name}: best"), Pick(worst, f"{name}: worst")]
 
 
 def lines_of(path: Path, problems: list[str]) -> Iterator[tuple[int, Row]]:
