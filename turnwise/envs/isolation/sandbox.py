@@ -254,8 +254,13 @@ class _Bubblewrap(NamedTuple):
         words += ["--proc", "/proc"] if self.proc else []
         words += ["--perms", "1777", "--size", str(box.disk), "--tmpfs", "/tmp"]
         words += ["--symlink", "/tmp", "/dev/shm", "--remount-ro", "/", "--chdir", "/tmp"]  # semaphores of multiprocessing
-        child = Path(__file__).with_name("sandbox_child.py").read_text("utf-8")
-        return [*words, "--seccomp", str(seccomp), "--", box.python, "-I", "-S", "-B", "-c", child]
+        return [*words, "--seccomp", str(seccomp), "--", box.python, "-I", "-S", "-B", "-c", _child_source()]
+
+
+@functools.cache
+def _child_source() -> str:
+    """Read once: a process that has become an ordinary user may no longer reach the folder of this package."""
+    return Path(__file__).with_name("sandbox_child.py").read_text("utf-8")
 
 
 def sandbox_problem(python: str | None = None) -> str | None:
