@@ -20,6 +20,7 @@ EngineKind = Literal["local", "auto", "vllm", "sglang", "llamacpp", "chat"]
 MissingLogprobs = Literal["error", "mask", "recompute"]
 UpdatePath = Literal["disk", "group", "tensors", "lora"]
 GroupBackend = Literal["auto", "gloo", "nccl"]
+InFlight = Literal["recompute", "salt", "keep"]
 OF_SERVERS = Needs("engine.kind = auto | vllm | sglang | llamacpp | chat")
 STARTED_HERE = Needs("engine.kind = vllm | sglang and engine.urls none")
 
@@ -64,6 +65,9 @@ class EngineConfig:
     """Transport of weight updates to servers: `disk`, a directory that they read; `group`, a process group; `tensors`, request
     bodies (SGLang); `lora`, only the trained adapter (`[lora]`), from disk, on top of the base model of the servers (vLLM,
     SGLang)."""
+    in_flight: Annotated[InFlight, Needs("schedule.mode = async")] = "recompute"
+    """Replies in flight during a weight update: `recompute` interrupts them and drops the prefix cache, `salt` interrupts them
+    and separates the cache by policy version, `keep` continues them on the cache of the previous weights (vLLM, SGLang)."""
     group_backend: Annotated[GroupBackend, Needs("engine.update = group")] = "auto"
     """Backend of the process group: `auto` is `nccl` if the model trains on a GPU of its own, else `gloo`."""
     group_host: Annotated[str | None, Needs("engine.update = group")] = None
@@ -120,6 +124,8 @@ Reference = Literal["auto", "copy", "adapter_off", "none"]
 OldLogprobs = Literal["trainer", "engine"]
 Correction = Literal["none", "tis", "sequence_mis", "sequence_mis_mean", "icepop"]
 ExpertRouting = Literal["off", "replay"]
+ScheduleMode = Literal["sync", "one_step_off", "async"]
+Selection = Literal["complete", "fifo", "discard"]
 
 WARMED_UP = Needs("warmup.demos > 0", "warmup.dataset given")
 RETRIED = Needs(
@@ -487,6 +493,23 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig:
+    """How sampling and training overlap."""
+
+    mode: ScheduleMode = "sync"
+    """`sync`: sample a batch, then train on it. `one_step_off`: sample the next batch while one trains; weights change between
+    batches. `async`: sample all the time; weights change during replies."""
+    staleness: Annotated[NonNegativeInt, Needs("schedule.mode = async")] = 2
+    """Maximum updates between the policy that sampled a token and the one trained on it; groups enter no earlier than this
+    allows, and none is discarded."""
+    hold: Annotated[bool, Needs("schedule.mode = async")] = False
+    """Whether episodes are held, alive, while the trainer trains; for an engine that shares the trainer's device."""
+    selection: Annotated[Selection, Needs("schedule.mode = async")] = "complete"
+    """Groups of a step: `complete`, the oldest complete groups; `fifo`, those admitted first; `discard`, the oldest complete ones
+    within the bound. The last two are for comparison: `fifo` waits longer, `discard` loses slow episodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
     """LoRA adapters, trained instead of the model's weights (needs the extra `lora`)."""
 
@@ -563,6 +586,7 @@ class RunConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     warmup: WarmupConfig = WarmupConfig()
     train: TrainConfig = TrainConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
     lora: LoraConfig = LoraConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

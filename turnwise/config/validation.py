@@ -250,10 +250,26 @@ def _play_rules(config: RunConfig) -> Broken:
         yield "rollout.history", "is for environments; a play function chooses what follows a reply"
 
 
+def _schedule_rules(config: RunConfig) -> Broken:
+    schedule, engine = config.schedule, config.engine
+    if schedule.mode == "sync":
+        return
+    if (schedule.mode == "one_step_off" or schedule.staleness) and config.train.correction == "none":
+        why = 'trains on tokens of older policies, which needs train.correction, such as "tis" or "icepop"'
+        yield ("schedule.mode" if schedule.mode == "one_step_off" else "schedule.staleness"), why
+    if engine.in_flight == "keep" and engine.kind not in ("vllm", "sglang", "auto"):
+        yield "engine.in_flight", "is for vLLM and SGLang; the local engine interrupts replies: leave it out"
+    if engine.colocate and schedule.mode == "async" and not schedule.hold:
+        yield "engine.colocate", "needs schedule.hold = true, since the engine is asleep while the trainer trains"
+    if engine.colocate and schedule.mode == "one_step_off":
+        yield "engine.colocate", "samples and trains by turns, and one_step_off does both at once; leave one of the two out"
+
+
 def _training_rules(config: RunConfig) -> Broken:
     rollout, train = config.rollout, config.train
     if found := conflicting_keys(train):
         yield f"train.{found[0]}", found[1]
+    yield from _schedule_rules(config)
     if train.reference == "adapter_off" and not config.lora.rank:
         yield "train.reference", "there is no adapter to switch off; set lora.rank"
     if config.lora.rank and not config.lora.targets:

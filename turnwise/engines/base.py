@@ -135,6 +135,8 @@ class Request:
     """Oldest policy version that may respond."""
     stop_text: StopText | None = None
     """Sampling also ends after the id that completes one of these texts (`stop_text.texts`, for engines that see text)."""
+    reply_position: int = 0
+    """Number of ids at the end of `ids` that earlier calls sampled for this reply; its draws continue at this position."""
     want = Renamed("extras")
 
 
@@ -149,7 +151,7 @@ class Generation:
     """`stop`: the last id is a stop id or completes a stop text; `length`: max_tokens reached; `abort`: interrupted, the ids
     so far are valid."""
     version: int
-    """Policy version of every id."""
+    """Policy version of the first id, and of every id unless `later_versions` tells otherwise."""
     cached_tokens: int = 0
     """Context ids served from a cache."""
     extras: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
@@ -163,6 +165,10 @@ class Generation:
     drafted: int = 0
     """Ids drafted for this reply by speculative decoding; `accepted` of them were sampled."""
     accepted: int = 0
+    later_versions: Sequence[tuple[int, int]] = ()
+    """Weights that changed during the call: (index of the first id, policy version) of each later run of ids, in order."""
+    cache_version: int | None = None
+    """Oldest policy version whose weights computed a part of the context's cache; None means that of each id itself."""
 
 
 @runtime_checkable

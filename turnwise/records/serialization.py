@@ -53,6 +53,8 @@ def span_row(span: Span) -> dict[str, Any]:
     if span.logprobs is not None:
         row["logprobs"] = span.logprobs
         row["version"] = span.version
+        if span.cache_version is not None:
+            row["cache_version"] = span.cache_version
     if span.sampling is not None:
         row["sampling"] = span.sampling.to_dict()
     if span.agent != "main":
@@ -212,6 +214,7 @@ def read_span(row: Mapping[str, Any]) -> Span:
         untrained=row.get("untrained"),
         untrained_from=row.get("untrained_from", 0),
         sampling=SamplingDistribution.from_dict(row["sampling"]) if "sampling" in row else None,
+        cache_version=row.get("cache_version"),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 from turnwise.config import Limits
@@ -263,21 +263,32 @@ class Budget:
 def reply_spans(
     generation: Generation, trajectory: Trajectory, start: int, agent: str, sampling: SamplingDistribution | None = None
 ) -> Sequence[Span]:
-    """Split a reply into spans whose ids are all trained or all untrained, in order; the caller sets their parents.
+    """Split a reply into spans of one policy version, all trained or all untrained, in order; the caller sets their parents.
 
     With `missing_logprobs = "mask"`, ids without a logprob become untrained spans; otherwise the reply is one span. Ids
     without a logprob are counted in the episode's metrics, as `logprobs_masked` or `logprobs_recomputed`. `start` is the number
     of ids before the reply on its path.
     """
     ids, logprobs = tuple(generation.ids), tuple(generation.logprobs)
-    if None not in logprobs:
-        return (Span(Origin.MODEL, ids, -1, start, logprobs, generation.version, (), agent, sampling=sampling),)
+    cache = generation.cache_version
+    if None not in logprobs and not generation.later_versions:
+        return (Span(Origin.MODEL, ids, -1, start, logprobs, generation.version, (), agent, None, 0, sampling, cache),)
+    runs = _runs(generation, trajectory) if None in logprobs else ((0, len(ids), None),)
     spans = []
-    for begin, end, untrained in _runs(generation, trajectory):
-        span = Span(Origin.MODEL, ids[begin:end], -1, start + begin, logprobs[begin:end], generation.version, (), agent)
-        span.untrained, span.sampling = untrained, sampling
-        spans.append(span)
+    for begin, end, untrained in runs:
+        for first, last, version in _by_version(generation, begin, end):
+            span = Span(Origin.MODEL, ids[first:last], -1, start + first, logprobs[first:last], version, (), agent)
+            span.untrained, span.sampling, span.cache_version = untrained, sampling, cache
+            spans.append(span)
     return spans
+
+
+def _by_version(generation: Generation, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (begin, end, policy version) for runs of one version within a run of a reply's ids."""
+    starts = [(0, generation.version), *generation.later_versions, (len(generation.ids), 0)]
+    for (first, version), (last, _) in pairwise(starts):
+        if max(begin, first) < min(end, last):
+            yield max(begin, first), min(end, last), version
 
 
 def _runs(generation: Generation, trajectory: Trajectory) -> Iterator[tuple[int, int, str | None]]:

@@ -341,16 +341,19 @@ class Recorder:
         ids: Sequence[int] = ()
         extras: dict[str, tuple[int, Any]] = {}
         aborts, failed, turn = 0, 0, len(self.trajectory.turns)
+        seed, number = call_seed(path.seed, path.calls), self._calls
+        self._calls += 1
+        path.calls += 1
         while True:
             extras_from = self._extras.first_unknown(path, extras)
             request = Request(
                 path.ids,
                 budget - len(ids),
                 self.renderer.stop_ids,
-                call_seed(path.seed, path.calls),
+                seed,
                 self.session,
                 self._group,
-                self._calls,
+                number,
                 sampling,
                 path.agent,
                 path.placed,
@@ -360,9 +363,8 @@ class Recorder:
                 extras_from,
                 min_version=self._min_version,
                 stop_text=stop.continued_after(ids) if stop and ids else stop,
+                reply_position=len(ids),
             )
-            self._calls += 1
-            path.calls += 1
             call = request, ids, path, stop, wait
             try:
                 generation, ids, reply = await self._call_engine(*call)

@@ -126,6 +126,8 @@ class Span:
     """First untrained offset; ids before it are trained."""
     sampling: SamplingDistribution | None = None
     """Distribution of `logprobs`; None for spans that were not sampled and in records of earlier versions."""
+    cache_version: int | None = None
+    """Oldest policy version whose weights computed a part of the cached context of these ids; None means `version`."""
 
     @property
     def end(self) -> int:
