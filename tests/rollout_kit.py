@@ -51,6 +51,14 @@ class Sampler:
     running: int = 0
     peak: int = 0
 
+    answered: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+    """Calls of running sessions by seed and position: after an empty answer, the next one draws anew."""
+
+    def rng(self, request: tw.Request) -> random.Random:
+        """What the answer to a call is drawn from: it does not depend on the order of concurrent calls."""
+        tries = self.answered[request.session, request.seed, request.reply_position]
+        return random.Random(f"{request.seed}/{request.reply_position}/{tries}")
+
     def allowed(self, request: tw.Request) -> list[int]:
         return [i for i in range(self.vocabulary) if i not in request.stop_ids and i not in request.banned_ids]
 
@@ -69,7 +77,8 @@ class Sampler:
         finally:
             self.running -= 1
         assert tuple(request.ids) == context, "the context changed while the call ran"
-        rng = random.Random(request.seed)
+        rng = self.rng(request)
+        self.answered[request.session, request.seed, request.reply_position] += 1
         ids = self.draw(rng, request)
         finish = "stop"
         if rng.random() < self.aborts:
@@ -88,6 +97,8 @@ class Sampler:
 
     def release(self, session: str) -> None:
         self.released.append(session)
+        for key in [key for key in self.answered if key[0] == session]:
+            del self.answered[key]
 
     async def close(self) -> None:
         pass

@@ -42,7 +42,7 @@ class Fails(Sampler):
     failed: set[tuple[str, int]] = field(default_factory=set)
 
     async def generate(self, request: tw.Request) -> Generation:
-        rng = random.Random(request.seed)
+        rng = self.rng(request)
         if rng.random() < self.share and (request.session, request.call) not in self.failed:
             self.failed.add((request.session, request.call))
             raise rng.choice([tw.EngineError("no memory"), ConnectionError("refused")])

@@ -505,7 +505,7 @@ class ScheduleConfig:
     hold: Annotated[bool, Needs("schedule.mode = async")] = False
     """Whether episodes are held, alive, while the trainer trains; for an engine that shares the trainer's device."""
     selection: Annotated[Selection, Needs("schedule.mode = async")] = "complete"
-    """Groups of a step: `complete`, the oldest complete groups; `fifo`, those admitted first; `discard`, the oldest complete ones
+    """Groups of a step: `complete`, the oldest complete groups; `fifo`, those admitted first; `discard`, the complete ones
     within the bound. The last two are for comparison: `fifo` waits longer, `discard` loses slow episodes."""
 
 

@@ -341,8 +341,7 @@ class Recorder:
         ids: Sequence[int] = ()
         extras: dict[str, tuple[int, Any]] = {}
         aborts, failed, turn = 0, 0, len(self.trajectory.turns)
-        seed, number = call_seed(path.seed, path.calls), self._calls
-        self._calls += 1
+        seed = call_seed(path.seed, path.calls)
         path.calls += 1
         while True:
             extras_from = self._extras.first_unknown(path, extras)
@@ -353,7 +352,7 @@ class Recorder:
                 seed,
                 self.session,
                 self._group,
-                number,
+                self._calls,
                 sampling,
                 path.agent,
                 path.placed,
@@ -365,6 +364,7 @@ class Recorder:
                 stop_text=stop.continued_after(ids) if stop and ids else stop,
                 reply_position=len(ids),
             )
+            self._calls += 1
             call = request, ids, path, stop, wait
             try:
                 generation, ids, reply = await self._call_engine(*call)
