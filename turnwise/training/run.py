@@ -122,6 +122,7 @@ class TrainingRun:
             sampling=sampling_of(config.rollout),
             seed=config.seed,
             concurrency=config.rollout.concurrency,
+            environments=config.rollout.environments,
             run=run,
             recorded=recorded,
             stop=config.rollout.stop,
@@ -342,10 +343,15 @@ class TrainingRun:
         return found
 
     async def _play_with_retries(
-        self, episodes: Sequence[EpisodeSpec], *, extras: Sequence[str] = (), sampling: Sampling | None = None
+        self,
+        episodes: Sequence[EpisodeSpec],
+        *,
+        extras: Sequence[str] = (),
+        sampling: Sampling | None = None,
+        blank: bool = False,
     ) -> list[Trajectory]:
         """Play episodes; retry those that the environment, the engine or a deadline failed."""
-        play = partial(self.rollout.play, extras=extras, min_version=self._version, sampling=sampling)
+        play = partial(self.rollout.play, extras=extras, min_version=self._version, sampling=sampling, blank=blank)
         found = await play(episodes)
         for tries in range(1, self.config.rollout.max_retries + 1):
             retried = to_play_again(episodes, found, self.accepted)
