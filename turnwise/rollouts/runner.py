@@ -275,9 +275,10 @@ class Rollout:
         if self._bugs is not None:
             self._bugs.record(trajectory)
 
-    def drop_recorded(self, step: int) -> None:
-        """Drop recorded episodes of training steps up to `step`."""
-        self._recorded = {k: t for k, t in self._recorded.items() if k.phase != "train" or k.step > step}
+    def drop_recorded(self, trajectories: Iterable[Trajectory]) -> None:
+        """Drop recorded episodes that a step was trained on."""
+        for trajectory in trajectories:
+            self._recorded.pop(trajectory.key, None)
 
     async def within_prompt_limit(self, episodes: Sequence[EpisodeSpec]) -> tuple[set[str], list[str]]:
         """Return the ids of tasks (one episode each) with opening prompts within `limits.prompt_tokens`, and the others'."""

@@ -96,6 +96,8 @@ class RolloutStream:
             raise UsageError('history = "inline" is for environments: an agent function composes what follows a reply itself')
         want = rollout.want if extras is None else parse_extras(extras)
         request = EngineRequest(want, min_version, sampling or rollout.sampling, blank)
+        if training:
+            self.gate.announce(len(episodes))
         task = self.loop.create_task(self._play(episodes, request, training))
         self._submissions.add(task)
         task.add_done_callback(self._submissions.discard)
@@ -109,6 +111,8 @@ class RolloutStream:
             rollout.count_error(found)
         stop = Stop()
         missing = [number for number, found in enumerate(results) if found is None]
+        if training:
+            self.gate.announce(len(missing) - len(episodes))
         siblings = [keys[number] for number in missing if grouped[number]]
         group_rewards = GroupRewards(siblings, self._threads, rollout.limits.reward_s, stop)
 

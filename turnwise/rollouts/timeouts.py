@@ -346,11 +346,21 @@ class CallGate:
         self.training_calls = 0
         """Calls of training in the engine."""
         self._idle: asyncio.Future[None] | None = None
+        self._announced = 0
+        self._free_waiter: asyncio.Future[None] | None = None
 
-    @property
-    def free(self) -> bool:
-        """Whether a new episode of training would start at once."""
-        return True not in self._held and not self._starts[True] and self._may_start()
+    def announce(self, episodes: int) -> None:
+        """Count episodes of training that are about to wait for their start; a negative number takes them back."""
+        self._announced += episodes
+
+    async def wait_free(self) -> None:
+        """Wait until a new episode of training would start at once."""
+        while not self._free():
+            self._free_waiter = self._free_waiter or asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._free_waiter)
+
+    def _free(self) -> bool:
+        return True not in self._held and not self._announced and not self._starts[True] and self._may_start()
 
     async def hold(self) -> None:
         """Hold the calls of training, and wait until none of them is in the engine."""
@@ -401,6 +411,9 @@ class CallGate:
             self.starting += 1
             self.alive += 1
             waiter.future.set_result(None)
+        if self._free_waiter is not None and self._free():
+            self._free_waiter.set_result(None)
+            self._free_waiter = None
 
     def _take(self, training: bool) -> None:
         self.calls += 1
@@ -413,7 +426,7 @@ class CallGate:
         if self._idle is not None and not self.training_calls:
             self._idle.set_result(None)
             self._idle = None
-        if self._calls[True] or self._calls[False] or self._starts[True] or self._starts[False]:
+        if self._calls[True] or self._calls[False] or self._starts[True] or self._starts[False] or self._free_waiter:
             self._admit()
 
     def try_enter(self, training: bool) -> bool:
@@ -435,6 +448,7 @@ class CallGate:
 
     async def start(self, training: bool, version: int) -> None:
         """Wait until an episode may start."""
+        self._announced -= training
         if training not in self._held and not self._starts[training] and self._may_start():
             self.starting += 1
             self.alive += 1
