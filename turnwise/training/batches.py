@@ -106,6 +106,7 @@ class StreamRecord:
     """Tasks that replaced the first one of a group."""
     batches: dict[int, list[int]] = field(default_factory=dict)
     """Groups of each step."""
+    discarded: set[int] = field(default_factory=set)
     batched: set[tuple[int, str]] = field(default_factory=set)
     """Nominal step and task of everything in them."""
     consumed: set[tuple[int, str]] = field(default_factory=set)
@@ -118,12 +119,20 @@ class StreamRecord:
             self.admitted[event["group"]] = event["version"]
         elif kind == "replaced":
             self.replaced.setdefault(event["group"], []).append(event["task"])
+        elif kind == "discarded":
+            self.discarded.update(event["groups"])
         elif kind == "batch":
             self.batches[event["step"]] = event["groups"]
             keys = {(step, task) for step, task in event["keys"]}
             self.batched |= keys
             if event["step"] < trained:
                 self.consumed |= keys
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return the state of the scheduler before a step: what was admitted and neither trained nor discarded."""
+        gone = {group for number, groups in self.batches.items() if number < step for group in groups} | self.discarded
+        left = [(group, version) for group, version in self.admitted.items() if group not in gone]
+        return {"version": step, "open": left, "discarded": len(self.discarded)}
 
 
 class AsyncBatches:
@@ -148,19 +157,21 @@ class AsyncBatches:
         self._used: dict[int, list[TaskChoice]] = {}
         """Tasks of each nominal step so far."""
         self._refilled: dict[int, int] = {}
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[int, asyncio.Task[None]] = {}
         self._fault: BaseException | None = None
         self._admission = asyncio.create_task(self._admit())
-        for group in scheduler.running:  # carried over from an earlier process
-            self._start(group)
 
     async def settle(self) -> None:
         """As `Batches.settle`."""
 
     async def next(self, step: int) -> Batch:
         """As `Batches.next`."""
-        while self._scheduler.version < step:
-            self._scheduler.advance()
+        if self._scheduler.version < step and (late := self._scheduler.advance()):
+            self._record({"e": "discarded", "groups": late})
+            for group in late:
+                self._found.pop(group, None)
+                if group in self._running:
+                    self._running[group].cancel()
         self._changed.set()
         groups: list[int] = await self._progress(self._take(step))
         if step not in self._recorded.batches:
@@ -172,7 +183,7 @@ class AsyncBatches:
 
     async def close(self) -> None:
         """As `Batches.close`."""
-        tasks = [self._admission, *self._running]
+        tasks = [self._admission, *self._running.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -182,7 +193,7 @@ class AsyncBatches:
         while True:
             if self._fault is not None:
                 raise self._fault
-            groups = self._scheduler.take() if known is None else self._scheduler.take(known)
+            groups = self._scheduler.take(known)
             if groups is not None:
                 return groups
             self._changed.clear()
@@ -198,7 +209,8 @@ class AsyncBatches:
                     self._changed.clear()
                     await self._changed.wait()
                     continue
-                self._record({"e": "admitted", "group": group, "version": self._scheduler.version})
+                if group not in self._recorded.admitted:
+                    self._record({"e": "admitted", "group": group, "version": self._scheduler.version})
                 self._start(group)
         except Exception as error:
             self._fail(error)
@@ -208,8 +220,8 @@ class AsyncBatches:
         choice = self._used.setdefault(step, self._plan.step(step))[index]
         # Submitted here and now: the next group is admitted only when the episodes of this one have started.
         task = asyncio.create_task(self._finish(group, step, choice, self._play([choice], step)))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        self._running[group] = task
+        task.add_done_callback(lambda _: self._running.pop(group, None))
 
     async def _finish(self, group: int, step: int, choice: TaskChoice, playing: Awaitable[list[Trajectory]]) -> None:
         """Await a group; while it has no signal, play another task in its place."""
@@ -227,6 +239,8 @@ class AsyncBatches:
             self._found[group] = found
             self._scheduler.complete(group)
             self._changed.set()
+        except asyncio.CancelledError:
+            raise  # discarded, or the run ends
         except BaseException as error:
             self._fail(error)
 

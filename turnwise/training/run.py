@@ -364,8 +364,7 @@ class TrainingRun:
             refill=objective.settings.refill or 0,
         )
         record = self.stream_record
-        taken = [group for step, groups in record.batches.items() if step < first for group in groups]
-        scheduler.restore_admitted(first, record.admitted, taken)
+        scheduler.restore(record.state(first))
         journal, gate = self.run.journal, self._stream.gate
         return AsyncBatches(scheduler, plan, objective, self._play_groups, progress, gate, journal.append, record)
 
