@@ -32,6 +32,19 @@ class EngineRequest(NamedTuple):
     blank: bool
 
 
+class _Announced:
+    """Episodes of a submission that have not started yet."""
+
+    def __init__(self, gate: CallGate, episodes: int) -> None:
+        self._gate, self.episodes = gate, episodes
+        gate.announce(episodes)
+
+    def take_back(self, episodes: int) -> None:
+        """Take back some of them."""
+        self.episodes -= episodes
+        self._gate.announce(-episodes)
+
+
 class RolloutStream:
     """Plays submissions of episodes side by side, each with its own sampling and oldest version.
 
@@ -96,14 +109,16 @@ class RolloutStream:
             raise UsageError('history = "inline" is for environments: an agent function composes what follows a reply itself')
         want = rollout.want if extras is None else parse_extras(extras)
         request = EngineRequest(want, min_version, sampling or rollout.sampling, blank)
-        if training:
-            self.gate.announce(len(episodes))
-        task = self.loop.create_task(self._play(episodes, request, training))
+        announced = _Announced(self.gate, len(episodes) if training else 0)
+        task = self.loop.create_task(self._play(episodes, request, training, announced))
         self._submissions.add(task)
         task.add_done_callback(self._submissions.discard)
+        task.add_done_callback(lambda _: announced.take_back(announced.episodes))
         return task
 
-    async def _play(self, episodes: Sequence[EpisodeSpec], request: EngineRequest, training: bool) -> list[Trajectory]:
+    async def _play(
+        self, episodes: Sequence[EpisodeSpec], request: EngineRequest, training: bool, announced: _Announced
+    ) -> list[Trajectory]:
         rollout = self._rollout
         keys, grouped = [episode.key for episode in episodes], [episode.group_reward is not None for episode in episodes]
         results: list[Trajectory | None] = complete_groups(keys, [rollout.recorded(key) for key in keys], grouped)
@@ -111,8 +126,7 @@ class RolloutStream:
             rollout.count_error(found)
         stop = Stop()
         missing = [number for number, found in enumerate(results) if found is None]
-        if training:
-            self.gate.announce(len(missing) - len(episodes))
+        announced.take_back(announced.episodes - len(missing) if training else 0)
         siblings = [keys[number] for number in missing if grouped[number]]
         group_rewards = GroupRewards(siblings, self._threads, rollout.limits.reward_s, stop)
 
@@ -120,6 +134,7 @@ class RolloutStream:
             place = EpisodePlace(self.gate, training, request.min_version)
             try:
                 await place.start()
+                announced.take_back(1 if training else 0)
                 try:
                     if stop.asked:
                         raise asyncio.CancelledError

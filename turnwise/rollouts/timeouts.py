@@ -352,6 +352,8 @@ class CallGate:
     def announce(self, episodes: int) -> None:
         """Count episodes of training that are about to wait for their start; a negative number takes them back."""
         self._announced += episodes
+        if episodes < 0:
+            self._admit()
 
     async def wait_free(self) -> None:
         """Wait until a new episode of training would start at once."""
@@ -448,7 +450,6 @@ class CallGate:
 
     async def start(self, training: bool, version: int) -> None:
         """Wait until an episode may start."""
-        self._announced -= training
         if training not in self._held and not self._starts[training] and self._may_start():
             self.starting += 1
             self.alive += 1
