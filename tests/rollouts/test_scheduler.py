@@ -19,6 +19,9 @@ from hypothesis import strategies as st
 from turnwise.errors import UsageError
 from turnwise.rollouts.scheduler import BatchScheduler
 
+NUMBER = int(sys.argv[1]) if __name__ == "__main__" else 200
+EXAMPLES = settings(max_examples=NUMBER, deadline=None)
+
 
 @dataclass
 class Run:
@@ -60,13 +63,12 @@ class Run:
         """Run to the end; fail when nothing can happen and steps are left."""
         scheduler, now, numbers, count = self.scheduler(), 0, 0, 0
         events: list[tuple[int, int, int]] = []  # time, number, group or -1 for an update
-        training = False
+        training, restarts = False, dict(self.restarts)
         while scheduler.version < self.steps:
-            if count in self.restarts:
-                scheduler, events, training = self.restarted(scheduler, self.restarts[count]), [], False
+            if count in restarts:
+                scheduler, events, training = self.restarted(scheduler, restarts.pop(count)), [], False
                 if scheduler.state()["taken"] > scheduler.version:  # killed between the batch and its update
-                    scheduler.advance()
-                    count += 1
+                    self.discarded += scheduler.advance()
                     continue
             while len(events) - training < self.places and (group := scheduler.admit()) is not None:
                 known = self.entered.setdefault(group, scheduler.version)
@@ -125,13 +127,14 @@ def check(run: Run) -> None:
     assert not run.discarded
 
 
-@settings(max_examples=300)
+@EXAMPLES
 @given(random_runs())
 def test_every_group_that_enters_trains_once_within_the_bound_in_any_order_of_completion(run: Run) -> None:
     check(run.play())
     event(f"lag_max {max(run.lags)} of {run.staleness}")
 
 
+@EXAMPLES
 @given(random_runs(selection="fifo"))
 def test_first_in_first_out_keeps_the_bound_too(run: Run) -> None:
     check(run.play())
@@ -139,6 +142,7 @@ def test_first_in_first_out_keeps_the_bound_too(run: Run) -> None:
         assert batch == list(range(step * run.groups, (step + 1) * run.groups))
 
 
+@EXAMPLES
 @given(random_runs(selection="discard"))
 def test_discarding_keeps_the_bound_by_dropping_groups_and_counts_them(run: Run) -> None:
     run.play()
@@ -149,6 +153,7 @@ def test_discarding_keeps_the_bound_by_dropping_groups_and_counts_them(run: Run)
     assert not set(trained) & set(run.discarded)
 
 
+@EXAMPLES
 @given(random_runs(staleness=0))
 def test_staleness_0_gives_the_batches_of_a_synchronous_run(run: Run) -> None:
     check(run.play())
@@ -157,6 +162,7 @@ def test_staleness_0_gives_the_batches_of_a_synchronous_run(run: Run) -> None:
         assert batch == list(range(step * run.groups, (step + 1) * run.groups))
 
 
+@EXAMPLES
 @given(random_runs())
 def test_a_restart_from_a_checkpoint_trains_the_batches_of_before_again(run: Run) -> None:
     run.restarts = {number: lost or 1 for number, lost in run.restarts.items()}
@@ -266,9 +272,8 @@ def test_discarding_trains_on_shorter_groups_than_were_sampled() -> None:
     assert statistics.fmean(trained) < 0.9 * statistics.fmean(sampled)
 
 
-if __name__ == "__main__":  # the property by hand: python tests/rollouts/test_scheduler.py 10000
-    number = int(sys.argv[1])
+if __name__ == "__main__":  # the properties by hand: python tests/rollouts/test_scheduler.py 10000
     for name, test in list(globals().items()):
         if hasattr(test, "hypothesis"):
-            settings(test, max_examples=number)()
-            sys.stdout.write(f"{number} schedules: {name}\n")
+            test()
+            sys.stdout.write(f"{NUMBER} schedules: {name}\n")

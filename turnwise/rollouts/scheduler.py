@@ -155,6 +155,7 @@ class BatchScheduler:
             del self._open[group]
             self._complete.pop(group, None)
             self._refills.pop(group, None)
+        self._carried = deque(group for group in self._carried if group in self._open)
         self.discarded += len(late)
         return late
 
