@@ -132,7 +132,9 @@ class StreamRecord:
         """Return the state of the scheduler before a step: what was admitted and neither trained nor discarded."""
         gone = {group for number, groups in self.batches.items() if number < step for group in groups} | self.discarded
         left = [(group, version) for group, version in self.admitted.items() if group not in gone]
-        return {"version": step, "open": left, "discarded": len(self.discarded)}
+        later = [(number, groups) for number, groups in self.batches.items() if number >= step]
+        entered = {"next": len(self.admitted)} if self.discarded else {}
+        return {"version": step, "open": left, "batches": later} | entered
 
 
 class AsyncBatches:
@@ -173,7 +175,7 @@ class AsyncBatches:
                 if group in self._running:
                     self._running[group].cancel()
         self._changed.set()
-        groups: list[int] = await self._progress(self._take(step))
+        groups: list[int] = await self._progress(self._take())
         if step not in self._recorded.batches:
             keys = sorted({(t.key.step, t.key.task) for group in groups for t in self._found[group]})
             self._record({"e": "batch", "step": step, "groups": groups, "keys": keys})
@@ -188,12 +190,11 @@ class AsyncBatches:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _take(self, step: int) -> list[int]:
-        known = self._recorded.batches.get(step)
+    async def _take(self) -> list[int]:
         while True:
             if self._fault is not None:
                 raise self._fault
-            groups = self._scheduler.take(known)
+            groups = self._scheduler.take()
             if groups is not None:
                 return groups
             self._changed.clear()
