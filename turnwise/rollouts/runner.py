@@ -24,6 +24,7 @@ from turnwise.envs.user_code import failure_of
 from turnwise.errors import ConfigError, EngineError, LimitReached, RepeatedUserError, TraceError, UsageError, first_exception
 from turnwise.media import MediaStore
 from turnwise.records import RunDir, trajectory_row
+from turnwise.records.journal import RecordedEpisode
 from turnwise.records.serialization import LOOP
 from turnwise.renderers import Renderer
 from turnwise.renderers.base import vision_of
@@ -37,6 +38,7 @@ from turnwise.rollouts.group_rewards import GroupReward, GroupRewards, complete_
 from turnwise.rollouts.observations import MediaIntake
 from turnwise.rollouts.recorder import Recorder, TimedRecorder, Trace
 from turnwise.rollouts.render_check import SHARE, RenderCheck, Sanity
+from turnwise.rollouts.resume import ResumedTurns
 from turnwise.rollouts.timeouts import AbandonableThreads, Deadline, PendingEpisode, Stop, Watchdog
 from turnwise.types import EpisodeKey, Failure, FailureKind, StopReason, Task, Trajectory
 
@@ -149,6 +151,7 @@ class Rollout:
         run: RunDir | None = None,
         records: bool = True,
         recorded: Mapping[EpisodeKey, Trajectory] | None = None,
+        interrupted: Mapping[EpisodeKey, RecordedEpisode] | None = None,
         stop: Sequence[str] = (),
         history: History = "append",
         sanity: Sanity = "strict",
@@ -167,6 +170,7 @@ class Rollout:
             run: run directory in which every turn is recorded.
             records: whether finished episodes are also written to trajectories.jsonl (it can be derived later).
             recorded: finished episodes of an earlier process, returned instead of being played again.
+            interrupted: unfinished episodes of an earlier process; their recorded turns are not sampled again.
             sanity_every: check the last turn of an episode, or each.
             stop_on_bugs: whether the same bug in user code, in several tasks, stops the rollout; else every failed episode
                 is recorded.
@@ -192,13 +196,15 @@ class Rollout:
         self._want, self._on_episode = parse_extras(want), on_episode
         self.finished = 0
         """Number of finished episodes."""
+        self.resumed_turns = 0
+        """Turns of interrupted episodes that were not sampled again."""
         self.abandoned = 0
         """Synchronous environment calls that missed their deadline; each may block a thread forever."""
         self.abandoned_calls: list[str] = []
         """Names of these calls: episode and method."""
         self._run = run
         self._records = run.trajectories if run is not None and records else None
-        self._recorded = dict(recorded or {})
+        self._recorded, self._interrupted = dict(recorded or {}), dict(interrupted or {})
         self.watchdog_s = watchdog_s
         self._bugs = UserErrorCounter() if stop_on_bugs else None
         self._running: dict[int, Recorder] = {}
@@ -299,6 +305,7 @@ class Rollout:
     def drop_recorded(self, step: int) -> None:
         """Drop recorded episodes of training steps up to `step`."""
         self._recorded = {k: t for k, t in self._recorded.items() if k.phase != "train" or k.step > step}
+        self._interrupted = {k: t for k, t in self._interrupted.items() if k.phase != "train" or k.step > step}
 
     async def within_prompt_limit(self, episodes: Sequence[EpisodeSpec]) -> tuple[set[str], list[str]]:
         """Return the ids of tasks (one episode each) with opening prompts within `limits.prompt_tokens`, and the others'."""
@@ -368,6 +375,7 @@ class Rollout:
         began = time.monotonic()
         trajectory = Trajectory(episode.task, episode.key)
         context = None if self._context_source is None else self._context_source.context
+        record = self._interrupted.pop(episode.key, None)
         recorder = (Recorder if self._on_episode is None else TimedRecorder)(
             trajectory,
             self.engine,
@@ -385,6 +393,7 @@ class Rollout:
             want=request.want,
             settings=self._settings_name(episode, request, context),
             context=context,
+            resumed=None if record is None else ResumedTurns(record, in_order=episode.play is None),
         )
         self._running[id(recorder)] = recorder
         deadline = Deadline(self.limits.wall_clock_s, stop)
@@ -401,6 +410,7 @@ class Rollout:
             self._on_episode(recorder.session, recorder.phases, time.monotonic())
         # Not reached by a cancelled episode: in the journal it never ended, so it is played again.
         trajectory.wall_s = time.monotonic() - began
+        self.resumed_turns += recorder.resumed.answered
         self.tools_offered = max(self.tools_offered, *map(len, recorder.tools_by_turn), 0)
         self.sanity.check(recorder)
         for done in await group_rewards.episode_done(recorder, episode.group_reward):
