@@ -26,6 +26,7 @@ class RecordedTurn:
     info: Mapping[str, Any] = field(default_factory=dict)
     sampled: tuple[Span, ...] = ()  # its spans as they were sampled, before the environment untrained any of their ids
     drafts: tuple[int, int] = (0, 0)  # drafted ids, and how many of them were sampled
+    seed: int | None = None  # seed of its calls; None in journals of releases that did not write it
 
 
 @dataclass(slots=True)
@@ -52,6 +53,8 @@ class RecordedEpisode:
     """Rewards by `own` and `group`: (value, number of reward failures before)."""
     failed_events: list[Event] = field(default_factory=list)
     """Of an interrupted episode: the events of its failed attempts."""
+    other_plays: list[RecordedEpisode] = field(default_factory=list)
+    """Of an interrupted episode: its other interrupted plays. With concurrent calls each may have turns that no other has."""
 
     @property
     def key(self) -> EpisodeKey:
@@ -77,9 +80,8 @@ def _apply(episode: RecordedEpisode, event: Event, definitions: Mapping[str, Any
         call, said = event.get("call", number), event.get("said")
         sampled = tuple(replace(trajectory.spans[index]) for index in turn.spans)
         drafted, accepted = event.get("drafts", (0, 0))
-        attempt.turns.append(
-            RecordedTurn(turn, turn.retries, number, call, attempt.tools, said, sampled=sampled, drafts=(drafted, accepted))
-        )
+        row = RecordedTurn(turn, turn.retries, number, call, attempt.tools, said, sampled=sampled, seed=event.get("seed"))
+        attempt.turns.append(replace(row, drafts=(drafted, accepted)))
         return False
     attempt.has_observation, attempt.observation = "said" in event, event.get("said")
     if event["e"] == "failed_attempt":
@@ -126,7 +128,7 @@ def read_recorded_steps(events: Iterable[Event], tasks: Mapping[str, Task]) -> I
 class InterruptedEpisodes:
     """Episodes that a journal opens and does not close, collected while its events are read.
 
-    An episode may be interrupted again while its turns are played from the record. The earlier record then counts, until the
+    An episode may be interrupted again while its turns are played from the record. The earlier play then counts, until the
     later one has as many turns or differs. Closed episodes are kept until those of their group are closed, since a group may
     be interrupted between them.
     """
@@ -145,7 +147,7 @@ class InterruptedEpisodes:
         key = EpisodeKey(*event["k"])
         group = self._groups[key.phase, key.step, key.task]
         if kind == "opened":
-            group[key] = [_longest(group[key]) if key in group else [], []]
+            group.setdefault(key, []).append([])
         elif key in group:
             group[key][-1].append(event)
         if all(plays[-1] and plays[-1][-1]["e"] == "closed" for plays in group.values()):
@@ -159,8 +161,11 @@ class InterruptedEpisodes:
         found: dict[EpisodeKey, RecordedEpisode] = {}
         for group in self._groups.values():
             for key, plays in group.items():
-                if (task := tasks(key.task)) is not None and (events := _longest(plays)):
-                    found[key] = self._episode(Trajectory(task, key), events)
+                task, events = tasks(key.task), _longest(plays)
+                if task is None or not events:
+                    continue
+                found[key] = self._episode(Trajectory(task, key), events)
+                found[key].other_plays += [self._episode(Trajectory(task, key), o) for o in plays if o is not events]
         return found
 
     def _episode(self, trajectory: Trajectory, events: list[Event]) -> RecordedEpisode:
@@ -174,12 +179,13 @@ class InterruptedEpisodes:
 
 
 def _longest(plays: list[list[Event]]) -> list[Event]:
-    """Return the events of the last play of an episode, or of the one before if the last only began to repeat it."""
-    *before, last = plays
-    if not before:
-        return last
-    known, now = _sampled(before[0]), _sampled(last)
-    return before[0] if len(now) < len(known) and known[: len(now)] == now else last
+    """Return the events of the last play of an episode, or of an earlier one that the last only began to repeat."""
+    longest: list[Event] = []
+    for events in plays:
+        known, now = _sampled(longest), _sampled(events)
+        if len(now) >= len(known) or known[: len(now)] != now:
+            longest = events
+    return longest
 
 
 def _sampled(events: list[Event]) -> list[list[Any]]:

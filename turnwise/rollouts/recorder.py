@@ -343,6 +343,7 @@ class Recorder:
         sampling, stop = sampling or self._sampling, stop or self.stop
         recorded = await self.resumed.take(path, self._distribution_of(sampling), budget) if self.resumed.left else None
         context, prompt, call = len(path.ids), path.leaf, self._calls if recorded is None else recorded.call
+        seed = call_seed(path.seed, path.calls)
         began = time.monotonic()
         self.enter_phase("generate", began)
         self._budget.reserve(budget)
@@ -350,7 +351,7 @@ class Recorder:
             if recorded is not None:
                 reply, ids, spans, generation, tries = self._repeat(path, recorded, stop)
             else:
-                reply, ids, spans, generation, tries = await self._sample(path, wait, budget, sampling, stop)
+                reply, ids, spans, generation, tries = await self._sample(path, wait, budget, sampling, stop, seed)
         finally:
             self._budget.release(budget)
         turn = Turn(path.agent, prompt, context, spans, path.new_messages, reply, path.turn, generation.finish)
@@ -371,7 +372,9 @@ class Recorder:
         path.replies.append(SampledReply(len(path.messages), tuple(path.ids[start:]), start))
         path.messages.append(turn.message)
         path.new_messages = ()
-        self.journal.turn(turn, path.tools, call, (generation.drafted, generation.accepted), resumed=recorded is not None)
+        row: dict[str, Any] = {"call": call, "seed": seed}
+        row |= {"drafts": (generation.drafted, generation.accepted)} if generation.drafted else {}
+        self.journal.turn(turn, path.tools, row | ({"resumed": True} if recorded is not None else {}))
         if self._effects:
             await self.journal.durable()
         self._check_reply(turn, ids, generation, cause)
@@ -381,7 +384,7 @@ class Recorder:
         return self._distribution if sampling is self._sampling else _distribution(sampling, self._distribution.banned_ids)
 
     async def _sample(
-        self, path: ConversationPath, wait: Wait, budget: int, sampling: Sampling, stop: StopText | None
+        self, path: ConversationPath, wait: Wait, budget: int, sampling: Sampling, stop: StopText | None, seed: int
     ) -> tuple[Message, Sequence[int], tuple[int, ...], Generation, int]:
         """Sample one reply of at most `budget` ids, continuing aborted calls.
 
@@ -392,7 +395,6 @@ class Recorder:
         ids: Sequence[int] = ()
         extras: dict[str, tuple[int, Any]] = {}
         aborts, failed, turn, drafted, accepted = 0, 0, len(self.trajectory.turns), 0, 0
-        seed = call_seed(path.seed, path.calls)
         path.calls += 1
         while True:
             extras_from = self._extras.first_unknown(path, extras)
@@ -556,22 +558,19 @@ class EpisodeJournal:
         if self._journal is not None:
             self._journal.append({**row, "e": "step", "k": self._key, "n": turn})
 
-    def turn(
-        self, turn: Turn, tools: Sequence[Any], call: int, drafts: tuple[int, int] = (0, 0), *, resumed: bool = False
-    ) -> None:
-        """Write a turn with the tools of its prompt, the number of its first call, and the ids drafted and accepted for it.
+    def turn(self, turn: Turn, tools: Sequence[Any], call: Mapping[str, Any]) -> None:
+        """Write a turn with the tools of its prompt.
 
-        A `resumed` turn was not sampled now: an earlier process recorded it.
+        `call` has the number and seed of its first call, its drafted and accepted ids, and `resumed` if an earlier process
+        sampled it.
         """
         if self._journal is not None:
             event = self._entry("turn")
-            event["n"], event["call"], event["turn"] = len(self._trajectory.turns) - 1, call, turn_row(turn)
+            event |= {"n": len(self._trajectory.turns) - 1, **call, "turn": turn_row(turn)}
             if tools is not self._written_tools:
                 event |= self._tools_row(tools)
             if self.observation_changed:
                 event["said"] = observation_row(self.observation)
-            event |= {"drafts": drafts} if drafts[0] else {}
-            event |= {"resumed": True} if resumed else {}
             self._journal.append(event)
         self.observation, self.observation_changed, self._last_turn = NO_OBSERVATION, False, turn
 

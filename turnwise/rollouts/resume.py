@@ -21,6 +21,7 @@ from turnwise.types import (
     ids_with_media_keys,
     placements_between,
 )
+from turnwise.types.seeds import call_seed
 
 DELAY_S, DELAY_CHECKS = 0.05, 20
 """Interval and number of checks for which an answer waits for answers recorded before it."""
@@ -38,19 +39,23 @@ class ResumedTurns:
     """Turns of the last recorded attempt of an interrupted episode; none for an episode that is played for the first time.
 
     An environment's calls must be the recorded ones, in order. Calls of an agent function may be concurrent, and some were in
-    flight when the run was killed: each is answered by the first recorded turn with its context, others are sampled.
+    flight when the run was killed: each is answered by the recorded turn with its context and seed, others are sampled.
     """
 
     def __init__(self, record: RecordedEpisode | None = None, *, in_order: bool = True) -> None:
-        self._record, self._in_order = record, in_order
+        self._in_order = in_order
         self._attempt = RecordedAttempt() if record is None else record.attempts[-1]
         self.failed_events = [] if record is None else record.failed_events
         self.active = record is not None
         """Whether there is a record."""
         self.answered = 0
         """Number of calls that recorded turns answered."""
-        self.left = {turn.number: turn for turn in sorted(self._attempt.turns, key=lambda turn: turn.call)}
-        """Recorded turns that did not answer a call yet, by number, in the order of the calls."""
+        self.left: list[tuple[RecordedTurn, Trajectory]] = []
+        """Recorded turns that did not answer a call yet, with their trajectories."""
+        plays = [] if record is None else [record] if in_order else [record, *record.other_plays]
+        for play in plays:
+            known = {turn.seed for turn, _ in self.left}
+            self.left += [(turn, play.trajectory) for turn in play.attempts[-1].turns if turn.seed not in known]
         self._waiting: set[int] = set()
 
     @property
@@ -72,33 +77,28 @@ class ResumedTurns:
 
         Raises `ResumeDiffers` when an environment's call is not the recorded one.
         """
-        context = ids_with_media_keys(path.ids, path.placed)
-        for number, turn in self.left.items():
-            same = number not in self._waiting and turn.turn.agent == path.agent and self._context(turn) == context
+        context, seed = ids_with_media_keys(path.ids, path.placed), call_seed(path.seed, path.calls)
+        for one in self.left:
+            turn, trajectory = one
+            same = id(turn) not in self._waiting and turn.turn.agent == path.agent and turn.seed in (None, seed)
+            same = same and _context(turn, trajectory) == context
             fits = sum(len(span.ids) for span in turn.sampled) <= budget
             if same and fits and all(span.sampling in (None, distribution) for span in turn.sampled):
-                self._waiting.add(number)
-                await self._wait_for_earlier(number)
-                self._waiting.discard(number)
-                self.answered += self.left.pop(number, None) is not None
+                self._waiting.add(id(turn))
+                await self._wait_for_earlier(turn)
+                self.left = [other for other in self.left if other[0] is not turn]
+                self.answered += 1
                 return turn
             if self._in_order:
-                raise ResumeDiffers(f"the context of turn {number + 1} is not the recorded one")
+                raise ResumeDiffers(f"the context of turn {turn.number + 1} is not the recorded one")
         return None
 
-    async def _wait_for_earlier(self, number: int) -> None:
+    async def _wait_for_earlier(self, turn: RecordedTurn) -> None:
         """Wait until the turns recorded before one have answered; the wait is bounded, since nobody may ask for them."""
         for _ in range(DELAY_CHECKS):
-            if all(other >= number for other in self.left):
+            if not self.left or self.left[0][0] is turn:
                 return
             await asyncio.sleep(DELAY_S)
-
-    def _context(self, recorded: RecordedTurn) -> list[int]:
-        """Return the recorded context of a turn, with media keys."""
-        assert self._record is not None
-        trajectory, turn = self._record.trajectory, recorded.turn
-        placed = placements_between(trajectory.media_placements(turn.prompt), 0, turn.context)
-        return ids_with_media_keys(trajectory.path(turn.prompt)[: turn.context], placed)
 
     def check_step(self, number: int, reward: float | None) -> None:
         """Raise `ResumeDiffers` if the step of a recorded turn had another reward."""
@@ -109,15 +109,22 @@ class ResumedTurns:
     def check_end(self) -> None:
         """Raise `ResumeDiffers` if the episode has more recorded turns than it has now, at its end."""
         if self.left:
-            raise ResumeDiffers(f"the episode ended before turn {min(self.left) + 1}, which was recorded")
+            raise ResumeDiffers(f"the episode ended before turn {self.left[0][0].number + 1}, which was recorded")
 
     def drop(self, trajectory: Trajectory) -> None:
         """Forget the record; count the turns that answered no call."""
         if self.left:
-            tokens = sum(len(span.ids) for turn in self.left.values() for span in turn.sampled)
+            tokens = sum(len(span.ids) for turn, _ in self.left for span in turn.sampled)
             add_counts(trajectory, "resume_lost_turns", by=len(self.left))
             add_counts(trajectory, "resume_lost_tokens", by=tokens)
-        self.left, self._attempt, self.active = {}, RecordedAttempt(), False
+        self.left, self._attempt, self.active = [], RecordedAttempt(), False
+
+
+def _context(recorded: RecordedTurn, trajectory: Trajectory) -> list[int]:
+    """Return the recorded context of a turn, with media keys."""
+    turn = recorded.turn
+    placed = placements_between(trajectory.media_placements(turn.prompt), 0, turn.context)
+    return ids_with_media_keys(trajectory.path(turn.prompt)[: turn.context], placed)
 
 
 def recorded_generation(trajectory: Trajectory, recorded: RecordedTurn, ids: list[int]) -> Generation:
