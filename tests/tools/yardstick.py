@@ -108,7 +108,8 @@ EXEMPTIONS = (
     Exemption(
         "new keys",
         "config.json",
-        r"(config|origins) (env\.\d+\.columns|rollout\.(max_retries|max_failed|environments)|train\.eps|schedule\..*|engine\.in_flight)",
+        r"(config|origins) (env\.\d+\.(columns|effects)|rollout\.(max_retries|max_failed|environments)|train\.eps"
+        r"|schedule\..*|engine\.in_flight)",
     ),
 )
 

@@ -258,6 +258,9 @@ class EnvRules:
     """Maximum retries of a reward that raised or timed out; an invalid value is final."""
     retry_wait_s: Annotated[NonNegativeFloat, RETRIED] = 0.5
     """Seconds before the first retry of a turn; doubled for each further retry up to 30, with 50% jitter."""
+    effects: bool = False
+    """Whether its actions change something that outlasts the episode (files, services): each turn is on the disk before its
+    action runs, and a resumed run restores the environment's state instead of repeating actions."""
     isolation: Annotated[Isolation, OF_ENVIRONMENTS] = "thread"
     """Where the environment runs: `thread`, synchronous code in a thread; `process`, all of it in a process that is killed on a
     timeout."""

@@ -1,13 +1,14 @@
-"""Recorded episodes of a journal with every call and every observation, for replay."""
+"""Recorded episodes of a journal with every call and every observation, for replay and for resuming interrupted ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from turnwise.records.serialization import Event, apply_event, read_message, reading
-from turnwise.types import EpisodeKey, Message, Task, Trajectory, Turn
+from turnwise.types import EpisodeKey, Message, Span, Task, Trajectory, Turn
 
 
 @dataclass(slots=True)
@@ -23,6 +24,9 @@ class RecordedTurn:
     has_observation: bool = False  # whether the environment responded to the turn
     reward: float | None = None  # reward of the step, without later additions of a reward function
     info: Mapping[str, Any] = field(default_factory=dict)
+    sampled: tuple[Span, ...] = ()  # its spans as they were sampled, before the environment untrained any of their ids
+    drafts: tuple[int, int] = (0, 0)  # drafted ids, and how many of them were sampled
+    seed: int | None = None  # seed of its calls; None in journals of releases that did not write it
 
 
 @dataclass(slots=True)
@@ -34,6 +38,8 @@ class RecordedAttempt:
     observation: Any = None  # the last observation as JSON; None if it could not be recorded
     tools: list[Any] = field(default_factory=list)
     first_span: int = 0  # index of the attempt's first span in the trajectory
+    steps: dict[int, Event] = field(default_factory=dict)
+    """Of an environment with effects: results of its steps by turn, -1 for its reset; `state` is that of the environment."""
 
 
 @dataclass(slots=True)
@@ -45,6 +51,10 @@ class RecordedEpisode:
     attempts: list[RecordedAttempt]
     scores: Mapping[str, Any] = field(default_factory=dict)
     """Rewards by `own` and `group`: (value, number of reward failures before)."""
+    failed_events: list[Event] = field(default_factory=list)
+    """Of an interrupted episode: the events of its failed attempts."""
+    other_plays: list[RecordedEpisode] = field(default_factory=list)
+    """Of an interrupted episode: its other interrupted plays. With concurrent calls each may have turns that no other has."""
 
     @property
     def key(self) -> EpisodeKey:
@@ -55,6 +65,9 @@ class RecordedEpisode:
 def _apply(episode: RecordedEpisode, event: Event, definitions: Mapping[str, Any]) -> bool:
     """Apply an event to its episode; return whether it was its last."""
     trajectory, attempt = episode.trajectory, episode.attempts[-1]
+    if event["e"] == "step":
+        attempt.steps[event["n"]] = event
+        return False
     for number, reward, info, *_ in event.get("answers", ()):
         turn = attempt.turns[number]
         if not turn.has_observation:  # later entries include what a reward function added
@@ -65,7 +78,10 @@ def _apply(episode: RecordedEpisode, event: Event, definitions: Mapping[str, Any
     if event["e"] == "turn":
         turn, number = trajectory.turns[-1], len(attempt.turns)
         call, said = event.get("call", number), event.get("said")
-        attempt.turns.append(RecordedTurn(turn, turn.retries, number, call, attempt.tools, said))
+        sampled = tuple(replace(trajectory.spans[index]) for index in turn.spans)
+        drafted, accepted = event.get("drafts", (0, 0))
+        row = RecordedTurn(turn, turn.retries, number, call, attempt.tools, said, sampled=sampled, seed=event.get("seed"))
+        attempt.turns.append(replace(row, drafts=(drafted, accepted)))
         return False
     attempt.has_observation, attempt.observation = "said" in event, event.get("said")
     if event["e"] == "failed_attempt":
@@ -107,6 +123,78 @@ def read_recorded_steps(events: Iterable[Event], tasks: Mapping[str, Task]) -> I
                     done[key] = running.pop(key)
     if done:
         yield list(done.values())
+
+
+class InterruptedEpisodes:
+    """Episodes that a journal opens and does not close, collected while its events are read.
+
+    An episode may be interrupted again while its turns are played from the record. The earlier play then counts, until the
+    later one has as many turns or differs. Closed episodes are kept until those of their group are closed, since a group may
+    be interrupted between them.
+    """
+
+    def __init__(self) -> None:
+        self._groups: defaultdict[tuple[str, int, str], dict[EpisodeKey, list[list[Event]]]] = defaultdict(dict)
+        self._definitions: dict[str, Any] = {}
+
+    def read(self, event: Event) -> None:
+        """Add an event of the journal."""
+        kind = event.get("e")
+        if kind == "tools":
+            self._definitions[event["name"]] = event["value"]
+        if kind not in ("opened", "turn", "step", "failed_attempt", "closed"):
+            return
+        key = EpisodeKey(*event["k"])
+        group = self._groups[key.phase, key.step, key.task]
+        if kind == "opened":
+            group.setdefault(key, []).append([])
+        elif key in group:
+            group[key][-1].append(event)
+        if all(plays[-1] and plays[-1][-1]["e"] == "closed" for plays in group.values()):
+            del self._groups[key.phase, key.step, key.task]
+
+    def episodes(self, tasks: Callable[[str], Task | None]) -> dict[EpisodeKey, RecordedEpisode]:
+        """Return the interrupted episodes, of tasks that `tasks` finds by id.
+
+        Raises `TraceError` when an event does not fit those before it.
+        """
+        found: dict[EpisodeKey, RecordedEpisode] = {}
+        for group in self._groups.values():
+            for key, plays in group.items():
+                task, events = tasks(key.task), _longest(plays)
+                if task is None or not events:
+                    continue
+                found[key] = self._episode(Trajectory(task, key), events)
+                found[key].other_plays += [self._episode(Trajectory(task, key), o) for o in plays if o is not events]
+        return found
+
+    def _episode(self, trajectory: Trajectory, events: list[Event]) -> RecordedEpisode:
+        last = max((number for number, event in enumerate(events, 1) if event["e"] == "failed_attempt"), default=0)
+        episode = RecordedEpisode(trajectory, {}, [RecordedAttempt()], failed_events=events[:last])
+        for event in events:
+            if event["e"] != "closed":
+                with reading(event):
+                    _apply(episode, event, self._definitions)
+        return episode
+
+
+def _longest(plays: list[list[Event]]) -> list[Event]:
+    """Return the events of the last play of an episode, or of an earlier one that the last only began to repeat."""
+    longest: list[Event] = []
+    for events in plays:
+        known, now = _sampled(longest), _sampled(events)
+        if len(now) >= len(known) or known[: len(now)] != now:
+            longest = events
+    return longest
+
+
+def _sampled(events: list[Event]) -> list[list[Any]]:
+    """Return the sampled ids of each turn and failed attempt."""
+    return [
+        [event["e"], *(span["ids"] for span in event["spans"] if "logprobs" in span)]
+        for event in events
+        if event["e"] in ("turn", "failed_attempt")
+    ]
 
 
 def read_messages(row: Any) -> tuple[Message, ...]:

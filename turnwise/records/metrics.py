@@ -74,6 +74,7 @@ failed_plays | count | failed plays of episodes that were played again (`rollout
 failed_play_tokens | count | ids sampled in those plays; in no other count, never trained | as `failed_plays`
 calls_continued | count | calls aborted by the engine (weight updates) and then continued | growing: updates interrupt long replies | continued
 branches.<reason> | count | history rewrites, by reason | growing: the same ids are computed more than once
+resume.<what> | count | interrupted episodes that could not go on from the journal (`new_attempts`), recorded turns and tokens that they did not use (`lost_turns`, `lost_tokens`), and steps with effects that may have run before the kill and ran again (`steps_in_doubt`) | growing: the environment is not deterministic, or it has effects and no snapshots; `retries.<where>` and `turnwise view` have the reason
 invalid_actions | count | actions that an environment rejected | growing: the model loses the format; falling is learning
 """),
     "Tools": _rows("""
@@ -193,6 +194,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], *, success: float = 1.0)
         "errors": top_counts(f"{t.error.phase}/{t.error.type}" for t in trajectories if t.error is not None),
         "retries": top_counts(f"{failure.phase}/{failure.type}" for t in trajectories for failure in t.failures),
         "calls_continued": sum(max(0, len(turn.spans) - 1) for turn in turns),
+        "resume": _counted(trajectories, "resume_"),
         "seconds": _seconds(trajectories),
         "branches": _summed(t.branches for t in trajectories),
         "invalid_actions": sum(int(t.metrics.get("invalid_actions", 0)) for t in trajectories),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
@@ -98,6 +99,8 @@ class JsonLines:
         self._last_crc = 0
         self.broken = ""  # why nothing can be written any more; empty while writing works
         self._named: set[str] = set()
+        self._appended = self._durable = 0  # lines written here, and how many of them are on the disk
+        self._flush: asyncio.Task[None] | None = None
         try:
             if path.exists():
                 with path.open("rb+") as file:
@@ -129,6 +132,7 @@ class JsonLines:
                 os.ftruncate(self._file, os.fstat(self._file).st_size - written)
             raise TraceError(self.broken) from error
         self._last_crc = crc
+        self._appended += 1
 
     def mark(self) -> tuple[int, int]:
         """Return size in bytes and last checksum, for `Checks.mark`."""
@@ -148,6 +152,24 @@ class JsonLines:
             os.fsync(self._file)
         except OSError as error:
             raise TraceError(_write_error(self.path, error)) from error
+
+    async def durable(self) -> None:
+        """Return when every line so far is on the disk; callers of the same tick share one flush, in a thread."""
+        lines = self._appended
+        while self._durable < lines:
+            if self._flush is None or self._flush.done():
+                self._flush = asyncio.create_task(self._flush_lines())
+            await asyncio.shield(self._flush)
+
+    async def _flush_lines(self) -> None:
+        await asyncio.sleep(0)  # other episodes append their lines of this tick
+        lines = self._appended
+        try:
+            await asyncio.to_thread(os.fdatasync, self._file)
+        except OSError as error:
+            self.broken = _write_error(self.path, error)
+            raise TraceError(self.broken) from error
+        self._durable = lines
 
     def close(self) -> None:
         """Close the file; further calls do nothing."""

@@ -5,20 +5,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from inspect import isawaitable, iscoroutinefunction
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import orjson
+
 from turnwise.config import EnvRules
 from turnwise.envs import Action, Env, InlineObservation, Step
 from turnwise.envs.base import SupportsSnapshot, as_step
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.envs.user_code import RemoteException, failure_of, retryable
-from turnwise.errors import EnvError, InvalidAction, ProcessDied, TurnwiseError, words
+from turnwise.errors import EnvError, InvalidAction, ProcessDied, words
 from turnwise.media import has_media
+from turnwise.records.run_dir import to_json
+from turnwise.rollouts.conversation import add_counts
 from turnwise.rollouts.recorder import Recorder
+from turnwise.rollouts.resume import RestartEpisode, ResumeDiffers, read_step, step_row
 from turnwise.rollouts.retries import LONGEST_WAIT_S, backoff_s
 from turnwise.rollouts.timeouts import AbandonableThreads, Deadline
 from turnwise.types import Failure, FailureKind, Message, Task, Tools, Turn, as_messages
@@ -50,16 +56,15 @@ def _is_async(method: Callable[..., Any]) -> bool:
     return known
 
 
-class RestartEpisode(TurnwiseError):
-    """The environment could not be restored to its last state; the episode starts over."""
-
-
 class EnvSession:
     """Environment of one episode, with the steps taken so far, so that it can recover from failures.
 
     A failed step is retried after the environment is back in its last state. `restore` brings it there if the environment has
     snapshots. Otherwise a fresh instance is reset with the same seed and takes the same actions; each observation is compared
     with the first. If one differs, the episode starts over.
+
+    In an environment with effects (`env.effects`), no step is repeated: the journal has the result of each and the state after
+    it, which a resumed episode reads; without a state to restore, the episode starts over.
     """
 
     def __init__(
@@ -86,6 +91,8 @@ class EnvSession:
         self._seconds = recorder.limits.env_s
         self.can_retry = rules.max_env_retries_per_turn > 0 or (rules.isolation == "process" and rules.max_reward_retries > 0)
         """Whether the rules allow a step or a reward to be retried."""
+        self.can_recover = self.can_retry or rules.effects
+        """Whether steps are kept, to be retried here or read from the journal by a resumed episode."""
         self._retries_left = rules.max_env_retries
         self._declared: SupportsSnapshot | None = None
         self._discard()
@@ -130,10 +137,36 @@ class EnvSession:
         except Exception as error:
             await self._recover(error, 1)
         assert self._opening is not None
+        if self.rules.effects:
+            await self._resume_state()
         return self._opening[0], self.env.tools
 
     async def step(self, action: Action, turn: Turn) -> Step:
-        """Take one step, with retries where the environment fails and the rules allow it."""
+        """Take one step, with retries where the environment fails and the rules allow it; one with effects only once.
+
+        A resumed episode reads a step with effects from the record. If the run was killed between the step and its entry, the
+        environment is in the state before it now, and the step is counted in `resume_steps_in_doubt`.
+        """
+        if not self.rules.effects:
+            return await self._step(action, turn)
+        recorder = self._recorder
+        number = len(recorder.trajectory.turns) - 1
+        row, step = recorder.resumed.step(number), None
+        if not row:
+            if recorder.resumed.has(number):
+                add_counts(recorder.trajectory, "resume_steps_in_doubt")
+            try:
+                step = await self._step(action, turn)
+                row = step_row(step)
+            except InvalidAction as mistake:
+                row = {"invalid": words(mistake)}
+            row |= await self._state_row()
+        recorder.journal.step(number, row)
+        if "invalid" in row:
+            raise InvalidAction(row["invalid"])
+        return step or read_step(row)
+
+    async def _step(self, action: Action, turn: Turn) -> Step:
         digest: Any
         tries = 0
         while True:
@@ -266,6 +299,28 @@ class EnvSession:
             else:
                 return tries
 
+    async def _state_row(self) -> dict[str, Any]:
+        """Return the environment's state for the journal; empty without snapshots, or if JSON would change the state."""
+        self._state = None
+        await self._snapshot()
+        with suppress(Exception):  # comparing objects of user code
+            if self._state is not None and orjson.loads(to_json(self._state)) == self._state:
+                return {"state": self._state}
+        return {}
+
+    async def _resume_state(self) -> None:
+        """Restore the recorded state of an interrupted episode, and write the state that the episode begins in."""
+        recorded = self._recorder.resumed.state
+        if recorded is None:
+            self._recorder.journal.step(-1, await self._state_row())
+            return
+        try:
+            await self.call(self.env.restore, recorded["state"])
+        except Exception as error:
+            raise ResumeDiffers(f"the environment could not be restored: {words(error)}") from error
+        if recorded["n"] < 0:
+            self._recorder.journal.step(-1, {"state": recorded["state"]})
+
     async def _restore(self, failure: Failure) -> str:
         """Bring the environment into its state before the failed step; return `restored` or `replayed`."""
         recorder = self._recorder
@@ -274,6 +329,8 @@ class EnvSession:
         if state is not None and self._env is not None and not gone:
             await self.call(self._env.restore, state)
             return "restored"
+        if state is None and self.rules.effects and recorder.trajectory.turns:
+            raise RestartEpisode("its steps have effects and it has no snapshots")
         await self._close_quietly()  # a timed-out call may still run in it
         recorder.enter_phase("reset", time.monotonic())
         await self._open()

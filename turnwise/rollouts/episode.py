@@ -17,9 +17,10 @@ from turnwise.media import has_media
 from turnwise.renderers import Branch, Extend
 from turnwise.renderers.base import Decode, cut_ids
 from turnwise.rollouts.conversation import ConversationPath, reply_decoder, reply_text
-from turnwise.rollouts.env_session import EnvSession, RestartEpisode
+from turnwise.rollouts.env_session import EnvSession
 from turnwise.rollouts.observations import MediaIntake
 from turnwise.rollouts.recorder import Recorder
+from turnwise.rollouts.resume import RestartEpisode
 from turnwise.rollouts.timeouts import Deadline
 from turnwise.types import Message, Messages, StopReason, Turn, as_messages
 
@@ -31,9 +32,10 @@ async def run_episode(session: EnvSession, recorder: Recorder, deadline: Deadlin
     """Play and record one episode of an environment, in as many attempts as its rules allow; `LimitReached` ends it."""
     while True:
         try:
-            return await _attempt(session, recorder, deadline)
-        except RestartEpisode:
-            recorder.restart_attempt()
+            await _attempt(session, recorder, deadline)
+            return recorder.resumed.check_end()
+        except RestartEpisode as error:
+            recorder.restart_attempt(error)
 
 
 async def _attempt(session: EnvSession, recorder: Recorder, deadline: Deadline) -> None:
@@ -53,8 +55,8 @@ async def _attempt(session: EnvSession, recorder: Recorder, deadline: Deadline) 
         size = len(path.ids) - turn.context - (path.ids[-1] in recorder.renderer.stop_ids)
         action = Action(turn.reply.text, turn.reply, turn.finish == "length", size, partial(_raw_text, recorder, turn))
         try:
-            # Most episodes have no retries; they skip the coroutine of `EnvSession.step`.
-            step = as_step(await (session.step(action, turn) if session.can_retry else session.call_step(action)))
+            # Most episodes have neither retries nor effects; they skip the coroutine of `EnvSession.step`.
+            step = as_step(await (session.step(action, turn) if session.can_recover else session.call_step(action)))
         except InvalidAction as error:
             text = words(error)
             trajectory.metrics["invalid_actions"] = trajectory.metrics.get("invalid_actions", 0) + 1
@@ -66,6 +68,8 @@ async def _attempt(session: EnvSession, recorder: Recorder, deadline: Deadline) 
                 continue
             step = Step(text, info={"invalid_action": text})
         resamples_left = max_resamples
+        if recorder.resumed.active:
+            recorder.resumed.check_step(path.turn, step.reward)
         recorder.record_step(path.turn, step.reward, step.info, time.monotonic() - began)
         if step.terminated or step.truncated:
             last = step.observation

@@ -11,12 +11,23 @@ from typing import Any
 from turnwise.config import EnvRules, Limits
 from turnwise.engines import Engine, Generation, Request, Sampling, StopText
 from turnwise.engines.base import check_generation
-from turnwise.envs import InlineObservation, Scores
+from turnwise.envs import Scores
 from turnwise.envs.user_code import failure_of
 from turnwise.errors import EngineError, EnvError, LimitReached, UsageError, class_name, words
 from turnwise.media import MediaStore
+from turnwise.records.journal import RecordedTurn
 from turnwise.records.run_dir import JsonLines
-from turnwise.records.serialization import BANNED, INVALID, REWOUND, key_row, message_row, outcome_row, span_row, turn_row
+from turnwise.records.serialization import (
+    BANNED,
+    INVALID,
+    REWOUND,
+    Event,
+    apply_event,
+    key_row,
+    outcome_row,
+    span_row,
+    turn_row,
+)
 from turnwise.renderers import Branch, Extend, Renderer, SampledReply
 from turnwise.renderers.history import History, render_from_scratch, render_next
 from turnwise.rollouts.conversation import (
@@ -31,6 +42,7 @@ from turnwise.rollouts.conversation import (
     reply_spans,
 )
 from turnwise.rollouts.observations import MediaIntake, Render, size_of, truncate_messages
+from turnwise.rollouts.resume import RestartEpisode, ResumeDiffers, ResumedTurns, observation_row, recorded_generation
 from turnwise.rollouts.retries import Retries
 from turnwise.rollouts.timeouts import Deadline, EpisodePlace
 from turnwise.types import (
@@ -43,7 +55,6 @@ from turnwise.types import (
     Tools,
     Trajectory,
     Turn,
-    as_messages,
     placements_between,
 )
 from turnwise.types.seeds import call_seed, episode_seed
@@ -87,9 +98,11 @@ class Recorder:
         context: int | None = None,
         place: EpisodePlace | None = None,
         blank: bool = False,
+        resumed: ResumedTurns | None = None,
     ) -> None:
         """Fill an empty trajectory; `seed` is the run's, and `settings` the name of these settings in the journal.
 
+        `resumed` has the recorded turns of an interrupted episode: they answer its calls before the engine does.
         The turn limit of the environment and the engine's `context` apply in addition to `limits`. Policy versions under
         `min_version` may not sample. Calls wait for a `place`, if given. Media are stored in memory by default, and gray with
         `blank`. The other arguments are those of `Rollout`.
@@ -120,6 +133,15 @@ class Recorder:
         self._extras = EngineExtras(want, trajectory)
         self.journal = EpisodeJournal(journal, trajectory, settings)
         self.retries = Retries(rules or EnvRules(), trajectory, self.seed)
+        self._effects = rules is not None and rules.effects
+        self.resumed = resumed or ResumedTurns()
+        """Turns of an earlier process that answer calls before the engine does."""
+        for event in self.resumed.failed_events:
+            self.journal.repeat(event)
+            if event["e"] == "failed_attempt":
+                self._set_key(replace(self._key, attempt=self._key.attempt + 1))
+        if self._effects and self.resumed.left and self.resumed.state is None:
+            self.restart_attempt(ResumeDiffers("its environment has effects, and no state of it was recorded"))
 
     def enter_phase(self, name: str, since: float | None = None) -> None:
         """Begin a phase, which lasts until the next. Failures are recorded under the current phase.
@@ -164,16 +186,37 @@ class Recorder:
         except BaseException as error:  # an earlier error takes precedence
             self.trajectory.error = self.trajectory.error or failure_of(error, "close")
 
-    def restart_attempt(self) -> None:
+    def restart_attempt(self, error: RestartEpisode) -> None:
         """Start over after an unrecoverable failure: sampled ids stay, untrained, and the new attempt has a seed of its own."""
+        failure = failure_of(error, self.phase, len(self.trajectory.turns) - 1)
         self.journal.failed_attempt()
         self.trajectory.fail_attempt()
+        if isinstance(error, ResumeDiffers):
+            self.trajectory.failures.append(replace(failure, recovery="attempt"))
+            add_counts(self.trajectory, "resume_new_attempts")
+        self.resumed.drop(self.trajectory)
         self.release()
         self._budget.reset()
         self.media_intake.reset()
         self.unrewarded = False
         self.tools_by_turn.clear()
         self._set_key(replace(self._key, attempt=self._key.attempt + 1))
+
+    def _repeat(
+        self, path: ConversationPath, recorded: RecordedTurn, stop: StopText | None
+    ) -> tuple[Message, Sequence[int], tuple[int, ...], Generation, int]:
+        """Add the spans of a recorded turn to a path; return what `_sample` returned for it."""
+        path.calls += 1
+        self._calls = max(self._calls, recorded.call + 1)
+        start, first = len(path.ids), len(self.trajectory.spans)
+        for span in recorded.sampled:
+            path.leaf = self._add(replace(span, parent=path.leaf, start=len(path.ids)))
+            path.ids.extend(span.ids)
+        ids = path.ids[start:]
+        self._budget.used += len(ids)
+        generation = recorded_generation(self.trajectory, recorded, ids)
+        spans = tuple(range(first, len(self.trajectory.spans)))
+        return read_reply(self.renderer, path, stop, ids), ids, spans, generation, recorded.tries
 
     # Prompts and observations
 
@@ -307,17 +350,23 @@ class Recorder:
             if max_tokens < 1:
                 raise UsageError(f"max_tokens must be at least 1, not {max_tokens}")
             budget, cause = max_tokens, None
-        context, prompt, call = len(path.ids), path.leaf, self._calls
+        sampling, stop = sampling or self._sampling, stop or self.stop
+        recorded = await self.resumed.take(path, self._distribution_of(sampling), budget) if self.resumed.left else None
+        context, prompt, call = len(path.ids), path.leaf, self._calls if recorded is None else recorded.call
+        seed = call_seed(path.seed, path.calls)
         began = time.monotonic()
         self.enter_phase("generate", began)
         self._budget.reserve(budget)
-        sampling, stop = sampling or self._sampling, stop or self.stop
         try:
-            reply, ids, spans, generation, tries = await self._sample(path, deadline, budget, sampling, stop)
+            if recorded is not None:
+                reply, ids, spans, generation, tries = self._repeat(path, recorded, stop)
+            else:
+                reply, ids, spans, generation, tries = await self._sample(path, deadline, budget, sampling, stop, seed)
         finally:
             self._budget.release(budget)
         turn = Turn(path.agent, prompt, context, spans, path.new_messages, reply, path.turn, generation.finish)
-        turn.generate_s, turn.retries, turn.cached = time.monotonic() - began, tries, generation.cached_tokens
+        turn.generate_s = time.monotonic() - began if recorded is None else recorded.turn.generate_s
+        turn.retries, turn.cached = tries, generation.cached_tokens
         self._extras.recorded(turn, generation)
         self.trajectory.turns.append(turn)
         self.tools_by_turn.append(path.tools)
@@ -333,25 +382,29 @@ class Recorder:
         path.replies.append(SampledReply(len(path.messages), tuple(path.ids[start:]), start))
         path.messages.append(turn.message)
         path.new_messages = ()
-        self.journal.turn(turn, path.tools, call)
+        row: dict[str, Any] = {"call": call, "seed": seed}
+        row |= {"drafts": (generation.drafted, generation.accepted)} if generation.drafted else {}
+        self.journal.turn(turn, path.tools, row | ({"resumed": True} if recorded is not None else {}))
+        if self._effects:
+            await self.journal.durable()
         self._check_reply(turn, ids, generation, cause)
         return turn
 
+    def _distribution_of(self, sampling: Sampling) -> SamplingDistribution:
+        return self._distribution if sampling is self._sampling else _distribution(sampling, self._distribution.banned_ids)
+
     async def _sample(
-        self, path: ConversationPath, deadline: Deadline, budget: int, sampling: Sampling, stop: StopText | None
+        self, path: ConversationPath, deadline: Deadline, budget: int, sampling: Sampling, stop: StopText | None, seed: int
     ) -> tuple[Message, Sequence[int], tuple[int, ...], Generation, int]:
         """Sample one reply of at most `budget` ids, continuing aborted calls.
 
         Return the parsed reply, its ids, its spans, the last generation, and the number of failed calls.
         """
-        distribution = self._distribution
-        if sampling is not self._sampling:
-            distribution = _distribution(sampling, distribution.banned_ids)
+        distribution = self._distribution_of(sampling)
         spans: list[int] = []
         ids: Sequence[int] = ()
         extras: dict[str, tuple[int, Any]] = {}
-        aborts, failed, turn = 0, 0, len(self.trajectory.turns)
-        seed = call_seed(path.seed, path.calls)
+        aborts, failed, turn, drafted, accepted = 0, 0, len(self.trajectory.turns), 0, 0
         path.calls += 1
         while True:
             extras_from = self._extras.first_unknown(path, extras)
@@ -384,6 +437,7 @@ class Recorder:
                 )
                 failed += tries
             self._extras.add(extras, generation, extras_from)
+            drafted, accepted = drafted + generation.drafted, accepted + generation.accepted
             if generation.ids:
                 for span in reply_spans(generation, self.trajectory, len(path.ids), path.agent, distribution):
                     span.parent = path.leaf
@@ -399,6 +453,7 @@ class Recorder:
             aborts = 0 if generation.ids else aborts + 1
             if aborts > _MAX_ABORTS:
                 raise EngineError(f"the engine aborted {aborts} calls in a row without sampling anything")
+        generation.drafted, generation.accepted = drafted, accepted
         return reply, ids, tuple(spans), generation, failed
 
     async def _call_engine(
@@ -436,6 +491,7 @@ class Recorder:
 
     def close(self) -> None:
         """Write the end of the episode to the journal."""
+        self.resumed.drop(self.trajectory)
         self.journal.close()
 
 
@@ -501,15 +557,36 @@ class EpisodeJournal:
             failed = sum(failure.phase == "reward" for failure in self._trajectory.failures)
             self._scores[whose] = [_scores_row(value), failed]
 
-    def turn(self, turn: Turn, tools: Sequence[Any], call: int) -> None:
-        """Write a sampled turn with the tools of its prompt and the number of its first call."""
+    def repeat(self, event: Event) -> None:
+        """Write an event of an earlier process again, and apply it to the trajectory."""
+        if self._journal is not None:
+            self._journal.append(event | {"resumed": True})
+        apply_event(self._trajectory, event)
+        self._written = len(self._trajectory.spans)
+
+    async def durable(self) -> None:
+        """Return when every entry so far is on the disk."""
+        if self._journal is not None:
+            await self._journal.durable()
+
+    def step(self, turn: int, row: Mapping[str, Any]) -> None:
+        """Write the result of a step in an environment with effects, -1 for its reset, with the state after it."""
+        if self._journal is not None:
+            self._journal.append({**row, "e": "step", "k": self._key, "n": turn})
+
+    def turn(self, turn: Turn, tools: Sequence[Any], call: Mapping[str, Any]) -> None:
+        """Write a turn with the tools of its prompt.
+
+        `call` has the number and seed of its first call, its drafted and accepted ids, and `resumed` if an earlier process
+        sampled it.
+        """
         if self._journal is not None:
             event = self._entry("turn")
-            event["n"], event["call"], event["turn"] = len(self._trajectory.turns) - 1, call, turn_row(turn)
+            event |= {"n": len(self._trajectory.turns) - 1, **call, "turn": turn_row(turn)}
             if tools is not self._written_tools:
                 event |= self._tools_row(tools)
             if self.observation_changed:
-                event["said"] = _observation_row(self.observation)
+                event["said"] = observation_row(self.observation)
             self._journal.append(event)
         self.observation, self.observation_changed, self._last_turn = NO_OBSERVATION, False, turn
 
@@ -541,7 +618,7 @@ class EpisodeJournal:
 
     def _closing_fields(self) -> dict[str, Any]:
         """Return fields that no turn holds: an observation without a reply, tools without a turn, retries of the last step."""
-        fields = {} if self.observation is NO_OBSERVATION else {"said": _observation_row(self.observation)}
+        fields = {} if self.observation is NO_OBSERVATION else {"said": observation_row(self.observation)}
         if self._last_turn is not None and self._last_turn.retries:  # the step failed each time
             fields["retries"] = self._last_turn.retries
         return fields | self._tools_row(self.tools) if self.tools and self.tools is not self._written_tools else fields
@@ -550,19 +627,6 @@ class EpisodeJournal:
         assert self._journal is not None
         previous, self._written_tools = self._written_tools, tools
         return {"tools": self._journal.append_definition("tools", list(tools)) if tools else ""} if tools or previous else {}
-
-
-def _observation_row(observation: Any) -> Any:
-    """Return an observation as JSON; None if it holds media that were not stored."""
-    if isinstance(observation, InlineObservation):
-        kept = {"keep_chars": observation.keep_chars, "keep_tokens": observation.keep_tokens}
-        row = {"inline": observation.text} | kept | {"tail": observation.tail}
-        return {name: value for name, value in row.items() if value is not None}
-    try:
-        messages: tuple[Message, ...] = as_messages(observation)
-    except (TypeError, ValueError):
-        return None
-    return None if any(message.has_raw_media for message in messages) else [message_row(message) for message in messages]
 
 
 def _scores_row(value: Any) -> Any:

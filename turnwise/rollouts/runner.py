@@ -22,6 +22,7 @@ from turnwise.envs.user_code import failure_of
 from turnwise.errors import ConfigError, EngineError, LimitReached, RepeatedUserError, TraceError, UsageError
 from turnwise.media import MediaStore
 from turnwise.records import RunDir, trajectory_row
+from turnwise.records.journal import RecordedEpisode
 from turnwise.records.serialization import LOOP
 from turnwise.renderers import Renderer
 from turnwise.renderers.base import vision_of
@@ -35,6 +36,7 @@ from turnwise.rollouts.group_rewards import GroupReward, GroupRewards
 from turnwise.rollouts.observations import MediaIntake
 from turnwise.rollouts.recorder import Recorder, TimedRecorder, Trace
 from turnwise.rollouts.render_check import SHARE, RenderCheck, Sanity
+from turnwise.rollouts.resume import ResumedTurns
 from turnwise.rollouts.stream import EngineRequest, RolloutStream
 from turnwise.rollouts.timeouts import AbandonableThreads, Deadline, EpisodePlace, Stop
 from turnwise.rollouts.watchdog import PendingEpisode
@@ -142,6 +144,7 @@ class Rollout:
         run: RunDir | None = None,
         records: bool = True,
         recorded: Mapping[EpisodeKey, Trajectory] | None = None,
+        interrupted: Mapping[EpisodeKey, RecordedEpisode] | None = None,
         stop: Sequence[str] = (),
         history: History = "append",
         sanity: Sanity = "strict",
@@ -160,6 +163,7 @@ class Rollout:
             run: run directory in which every turn is recorded.
             records: whether finished episodes are also written to trajectories.jsonl (it can be derived later).
             recorded: finished episodes of an earlier process, returned instead of being played again.
+            interrupted: unfinished episodes of an earlier process; their recorded turns are not sampled again.
             sanity_every: check the last turn of an episode, or each.
             stop_on_bugs: whether the same bug in user code, in several tasks, stops the rollout; else every failed episode
                 is recorded.
@@ -188,13 +192,15 @@ class Rollout:
         self._stream: RolloutStream | None = None
         self.finished = 0
         """Number of finished episodes."""
+        self.resumed_turns = 0
+        """Turns of interrupted episodes that were not sampled again."""
         self.abandoned = 0
         """Synchronous environment calls that missed their deadline; each may block a thread forever."""
         self.abandoned_calls: list[str] = []
         """Names of these calls: episode and method."""
         self._run = run
         self._records = run.trajectories if run is not None and records else None
-        self._recorded = dict(recorded or {})
+        self._recorded, self._interrupted = dict(recorded or {}), dict(interrupted or {})
         self.watchdog_s = watchdog_s
         self._bugs = UserErrorCounter() if stop_on_bugs else None
         self._running: dict[int, Recorder] = {}
@@ -279,6 +285,7 @@ class Rollout:
         """Drop recorded episodes that a step was trained on."""
         for trajectory in trajectories:
             self._recorded.pop(trajectory.key, None)
+            self._interrupted.pop(trajectory.key, None)
 
     async def within_prompt_limit(self, episodes: Sequence[EpisodeSpec]) -> tuple[set[str], list[str]]:
         """Return the ids of tasks (one episode each) with opening prompts within `limits.prompt_tokens`, and the others'."""
@@ -354,6 +361,7 @@ class Rollout:
         began = time.monotonic()
         trajectory = Trajectory(episode.task, episode.key)
         context = None if self._context_source is None else self._context_source.context
+        record = self._interrupted.pop(episode.key, None)
         recorder = (Recorder if self._on_episode is None else TimedRecorder)(
             trajectory,
             self.engine,
@@ -373,6 +381,7 @@ class Rollout:
             context=context,
             place=place,
             blank=request.blank,
+            resumed=None if record is None else ResumedTurns(record, in_order=episode.play is None),
         )
         self._running[id(recorder)] = recorder
         deadline = Deadline(self.limits.wall_clock_s, stop)
@@ -389,6 +398,7 @@ class Rollout:
             self._on_episode(recorder.session, recorder.phases, time.monotonic())
         # Not reached by a cancelled episode: in the journal it never ended, so it is played again.
         trajectory.wall_s = time.monotonic() - began
+        self.resumed_turns += recorder.resumed.answered
         self.tools_offered = max(self.tools_offered, *map(len, recorder.tools_by_turn), 0)
         self.sanity.check(recorder)
         for done in await group_rewards.episode_done(recorder, episode.group_reward):

@@ -30,6 +30,7 @@ from turnwise.records import (
     rebuild_trajectories,
     trajectory_row,
 )
+from turnwise.records.journal import InterruptedEpisodes, RecordedEpisode
 from turnwise.records.metrics import rollout_metrics
 from turnwise.records.serialization import key_row
 from turnwise.renderers.chat_renderer import ChatRenderer
@@ -121,6 +122,9 @@ class TrainingRun:
         self.failed_tokens: Counter[tuple[str, int]] = Counter()
         """Tokens sampled in those plays."""
         self.resumes = 0
+        self.resumed_turns = 0
+        """Turns of interrupted episodes that earlier processes took from the journal."""
+        self._interrupted: dict[EpisodeKey, RecordedEpisode] = {}
         self._version = 0
         """Policy version of the last weight update."""
         self.stream_record = StreamRecord()
@@ -138,6 +142,7 @@ class TrainingRun:
             environments=config.rollout.environments,
             run=run,
             recorded=recorded,
+            interrupted=self._interrupted,
             stop=config.rollout.stop,
             history=self.history,
             sanity=config.rollout.sanity,
@@ -170,6 +175,8 @@ class TrainingRun:
         wall, cpu = self._times()
         known = {"warmup_steps": self.cursor["warmed"], "best": self.checkpoints.best(), "wall_s": wall, "cpu_s": cpu}
         known |= {"failed_plays": sum(self.failed_plays.values())} if self.failed_plays else {}
+        resumed_turns = self.resumed_turns + self.rollout.resumed_turns
+        known |= {"resumed_turns": resumed_turns} if resumed_turns else {}
         summary = summary_of(self.config, success_figures(before, after, self.env_specs), self.resumes, known)
         rows = [row for row in read_json_lines(self.run.path / "metrics.jsonl") if row.get("phase") == "train"]
         if reason := no_signal_reason(rows):
@@ -186,8 +193,14 @@ class TrainingRun:
         mark = self.cursor.get("journal")
         checks = Checks(tuple(mark) if mark else None)
         found: dict[EpisodeKey, Trajectory] = {}
+        interrupted = InterruptedEpisodes()
         try:
-            found = rebuild_trajectories(self._events(checks), self.plan.by_id.get, self._count_failed_play)
+            found = rebuild_trajectories(self._events(checks, interrupted), self.plan.by_id.get, self._count_failed_play)
+            self._interrupted = {
+                key: record
+                for key, record in interrupted.episodes(self.plan.by_id.get).items()
+                if key.phase != "train" or self._is_ahead(key, done)
+            }
             check_fingerprints(self.parts.renderer.fingerprint, found.values(), f"the journal of {self.run.path}")
         except TraceError as error:
             checks.damage.append(str(error))
@@ -211,6 +224,7 @@ class TrainingRun:
         retried = [key for key, trajectory in found.items() if may_pass(trajectory) and key not in final]
         for key in retried:
             self._count_failed_play(found.pop(key))
+            self._interrupted.pop(key, None)  # a failed play is repeated from the start
         if retried:
             self.watch.note(f"retrying {len(retried)} episodes that failed in the environment, the engine or at a deadline")
         return found
@@ -233,9 +247,11 @@ class TrainingRun:
         self.failed_plays[name] += 1
         self.failed_tokens[name] += trajectory.sampled_tokens
 
-    def _events(self, checks: Checks) -> Iterator[dict[str, Any]]:
-        """Yield the journal's events; record those that belong to no episode."""
+    def _events(self, checks: Checks, interrupted: InterruptedEpisodes) -> Iterator[dict[str, Any]]:
+        """Yield the journal's events; record those that belong to no episode, and the turns of interrupted ones."""
         for event in self.run.events(checks):
+            interrupted.read(event)
+            self.resumed_turns += event["e"] == "turn" and "resumed" in event
             if event["e"] == "trained":
                 self.trained.add(event["step"])
             self.stream_record.apply(event, self.cursor["step"] if self.cursor["phase"] == "reinforce" else 0)

@@ -11,7 +11,7 @@ from turnwise.envs import Action, Env, InlineObservation, Scores, Step
 from turnwise.envs.user_code import RemoteException
 from turnwise.errors import InvalidAction
 from turnwise.records.journal import RecordedAttempt, RecordedEpisode, read_messages
-from turnwise.rollouts.env_session import RestartEpisode
+from turnwise.rollouts.resume import RestartEpisode, read_observation
 from turnwise.types import EpisodeKey, Failure, FailureKind, Message, StopReason, Task, Trajectory
 
 Reward = Callable[[Trajectory], Any]
@@ -99,9 +99,9 @@ class RecordedEpisodeEnvs:
             after = turns[number + 1]
             inserted = after.turn.inserted
             seen = after.turn.messages if inserted is None else InlineObservation(inserted)
-            return Step(seen if after.observation is None else _observation(after.observation), turn.reward, info=turn.info)
+            return Step(seen if after.observation is None else read_observation(after.observation), turn.reward, info=turn.info)
         if self.attempt.has_observation:
-            return Step(_observation(self.attempt.observation), turn.reward, info=turn.info)
+            return Step(read_observation(self.attempt.observation), turn.reward, info=turn.info)
         error = self.episode.trajectory.error
         if error is not None and error.phase == "step":  # the step returned, but its observation could not be read
             return Step(_UnreadableObservation(self.error(error)), turn.reward, info=turn.info)  # type: ignore[arg-type]
@@ -224,12 +224,6 @@ class _UnreadableObservation:
 
     def __iter__(self) -> Iterator[Any]:
         raise self._error
-
-
-def _observation(row: Any) -> tuple[Message, ...] | InlineObservation:
-    if isinstance(row, Mapping):
-        return InlineObservation(row["inline"], row.get("keep_chars"), row.get("keep_tokens"), row["tail"])
-    return read_messages(row or ())
 
 
 def _scores(row: Any) -> Any:
