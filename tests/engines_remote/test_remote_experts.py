@@ -15,7 +15,7 @@ from routes_kit import experts
 
 from turnwise.engines import Request, check_generation
 from turnwise.engines.remote import SglangEngine, VllmEngine
-from turnwise.engines.remote.response import ServerResponse, fault_of, verify_response
+from turnwise.engines.remote.response import SampledVersions, ServerResponse, fault_of, verify_response
 from turnwise.engines.remote.vllm import sglang_experts, vllm_experts
 from turnwise.errors import BackendContractError
 from turnwise.types import ExpertRoutes
@@ -115,7 +115,7 @@ def test_numbers_that_do_not_fit_break_the_contract(data):
 
 def test_experts_behind_a_stop_id_are_left_out_with_their_ids():
     told = {"routes": (0, ExpertRoutes.of(experts([3, 1, 4, 1, 5, 7, 9, 2])))}
-    answer = ServerResponse([7, 9, 2, 6], [-1.0] * 4, "length", 5, 0, extras=told, trim=True)
+    answer = ServerResponse([7, 9, 2, 6], [-1.0] * 4, "length", 5, SampledVersions(0), extras=told, trim=True)
     made, left = verify_response(answer, asked(), 4, "error", 2**31, BREACH)
     assert (made.ids, left) == ([7, 9], 2)
     assert len(made.extras["routes"][1]) == 6

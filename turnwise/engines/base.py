@@ -97,6 +97,7 @@ class StopText:
 Finish = Literal["stop", "length", "abort"]
 _UNMODIFIED = Sampling()
 MissingLogprobs = Literal["error", "mask", "recompute"]
+InFlight = Literal["recompute", "salt", "keep"]
 
 
 @dataclass(slots=True)

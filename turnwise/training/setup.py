@@ -199,6 +199,7 @@ def make_clients(engine: EngineConfig, urls: Sequence[str], renderer: Any, conte
 
     made: list[RemoteEngine] = []
     options: dict[str, Any] = {"renderer": renderer, "key_env": engine.key_env, "most": engine.concurrency}
+    options |= {"in_flight": engine.in_flight}
     for url in urls:
         if engine.kind == "chat":
             if engine.model is None:

@@ -120,8 +120,8 @@ class ActiveCall:
 
     @property
     def position(self) -> int:
-        """Position of the next id within the reply."""
-        return len(self.ids)
+        """Position of the next id within the reply, including what earlier calls sampled of it."""
+        return self.request.reply_position + len(self.ids)
 
     @property
     def draft(self) -> list[int]:

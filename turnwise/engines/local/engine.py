@@ -204,7 +204,8 @@ class LocalEngine:
     """Samples replies from a Hugging Face causal model with continuous batching, in torch, on a CPU or a GPU.
 
     It holds its own copy of the weights, which change only by `update`. A reply's ids and logprobs depend, to the last bit, on
-    the weights, the context, the sampling settings and the seed. They do not depend on other calls, their order or the cache.
+    the weights, the context, the sampling settings and the seed. They do not depend on other calls, their order or the cache,
+    nor on interruptions: a reply that another call continues (`Request.reply_position`) is the one without an interruption.
     This is verified at the start (`exact`) and claimed only on CPUs in float32.
 
     Args:
@@ -471,6 +472,11 @@ class LocalEngine:
             raise BackendContractError(f"{where}: {wrong_ids or 'no ids; a request needs the complete context'}")
         if fault := fault_of(request, self._model.vocabulary):
             raise BackendContractError(f"{where}: {fault}")
+        sampled = request.reply_position
+        if type(sampled) is not int or not 0 <= sampled < len(ids):
+            raise BackendContractError(
+                f"{where}: reply_position must be below the {len(ids)} ids of the context, not {sampled!r:.80}"
+            )
         if len(ids) + 1 > self.context:
             raise BackendContractError(f"{where}: {len(ids)} ids fill the context of {self.context}")
         low, high = min(ids), max(ids)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
-from turnwise.engines.base import Generation, MissingLogprobs, Request
+from turnwise.engines.base import Generation, InFlight, MissingLogprobs, Request
 from turnwise.engines.remote.http import HttpClient
 from turnwise.engines.remote.response import ExpectedWeights, ServerResponse, WeightsLabel, fault_of, parsing, verify_response
 from turnwise.engines.remote.weight_sync import GroupTransfer, RequestTransfer
@@ -60,6 +60,7 @@ class RemoteEngine:
         missing_logprobs: MissingLogprobs = "error",
         request_s: float = 600.0,
         most: int = 256,
+        in_flight: InFlight = "recompute",
     ) -> None:
         """
         Args:
@@ -73,6 +74,8 @@ class RemoteEngine:
                 trainer's own forward pass, counted).
             request_s: deadline of one request in seconds, unless the request's own is earlier.
             most: maximum number of concurrent connections.
+            in_flight: replies in flight during a weight update: `recompute` interrupts them and drops the prefix cache, `salt`
+                interrupts them and separates the cache by policy version, `keep` continues them on the cache they have.
 
         Raises:
             ConfigError: for an invalid setting.
@@ -89,6 +92,7 @@ class RemoteEngine:
         self.version = version
         self.missing_logprobs: MissingLogprobs = missing_logprobs
         self.request_s = request_s
+        self.in_flight: InFlight = in_flight
         self.server_version = ""
         """Version reported by the server; empty before `open`."""
         self.label: str | None = None
@@ -103,6 +107,8 @@ class RemoteEngine:
         """Whether a sleeping server already has its memory for weights again."""
         self.patient = True
         """Whether a call waits out a server's `Retry-After`; a fleet asks other servers meanwhile."""
+        self._updates: dict[str, int] = {}
+        """Policy versions of the updates begun, by their names on the server; responses to earlier requests may name them."""
         self._optional_fields: set[str] = set()
         """Optional fields that a response had; whether the server sends them depends on its kind and version."""
         self._vocabulary_size: tuple[Any, int] | None = None
@@ -119,7 +125,7 @@ class RemoteEngine:
 
     @property
     def seeded(self) -> bool:
-        """Whether requests carry seeds: `turnwise serve` draws from them exactly as the local engine does."""
+        """Whether requests carry seed and reply position: `turnwise serve` draws by them exactly as the local engine does."""
         return self.server_version.startswith("turnwise-")
 
     def breach(self, field_name: str, problem: str) -> BackendContractError:
@@ -140,6 +146,8 @@ class RemoteEngine:
         if not self._opened:
             with parsing("the server's description", self.display_name):
                 await self._identify()
+            if self.in_flight != "recompute" and (fault := self._in_flight_fault()):
+                raise ConfigError(f"{self.display_name}: engine.in_flight = {self.in_flight}: {fault}")
             self._opened = True
 
     async def generate(self, request: Request) -> Generation:
@@ -153,10 +161,6 @@ class RemoteEngine:
         """
         if not self._opened:
             await self.open()
-        if self.version < request.min_version:
-            raise StaleWeights(
-                f"{self.display_name} has policy {self.version}; the request needs {request.min_version} or later"
-            )
         max_tokens = request.max_tokens
         if self.context is not None:
             max_tokens = min(max_tokens, self.context - len(request.ids))
@@ -164,8 +168,16 @@ class RemoteEngine:
                 raise EngineError(f"{self.display_name}: {len(request.ids)} ids fill the context of {self.context}")
         waited = 0
         while True:
+            version = self.version
+            if version < request.min_version:
+                wanted = request.min_version
+                raise StaleWeights(f"{self.display_name} has policy {version}; the request needs {wanted} or later")
             try:
                 return await self._generate(request, max_tokens)
+            except StaleWeights:
+                if self.version == version:
+                    raise
+                self.counts["sent_again"] += 1  # weights changed on its way: its adapter is gone
             except EngineUnavailable as error:
                 waited += 1
                 if not self.patient or waited > MAX_RETRY_AFTER or not 0 < error.retry_after <= self._seconds(request):
@@ -175,7 +187,7 @@ class RemoteEngine:
 
     async def _generate(self, request: Request, max_tokens: int) -> Generation:
         name = uuid4().hex
-        expected = ExpectedWeights(self.version, self.label, name)
+        expected = ExpectedWeights(self.version, self.label, name, self._updates, self.in_flight)
         self.counts["requests"] += 1
         try:
             raw = await self._sample(request, max_tokens, name, self._seconds(request))
@@ -247,6 +259,7 @@ class RemoteEngine:
     async def _update_weights(self, work: Callable[[], Awaitable[None]], version: int) -> None:
         """Apply new weights; a sleeping server gets its memory for weights before, and for the cache after."""
         await self.open()
+        self._updates[str(version)] = version
         try:
             if self.asleep and not await self._sleeps():
                 self.asleep = False  # restarted meanwhile, with all its memory
@@ -266,6 +279,15 @@ class RemoteEngine:
             raise SyncError(f"{self.display_name} reports the weights {self.label!r} after loading policy {version}")
 
     # Overridden by each kind of server
+
+    @property
+    def names_weights(self) -> bool:
+        """Whether responses name the weights that sampled them, so that calls may be in flight during an update."""
+        return False
+
+    def _in_flight_fault(self) -> str:
+        """Return why the server does not support `in_flight`, or an empty string."""
+        return "this kind of server takes no new weights"
 
     async def weights_name(self) -> str | None:
         """Return the server's name for its weights; None when it has none."""

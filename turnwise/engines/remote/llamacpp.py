@@ -9,7 +9,15 @@ from typing import Any
 from turnwise.engines.base import Request
 from turnwise.engines.remote.base import RemoteEngine
 from turnwise.engines.remote.http import CONTROL_S
-from turnwise.engines.remote.response import Breach, ExpectedWeights, ServerResponse, align_logprobs, field_of, number_at
+from turnwise.engines.remote.response import (
+    Breach,
+    ExpectedWeights,
+    SampledVersions,
+    ServerResponse,
+    align_logprobs,
+    field_of,
+    number_at,
+)
 from turnwise.errors import EngineError
 
 FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
@@ -86,7 +94,8 @@ class LlamaCppEngine(RemoteEngine):
         if logprobs is None:
             raise self.breach("completion_probabilities", f"are not a subsequence of the {len(ids)} sampled ids")
         prompt, cached = raw.get("tokens_evaluated"), number_at(raw, "timings.cache_n")
-        return ServerResponse(ids, logprobs, FINISH.get(stop_type, str(stop_type)), prompt, expected.version, cached, trim=True)
+        finish, versions = FINISH.get(stop_type, str(stop_type)), SampledVersions(expected.version)
+        return ServerResponse(ids, logprobs, finish, prompt, versions, cached, trim=True)
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         """Return the likeliest next ids and their logprobs: llama.cpp does not score given ids."""

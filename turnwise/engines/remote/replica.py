@@ -59,7 +59,9 @@ class ExpectedScores:
 
 
 DRAIN_S = 5.0
-"""Seconds for calls in flight to end before a weight update."""
+"""Seconds for calls in flight to end before a weight update, where responses do not name their weights."""
+ANSWER_S = 1.0
+"""Seconds for interrupted calls to arrive after a pause; calls that still wait on the server have sampled nothing."""
 SLEEPING = "is asleep (engine.colocate); new weights wake it"
 State = Literal["up", "doubted", "down", "loading", "asleep"]
 """`doubted`: a fault occurred, no new calls before a check; `down`: checks fail, calls were moved; `loading`: a weight update
@@ -239,12 +241,20 @@ class Replica:
             self.proof = now
 
     async def drain(self) -> None:
-        """End the calls in flight, keeping their ids where the server supports it."""
-        if self._pausable is not None and self.calls:
+        """End the calls in flight, keeping their ids where the server supports it, unless responses name their weights.
+
+        Where they do, the update itself interrupts calls. A call that reaches the paused server waits there and goes on with
+        the new weights; waiting for it here would take all of a time-out.
+        """
+        if not self.calls or self.engine.names_weights:
+            return
+        seconds = DRAIN_S
+        if self._pausable is not None:
             with suppress(SyncError):  # a server without this route; updates that need it report it
                 await self._pausable.pause("abort")
+                seconds = ANSWER_S
         if self.calls:
-            await asyncio.wait(set(self.calls), timeout=DRAIN_S)
+            await asyncio.wait(set(self.calls), timeout=seconds)
             self.abort_calls()
 
     async def sleep(self) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import isfinite
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from turnwise.engines.base import Finish, Generation, MissingLogprobs, Request
+from turnwise.engines.base import Finish, Generation, InFlight, MissingLogprobs, Request
 from turnwise.errors import BackendContractError, StaleWeights, TurnwiseError
 from turnwise.types import ROUTES
 
@@ -57,22 +59,50 @@ MAX_LOGPROB = 1e-3
 """Tolerance for rounding; a logprob is at most 0."""
 
 
+class SampledVersions(NamedTuple):
+    """Policy versions that sampled a response: its first id, later runs of ids, and the oldest in its context's cache."""
+
+    version: int
+    later: Sequence[tuple[int, int]] = ()
+    cache: int | None = None
+
+
 class ExpectedWeights(NamedTuple):
     """Weights that a request expects, and the request's name."""
 
     version: int
+    """Policy version of the server when the request was sent."""
     name: str | None
     """The server's name for the weights; None when it has none."""
     request: str = ""
     """Request id sent to the server."""
+    updates: Mapping[str, int] = MappingProxyType({})
+    """Policy versions of the updates that this client began, by the server's name for them."""
+    in_flight: InFlight = "recompute"
 
-    def check(self, names: Sequence[str], who: str) -> None:
-        """Raise StaleWeights unless these weights sampled a response."""
-        if self.name is not None and any(name != self.name for name in names):
-            raise StaleWeights(
-                f"{who} sampled with weights it calls {', '.join(map(repr, names))}, but policy {self.version} is "
-                f"{self.name!r} (the server restarted, or another client updated it)"
-            )
+    def versions(self, spans: Sequence[tuple[int, str]], cached: int, who: str) -> SampledVersions:
+        """Return the versions of a response from its runs of (first id, the server's name for the weights).
+
+        Expected are the weights at the time of the request and those of later updates. The cache of the context is older
+        than an id if its request was sent before an update that left the cache.
+
+        Raises:
+            StaleWeights: for any other name.
+        """
+        runs = [(start, self._version(str(name), who)) for start, name in spans] or [(0, self.version)]
+        later = [(start, version) for (_, before), (start, version) in pairwise(runs) if version != before]
+        left = self.in_flight == "keep" or (self.in_flight == "salt" and cached > 0)
+        return SampledVersions(runs[0][1], later, self.version if left and runs[-1][1] > self.version else None)
+
+    def _version(self, name: str, who: str) -> int:
+        if self.name is None or name == self.name:
+            return self.version
+        if self.updates.get(name, -1) > self.version:
+            return self.updates[name]
+        raise StaleWeights(
+            f"{who} sampled with weights it calls {name!r}, but policy {self.version} is {self.name!r} (the server restarted, "
+            "or another client updated it)"
+        )
 
 
 @dataclass(slots=True)
@@ -86,7 +116,7 @@ class ServerResponse:
     """`stop`, `length` or `abort`, as the server reported it."""
     prompt: Sequence[int] | int | None
     """Context ids as echoed by the server, or their count."""
-    version: int
+    versions: SampledVersions
     cached: int = 0
     extras: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
     trim: bool = False
@@ -129,8 +159,10 @@ def verify_response(
     if end < len(ids) and ROUTES in response.extras:  # dropped ids were not fed
         start, routes = response.extras[ROUTES]
         response.extras = {**response.extras, ROUTES: (start, routes.slice(0, len(request.ids) + end - 1 - start))}
+    version, later, cache = response.versions
+    later = [run for run in later if run[0] < end]
     generation = Generation(
-        list(ids[:end]), logprobs, finish, response.version, response.cached, response.extras, lost, *response.drafts
+        list(ids[:end]), logprobs, finish, version, response.cached, response.extras, lost, *response.drafts, later, cache
     )
     return generation, len(ids) - end
 
@@ -235,3 +267,19 @@ def number_at(raw: Any, path: str) -> int:
     for part in path.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value if type(value) is int else 0
+
+
+INTERRUPTS = "turnwise serve interrupts replies in flight; set recompute or salt"
+
+
+def version_runs(spans: Any, breach: Breach) -> list[tuple[int, str]]:
+    """Return runs of (first id, name of the weights) from the spans that vLLM and SGLang report, which follow each other."""
+    field_name = "weight_versions"
+    runs: list[tuple[int, str]] = []
+    end = 0
+    for span in spans:
+        if field_of(span, "start", breach) != end:
+            raise breach(field_name, f"are {spans!r:.200}; each must start where the one before ends, the first at 0")
+        runs.append((end, str(field_of(span, "version", breach))))
+        end = field_of(span, "end", breach)
+    return runs

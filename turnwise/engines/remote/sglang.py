@@ -13,7 +13,15 @@ from turnwise.engines.base import Request
 from turnwise.engines.remote.base import UPDATE_S, Part
 from turnwise.engines.remote.http import CONTROL_S
 from turnwise.engines.remote.lora import LoraApi, LoraServerEngine
-from turnwise.engines.remote.response import Breach, ExpectedWeights, ServerResponse, field_of, number_at
+from turnwise.engines.remote.response import (
+    INTERRUPTS,
+    Breach,
+    ExpectedWeights,
+    ServerResponse,
+    field_of,
+    number_at,
+    version_runs,
+)
 from turnwise.engines.remote.vllm import sglang_experts
 from turnwise.engines.remote.weight_sync import (
     UNFINISHED,
@@ -27,6 +35,7 @@ from turnwise.engines.remote.weight_sync import (
 from turnwise.errors import EngineError
 from turnwise.types import ROUTES, VideoRef
 
+VERSION = "meta_info.weight_version"
 ASLEEP = "asleep"
 """Name that SGLang is given for its weights while it sleeps: it reports sleep in no other way. A restarted server reports
 another name."""
@@ -49,6 +58,8 @@ class SglangEngine(LoraServerEngine):
         words="LoRA adapter",
     )
 
+    _takes_extra_key = False
+
     async def _identify(self) -> None:
         info = await self._info("server")
         self.server_version = str(info.get("version") or "")
@@ -60,6 +71,9 @@ class SglangEngine(LoraServerEngine):
         if self.label is None:
             self.label = _name(model)
         self.asleep = _name(model) == ASLEEP
+        if self.in_flight != "recompute" and not self.seeded:
+            schemas = field_of(await self.http.page("/openapi.json", CONTROL_S), "components.schemas", self.breach)
+            self._takes_extra_key = "extra_key" in field_of(schemas, "GenerateReqInput.properties", self.breach)
 
     async def _info(self, what: Literal["model", "server"]) -> dict[str, Any]:
         try:
@@ -74,7 +88,7 @@ class SglangEngine(LoraServerEngine):
         if request.banned_ids:
             sampling["logit_bias"] = {str(token): -1e9 for token in sorted(request.banned_ids)}
         if self.seeded:
-            sampling["sampling_seed"] = request.seed
+            sampling |= {"sampling_seed": request.seed, "reply_position": request.reply_position}
         if request.stop_text is not None:
             sampling["stop"] = list(request.stop_text.texts)
         body: dict[str, Any] = {
@@ -91,11 +105,15 @@ class SglangEngine(LoraServerEngine):
             body |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
         headers = {ROUTING_KEY: request.session} if request.session else None
         with self._check_adapter_loaded():
-            return await self.http.post("/generate", body | self._adapter_name(), seconds, headers)
+            return await self.http.post("/generate", body | self._adapter_name() | self._extra_key(), seconds, headers)
 
     def _adapter_name(self) -> dict[str, str]:
         """Return the adapter field of requests, if any; cached prefixes are separated by it."""
         return {"lora_path": self.adapter[0]} if self.adapter else {}
+
+    def _extra_key(self) -> dict[str, str]:
+        """Return the field that separates cached prefixes by weights, where updates leave the cache."""
+        return {} if self.in_flight == "recompute" else {"extra_key": f"turnwise-{self.version}"}
 
     def _images(self, request: Request) -> list[str]:
         """Return the images; their ids are already expanded, and servers with #26555 keep them so."""
@@ -118,17 +136,21 @@ class SglangEngine(LoraServerEngine):
             logprobs = [_logprob_of(row, token, self.breach) for row, token in zip(rows, ids, strict=True)]
         echo = raw.get("prompt_token_ids") or meta.get("prompt_token_ids")
         self._check_name("meta_info.id", meta.get("id"), expected.request)
-        name = meta.get("weight_version")
-        if self._check_present("meta_info.weight_version", name is not None):
-            expected.check([str(name)], self.display_name)
-        spans = meta.get("weight_versions")
-        if isinstance(spans, list) and spans and all(isinstance(span, dict) and "version" in span for span in spans):
-            expected.check(sorted({str(span["version"]) for span in spans}), self.display_name)
         prompt, cached = echo or meta.get("prompt_tokens"), number_at(meta, "cached_tokens")
+        name, spans = meta.get("weight_version"), meta.get("weight_versions")
+        runs: list[tuple[int, str]] = []
+        if self._check_present(VERSION, name is not None):
+            runs = [(0, str(name))]  # of the last id
+        if self._check_present(f"{VERSION}s", bool(spans)):
+            runs = version_runs(spans, self.breach)
+        elif self.in_flight == "keep":
+            problem = "is missing: engine.in_flight = keep needs the weights of each id; update the server"
+            raise self.breach(f"{VERSION}s", problem)
+        versions = expected.versions(runs, cached, self.display_name)
         extras = sglang_experts(meta.get("routed_experts"), request, len(ids), self.breach)
         # Each pass counts as many proposed ids as it may draft, even when it found fewer.
         drafts = number_at(meta, "spec_num_proposed_drafts"), number_at(meta, "spec_num_correct_drafts")
-        return ServerResponse(ids, logprobs, str(reason), prompt, expected.version, cached, extras, drafts=drafts)
+        return ServerResponse(ids, logprobs, str(reason), prompt, versions, cached, extras, drafts=drafts)
 
     async def abort(self, name: str) -> None:
         await self.http.post("/abort_request", {"rid": name}, CONTROL_S)
@@ -142,7 +164,7 @@ class SglangEngine(LoraServerEngine):
         body: dict[str, Any] = {"input_ids": list(ids), "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}}
         body |= {"return_logprob": True, "logprob_start_len": 0}
         with self._check_adapter_loaded():
-            raw = await self.http.post("/generate", body | self._adapter_name(), self.request_s)
+            raw = await self.http.post("/generate", body | self._adapter_name() | self._extra_key(), self.request_s)
         rows = field_of(raw, "meta_info.input_token_logprobs", self.breach)
         if len(rows) != len(ids):
             raise self.breach("meta_info.input_token_logprobs", f"are {len(rows)} for {len(ids)} ids")
@@ -153,19 +175,31 @@ class SglangEngine(LoraServerEngine):
             raise self.breach("meta_info.input_token_logprobs", "contain a value that is not a number")
         return [float(value) for value in found]
 
+    @property
+    def names_weights(self) -> bool:
+        return self.label is not None and (self.seeded or VERSION in self._optional_fields)
+
+    def _in_flight_fault(self) -> str:
+        if self.seeded:
+            return INTERRUPTS if self.in_flight == "keep" else ""
+        return "" if self._takes_extra_key else "needs the field extra_key of /generate; update the server"
+
     async def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
         """Pause sampling: `abort` ends calls in flight, `retract` requeues them, `in_place` freezes them."""
         await self.http.post("/pause_generation", {"mode": mode}, UPDATE_S)
+
+    async def _pause_for_update(self) -> None:
+        await self.pause("in_place" if self.in_flight == "keep" else "abort")
 
     async def resume(self) -> None:
         """Resume sampling."""
         await self.http.post("/continue_generation", {}, CONTROL_S)
 
     async def _load_from_disk(self, directory: Path, version: int) -> None:
-        await self.pause("abort")
+        await self._pause_for_update()
         try:
             body: dict[str, Any] = {"model_path": str(directory), "weight_version": str(version)}
-            body |= {"flush_cache": True, "abort_all_requests": True}
+            body |= {"flush_cache": self.in_flight == "recompute", "abort_all_requests": self.in_flight != "keep"}
             check_success(await self.http.post("/update_weights_from_disk", body, UPDATE_S), self)
         finally:
             if not self.asleep:
@@ -183,7 +217,7 @@ class SglangEngine(LoraServerEngine):
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
-        await self.pause("abort")
+        await self._pause_for_update()
         try:
             yield
         finally:

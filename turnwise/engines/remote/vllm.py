@@ -16,7 +16,16 @@ from turnwise.engines.base import Request
 from turnwise.engines.remote.base import UPDATE_S, Part
 from turnwise.engines.remote.http import CONTROL_S
 from turnwise.engines.remote.lora import LoraApi, LoraServerEngine
-from turnwise.engines.remote.response import Breach, ExpectedWeights, ServerResponse, field_of, number_at, only_choice
+from turnwise.engines.remote.response import (
+    INTERRUPTS,
+    Breach,
+    ExpectedWeights,
+    ServerResponse,
+    field_of,
+    number_at,
+    only_choice,
+    version_runs,
+)
 from turnwise.engines.remote.vllm_images import VllmImages
 from turnwise.engines.remote.weight_sync import TRANSFER, GroupTransfer, send_group_to_vllm, suppress_errors
 from turnwise.errors import ConfigError, EngineError, EngineUnavailable, SyncError
@@ -95,6 +104,7 @@ def _header(data: bytes) -> tuple[int, tuple[int, ...], int]:
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
+VERSIONS = "choices.0.weight_versions"
 SPEC = ("draft", "accepted")
 """Names in vLLM's counters of speculative decoding."""
 BETWEEN_STEPS_S = 120.0
@@ -178,7 +188,7 @@ class VllmEngine(LoraServerEngine):
         elif request.banned_ids:
             sampling["logit_bias"] = {str(token): -100.0 for token in sorted(request.banned_ids)}
         if self.seeded:
-            sampling["seed"] = request.seed
+            sampling |= {"seed": request.seed, "reply_position": request.reply_position}
         if request.stop_text is not None:
             sampling |= {"stop": list(request.stop_text.texts), "include_stop_str_in_output": True}
         if self.route == "generate":
@@ -247,13 +257,15 @@ class VllmEngine(LoraServerEngine):
         if prompt is None:
             prompt = raw.get("usage", {}).get("prompt_tokens")
         finish = str(choice.get("finish_reason"))
-        if ids and self._check_present("choices.0.weight_versions", bool(spans)):
-            expected.check(sorted({str(field_of(span, "version", self.breach)) for span in spans}), self.display_name)
         cached = number_at(raw, "usage.prompt_tokens_details.cached_tokens")
+        runs: list[tuple[int, str]] = []
+        if ids and self._check_present(VERSIONS, bool(spans)):
+            runs = version_runs(spans, self.breach)
+        versions = expected.versions(runs, cached, self.display_name)
         extras = vllm_experts(choice.get("routed_experts"), request, len(ids), self.breach)
         prefix = "metrics.speculative_decoding."
         drafts = number_at(raw, f"{prefix}num_draft_tokens"), number_at(raw, f"{prefix}num_accepted_draft_tokens")
-        return ServerResponse(ids, logprobs, finish, prompt, expected.version, cached, extras, drafts=drafts)
+        return ServerResponse(ids, logprobs, finish, prompt, versions, cached, extras, drafts=drafts)
 
     async def abort(self, name: str) -> None:
         if self.route == "generate":
@@ -281,21 +293,40 @@ class VllmEngine(LoraServerEngine):
             raise self.breach("choices.0.prompt_logprobs", "does not hold one logprob per id") from None
         return [float(value) for value in found]
 
+    @property
+    def names_weights(self) -> bool:
+        return self.label is not None and self.route == "generate" and (self.seeded or VERSIONS in self._optional_fields)
+
+    def _in_flight_fault(self) -> str:
+        if self.in_flight == "keep" and self.seeded:
+            return INTERRUPTS
+        if self.in_flight == "keep" and (self.route != "generate" or "/weight_info" not in self.routes):
+            return f"needs {GENERATE} and /weight_info; start the server with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
+        return ""
+
     async def pause(self, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
         """Pause sampling: `abort` ends calls in flight with what they have, `wait` finishes them, `keep` freezes them."""
-        await self._control("/pause", {"mode": mode})
+        # By default vLLM drops its caches here, for `keep` too.
+        await self._control("/pause", {"mode": mode} | ({} if self.in_flight == "recompute" else {"clear_cache": "false"}))
+
+    async def _pause_for_update(self) -> None:
+        if not self.asleep:  # a sleeping server is paused already
+            await self.pause("keep" if self.in_flight == "keep" else "abort")
+
+    async def _drop_cache(self) -> None:
+        if self.in_flight == "recompute":
+            await self._control("/reset_prefix_cache", {})
 
     async def resume(self) -> None:
         """Resume sampling."""
         await self._control("/resume", {})
 
     async def _load_from_disk(self, directory: Path, version: int) -> None:
-        if not self.asleep:  # a sleeping server is paused already
-            await self.pause("abort")
+        await self._pause_for_update()
         try:
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}, "timeout": UPDATE_S}
             await self.http.post("/collective_rpc", body, UPDATE_S)
-            await self._control("/reset_prefix_cache", {})
+            await self._drop_cache()
             if "/update_weight_version" in self.routes:
                 await self.http.post("/update_weight_version", {"new_version": str(version)}, CONTROL_S)
         finally:
@@ -306,11 +337,10 @@ class VllmEngine(LoraServerEngine):
         if "/init_weight_transfer_engine" not in self.routes:
             raise SyncError(f"{self.display_name} lacks the route /init_weight_transfer_engine: {TRANSFER}")
         world = number_at(await self.http.get("/get_world_size", CONTROL_S), "world_size")
-        if not self.asleep:
-            await self.pause("abort")
+        await self._pause_for_update()
         try:
             await send_group_to_vllm(self, transfer, world or 1)
-            await self._control("/reset_prefix_cache", {})
+            await self._drop_cache()
         finally:
             if not self.asleep:
                 await suppress_errors(self.resume())

@@ -177,7 +177,7 @@ async def send_group_to_sglang(engine: RemoteEngine, transfer: GroupTransfer, ra
                 body: dict[str, Any] = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes}
                 body |= {"group_name": group.name, "flush_cache": False}
                 if index == len(transfer.buckets) - 1:
-                    body |= {"flush_cache": True, "weight_version": str(transfer.version)}
+                    body |= {"flush_cache": engine.in_flight == "recompute", "weight_version": str(transfer.version)}
                 asked = http.post("/update_weights_from_distributed", body, seconds)
                 check_success(await run_together(asked, group.send(index), group), engine)
         finally:
@@ -224,5 +224,5 @@ async def send_requests_to_sglang(engine: RemoteEngine, transfer: RequestTransfe
         text = await asyncio.to_thread(transfer.encode_body, index)
         body: dict[str, Any] = {"serialized_named_tensors": [text] * ranks, "flush_cache": False}
         if index == transfer.request_count - 1:
-            body |= {"flush_cache": True, "weight_version": str(transfer.version)}
+            body |= {"flush_cache": engine.in_flight == "recompute", "weight_version": str(transfer.version)}
         check_success(await engine.http.post("/update_weights_from_tensor", body, transfer.seconds), engine)

@@ -53,6 +53,8 @@ class Settings(Body):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     seed: Annotated[int, Field(gt=-(2**64), lt=2**64)] | None = None
     sampling_seed: Annotated[int, Field(gt=-(2**64), lt=2**64)] | None = None
+    reply_position: Annotated[int, Field(ge=0)] = 0
+    """Number of ids at the end of the prompt that earlier requests sampled for this reply; draws continue there."""
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[Id], Field(max_length=10_000)] | None = None
     logit_bias: dict[Id, Annotated[float, Field(le=BAN)]] | None = None
@@ -107,7 +109,7 @@ class Abort(Body):
 class Pause(Body):
     """Body of a pause."""
 
-    mode: Annotated[str, Field(pattern="^(abort|wait|keep|retract|in_place)$")] | None = None
+    mode: Name | None = None
 
 
 class Kwargs(Body):

@@ -46,7 +46,7 @@ class WeightReceiver(Protocol):
 
 
 PARTS = ("weights", "kv_cache")
-MODES = ("abort", "wait", "keep", "retract", "in_place")
+MODES = ("abort", "wait")
 Formats = Literal["vllm", "sglang"]
 ServiceHandler = Callable[["EngineService", Call], Awaitable[Any]]
 _ROUTES: list[tuple[tuple[Formats, ...], str, str, Callable[..., Endpoint]]] = []
@@ -128,8 +128,11 @@ class EngineService:
         seed = given.seed if given.seed is not None else given.sampling_seed
         temperature = 1.0 if given.temperature is None else given.temperature
         texts = [given.stop] if isinstance(given.stop, str) else given.stop
+        sampled = given.reply_position
+        if sampled >= len(ids):
+            raise HttpError(400, f"reply_position: {sampled} of {len(ids)} ids, which leaves no prompt")
         try:
-            stop_text = StopText(texts, self.decode) if texts else None
+            stop_text = StopText(texts, self.decode).continued_after(ids[len(ids) - sampled :]) if texts else None
         except UsageError as error:
             raise HttpError(400, str(error)) from None
         request = Request(
@@ -141,6 +144,7 @@ class EngineService:
             sampling=Sampling(temperature, 1.0 if given.top_p is None else given.top_p, max(0, given.top_k or 0)),
             banned_ids=frozenset(given.logit_bias or ()),
             stop_text=stop_text,
+            reply_position=sampled,
         )
         await self._sampling_allowed.wait()
         if name in self._running:
@@ -406,7 +410,7 @@ class EngineService:
     async def _pause(self, call: Call) -> Any:
         mode = call.query.get("mode") or call.body.mode or "abort"
         if mode not in MODES:
-            raise HttpError(400, f"mode must be one of {', '.join(MODES)}, not {mode!r:.80}")
+            raise HttpError(400, f"mode must be {' or '.join(MODES)}, not {mode!r:.80}: no reply outlives its weights here")
         await self._pause_sampling(mode)
         return {"status": "paused"}
 
