@@ -433,7 +433,9 @@ class CallGate:
 
     def try_enter(self, training: bool) -> bool:
         """Take a place for a call if one is free and no call waits."""
-        if self.calls >= self._places or training in self._held or self._calls[True] or self._calls[False]:
+        if self.calls >= self._places or training in self._held:
+            return False
+        if (self._calls[True] or self._calls[False]) and self._next(self._calls):
             return False
         self._take(training)
         return True
