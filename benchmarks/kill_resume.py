@@ -1,10 +1,13 @@
 """Kill a training run at random instants, resume it each time, and hold it to a run that was never stopped.
 
     python benchmarks/kill_resume.py --kills 10
+    python benchmarks/kill_resume.py --kills 20 --effects    # of an environment whose steps change files, with snapshots
     python benchmarks/kill_resume.py --tree 20    # outages, and kills of each process below the run, at random instants
 
 Compared are the ids that were trained, byte for byte and by (step, task, sample); the final weights, bit for bit; the rows of
-metrics, but for times; and how many tokens were sampled a second time for each kill. Last line JSON.
+metrics, but for times and what resuming counts; and the turns of the journal that were sampled again (none). `lost_s` is the
+time from the last line of the journal to each kill. With --effects, `books_equal` tells whether every step of every episode is
+in its file once, and `steps_repeated` how often a step ran again that a kill had cut off from its entry. Last line JSON.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ every = 4
 every = 3
 """
 TIMES = {"time_s", "cpu_s", "train_s", "rollout_s", "tokens_per_s", "trained_tokens_per_s", "rollout_over_train", "seconds"}
-TIMES |= {"peak_memory_mib", "cache_hit", "tool_seconds", "tools_offered"}  # of a process, too
+TIMES |= {"peak_memory_mib", "cache_hit", "tool_seconds", "tools_offered", "resume"}  # of a process, too
 
 FAILED = ("env_error", "tool_error", "reward_error", "engine_error", "timeout")
 """Stop reasons of episodes that are played again."""
@@ -73,16 +76,21 @@ class Outcome:
     metrics_equal: bool = False
     trained: int = 0
     """Episodes that were trained on."""
-    again: list[int] = field(default_factory=list)
-    """For each batch of episodes (a step, a look at the gate, an evaluation), tokens sampled more than once, if any."""
-    batch: int = 0
-    """Tokens of the largest batch."""
+    again: int = 0
+    """Turns that the journal had and that were sampled again."""
+    resumed: int = 0
+    """Turns of interrupted episodes that were taken from the journal."""
+    lost_s: list[float] = field(default_factory=list)
+    """For each kill, seconds since the last line of the journal."""
+    books_equal: bool = True
+    """Of an environment with effects: whether the files that its steps wrote are those of the undisturbed run."""
+    steps_repeated: int = 0
+    """Of an environment with effects: steps that ran before a kill, without an entry in the journal, and again after it."""
 
     @property
     def good(self) -> bool:
-        """Whether nothing was lost, and no kill cost more than a batch of episodes."""
-        few = sum(self.again) <= len(self.kills) * self.batch
-        return self.ids_equal and self.weights_equal and self.metrics_equal and few
+        """Whether nothing differs, and nothing of the journal was sampled again."""
+        return self.ids_equal and self.weights_equal and self.metrics_equal and self.books_equal and not self.again
 
 
 def command(*words: str | Path) -> list[str]:
@@ -179,23 +187,17 @@ def trained(run: Path) -> dict[tuple[int, str, int], list[list[Any]]]:
     return {(key[1], key[2], key[3]): spans for key, spans in closed.items() if key[1] in steps}
 
 
-def sampled_again(run: Path) -> tuple[list[int], int]:
-    """Tokens sampled more than once by batch of episodes, and the tokens of the largest batch (each episode once)."""
-    opened: dict[tuple[Any, ...], list[int]] = {}
+def sampled_again(run: Path) -> tuple[int, int]:
+    """Turns of the journal that were sampled again, and turns that were taken from it."""
+    again, resumed, seen = 0, 0, set()
     for event in events(run):
-        if "k" not in event:
-            continue
-        key = tuple(event["k"])
-        if event["e"] == "opened":
-            opened.setdefault(key, []).append(0)
-        opened[key][-1] += sum(len(span["ids"]) for span in event.get("spans", ()) if span["origin"] == "model")
-    again: dict[tuple[Any, ...], int] = {}
-    once: dict[tuple[Any, ...], int] = {}
-    for key, counts in opened.items():
-        batch = key[:2]
-        again[batch] = again.get(batch, 0) + sum(counts[:-1])
-        once[batch] = once.get(batch, 0) + counts[-1]
-    return [count for count in again.values() if count], max(once.values(), default=0)
+        if event["e"] == "turn" and "resumed" in event:
+            resumed += 1
+        elif event["e"] == "turn":
+            name = *event["k"], event["seed"]
+            again += name in seen
+            seen.add(name)
+    return again, resumed
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -226,7 +228,10 @@ def compare(folder: Path, kills: Sequence[str | float], recipe: str = RECIPE) ->
     file = folder / "recipe.toml"
     file.write_text(recipe)
     peace, war = folder / "peace", folder / "war"
+    (folder / "ledger.py").write_text(LEDGER)
+    os.environ["BOOKS"] = str(folder / "books-peace")
     finish(command(file, "--out", peace))
+    os.environ["BOOKS"] = str(folder / "books-war")
     outcome = Outcome()
     for instant in kills:
         begun = (war / "config.json").exists()
@@ -234,13 +239,72 @@ def compare(folder: Path, kills: Sequence[str | float], recipe: str = RECIPE) ->
         if (found := kill_when(words, war, instant)) is None:
             break
         outcome.kills.append(found)
+        journal = war / "journal.jsonl"
+        outcome.lost_s.append(round(time.time() - journal.stat().st_mtime, 3) if journal.exists() else 0.0)
     finish(command("--resume", war) if (war / "config.json").exists() else command(file, "--out", war))
     ours, theirs = trained(war), trained(peace)
     outcome.ids_equal, outcome.trained = ours == theirs and bool(ours), len(ours)
     outcome.weights_equal = weights(war) == weights(peace)
     outcome.metrics_equal = metrics(war) == metrics(peace)
-    outcome.again, outcome.batch = sampled_again(war)
+    outcome.again, outcome.resumed = sampled_again(war)
+    (ours_b, executed), (theirs_b, once) = books(folder / "books-war"), books(folder / "books-peace")
+    outcome.books_equal, outcome.steps_repeated = ours_b == theirs_b, executed - once
     return outcome
+
+
+def books(folder: Path) -> tuple[dict[str, str], int]:
+    """The files of `Ledger`, and how many steps were executed."""
+    if not folder.exists():
+        return {}, 0
+    files = {path.name: path.read_text() for path in folder.iterdir() if path.name != "executed"}
+    return files, len((folder / "executed").read_text().splitlines())
+
+
+LEDGER = '''
+"""A world whose steps write into a file that outlasts the run; its snapshots take lines back."""
+
+import os
+import time
+from pathlib import Path
+
+import turnwise as tw
+
+
+class Ledger(tw.Env):
+    def reset(self, task, *, seed=None):
+        self.folder = Path(os.environ["BOOKS"])
+        self.folder.mkdir(exist_ok=True)
+        self.book = self.folder / f"{task.id}-{seed}"
+        self.book.write_text("")
+        self.left = 2 + int(task.answer) % 3
+        return f"Say {task.answer}."
+
+    def step(self, action):
+        time.sleep(0.002)
+        lines = self.book.read_text().splitlines()
+        with self.book.open("a") as book, (self.folder / "executed").open("a") as executed:
+            executed.write(f"{self.book.name} {len(lines)}\\n")
+            book.write(f"{len(lines)} {len(action.raw)}\\n")
+        time.sleep(0.002)
+        return tw.Step(f"{len(lines)} so far", terminated=len(lines) + 1 >= self.left)
+
+    def reward(self, trajectory):
+        return sum(sum(span.ids) for span in trajectory.spans if span.sampled) % 5 / 4
+
+    def snapshot(self):
+        return {"lines": self.book.read_text()}
+
+    def restore(self, state):
+        self.book.write_text(state["lines"])
+
+    @staticmethod
+    def tasks(split, n, seed):
+        return [tw.Task(f"{split} {i}", id=f"{split}{i}", answer=str(i)) for i in range(n)]
+'''
+EFFECTS = RECIPE[: RECIPE.index("[warmup]")] + RECIPE[RECIPE.index("[train]") :]
+EFFECTS = EFFECTS.replace('use = "hop"', 'use = "ledger.py:Ledger"\neffects = true').replace(
+    "turn_tokens = 8", 'turn_tokens = 8\non_turn_length = "continue"'
+)
 
 
 WORLD = '''
@@ -418,6 +482,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--effects", action="store_true", help="an environment whose steps change files")
     parser.add_argument("--tree", type=int, default=0, help="this many outages and kills of processes below the run")
     args = parser.parse_args()
     if args.tree:
@@ -429,10 +494,13 @@ def main() -> None:
         sys.exit(0 if siege.good else 1)
     with tempfile.TemporaryDirectory() as name:
         rng = random.Random(args.seed)
-        outcome = compare(Path(name), list(instants(args.kills, 0.9, rng)))
+        if args.effects:  # at random, for there is no warm-up
+            outcome = compare(Path(name), [rng.uniform(0.0, 0.9) for _ in range(args.kills)], EFFECTS)
+        else:
+            outcome = compare(Path(name), list(instants(args.kills, 0.9, rng)))
     for number, what in enumerate(outcome.kills, 1):
         print(f"kill {number}: {what}")
-    print(f"episodes trained: {outcome.trained}; tokens sampled again by batch: {outcome.again}; largest: {outcome.batch}")
+    print(f"episodes trained: {outcome.trained}; turns resumed: {outcome.resumed}, sampled again: {outcome.again}")
     print(json.dumps(vars(outcome) | {"kills": len(outcome.kills), "good": outcome.good}))
     sys.exit(0 if outcome.good else 1)
 

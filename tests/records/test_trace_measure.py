@@ -225,6 +225,7 @@ def everything() -> list[Trajectory]:
         "judge_calls": 1,
         "draft_ids": 4,
         "draft_ids_accepted": 3,
+        "resume_new_attempts": 1,
     }
     one.spans[0].media = (MediaPlacement(ImageRef("a" * 64, 4, 4), 0, 2),)
     one.turns[0].info = {"tool_log": [{"tool": "add", "s": 0.1, "error": "raised"}]}

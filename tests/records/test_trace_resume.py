@@ -190,7 +190,8 @@ class Ledger(tw.Env):
         if len(action.raw) % 5 == 0:
             raise tw.InvalidAction("not five")
         said = tw.InlineObservation("so ") if len(lines) % 3 == 1 else f"{len(lines)} lines"
-        return tw.Step(said, reward=len(lines) / 7, terminated=len(lines) + 1 >= self.turns, info={"lines": len(lines)})
+        info = {"info": {"lines": len(lines)}} if len(lines) % 2 else {}
+        return tw.Step(said, reward=len(lines) / 7, terminated=len(lines) + 1 >= self.turns, **info)
 
     async def reward(self, trajectory):
         await Ledger.kill.passes()

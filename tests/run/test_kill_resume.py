@@ -65,11 +65,21 @@ def check(tmp_path: Path, kills: int, steps: int) -> None:
     assert outcome.ids_equal
     assert outcome.weights_equal
     assert outcome.metrics_equal
-    assert sum(outcome.again) <= len(outcome.kills) * outcome.batch
+    assert outcome.again == 0
 
 
 def test_three_kills(tmp_path: Path) -> None:
     check(tmp_path, 3, steps=5)
+
+
+def test_kills_of_a_run_with_effects(tmp_path: Path) -> None:
+    bench = benchmark()
+    kills = ["rollout", 0.05, "rollout", 0.3]
+    outcome = bench.compare(tmp_path, kills, bench.EFFECTS.replace("steps = 16", "steps = 4"))
+    assert outcome.kills, "no kill landed"
+    assert outcome.resumed, "nothing was left to go on with"
+    assert outcome.good
+    assert outcome.steps_repeated <= len(outcome.kills) * 24  # episodes that play at once
 
 
 INSERTS = """\

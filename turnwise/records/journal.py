@@ -164,8 +164,8 @@ class InterruptedEpisodes:
                 task, events = tasks(key.task), _longest(plays)
                 if task is None or not events:
                     continue
-                found[key] = self._episode(Trajectory(task, key), events)
-                found[key].other_plays += [self._episode(Trajectory(task, key), o) for o in plays if o is not events]
+                others = [self._episode(Trajectory(task, key), play) for play in plays if play is not events]
+                found[key] = replace(self._episode(Trajectory(task, key), events), other_plays=others)
         return found
 
     def _episode(self, trajectory: Trajectory, events: list[Event]) -> RecordedEpisode:

@@ -94,7 +94,7 @@ class ResumedTurns:
         return None
 
     async def _wait_for_earlier(self, turn: RecordedTurn) -> None:
-        """Wait until the turns recorded before one have answered; the wait is bounded, since nobody may ask for them."""
+        """Wait until the turns recorded before one have answered; the wait is bounded, since they may never be asked for."""
         for _ in range(DELAY_CHECKS):
             if not self.left or self.left[0][0] is turn:
                 return
@@ -164,10 +164,10 @@ def read_observation(row: Any) -> tuple[Message, ...] | InlineObservation:
 
 def step_row(step: Step) -> dict[str, Any]:
     """Return the result of a step as JSON."""
-    row = {name: getattr(step, name) for name in step._fields[1:]}
-    return {"said": observation_row(step.observation)} | row
+    row = {name: getattr(step, name) for name in ("reward", "terminated", "truncated")}
+    return {"observation": observation_row(step.observation)} | row | {"info": dict(step.info)}
 
 
 def read_step(row: Mapping[str, Any]) -> Step:
     """Return the step that `step_row` wrote."""
-    return as_step((read_observation(row["said"]), *(row[name] for name in Step._fields[1:])))
+    return as_step((read_observation(row["observation"]), *(row[name] for name in Step._fields[1:])))
