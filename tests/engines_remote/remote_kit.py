@@ -176,6 +176,11 @@ class Handler(BaseHTTPRequestHandler):
                 "/health": {},
                 "/model_info": {"model_path": "tiny", "weight_version": state.name},
                 "/server_info": {"version": "0.5.19", "context_length": 256, "enable_lora": True},
+                "/openapi.json": {
+                    "components": {
+                        "schemas": {"GenerateReqInput": {"properties": {} if os.environ.get("KIT_OLD") else {"extra_key": {}}}}
+                    }
+                },
                 "/v1/models": {"data": [{"id": "tiny", "parent": None, "max_model_len": 256}]},
             },
             "llamacpp": {
@@ -281,7 +286,9 @@ class Handler(BaseHTTPRequestHandler):
             a["output_ids"].extend([1] * 300),
             a["meta_info"]["output_token_logprobs"].extend([[-1.0, 1, None]] * 300),
         ),
-        "version": lambda a: a["meta_info"].update(weight_version="another"),
+        "version": lambda a: a["meta_info"].update(
+            weight_version="another", weight_versions=[{"version": "another", "start": 0, "end": 1}]
+        ),
     }
     vllm_broken: ClassVar = {
         "echo": lambda a: (a if "prompt_token_ids" in a else a["choices"][0])["prompt_token_ids"].__setitem__(2, 1),
@@ -442,6 +449,7 @@ class Handler(BaseHTTPRequestHandler):
             "prompt_tokens": len(prompt),
             "cached_tokens": 4,
             "weight_version": STATE.name,
+            "weight_versions": [{"version": STATE.name, "start": 0, "end": len(ids)}],
         }
         if body.get("return_routed_experts"):
             rows = experts([*prompt, *ids])[body["routed_experts_start_len"] : -1]

@@ -259,6 +259,8 @@ def _schedule_rules(config: RunConfig) -> Broken:
         yield ("schedule.mode" if schedule.mode == "one_step_off" else "schedule.staleness"), why
     if engine.in_flight == "keep" and engine.kind not in ("vllm", "sglang", "auto"):
         yield "engine.in_flight", "is for vLLM and SGLang; the local engine interrupts replies: leave it out"
+    if engine.in_flight == "keep" and engine.update == "lora":
+        yield "engine.in_flight", "a reply ends with its adapter (engine.update = lora): set recompute or salt"
     if engine.colocate and schedule.mode == "async" and not schedule.hold:
         yield "engine.colocate", "needs schedule.hold = true, since the engine is asleep while the trainer trains"
     if engine.colocate and schedule.mode == "one_step_off":

@@ -1,0 +1,91 @@
+"""Weight updates of the real vLLM and SGLang with calls in flight, in each mode: every id has the version that sampled it."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+from itertools import pairwise
+
+import pytest
+import real_kit as kit
+import torch
+from interrupt_kit import whole
+from test_real_servers import CLOSE, PROMPT
+
+from turnwise.engines import Request
+from turnwise.engines.remote import Fleet
+from turnwise.training import unique_weights
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
+
+
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
+def running(request, tmp_path_factory):
+    model = kit.Model(tmp_path_factory.mktemp(request.param))
+    with kit.server(request.param, model.untied, model.root) as server:
+        yield model, server, kit.CLIENTS[request.param]
+
+
+@pytest.mark.parametrize("mode", ["recompute", "salt", "keep"])
+def test_updates_with_calls_in_flight(running, mode):
+    model, server, make = running
+    torch.manual_seed(3)
+    modules, made, seconds = {}, [], []
+
+    async def work():
+        client = make(server.url, renderer=model.renderer, in_flight=mode)
+        engine = Fleet([client], directories=model.directories, expected_logprobs=model.expect())
+
+        async def update(version):
+            model.nudge()
+            modules[version] = copy.deepcopy(model.module)
+            began = time.perf_counter()
+            await engine.update(unique_weights(model.module), version)
+            seconds.append(round(time.perf_counter() - began, 2))
+
+        async def one(request):
+            made.append((list(request.ids), await engine.generate(request)))
+            return made[-1][1]
+
+        await update(1)
+        await engine.generate(Request(PROMPT, 4, frozenset(), 1, "first"))
+        banned = frozenset(model.renderer.banned_ids | model.renderer.stop_ids)
+        prompts = [[*PROMPT, 10 + n] for n in range(16)]
+        calls = [
+            asyncio.create_task(whole(one, Request(ids, 700, frozenset(), n, f"s{n}", banned_ids=banned)))
+            for n, ids in enumerate(prompts)
+        ]
+        for version in (2, 3, 4):
+            await asyncio.sleep(0.6)
+            await update(version)
+        found = await asyncio.gather(*calls)
+        counts = engine.counts.copy(), client.counts.copy()
+        await engine.close()
+        return banned, found, counts
+
+    banned, found, counts = asyncio.run(work())
+    assert {len(one.ids) for one in found} == {700}
+    own, other, several = 0.0, 0.0, 0
+    for context, one in made:
+        ids = [*context, *one.ids]
+        runs = [(0, one.version), *one.later_versions, (len(one.ids), -1)]
+        several += len(runs) > 2
+        assert (one.cache_version is not None) is (len(runs) > 2)
+        for (start, version), (end, _) in pairwise(runs):
+            assert version in modules
+            wanted = model.forward(ids[: len(context) + end], len(context) + start, banned=banned, module=modules[version])
+            gap = max((abs(p - w) for p, w in zip(one.logprobs[start:end], wanted, strict=True)), default=0.0)
+            if start:
+                other = max(other, gap)  # of ids on a cache of older weights
+            else:
+                own = max(own, gap)
+    versions = sorted({version for _, one in made for version in (one.version, *(v for _, v in one.later_versions))})
+    print(
+        f"{make.kind} {mode}: versions {versions}, {several} of {len(made)} calls of several; max |dlogp| {own:.2g} on a cache "
+        f"of the same weights, {other:.2g} on older ones; seconds of updates {seconds}; {dict(counts[0])}"
+    )
+    assert own < CLOSE
+    assert len(versions) > 1
+    assert (several > 0) is (mode == "keep")
+    assert not any(name.startswith("asked_again") for name in counts[0])
