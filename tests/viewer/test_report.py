@@ -13,7 +13,7 @@ import pytest
 
 from turnwise.cli.main import main
 from turnwise.errors import TraceError
-from turnwise.viewer.report import render_report, write_report
+from turnwise.viewer.report import lag_table, render_report, write_report
 from turnwise.viewer.run_data import choose, index, load_at, read_run
 
 HOSTILE = (
@@ -250,3 +250,22 @@ def test_the_figures_of_slime_s_report_are_drawn(make_run, tmp_path):
     (run / "metrics.jsonl").write_text("".join(json.dumps(row | more) + "\n" for row in rows))
     drawn = re.findall(r"<svg[^>]*><title>([^<]*)</title>", render_report(run))
     assert {"Reward", "Repetition", "Reply length", "Trained tokens", "Rollout time", "Training time"} <= set(drawn)
+
+
+def test_tokens_by_lag_are_summed_and_their_figures_weighted(tmp_path):
+    rows = [
+        {"phase": "train", "step": 1, "tokens_by_lag": {"0": 30, "1": 10}, "mismatch_kl_by_lag": {"1": 0.02}},
+        {"phase": "train", "step": 2, "tokens_by_lag": {"1": 30, "10": 10}, "mismatch_kl_by_lag": {"1": 0.06}},
+        {"phase": "train", "step": 3, "stops": {"done": 1}},
+    ]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert lag_table(read_run(tmp_path)) == [
+        ("0", "30", "37.5%", "-", "-"),
+        ("1", "40", "50.0%", "5e-02", "-"),
+        ("10", "10", "12.5%", "-", "-"),
+    ]
+    assert "Trained tokens by lag" in render_report(tmp_path)
+    path.write_text(json.dumps(rows[-1]) + "\n")
+    assert lag_table(read_run(tmp_path)) == []
+    assert "Trained tokens by lag" not in render_report(tmp_path)

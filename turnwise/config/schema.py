@@ -480,14 +480,14 @@ class TrainConfig:
     old_logprobs: OldLogprobs = "trainer"
     """Source of the logprobs in the ratio's denominator."""
     max_mismatch: PositiveFloat | None = None
-    """Maximum |trainer logprob - engine logprob| of a token, in nats; a larger one stops the run. None: 1e-3 in float32; off in
-    bfloat16 or with a correction."""
+    """Maximum |trainer logprob - engine logprob| of a token of the current policy, in nats; a larger one stops the run. None:
+    1e-3 in float32, off in bfloat16."""
     max_mismatch_kl: PositiveFloat | None = None
-    """Maximum mean KL(engine || trainer) per token, in nats; a larger one stops the run. None: 0.1, or off with max_mismatch.
-    """
+    """Maximum mean KL(engine || trainer) per token of the current policy, in nats; a larger one stops the run. None: 0.1, or
+    off with max_mismatch."""
     correction: Correction = "none"
-    """Correction of logprob differences between trainer and engine: truncated weights per token, or exclusion of trajectories
-    or tokens with a ratio out of bounds."""
+    """Correction of logprob differences between trainer and engine, and for tokens of older policies: truncated weights per
+    token, or exclusion of trajectories or tokens with a ratio out of bounds."""
     correction_low: NonNegativeFloat | None = None
     """Lower bound of the correction's ratio; none is the correction's default."""
     correction_high: PositiveFloat | None = None

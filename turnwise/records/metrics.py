@@ -123,12 +123,19 @@ trajectories | count | trajectories of the step | nothing
 trajectories_trained | count | trajectories with an advantage | 0: nothing was learned in the step
 groups_refilled | count | groups played in place of others without signal, with `train.refill` | near `rollout.groups` times `refill`: nearly all tasks are solved or hopeless
 trajectories_trained_share | share | `trajectories_trained` over `trajectories` | falls as tasks are solved; at 0 see `groups_no_signal` | used
-mismatch_mean | nats | mean absolute difference between the trainer's and the engine's logprobs | rising: engine and trainer compute different policies
+mismatch_mean | nats | mean absolute difference between the trainer's and the engine's logprobs, of tokens of the current policy (so are the next five) | rising: engine and trainer compute different policies
 mismatch_p95 | nats | its 95th percentile | as `mismatch_mean`
 mismatch_max | nats | its maximum | over `train.max_mismatch` the run stops
 mismatch_kl | nats | k3 estimate of the KL between the two | as `mismatch_mean` | mismatch_k3
 mismatch_by_turn.<turn> | nats | the mean difference by turn number | rising with turns: engine and trainer render later prompts differently
 importance_ess | share | effective sample size of importance weights between the two | under 0.9: updates rest on few tokens | ess
+lag_mean | updates | mean lag of trained tokens: updates between the policy that sampled a token and the one trained; absent where all are 0 | near `schedule.staleness`: the trainer is the bottleneck
+lag_max | updates | its maximum | over `schedule.staleness`: a bug, report it
+tokens_by_lag.<lag> | count | trained tokens by lag | as `lag_mean`
+mismatch_kl_by_lag.<lag> | nats | `mismatch_kl` by lag | growing with lag is normal; at lag 0 it must stay at rounding
+importance_ess_by_lag.<lag> | share | `importance_ess` by lag | under 0.5 at the largest lag: lower `schedule.staleness` or `train.lr`
+tokens_by_cache.<cache> | count | trained tokens by the weights of their context's cache: `own` version or `kept` of an older one (`engine.in_flight = "keep"`) | nothing
+mismatch_kl_by_cache.<cache> | nats | `mismatch_kl` by that cache | `kept` far over `own`: use `engine.in_flight = "salt"`
 correction_mean | 1 | mean token weight of `train.correction` | under 0.9 or over 1.1: engine and trainer differ, see `mismatch_mean`
 correction_ess | share | effective sample size of those weights | under 0.9: updates rest on few tokens
 correction_masked | share | tokens excluded by the correction | growing: the correction hides a mismatch instead of fixing it

@@ -145,7 +145,10 @@ class Correction:
         engine's (none missing), with r_t the ratio of their probabilities; `trajectory_n` are indices from 0.
 
         - `tis`: ``min(r_t, high)`` (truncated importance sampling; Yao et al., "Your efficient RL framework secretly brings you
-          off-policy RL training", 2025);
+          off-policy RL training", 2025). With `old_logprobs = "trainer"` the policy loss is then decoupled PPO of stale tokens
+          (arXiv 2505.24298; Hilton et al., arXiv 2110.00641) with a truncated weight: ``c_t * -min(u_t A, clip(u_t) A)``, where
+          ``u_t = policy / proximal`` and ``c_t = min(proximal / behavior, high)``; the proximal policy is the trainer's before
+          the step's first update, the behavior policy that of the engine when it sampled the token;
         - `sequence_mis`: ``R = prod_t r_t`` over the trajectory if in [low, high], else 0 (masked importance sampling; Liu et
           al., "When speed kills stability", 2025);
         - `sequence_mis_mean`: 1 if the geometric mean of r_t over the trajectory is in [low, high], else 0 (same source): a

@@ -25,6 +25,7 @@ from turnwise.records.serialization import key_row
 from turnwise.training.advantages import Credit
 from turnwise.training.evaluation import EvalResult
 from turnwise.training.forward.batch import TrainingBatch
+from turnwise.training.loss import logprob_mismatch
 from turnwise.types import Trajectory
 
 COUNTED = ("judge_", "user_", "reward_missing/")
@@ -173,8 +174,8 @@ def summary_of(config: RunConfig, success: Mapping[str, Any], resumes: int, prog
 
 
 FILE = "training.jsonl"
-_Found = list[tuple[int, int, float, float]]
-"""(span, offset, trainer logprob, engine logprob) of ids that carry loss."""
+_Found = list[tuple[int, int, float, float, bool]]
+"""(span, offset, trainer logprob, engine logprob, whether of the current version) of ids that carry loss."""
 
 
 def write_token_records(run: Path, step: int, credits: Sequence[Credit], batches: Sequence[TrainingBatch]) -> dict[str, Any]:
@@ -183,7 +184,7 @@ def write_token_records(run: Path, step: int, credits: Sequence[Credit], batches
         for row in token_rows(step, credits, batches):
             lines.append(row)
     found = mismatch_by_turn(batches)
-    return {"mismatch_by_turn": found} if found else {}
+    return ({"mismatch_by_turn": found} if found else {}) | lag_metrics(batches)
 
 
 def token_rows(step: int, credits: Sequence[Credit], batches: Sequence[TrainingBatch]) -> Iterator[dict[str, Any]]:
@@ -196,7 +197,7 @@ def token_rows(step: int, credits: Sequence[Credit], batches: Sequence[TrainingB
     for credit in credits:
         trajectory = credit.trajectory
         spans: dict[str, list[float | None]] = {}
-        for span, offset, logprob, _ in found.get(id(trajectory), ()):
+        for span, offset, logprob, *_ in found.get(id(trajectory), ()):
             if str(span) not in spans:
                 spans[str(span)] = [None] * len(trajectory.spans[span].ids)
             spans[str(span)][offset] = float(f"{logprob:.7g}")
@@ -207,14 +208,42 @@ def token_rows(step: int, credits: Sequence[Credit], batches: Sequence[TrainingB
         yield row | {"logprobs": spans}
 
 
+def lag_metrics(batches: Sequence[TrainingBatch]) -> dict[str, Any]:
+    """Return metrics of a step's trained tokens by lag and by cache, from logprobs before the first update; those by lag only
+    if a token has one, those by cache only if a token was sampled on a cache of older weights."""
+    scored = [batch for batch in batches if batch.start_n is not None]
+    if not scored:
+        return {}
+    lags_n, kept_n = torch.cat([b.lags_n for b in scored]), torch.cat([b.kept_n for b in scored])
+    pairs = [(b.start_n, b.engine_n) for b in scored if b.start_n is not None]
+    trainer_n, engine_n = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    found: dict[str, Any] = {}
+    if bool(lags_n.any()):
+        found = {"lag_mean": float(lags_n.double().mean()), "lag_max": int(lags_n.max())}
+        tables = found | {"tokens_by_lag": {}, "mismatch_kl_by_lag": {}, "importance_ess_by_lag": {}}
+        for lag in sorted(set(lags_n.tolist())):
+            chosen_n = lags_n == lag
+            tables["tokens_by_lag"][str(lag)] = int(chosen_n.sum())
+            for name, value in logprob_mismatch(trainer_n[chosen_n], engine_n[chosen_n]).items():
+                if name in ("mismatch_kl", "importance_ess"):
+                    tables[f"{name}_by_lag"][str(lag)] = value
+        found = {name: value for name, value in tables.items() if value != {}}
+    if bool(kept_n.any()):
+        by_cache = {"own": ~kept_n, "kept": kept_n}
+        figures = {name: logprob_mismatch(trainer_n[n], engine_n[n]) for name, n in by_cache.items()}
+        found["tokens_by_cache"] = {name: int(n.sum()) for name, n in by_cache.items()}
+        found["mismatch_kl_by_cache"] = {name: one["mismatch_kl"] for name, one in figures.items() if one}
+    return found
+
+
 def mismatch_by_turn(batches: Sequence[TrainingBatch]) -> dict[str, float]:
-    """Return the mean |logprob of trainer - of engine| of each turn's ids, by turn number from 1."""
+    """Return the mean |logprob of trainer - of engine| of each turn's ids of the current version, by turn number from 1."""
     sums: dict[int, list[float]] = {}
     for trajectory, tokens in scored_ids(batches):
         turn_of = {span: number for number, turn in enumerate(trajectory.turns, 1) for span in turn.spans}
-        for span, _, trainer, engine in tokens:
+        for span, _, trainer, engine, current in tokens:
             number = turn_of.get(span, MAX_TURNS + 1)
-            if number <= MAX_TURNS and math.isfinite(engine):
+            if current and number <= MAX_TURNS and math.isfinite(engine):
                 total = sums.setdefault(number, [0.0, 0.0])
                 total[0] += abs(trainer - engine)
                 total[1] += 1
@@ -228,7 +257,7 @@ def scored_ids(batches: Iterable[TrainingBatch]) -> Iterator[tuple[Trajectory, _
         if batch.start_n is None:
             continue
         found: list[_Found] = [[] for _ in batch.trajectories]
-        columns = batch.trajectory_n.tolist(), batch.slots, batch.start_n.tolist(), batch.engine_n.tolist()
-        for index, (span, offset), trainer, engine in zip(*columns, strict=True):
-            found[index].append((span, offset, trainer, engine))
+        numbers = (batch.start_n.tolist(), batch.engine_n.tolist(), batch.current_n.tolist())
+        for index, (span, offset), *rest in zip(batch.trajectory_n.tolist(), batch.slots, *numbers, strict=True):
+            found[index].append((span, offset, *rest))
         yield from zip(batch.trajectories, found, strict=True)

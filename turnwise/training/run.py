@@ -489,7 +489,7 @@ class TrainingRun:
                 f"{self.parts.engine.version}): it would sample from a policy that is not being trained"
             )
         probe = self.parts.trainer.take_probe()
-        if probe is not None and self.config.train.max_mismatch is None and self.config.train.correction == "none":
+        if probe is not None and self.config.train.max_mismatch is None:
             banned = self.parts.trainer.banned_ids
             await probe.ask(self.parts.engine, version, banned, self.config.limits.generate_s)
         self._version = version

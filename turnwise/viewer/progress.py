@@ -153,6 +153,7 @@ _FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("kl", "kl", "{:.2g}".format),
     ("entropy", "entropy", "{:.2f}".format),
     ("mismatch_max", "mismatch", "{:.1e}".format),
+    ("lag_mean", "lag", "{:.2f}".format),
 )
 
 

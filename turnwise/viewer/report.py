@@ -74,6 +74,7 @@ _CURVES: tuple[Curve, ...] = (
     ("Training time", "train_s", _seconds, "wall-clock seconds of a step's training", _FROM_0),
     ("Used share", "trajectories_trained_share", _percent0, _USED_SHARE, _SHARE),
     ("Mismatch", "mismatch_max", _power, "maximum |trainer logprob − engine logprob| of a token", _FROM_0),
+    ("Lag", "lag_mean", _fixed2, "mean updates between the policy that sampled a trained token and the one trained", _FROM_0),
     ("Entropy", "entropy", _fixed2, "of the policy, per sampled token; at 0 exploration has ended", _FROM_0),
     ("Gradient norm", "grad_norm", _fixed2, "before scaling down", _FROM_0),
     ("Agreement", "gradient_agreement", _fixed2, "cosine of the gradient and those of earlier steps; around 0 is noise", _FREE),
@@ -203,6 +204,25 @@ def untrained_table(run: RunData) -> list[tuple[str, str, str]]:
     return [(name, f"{count:,.0f}", percent(count / sampled) if sampled else "-") for name, count in positive]
 
 
+def lag_table(run: RunData) -> list[tuple[str, str, str, str, str]]:
+    """Return the trained tokens by lag as (lag, tokens, share, KL, effective sample share), each step by its tokens."""
+    rows = run.phase("train")
+    counts = sum_tables(rows, "tokens_by_lag")
+
+    def mean(name: str, lag: str) -> float | None:
+        pairs = [(number(mapping(row.get(name)).get(lag)), mapping(row.get("tokens_by_lag")).get(lag)) for row in rows]
+        known = [(value, number(count) or 0.0) for value, count in pairs if value is not None]
+        total = sum(count for _, count in known)
+        return sum(value * count for value, count in known) / total if total else None
+
+    made = []
+    for lag in sorted(counts, key=lambda lag: (len(lag), lag)):
+        figures = [(mean("mismatch_kl_by_lag", lag), _power), (mean("importance_ess_by_lag", lag), _percent0)]
+        kl, ess = ("-" if value is None else write(value) for value, write in figures)
+        made.append((lag, f"{counts[lag]:,.0f}", percent(counts[lag] / (counts.total() or 1)), kl, ess))
+    return made
+
+
 def time_split(run: RunData) -> tuple[Markup, list[tuple[str, str, str]]]:
     """Return the split of wall time: the bar, and (label, duration, share) rows."""
     spent: dict[str, float] = {}
@@ -313,6 +333,7 @@ def render_report(run_dir: Path) -> str:
         reinforcement=_charts(run.phase("train"), _CURVES),
         stops=stop_table(run),
         untrained=untrained_table(run),
+        lags=lag_table(run),
         time_bar=time_bar,
         time_rows=time_rows,
         trajectories=len(entries),

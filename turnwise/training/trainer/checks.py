@@ -38,7 +38,7 @@ class StepMetrics:
     entropy: list[Tensor] = field(default_factory=list)
     kl: list[Tensor] = field(default_factory=list)
     start: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Logprobs of the trainer, from before the first update, and of the engine."""
+    """Logprobs of the trainer, from before the first update, and of the engine, of tokens of the current version."""
     corrections: list[Tensor] = field(default_factory=list)
     """Correction weights of each batch."""
     updates: list[tuple[float, float]] = field(default_factory=list)
@@ -101,16 +101,16 @@ def accounting_metrics(step_credits: StepCredits, masked: int = 0) -> dict[str, 
 
 def mismatch_bound(config: TrainConfig, dtype: torch.dtype) -> float:
     """Return the maximum allowed |logprob of trainer - of engine|, nats. The default is 1e-3 in float32 (a correct engine is
-    within 1e-4). There is none in lower precision, where rounding alone reaches 0.2, nor with a correction, which is for
-    engines that differ."""
+    within 1e-4), also with a correction. There is none in lower precision, where rounding alone reaches 0.2."""
     if config.max_mismatch is not None:
         return config.max_mismatch
-    return math.inf if dtype in (torch.bfloat16, torch.float16) or config.correction != "none" else 1e-3
+    return math.inf if dtype in (torch.bfloat16, torch.float16) else 1e-3
 
 
 def check_mismatch(batch: TrainingBatch, config: TrainConfig, dtype: torch.dtype, distribution: LogitDistribution) -> None:
     """Compare the trainer's logprobs before the first update with the engine's; raise `TurnwiseError` for an id without
-    probability, `SyncError` when one differs by more than `mismatch_bound`, or the mean KL exceeds the allowed divergence."""
+    probability. Raise `SyncError` when a token of the current version differs by more than `mismatch_bound`, or the mean KL of
+    those exceeds the allowed divergence. Tokens of older versions differ by training; they are for `train.correction`."""
     bound = mismatch_bound(config, dtype)
     # Rounding stays far below 0.1 nats in any precision, and a diverging run reaches it; `max_mismatch` declares a difference
     # intended.
@@ -123,9 +123,12 @@ def check_mismatch(batch: TrainingBatch, config: TrainConfig, dtype: torch.dtype
             f"the trainer gives no probability to an id that was sampled in {_where(batch, int(odd_n.nonzero()[0]))}: it is a "
             "banned id, or the model's weights are not finite; check that the engine gets the same banned_ids"
         )
-    gap_n = (batch.start_n - batch.engine_n).abs().nan_to_num(0.0)
+    current_n = batch.current_n
+    if not bool(current_n.any()):
+        return
+    gap_n = (batch.start_n - batch.engine_n).abs().nan_to_num(0.0).masked_fill(~current_n, 0.0)
     worst = int(gap_n.argmax())
-    mismatch = logprob_mismatch(batch.start_n, batch.engine_n)
+    mismatch = logprob_mismatch(batch.start_n[current_n], batch.engine_n[current_n])
     check = (
         f"weights (version and fingerprint), samples at temperature {distribution.temperature:g} with top_p "
         f"{distribution.top_p:g} and top_k {distribution.top_k}, bans the same {len(distribution.banned_ids)} ids, and "
@@ -138,16 +141,30 @@ def check_mismatch(batch: TrainingBatch, config: TrainConfig, dtype: torch.dtype
             f"engine and trainer sample from different policies: KL(engine || trainer) is {mismatch['mismatch_kl']:.3g} nats "
             f"per token, over train.max_mismatch_kl = {divergence:g}, effective sample size "
             f"{100 * mismatch['importance_ess']:.0f}%. "
-            f"The weights are unchanged. Check that the engine has the newest {check} raise train.max_mismatch_kl or "
-            "set train.correction"
+            f"The weights are unchanged. Check that the engine has the newest {check} raise train.max_mismatch_kl"
         )
     raise SyncError(
         f"engine and trainer disagree on sampled ids: |logprob of trainer - of engine| is {gap_n[worst]:.3g} at most, "
         f"{mismatch['mismatch_mean']:.3g} on average, and over train.max_mismatch = {bound:g} for {int((gap_n > bound).sum())} "
-        f"of {batch.size} ids (worst in {_where(batch, worst)}: {batch.engine_n[worst]:.4f} in the engine, "
-        f"{batch.start_n[worst]:.4f} in the trainer). The weights are unchanged. Check that the engine has the newest "
-        f"{check} raise train.max_mismatch or set train.correction"
+        f"of {int(current_n.sum())} ids (worst in {_where(batch, worst)}: {batch.engine_n[worst]:.4f} in the engine, "
+        f"{batch.start_n[worst]:.4f} in the trainer). {_cache_suspicion(batch, gap_n > bound)}The weights are unchanged. Check "
+        f"that the engine has the newest {check} raise train.max_mismatch; train.correction then weighs the difference"
     )
+
+
+def _cache_suspicion(batch: TrainingBatch, over_n: Tensor) -> str:
+    """Return a sentence if all ids over the bound are of calls whose context came from the engine's cache, else nothing."""
+    cached = [{span for turn in t.turns if turn.cached for span in turn.spans} for t in batch.trajectories]
+    from_cache_n = torch.tensor(
+        [span in cached[index] for index, (span, _) in zip(batch.trajectory_n.tolist(), batch.slots, strict=True)],
+        device=over_n.device,
+    )
+    if bool((over_n & ~from_cache_n).any()):
+        return ""
+    if bool((batch.current_n & ~from_cache_n).any()):
+        only = "All of them, and none of the ids of other calls, are in calls whose context came from the engine's prefix cache"
+        return f"{only}: the prefix cache outlived a weight update. "
+    return "Every call had a part of its context from the engine's prefix cache, which may have outlived a weight update. "
 
 
 def check_finite(loss: float, norm: float, where: str) -> None:
@@ -239,17 +256,21 @@ class WeightSyncProbe:
         found = []
         for number, reply in enumerate(replies):
             logprob = reply.logprobs[0] if reply.ids else None
-            if logprob is not None:
+            # A cache kept on purpose lacks a part of the update.
+            own_cache = reply.cache_version is None or reply.cache_version >= version
+            if logprob is not None and own_cache:
                 after = float(self.after_kv[number, reply.ids[0]])
                 found.append((logprob - after, float(self.before_kv[number, reply.ids[0]]) - after))
         lost, positions = count_missing(found)
         if positions >= MIN_POSITIONS and lost >= MAX_SHARE * positions:
+            cached = sum(reply.cached_tokens > 0 for reply in replies)
+            cache = f", or its prefix cache ({cached} of {len(replies)} answers used it) outlived the update" if cached else ""
             gap, moved = (sum(abs(pair[side]) for pair in found) / len(found) for side in (0, 1))
             raise SyncError(
                 f"the engine reports policy {version}, but at {lost} of {positions} positions of the last step's "
                 f"trajectories its logprobs lack the last update: |logprob of engine - of trainer| is {gap:.3g} on average, "
-                f"and the update changed them by {moved:.3g}. It has the old weights, or ignores the LoRA it received: check "
-                "how it loads weights; nothing was trained on its episodes"
+                f"and the update changed them by {moved:.3g}. It has the old weights, ignores the LoRA it received"
+                f"{cache}: check how it loads weights; nothing was trained on its episodes"
             )
 
 

@@ -138,8 +138,9 @@ class Trainer:
 
     # Steps.
 
-    def step(self, groups: Sequence[Group], *, step: int, steps: int) -> StepResult:
-        """Train on the groups of `step` (from 0) of `steps`, which are for the learning-rate schedule.
+    def step(self, groups: Sequence[Group], *, step: int, steps: int, version: int | None = None) -> StepResult:
+        """Train on the groups of `step` (from 0) of `steps`, which are for the learning-rate schedule. `version` is the policy
+        version of the weights before the step; None counts every token as sampled by them.
 
         On a CPU with one thread, equal groups, weights and optimizer state give equal bits in any order of the groups.
 
@@ -150,8 +151,9 @@ class Trainer:
 
         Raises `RewardError` for a reward that is NaN or infinite; `UsageError` for a trajectory of another chat template,
         tokenizer or settings, or invalid loss-scale weights; `RoutesMissing` with `train.routing_replay = "replay"`, when the
-        engine did not report its experts. `SyncError` when the mismatch exceeds `max_mismatch` or `max_mismatch_kl`, and
-        `TurnwiseError` when the loss or its gradient is not finite, come before the update, which is not made.
+        engine did not report its experts. `SyncError` when the mismatch of tokens of `version` exceeds `max_mismatch` or
+        `max_mismatch_kl`, or a token is of a newer policy, and `TurnwiseError` when the loss or its gradient is not finite,
+        come before the update, which is not made.
         """
         began = time.perf_counter()
         config = self.config
@@ -163,7 +165,7 @@ class Trainer:
         lr = config.lr * schedule(config.schedule, step, steps)
         parts = split_minibatches(step_credits.credits, config.minibatches, f"{self.seed}:{step}")
         scale = LossDenominator.of(step_credits.credits, self.objective.settings.aggregation, config.fixed_length, len(parts))
-        batches = [self._batch(part, scale) for part in parts]
+        batches = [self._batch(part, scale, version=version) for part in parts]
         step_metrics = StepMetrics()
         # Scores. The ratio's denominator is the policy before the first update: score later batches now.
         for batch in batches if self.distribution.truncates else batches[1:]:
@@ -196,13 +198,22 @@ class Trainer:
         penalty = self.objective.penalties(groups, self._batch, self._score, self._score_reference)
         return self.objective.step_credits(groups, penalty)
 
-    def _batch(self, credits: Sequence[Credit], scale: LossDenominator, *, routes: bool = True) -> TrainingBatch:
+    def _batch(
+        self, credits: Sequence[Credit], scale: LossDenominator, *, routes: bool = True, version: int | None = None
+    ) -> TrainingBatch:
         vision = None if self.pixels is None else self.pixels.vision
         positions = sum(len(span.ids) for credit in credits for span in credit.trajectory.spans)
         limit = self.ranks.limit(self.micro_batch_limit.tokens, positions)
         routes = routes and self.forward.replay is not None  # demonstrations have no routes
         return make_batch(
-            credits, scale, micro_tokens=limit, device=self.device, vision=vision, pack=self.layout.pack, routes=routes
+            credits,
+            scale,
+            micro_tokens=limit,
+            device=self.device,
+            vision=vision,
+            pack=self.layout.pack,
+            routes=routes,
+            version=version,
         )
 
     def _update(self, batch: TrainingBatch, lr: float, step_metrics: StepMetrics, step: int) -> None:
@@ -259,7 +270,8 @@ class Trainer:
     def _check_start(self, batch: TrainingBatch, start_n: Tensor, step_metrics: StepMetrics) -> None:
         batch.start_n = start_n
         check_mismatch(batch, self.config, self.dtype, self.distribution)
-        step_metrics.start.append((start_n, batch.engine_n))
+        current_n = batch.current_n
+        step_metrics.start.append((start_n[current_n], batch.engine_n[current_n]))
 
     def _score(self, batch: TrainingBatch) -> Tensor:
         """Return logprobs of a batch's targets, float64, N; the first call finds the top-k/top-p support."""
