@@ -237,7 +237,7 @@ def test_misuse_and_foreign_states_are_refused_with_what_to_do() -> None:
         scheduler.take()
     state = BatchScheduler(4, 1, steps=3).state()
     for wrong in ({"open": [[7, 0]]}, {"complete": [3]}, {"taken": 2}):
-        with pytest.raises(UsageError, match="are not all groups"):
+        with pytest.raises(UsageError, match="are not all those"):
             BatchScheduler(4, 1, steps=3).restore(state | wrong)
     with pytest.raises(UsageError, match=r"groups \[9\] of step 0 did not enter"):
         BatchScheduler(1, 1, steps=1).take([9])

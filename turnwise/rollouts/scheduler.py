@@ -176,8 +176,8 @@ class BatchScheduler:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state`; groups that are not complete enter again.
 
-        `version`, `open` and `discarded` are enough, for example from the journal: the groups in no batch of an earlier step, each
-        with the version at which it entered. Steps that the earlier process trained get their batch by `take(known)`.
+        `version`, `open` and `discarded` are enough, for example from the journal: the groups in no batch of an earlier step,
+        each with the version at which it entered. Steps that the earlier process trained get their batch by `take(known)`.
 
         Raises:
             UsageError: when the state contradicts itself.
@@ -197,6 +197,6 @@ class BatchScheduler:
         if wrong or not self._complete.keys() <= self._open.keys() or self._taken - self.version not in (0, 1):
             raise UsageError(
                 f"BatchScheduler.restore: {self._taken} batches of {self.groups} groups at version {self.version}, "
-                f"{len(entered)} open and {self.discarded} discarded groups are not all groups up to {max(entered, default=0)}: "
-                "the state is of another run, or rollout.groups or schedule.selection changed"
+                f"{len(entered)} open and {self.discarded} discarded groups are not all those up to "
+                f"{max(entered, default=0)}: the state is of another run, or rollout.groups or schedule.selection changed"
             )
