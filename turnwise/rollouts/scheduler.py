@@ -14,7 +14,7 @@ rules keep it, for episodes of any length, without dropping one:
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from turnwise.config.schema import Selection
@@ -59,8 +59,6 @@ class BatchScheduler:
         """Complete ones among them, in the order of completion."""
         self._carried: deque[int] = deque()
         """Groups of an earlier process that have not entered again."""
-        self._batches: dict[int, list[int]] = {}
-        """Batches of an earlier process that train again, by step."""
         self._refills: Counter[int] = Counter()
 
     @property
@@ -101,23 +99,27 @@ class BatchScheduler:
         self.replaced[reason] += 1
         return True
 
-    def take(self) -> list[int] | None:
+    def take(self, known: Sequence[int] | None = None) -> list[int] | None:
         """Return the batch of the step of this version, or None until more groups are complete.
 
+        A step that an earlier process trained has its batch `known`.
+
         Raises:
-            UsageError: when the batch of this version was taken already, or all steps were.
+            UsageError: when the batch of this version was taken already, or all steps were; for a `known` batch of another run.
         """
         if not self._taken <= self.version < self.steps:
             taken = f"of step {self.version}" if self.version < self.steps else f"of the last of {self.steps} steps"
             raise UsageError(f"BatchScheduler.take: the batch {taken} was taken already; call advance() after each update")
-        batch = self._batches.get(self.version)
-        if batch is None:
-            batch = self._select()
+        batch = self._select() if known is None else list(known)
+        if unknown := [group for group in batch or () if group not in self._open]:
+            raise UsageError(
+                f"BatchScheduler.take: groups {unknown} of step {self.version} did not enter or were trained before: the "
+                "journal is of another run or incomplete; start a new run"
+            )
         if batch is None or not all(group in self._complete for group in batch):
             return None
         for group in batch:
             del self._open[group], self._complete[group]
-        self._batches.pop(self.version, None)
         self._taken = self.version + 1
         return batch
 
@@ -164,41 +166,37 @@ class BatchScheduler:
         return {
             "version": self.version,
             "taken": self._taken,
-            "next": self._next,
             "open": [[group, version] for group, version in self._open.items()],
             "complete": list(self._complete),
             "refills": [[group, count] for group, count in self._refills.items()],
             "replaced": dict(self.replaced),
-            "batches": [[step, batch] for step, batch in self._batches.items()],
+            "discarded": self.discarded,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state`; groups that are not complete enter again.
 
-        `version` and `open` are enough where nothing was replaced or discarded, for example from the journal: the groups in no
-        batch of an earlier step, each with the version at which it entered. `batches` are those of later steps (pairs of step
-        and groups) that the earlier process took; they are taken again.
+        `version`, `open` and `discarded` are enough, for example from the journal: the groups in no batch of an earlier step,
+        each with the version at which it entered. Steps that the earlier process trained get their batch by `take(known)`.
 
         Raises:
             UsageError: when the state contradicts itself.
         """
         entered = {int(group): int(version) for group, version in sorted(state["open"])}
-        self._batches = {int(step): list(groups) for step, groups in state.get("batches", ())}
         self.version = int(state["version"])
         self._taken = int(state.get("taken", self.version))
-        self._next = int(state.get("next", self.groups * self._taken + len(entered)))
+        self._next = self.groups * self._taken + len(entered) + int(state.get("discarded", 0))
         late = [group for group, at in entered.items() if self.selection == "discard" and at + self.staleness < self.version]
         self._open = {group: version for group, version in entered.items() if group not in late}
-        self.discarded = self._next - self.groups * self._taken - len(self._open)
+        self.discarded = int(state.get("discarded", 0)) + len(late)
         self._complete = dict.fromkeys(int(group) for group in state.get("complete", ()))
         self._carried = deque(group for group in self._open if group not in self._complete)
         self._refills = Counter({int(group): int(count) for group, count in state.get("refills", ())})
         self.replaced = Counter(state.get("replaced", {}))
-        planned = [group for groups in self._batches.values() for group in groups]
-        wrong = self.discarded < 0 or (self.discarded and self.selection != "discard") or len(set(planned)) < len(planned)
-        if wrong or not {*planned, *self._complete} <= self._open.keys() or self._taken - self.version not in (0, 1):
+        wrong = (self.discarded and self.selection != "discard") or max(entered, default=0) >= max(self._next, 1)
+        if wrong or not self._complete.keys() <= self._open.keys() or self._taken - self.version not in (0, 1):
             raise UsageError(
-                f"BatchScheduler.restore: version {self.version}, {self._taken} batches of {self.groups} groups, "
-                f"{len(entered)} open groups and batches of steps {sorted(self._batches)} do not add up to the {self._next} "
-                "groups that entered; the state is of another run, or rollout.groups or schedule.selection changed"
+                f"BatchScheduler.restore: {self._taken} batches of {self.groups} groups at version {self.version}, "
+                f"{len(entered)} open and {self.discarded} discarded groups are not all those up to "
+                f"{max(entered, default=0)}: the state is of another run, or rollout.groups or schedule.selection changed"
             )
