@@ -85,6 +85,11 @@ class BatchScheduler:
         self._open[group] = self.version
         return group
 
+    @property
+    def ready(self) -> bool:
+        """Whether the groups of the next batch are complete, also while the last one trains."""
+        return self._select(self._taken) is not None
+
     def complete(self, group: int) -> None:
         """Record that all episodes of a group ended; a discarded group has no effect."""
         if group in self._open:
@@ -110,7 +115,7 @@ class BatchScheduler:
         if not self._taken <= self.version < self.steps:
             taken = f"of step {self.version}" if self.version < self.steps else f"of the last of {self.steps} steps"
             raise UsageError(f"BatchScheduler.take: the batch {taken} was taken already; call advance() after each update")
-        batch = self._select() if known is None else list(known)
+        batch = self._select(self.version) if known is None else list(known)
         if unknown := [group for group in batch or () if group not in self._open]:
             raise UsageError(
                 f"BatchScheduler.take: groups {unknown} of step {self.version} did not enter or were trained before: the "
@@ -123,23 +128,24 @@ class BatchScheduler:
         self._taken = self.version + 1
         return batch
 
-    def _select(self) -> list[int] | None:
+    def _select(self, version: int) -> list[int] | None:
+        """Return the batch of a step, if it is complete."""
         if self.selection == "discard":
             batch = list(self._complete)[: self.groups]
         elif self.selection == "fifo":
             batch = list(self._open)[: self.groups]
         else:
             batch = [group for group in self._open if group in self._complete][: self.groups]
-        if len(batch) < self.groups or (self.selection == "complete" and not self._feasible(batch)):
+        if len(batch) < self.groups or (self.selection == "complete" and not self._feasible(batch, version)):
             return None
         return batch
 
-    def _feasible(self, batch: Iterable[int]) -> bool:
+    def _feasible(self, batch: Iterable[int], version: int) -> bool:
         """Whether the groups left after a batch can all be trained by their deadlines."""
         chosen = set(batch)
-        left = [version + self.staleness for group, version in self._open.items() if group not in chosen]
+        deadlines = [entry + self.staleness for group, entry in self._open.items() if group not in chosen]
         # In the order of entry, deadlines ascend: the i-th group left is trained in step version + 1 + i // groups or earlier.
-        return all(self.version + 1 + number // self.groups <= deadline for number, deadline in enumerate(left))
+        return all(version + 1 + number // self.groups <= deadline for number, deadline in enumerate(deadlines))
 
     def advance(self) -> list[int]:
         """Count an update; return the groups that `discard` drops, of which some may still be running.

@@ -132,9 +132,7 @@ class StreamRecord:
         """Return the state of the scheduler before a step: what was admitted and neither trained nor discarded."""
         gone = {group for number, groups in self.batches.items() if number < step for group in groups} | self.discarded
         left = [(group, version) for group, version in self.admitted.items() if group not in gone]
-        later = [(number, groups) for number, groups in self.batches.items() if number >= step]
-        entered = {"next": len(self.admitted)} if self.discarded else {}
-        return {"version": step, "open": left, "batches": later} | entered
+        return {"version": step, "open": left, "discarded": len(self.discarded)}
 
 
 class AsyncBatches:
@@ -175,7 +173,7 @@ class AsyncBatches:
                 if group in self._running:
                     self._running[group].cancel()
         self._changed.set()
-        groups: list[int] = await self._progress(self._take())
+        groups: list[int] = await self._progress(self._take(step))
         if step not in self._recorded.batches:
             keys = sorted({(t.key.step, t.key.task) for group in groups for t in self._found[group]})
             self._record({"e": "batch", "step": step, "groups": groups, "keys": keys})
@@ -190,11 +188,12 @@ class AsyncBatches:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _take(self) -> list[int]:
+    async def _take(self, step: int) -> list[int]:
+        known = self._recorded.batches.get(step)
         while True:
             if self._fault is not None:
                 raise self._fault
-            groups = self._scheduler.take()
+            groups = self._scheduler.take(known)
             if groups is not None:
                 return groups
             self._changed.clear()
@@ -205,7 +204,7 @@ class AsyncBatches:
         try:
             while True:
                 await self._gate.wait_free()
-                group = self._scheduler.admit()
+                group = self._scheduler.admit() if self._wants_more() else None
                 if group is None:
                     self._changed.clear()
                     await self._changed.wait()
@@ -215,6 +214,10 @@ class AsyncBatches:
                 self._start(group)
         except Exception as error:
             self._fail(error)
+
+    def _wants_more(self) -> bool:
+        """Whether the next batch is not complete yet; groups that enter earlier than needed only age until they are trained."""
+        return not self._scheduler.ready or any(step >= self._scheduler.version for step in self._recorded.batches)
 
     def _start(self, group: int) -> None:
         step, index = divmod(group, self._scheduler.groups)

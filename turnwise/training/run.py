@@ -408,7 +408,8 @@ class TrainingRun:
     async def _train(self, trajectories: Sequence[Trajectory], step: int, rollout_s: float) -> dict[str, Any]:
         """Train on a step's episodes and return its metrics row; no tensor of the step stays referenced."""
         trainer, mode = self.parts.trainer, self.config.schedule.mode
-        work = partial(trainer.step, group_by_task(trajectories), step=step, steps=self.config.train.steps)
+        version = None if mode == "sync" else self._version
+        work = partial(trainer.step, group_by_task(trajectories), step=step, steps=self.config.train.steps, version=version)
         metrics, token_records = work() if mode == "sync" else await off_loop(work)
         if summary := trainer.layout.summary():
             self.watch.note(summary)
