@@ -48,7 +48,7 @@ FOREIGN = {
     "rollouts/env_session.py": "reset",
     # Python's own modules, coroutines and errors of the system
     "envs/isolation/sandbox.py": "_base_executable",
-    "rollouts/timeouts.py": "SIGUSR1 cr_await cr_code cr_frame",
+    "rollouts/watchdog.py": "SIGUSR1 cr_await cr_code cr_frame",
     "training/server.py": "strerror",
     "viewer/web/server.py": "strerror",
 }

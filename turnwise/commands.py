@@ -195,7 +195,7 @@ def _rollout(resolved: ResolvedConfig, specs: Sequence[EnvSpec], checkpoint: str
 
     config = resolved.config
     options: dict[str, Any] = {"limits": config.limits, "seed": config.seed, "concurrency": config.rollout.concurrency}
-    names = ("stop", "history", "watchdog_s", "sanity", "sanity_every", "sanity_share")
+    names = ("environments", "stop", "history", "watchdog_s", "sanity", "sanity_every", "sanity_share")
     options |= {"stop_on_bugs": True} | {name: getattr(config.rollout, name) for name in names}
     if engine == "scripted":
         solvers = [spec.solver for spec in specs]

@@ -41,7 +41,7 @@ class Wrong(AsyncTalk):
 
 def run(broken, n, samples=1, stop=True):
     world = type("Wrong", (Wrong,), {"broken": frozenset(broken), "closed": 0})
-    rollout = Rollout(Sampler(), tw.byte_renderer(), concurrency=4, stop_on_bugs=stop)
+    rollout = Rollout(Sampler(), tw.byte_renderer(), environments=4, stop_on_bugs=stop)
     todo = make_episode_specs(world, tasks(n), phase="rollout", step=0, samples=samples)
     return rollout, todo, world
 

@@ -288,7 +288,7 @@ class Orphan(Talk):
 def test_the_process_that_forks_environments_is_started_again(retries, tmp_path):
     rows = [tw.Task(f"Task {n}", id=f"t{n}", info={"mark": str(tmp_path / "mark")}) for n in range(3)]
     rules = tw.EnvRules(isolation="process", max_env_retries_per_turn=retries, retry_wait_s=0.0)
-    played = tw.rollout(Orphan, rows, Sampler(), rules=rules, concurrency=1)
+    played = tw.rollout(Orphan, rows, Sampler(), rules=rules, environments=1)
     expected = [facts(one) for one in tw.rollout(Talk4, rows, Sampler())]
     failed = [one.error.type for one in played if one.error is not None]
     assert len(failed) == (0 if retries else 1), f"with {retries} retries a turn, {failed} after one death"
@@ -305,7 +305,7 @@ class Mortal(Talk):
 
 def test_a_process_that_dies_again_and_again_is_started_a_number_of_times(monkeypatch):
     monkeypatch.setattr(process_env, "MAX_STARTS", 2)
-    played = tw.rollout(Mortal, tasks(4), Sampler(), rules=APART, concurrency=1)
+    played = tw.rollout(Mortal, tasks(4), Sampler(), rules=APART, environments=1)
     assert {one.error.type for one in played} == {"ProcessDied"}
     assert "died 2 times" in played[-1].error.message
 

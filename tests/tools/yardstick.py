@@ -106,7 +106,9 @@ EXEMPTIONS = (
     Exemption("sampling", "export", r"\w+\[]\.sampling"),
     # Keys that release has not.
     Exemption(
-        "new keys", "config.json", r"(config|origins) (env\.\d+\.columns|rollout\.max_retries|rollout\.max_failed|train\.eps)"
+        "new keys",
+        "config.json",
+        r"(config|origins) (env\.\d+\.columns|rollout\.(max_retries|max_failed|environments)|train\.eps|schedule\..*|engine\.in_flight)",
     ),
 )
 

@@ -334,7 +334,9 @@ class RolloutConfig:
     group_size: PositiveInt = 8
     """Episodes per task."""
     concurrency: PositiveInt = 256
-    """Maximum concurrent episodes."""
+    """Maximum concurrent engine calls; an episode needs none of them while its environment works."""
+    environments: PositiveInt | None = None
+    """Maximum environments alive at once; none starts as many as keep the engine busy."""
     max_retries: NonNegativeInt = 1
     """Maximum restarts of an episode that failed by its environment, its engine or a timeout, before the failure counts."""
     max_failed: Fraction = 0.2

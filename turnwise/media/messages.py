@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from io import BytesIO
 from typing import Any
 
@@ -23,13 +24,13 @@ def has_media(messages: Sequence[Message]) -> bool:
     return False
 
 
-def store_media(messages: Sequence[Message], store: MediaStore) -> tuple[Message, ...]:
-    """Return messages with references in place of raw media; messages without media are returned as they are.
+def store_media(messages: Sequence[Message], store: MediaStore, *, blank: bool = False) -> tuple[Message, ...]:
+    """Return messages with references in place of raw media, gray ones if `blank`; those without media stay as they are.
 
     Raises `MediaError` for an image that is broken or over a limit, or an unknown reference; `UsageError` where numpy or
     Pillow is missing.
     """
-    return tuple(m if isinstance(m.content, str) else _replace_media(m, store.put) for m in messages)
+    return tuple(m if isinstance(m.content, str) else _replace_media(m, partial(store.put, blank=blank)) for m in messages)
 
 
 def media_as_text(messages: Sequence[Message], *, strict: bool = True) -> tuple[Message, ...]:

@@ -63,38 +63,30 @@ class MediaStore:
         self._decode_slots = threading.Semaphore(max(1, (os.cpu_count() or 1) // 2))
         self._writing: dict[str, tuple[threading.Lock, list[int]]] = {}
 
-    @contextmanager
-    def blanked(self, blank: bool) -> Iterator[None]:
-        """Set `blank` within a `with` block."""
-        self.blank = blank
-        try:
-            yield
-        finally:
-            self.blank = False
-
-    def put(self, value: Image | Video | ImageRef | VideoRef) -> ImageRef | VideoRef:
-        """Store a raw image or video; a reference is checked, and gets its size if it has none.
+    def put(self, value: Image | Video | ImageRef | VideoRef, *, blank: bool = False) -> ImageRef | VideoRef:
+        """Store a raw image or video; a reference is checked, and gets its size if it has none. With `blank` it becomes gray.
 
         Raises `MediaError` for a value that is not an image, is over a limit, or is unknown; `UsageError` where numpy or Pillow
         is missing.
         """
+        blank = blank or self.blank
         if isinstance(value, (Video, VideoRef)):
-            return self._put_video(value)
+            return self._put_video(value, blank)
         if not isinstance(value, ImageRef):
-            return self._put_image(value)
+            return self._put_image(value, blank)
         if not (value.width and value.height):
             height, width = self.pixels(replace(value, max_pixels=0)).shape[:2]
             value = replace(value, width=width, height=height)
-        if self.blank:
+        if blank:
             return self._blank(value.width, value.height, value.alt, value.max_pixels)
         if not self._has(value.sha256):
             raise self._unknown(value)
         return value
 
-    def add(self, pixels: Any, *, alt: str | None = None, max_pixels: int = 0) -> ImageRef:
-        """Store pixels, [height, width, 3] of uint8, which must not change afterwards."""
+    def add(self, pixels: Any, *, alt: str | None = None, max_pixels: int = 0, blank: bool = False) -> ImageRef:
+        """Store pixels, [height, width, 3] of uint8, which must not change afterwards; with `blank`, gray ones."""
         height, width = pixels.shape[:2]
-        if self.blank:
+        if blank or self.blank:
             return self._blank(width, height, alt, max_pixels)
         return ImageRef(self._add(pixels), width, height, max_pixels, alt)
 
@@ -135,22 +127,23 @@ class MediaStore:
                 self._encoded_bytes -= len(self._files.popitem(last=False)[1])
         return png
 
-    def _put_image(self, image: Image) -> ImageRef:
+    def _put_image(self, image: Image, blank: bool) -> ImageRef:
         content = _content_key(image.value)
+        content = None if content is None else (content, blank)
         known = self._decoded.get(content) if content is not None else None
         if known is None or not self._has(known.sha256):
             with self._decode_slots:
-                known = self.add(decode(image.value, self.limits))
+                known = self.add(decode(image.value, self.limits), blank=blank)
             if content is not None:
                 self._decoded[content] = known
         return replace(known, alt=image.alt, max_pixels=image.max_pixels)
 
-    def _put_video(self, value: Video | VideoRef) -> VideoRef:
+    def _put_video(self, value: Video | VideoRef, blank: bool) -> VideoRef:
         frames = list(value.frames)
         if not frames or len(frames) > self.limits.frames:
             raise MediaError(f"a video of {len(frames)} frames; it must have 1 to {self.limits.frames}")
         times = value.times if isinstance(value, VideoRef) else _times(value, len(frames))
-        refs = [self.put(f if isinstance(f, (Image, ImageRef)) else Image(f)) for f in frames]
+        refs = [self.put(f if isinstance(f, (Image, ImageRef)) else Image(f), blank=blank) for f in frames]
         image_refs = tuple(ref for ref in refs if isinstance(ref, ImageRef))
         sizes = sorted({(ref.width, ref.height, ref.max_pixels) for ref in image_refs})
         if len(sizes) > 1:

@@ -70,8 +70,10 @@ class _TurnState(NamedTuple):
 class Model:
     """The model of an agent function: samples, records, and enforces the limits."""
 
-    def __init__(self, recorder: Recorder, sampling: Sampling) -> None:
+    def __init__(self, recorder: Recorder, sampling: Sampling, deadline: Deadline) -> None:
+        """`deadline` is that of the episode."""
         self._recorder = recorder
+        self._deadline = deadline
         self._sampling = sampling
         self._turn_states: dict[int, _TurnState] = {}  # by turn
         self._idle: dict[int, ConversationPath] = {}  # by turn: paths that end in its reply, not continued yet
@@ -118,12 +120,12 @@ class Model:
         async with self._path_lock:  # paths are found in call order, even if one call decodes images
             path = self._path(await self._media_intake(messages), agent, tools)
         sampling = self._sampling if temperature is None else replace(self._sampling, temperature=temperature)
-        deadline = Deadline(self._recorder.limits.wall_clock_s)  # one per engine call, within the episode's deadline
+        deadline = Deadline(self._recorder.limits.wall_clock_s, outer=self._deadline)  # one per engine call
         task = asyncio.current_task()
         assert task is not None
         self._busy.add(task)
         try:
-            turn = await self._recorder.generate(path, deadline.wait, max_tokens=max_tokens, sampling=sampling, stop=stop_text)
+            turn = await self._recorder.generate(path, deadline, max_tokens=max_tokens, sampling=sampling, stop=stop_text)
         finally:
             self._busy.discard(task)
             self._recorder.enter_phase("play")

@@ -43,6 +43,7 @@ async def arollout(
     sampling: Sampling | None = None,
     seed: int = 0,
     concurrency: int = 256,
+    environments: int | None = None,
     control_text: ControlText = "neutralise",
     out: str | Path | None = None,
     stop: Sequence[str] = (),
@@ -64,7 +65,8 @@ async def arollout(
             `out`/left_out.json.
         sampling: sampling parameters.
         seed: seed of all randomness; the same seed gives the same episodes, in whatever order they run.
-        concurrency: maximum number of concurrent episodes.
+        concurrency: maximum number of concurrent engine calls; an episode needs none while its environment works.
+        environments: maximum number of environments alive at once; None starts as many as keep the engine busy.
         control_text: handling of control text in messages by the built-in renderer: `neutralise`, `reject` or `allow`; other
             renderers have their own setting.
         out: directory in which every turn is recorded before the next begins; None records nothing.
@@ -96,6 +98,7 @@ async def arollout(
             sampling=sampling,
             seed=seed,
             concurrency=concurrency,
+            environments=environments,
             run=run,
             records=False,
             stop=stop,

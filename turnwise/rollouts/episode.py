@@ -47,7 +47,7 @@ async def _attempt(session: EnvSession, recorder: Recorder, deadline: Deadline) 
     resamples_left = max_resamples = rules.max_resamples_per_turn if rules.on_invalid == "resample" else 0
     while True:
         mark = path.mark() if max_resamples else None
-        turn = await recorder.generate(path, deadline.wait)
+        turn = await recorder.generate(path, deadline)
         began = time.monotonic()
         recorder.enter_phase("step", began)
         size = len(path.ids) - turn.context - (path.ids[-1] in recorder.renderer.stop_ids)

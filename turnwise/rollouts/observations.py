@@ -70,18 +70,24 @@ class MediaIntake:
     """
 
     def __init__(
-        self, store: MediaStore, renderer: Renderer, max_per_observation: int = 64, max_per_episode: int | None = None
+        self,
+        store: MediaStore,
+        renderer: Renderer,
+        max_per_observation: int = 64,
+        max_per_episode: int | None = None,
+        blank: bool = False,
     ) -> None:
         self.store = store
         self.has_vision = vision_of(renderer) is not None
         self._renderer = renderer
         self._max_per_observation = max_per_observation
         self._max_per_episode = max_per_episode
+        self._blank = blank
         self._count = 0
 
-    def of_episode(self) -> MediaIntake:
-        """Return an intake with the same store and limits, and a count of its own."""
-        return MediaIntake(self.store, self._renderer, self._max_per_observation, self._max_per_episode)
+    def of_episode(self, *, blank: bool = False) -> MediaIntake:
+        """Return an intake with the same store and limits, and a count of its own; `blank` makes every image gray."""
+        return MediaIntake(self.store, self._renderer, self._max_per_observation, self._max_per_episode, blank)
 
     def reset(self) -> None:
         """Reset the count for another attempt."""
@@ -99,7 +105,11 @@ class MediaIntake:
         count = count_media(messages)
         if count > self._max_per_observation:
             raise MediaError(f"{count} images in one observation; at most {self._max_per_observation} (limits.images)")
-        return store_media(messages, self.store)
+        return store_media(messages, self.store, blank=self._blank)
+
+    def check(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """Return messages with references; raise `MediaError` for one that the store lacks."""
+        return store_media(messages, self.store, blank=self._blank)
 
     def count(self, messages: Sequence[Message]) -> None:
         """Count the media of messages from `take_in`; raise `MediaError` above the episode's limit."""
@@ -138,7 +148,7 @@ class AgentMediaIntake:
             finally:
                 deadline.close()
             replaced = tuple(self._record(message, next(stored)) if message.has_raw_media else message for message in replaced)
-        return store_media(replaced, intake.store)  # checks foreign references, which the store may lack
+        return intake.check(replaced)  # the store may lack foreign references
 
     def _replace_stored(self, message: Message) -> Message:
         return replace(message, content=tuple(map(self._stored_part, message.content))) if message.has_raw_media else message

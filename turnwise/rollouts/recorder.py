@@ -31,7 +31,8 @@ from turnwise.rollouts.conversation import (
     reply_spans,
 )
 from turnwise.rollouts.observations import MediaIntake, Render, size_of, truncate_messages
-from turnwise.rollouts.retries import Retries, Wait
+from turnwise.rollouts.retries import Retries
+from turnwise.rollouts.timeouts import Deadline, EpisodePlace
 from turnwise.types import (
     EpisodeKey,
     Message,
@@ -84,14 +85,17 @@ class Recorder:
         want: frozenset[str] = frozenset(),
         settings: str = "",
         context: int | None = None,
+        place: EpisodePlace | None = None,
+        blank: bool = False,
     ) -> None:
         """Fill an empty trajectory; `seed` is the run's, and `settings` the name of these settings in the journal.
 
         The turn limit of the environment and the engine's `context` apply in addition to `limits`. Policy versions under
-        `min_version` may not sample. Media are stored in memory by default. The other arguments are those of `Rollout`.
+        `min_version` may not sample. Calls wait for a `place`, if given. Media are stored in memory by default, and gray with
+        `blank`. The other arguments are those of `Rollout`.
         """
         self.trajectory = trajectory
-        self.media_intake = (media_intake or MediaIntake(MediaStore(), renderer)).of_episode()
+        self.media_intake = (media_intake or MediaIntake(MediaStore(), renderer)).of_episode(blank=blank)
         self.history = history
         self.engine, self.renderer, self.limits = engine, renderer, limits
         self.phase = ""
@@ -112,6 +116,7 @@ class Recorder:
         self.tools_by_turn: list[Tools] = []
         """Tools offered to the model, by turn."""
         self._calls = 0
+        self._place = place
         self._extras = EngineExtras(want, trajectory)
         self.journal = EpisodeJournal(journal, trajectory, settings)
         self.retries = Retries(rules or EnvRules(), trajectory, self.seed)
@@ -138,6 +143,11 @@ class Recorder:
         if isinstance(max_turns, bool) or not isinstance(max_turns, int) or max_turns < 1:
             raise EnvError(f"max_turns is {max_turns!r:.80}; it must be an integer of at least 1, or None")
         self._budget.limit_turns(max_turns)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a call waits for a place."""
+        return self._place is not None and self._place.waiting > 0
 
     @property
     def turn(self) -> int:
@@ -281,7 +291,7 @@ class Recorder:
     async def generate(
         self,
         path: ConversationPath,
-        wait: Wait,
+        deadline: Deadline,
         *,
         max_tokens: int | None = None,
         sampling: Sampling | None = None,
@@ -303,7 +313,7 @@ class Recorder:
         self._budget.reserve(budget)
         sampling, stop = sampling or self._sampling, stop or self.stop
         try:
-            reply, ids, spans, generation, tries = await self._sample(path, wait, budget, sampling, stop)
+            reply, ids, spans, generation, tries = await self._sample(path, deadline, budget, sampling, stop)
         finally:
             self._budget.release(budget)
         turn = Turn(path.agent, prompt, context, spans, path.new_messages, reply, path.turn, generation.finish)
@@ -328,7 +338,7 @@ class Recorder:
         return turn
 
     async def _sample(
-        self, path: ConversationPath, wait: Wait, budget: int, sampling: Sampling, stop: StopText | None
+        self, path: ConversationPath, deadline: Deadline, budget: int, sampling: Sampling, stop: StopText | None
     ) -> tuple[Message, Sequence[int], tuple[int, ...], Generation, int]:
         """Sample one reply of at most `budget` ids, continuing aborted calls.
 
@@ -365,12 +375,12 @@ class Recorder:
                 reply_position=len(ids),
             )
             self._calls += 1
-            call = request, ids, path, stop, wait
+            call = request, ids, path, stop, deadline
             try:
                 generation, ids, reply = await self._call_engine(*call)
             except (EngineError, TimeoutError) as error:
                 (generation, ids, reply), tries = await self.retries.engine(
-                    error, partial(self._call_engine, *call), wait, turn
+                    error, partial(self._call_engine, *call), deadline.wait, turn
                 )
                 failed += tries
             self._extras.add(extras, generation, extras_from)
@@ -392,12 +402,18 @@ class Recorder:
         return reply, ids, tuple(spans), generation, failed
 
     async def _call_engine(
-        self, request: Request, previous: Sequence[int], path: ConversationPath, stop: StopText | None, wait: Wait
+        self, request: Request, previous: Sequence[int], path: ConversationPath, stop: StopText | None, deadline: Deadline
     ) -> tuple[Generation, Sequence[int], Message]:
         """Call the engine once; return its generation, the reply's ids so far (`previous` included), and the parsed reply."""
-        engine = self.engine
+        engine, place = self.engine, self._place
+        if place is not None:
+            await place.enter(len(self.trajectory.turns), deadline)
         try:
-            generation = await wait(engine.generate(request), self.limits.generate_s)
+            try:
+                generation = await deadline.wait(engine.generate(request), self.limits.generate_s)
+            finally:
+                if place is not None:
+                    place.leave()
             check_generation(generation, request, type(engine).__name__)
             ids = [*previous, *generation.ids] if previous else generation.ids
             return generation, ids, read_reply(self.renderer, path, stop, ids)  # parse first: it fails on invalid ids

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from turnwise._old_names import old_member
 from turnwise.config import EnvRules, Limits
@@ -19,9 +18,8 @@ from turnwise.engines import AcceptsPixelSource, Engine, HasContextLimit, Sampli
 from turnwise.engines.base import give_renderer
 from turnwise.envs import Env
 from turnwise.envs.resolve import load_object
-from turnwise.envs.rewards.workers import reward_processes
 from turnwise.envs.user_code import failure_of
-from turnwise.errors import ConfigError, EngineError, LimitReached, RepeatedUserError, TraceError, UsageError, first_exception
+from turnwise.errors import ConfigError, EngineError, LimitReached, RepeatedUserError, TraceError, UsageError
 from turnwise.media import MediaStore
 from turnwise.records import RunDir, trajectory_row
 from turnwise.records.serialization import LOOP
@@ -33,11 +31,13 @@ from turnwise.rollouts.agent_function import AgentFunction, Model
 from turnwise.rollouts.conversation import parse_extras
 from turnwise.rollouts.env_session import START_S, EnvSession, is_over
 from turnwise.rollouts.episode import compute_reward, reward_value, run_episode
-from turnwise.rollouts.group_rewards import GroupReward, GroupRewards, complete_groups
+from turnwise.rollouts.group_rewards import GroupReward, GroupRewards
 from turnwise.rollouts.observations import MediaIntake
 from turnwise.rollouts.recorder import Recorder, TimedRecorder, Trace
 from turnwise.rollouts.render_check import SHARE, RenderCheck, Sanity
-from turnwise.rollouts.timeouts import AbandonableThreads, Deadline, PendingEpisode, Stop, Watchdog
+from turnwise.rollouts.stream import EngineRequest, RolloutStream
+from turnwise.rollouts.timeouts import AbandonableThreads, Deadline, EpisodePlace, Stop
+from turnwise.rollouts.watchdog import PendingEpisode
 from turnwise.types import EpisodeKey, Failure, FailureKind, StopReason, Task, Trajectory
 
 MAX_ERROR_TASKS = 3
@@ -123,14 +123,6 @@ class EpisodeSpec:
     """Compares all episodes of its task, after the last of them has finished."""
 
 
-class _EngineRequest(NamedTuple):
-    """What one call of `Rollout.play` requests from the engine."""
-
-    want: frozenset[str]
-    min_version: int
-    sampling: Sampling
-
-
 class Rollout:
     """Plays episodes against an engine, concurrently, on one event loop."""
 
@@ -146,6 +138,7 @@ class Rollout:
         sampling: Sampling | None = None,
         seed: int = 0,
         concurrency: int = 256,
+        environments: int | None = None,
         run: RunDir | None = None,
         records: bool = True,
         recorded: Mapping[EpisodeKey, Trajectory] | None = None,
@@ -182,14 +175,17 @@ class Rollout:
         """
         if concurrency < 1:
             raise UsageError(f"concurrency must be at least 1, not {concurrency}")
+        if environments is not None and environments < 1:
+            raise UsageError(f"environments must be at least 1, or None, not {environments}")
         check_section(limits or Limits(), "limits")
         self.engine, self.renderer = engine, renderer
         self.limits, self.sampling = limits or Limits(), sampling or Sampling()
-        self.seed, self.concurrency = seed, concurrency
+        self.seed, self.concurrency, self.environments = seed, concurrency, environments
         self.sanity = RenderCheck(renderer, sanity, sanity_every, sanity_share, run.path if run is not None else None)
         self._stop = StopText(stop, renderer.decode) if stop else None
         self.history = parse_history(history)
-        self._want, self._on_episode = parse_extras(want), on_episode
+        self.want, self._on_episode = parse_extras(want), on_episode
+        self._stream: RolloutStream | None = None
         self.finished = 0
         """Number of finished episodes."""
         self.abandoned = 0
@@ -225,14 +221,16 @@ class Rollout:
         extras: Iterable[str] | None = None,
         min_version: int = 0,
         sampling: Sampling | None = None,
+        blank: bool = False,
     ) -> list[Trajectory]:
-        """Play episodes, at most `concurrency` at once.
+        """Play episodes, with at most `concurrency` engine calls at once.
 
         Args:
             episodes: episodes in any order.
             extras: engine extras to request besides ids and logprobs; None uses the rollout's `want`.
             min_version: oldest policy version that may sample; an older one breaks the engine's contract.
             sampling: sampling parameters; None uses the rollout's.
+            blank: whether every image becomes a gray one of its size.
 
         Returns:
             One trajectory per episode, in the order of `episodes`.
@@ -242,63 +240,45 @@ class Rollout:
             UsageError: for an agent function where history is `inline`, or unknown extras.
             RepeatedUserError: when the same bug in user code broke too many episodes and `stop_on_bugs` is set.
         """
-        if self.history == "inline" and any(episode.play is not None for episode in episodes):
-            raise UsageError('history = "inline" is for environments: an agent function composes what follows a reply itself')
-        request = _EngineRequest(self._want if extras is None else parse_extras(extras), min_version, sampling or self.sampling)
-        keys, grouped = [episode.key for episode in episodes], [episode.group_reward is not None for episode in episodes]
-        results: list[Trajectory | None] = complete_groups(keys, [self._recorded.get(key) for key in keys], grouped)
-        for found in filter(None, results):
-            self._count_error(found)
-        waiting = iter([number for number, found in enumerate(results) if found is None])
-        threads = AbandonableThreads(self.concurrency)
-        played = [one.key for one, found in zip(episodes, results, strict=True) if found is None and one.group_reward]
-        stop = Stop()
-        group_rewards = GroupRewards(played, threads, self.limits.reward_s, stop)
-        generations = gc.get_threshold()
-        # Episodes allocate many small objects and no cycles; collecting at every 700 allocations cost 8% here.
-        gc.set_threshold(max(generations[0], 100_000), *generations[1:])
+        given: dict[str, Any] = {"extras": extras, "min_version": min_version, "sampling": sampling, "blank": blank}
+        if self._stream is not None and self._stream.loop is asyncio.get_running_loop():
+            return await self._stream.submit(episodes, **given)
+        async with RolloutStream(self) as stream:
+            return await stream.submit(episodes, **given)
 
-        async def work() -> None:
+    @asynccontextmanager
+    async def stream(self) -> AsyncIterator[RolloutStream]:
+        """Open a stream, which `play` uses too until it is closed."""
+        async with RolloutStream(self) as stream:
+            self._stream = stream
             try:
-                for number in waiting:
-                    episode = episodes[number]
-                    if episode.rules.isolation == "process":
-                        episode = replace(episode, make=factories.get(id(episode.make)))
-                    results[number] = trajectory = await self._run_episode(episode, request, threads, group_rewards, stop)
-                    self.finished += 1
-                    self._count_error(trajectory)
-            except BaseException:
-                stop.asked = True  # the task group cancels the others now
-                raise
+                yield stream
+            finally:
+                self._stream = None
 
-        try:
-            with Watchdog(self.pending, lambda: self.finished, self.watchdog_s):
-                async with reward_processes(), _process_factories(episodes) as factories, asyncio.TaskGroup() as group:
-                    workers = min(self.concurrency, sum(found is None for found in results))
-                    tasks = [group.create_task(work()) for _ in range(workers)]
-                    try:
-                        if tasks:
-                            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-                    except BaseException:
-                        stop.asked = True
-                        raise
-        except BaseExceptionGroup as errors:
-            raise first_exception(errors) from None
-        finally:
-            gc.set_threshold(*generations)
-            threads.close()
-            self.abandoned += threads.abandoned
-            self.abandoned_calls += threads.names
-        assert None not in results, "an episode ended without a record"
-        return results  # type: ignore[return-value]
+    def recorded(self, key: EpisodeKey) -> Trajectory | None:
+        """Return an episode that an earlier process finished."""
+        return self._recorded.get(key)
 
-    def _count_error(self, trajectory: Trajectory) -> None:
+    def episode_finished(self, trajectory: Trajectory) -> None:
+        """Count an episode; errors as of `count_error`."""
+        self.finished += 1
+        self.count_error(trajectory)
+
+    def count_abandoned(self, threads: AbandonableThreads) -> None:
+        """Count the calls that the threads of a closed stream have abandoned."""
+        self.abandoned += threads.abandoned
+        self.abandoned_calls += threads.names
+
+    def count_error(self, trajectory: Trajectory) -> None:
+        """Count the error of a finished episode; raise `RepeatedUserError` when a bug occurred too often."""
         if self._bugs is not None:
             self._bugs.record(trajectory)
 
-    def drop_recorded(self, step: int) -> None:
-        """Drop recorded episodes of training steps up to `step`."""
-        self._recorded = {k: t for k, t in self._recorded.items() if k.phase != "train" or k.step > step}
+    def drop_recorded(self, trajectories: Iterable[Trajectory]) -> None:
+        """Drop recorded episodes that a step was trained on."""
+        for trajectory in trajectories:
+            self._recorded.pop(trajectory.key, None)
 
     async def within_prompt_limit(self, episodes: Sequence[EpisodeSpec]) -> tuple[set[str], list[str]]:
         """Return the ids of tasks (one episode each) with opening prompts within `limits.prompt_tokens`, and the others'."""
@@ -351,20 +331,26 @@ class Rollout:
             threads.close()
 
     def pending(self) -> list[PendingEpisode]:
-        """Return the running episodes, longest in their phase first; may be called from another thread."""
+        """Return the running episodes, longest in their phase first, without those that wait for a place.
+
+        May be called from another thread.
+        """
         now = time.monotonic()
-        running = list(self._running.values())
+        running = [recorder for recorder in self._running.values() if not recorder.waits]
         rows = [PendingEpisode(r.session, r.turn, r.phase, now - r.since, r.since) for r in running]
         return sorted(rows, key=lambda row: -row.seconds)
 
-    async def _run_episode(
+    async def play_episode(
         self,
         episode: EpisodeSpec,
-        request: _EngineRequest,
+        make: Callable[[], Env] | None,
+        request: EngineRequest,
         threads: AbandonableThreads,
         group_rewards: GroupRewards,
         stop: Stop,
+        place: EpisodePlace,
     ) -> Trajectory:
+        """Play one episode of a stream, in the environment of `make`."""
         began = time.monotonic()
         trajectory = Trajectory(episode.task, episode.key)
         context = None if self._context_source is None else self._context_source.context
@@ -385,6 +371,8 @@ class Rollout:
             want=request.want,
             settings=self._settings_name(episode, request, context),
             context=context,
+            place=place,
+            blank=request.blank,
         )
         self._running[id(recorder)] = recorder
         deadline = Deadline(self.limits.wall_clock_s, stop)
@@ -392,7 +380,7 @@ class Rollout:
             if episode.play is not None:
                 await self._run_agent(episode.play, recorder, request.sampling, deadline)
             else:
-                await self._run_env(episode, recorder, deadline, threads)
+                await self._run_env(episode, make, recorder, deadline, threads)
         finally:
             deadline.close()
             del self._running[id(recorder)]
@@ -409,11 +397,12 @@ class Rollout:
                 self._records.append(trajectory_row(done.trajectory, self.renderer))
         return trajectory
 
-    def _settings_name(self, episode: EpisodeSpec, request: _EngineRequest, context: int | None) -> str:
+    def _settings_name(self, episode: EpisodeSpec, request: EngineRequest, context: int | None) -> str:
         """Return the name of an episode's settings in the journal; write them if they are new."""
         if self._run is None:
             return ""
-        rules, want, sampling, blank = episode.rules, request.want, request.sampling, self.media_intake.store.blank
+        rules, want, sampling = episode.rules, request.want, request.sampling
+        blank = request.blank or self.media_intake.store.blank
         play, group = episode.play is not None, episode.group_reward is not None
         key = id(rules), episode.max_turns, context, want, blank, sampling, play, group
         if key not in self._settings_names:
@@ -437,10 +426,17 @@ class Rollout:
             self._settings_names[key] = rules, name  # the reference keeps the id of `rules` unique
         return self._settings_names[key][1]
 
-    async def _run_env(self, episode: EpisodeSpec, recorder: Recorder, deadline: Deadline, threads: AbandonableThreads) -> None:
+    async def _run_env(
+        self,
+        episode: EpisodeSpec,
+        make: Callable[[], Env] | None,
+        recorder: Recorder,
+        deadline: Deadline,
+        threads: AbandonableThreads,
+    ) -> None:
         trajectory = recorder.trajectory
-        assert episode.make is not None
-        session = EnvSession(episode.make, episode.task, episode.rules, recorder, deadline, threads)
+        assert make is not None
+        session = EnvSession(make, episode.task, episode.rules, recorder, deadline, threads)
         try:
             try:
                 await run_episode(session, recorder, deadline)
@@ -468,7 +464,7 @@ class Rollout:
     async def _run_agent(self, play: AgentFunction, recorder: Recorder, sampling: Sampling, deadline: Deadline) -> None:
         trajectory = recorder.trajectory
         recorder.enter_phase("play")
-        model = Model(recorder, sampling)
+        model = Model(recorder, sampling, deadline)
         try:
             try:
                 reward = await deadline.wait(play(trajectory.task, model), self.limits.wall_clock_s)

@@ -1,22 +1,21 @@
-"""Deadlines, abandonable threads and the stall watchdog."""
+"""What an episode waits for: deadlines, threads that can be abandoned, and places of engine calls.
+
+An episode has a place only during its calls, none while its environment works. Waiting calls enter by the age of their policy,
+then by their number of turns; a new episode starts when no call waits.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import sys
+import heapq
+import math
 import threading
-import time
-import traceback
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
+from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from types import CodeType, FrameType
-from typing import Any, NamedTuple, NoReturn, Self, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from turnwise.envs.user_code import carried
 from turnwise.errors import words
@@ -40,12 +39,13 @@ class Deadline:
     assignments. (`asyncio.timeout` sets and removes a timer each time, which costs about 8 us a wait.)
     """
 
-    __slots__ = ("_at", "_fired", "_loop", "_stop", "_task", "_timer", "end")
+    __slots__ = ("_at", "_fired", "_held", "_held_since", "_loop", "_outer", "_stop", "_task", "_timer", "end")
 
-    def __init__(self, wall_clock: float, stop: Stop | None = None) -> None:
+    def __init__(self, wall_clock: float, stop: Stop | None = None, outer: Deadline | None = None) -> None:
         """Create the deadline of the running task: every wait ends `wall_clock` seconds from now.
 
-        `stop` is the flag of the rollout that owns the task. None for a task of user code, which that code may cancel.
+        `stop` is the flag of the rollout that owns the task. None for a task of user code, which that code may cancel. `outer`
+        is the deadline of the task that waits for this one.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -54,6 +54,8 @@ class Deadline:
         self._stop = stop
         self._timer: asyncio.TimerHandle | None = None
         self._at = 0.0  # 0: no wait is active
+        self._outer = outer
+        self._held, self._held_since = 0, 0.0  # number of waits that do not count, and the start of the first
         self._fired = False
         self.end = self._loop.time() + wall_clock
 
@@ -86,6 +88,34 @@ class Deadline:
             if self._fired:  # the awaitable swallowed the cancellation
                 self._fired = False
                 self._task.uncancel()
+
+    async def hold(self, awaitable: Awaitable[T]) -> T:
+        """Wait for an awaitable outside this deadline and the outer one: their ends move by the time it takes."""
+        self._suspend()
+        try:
+            return await self.wait(awaitable, math.inf)
+        finally:
+            self._continue()
+
+    def _suspend(self) -> None:
+        if self._outer is not None:
+            self._outer._suspend()
+        if not self._held:
+            self._held_since = self._loop.time()
+        self._held += 1
+
+    def _continue(self) -> None:
+        if self._outer is not None:
+            self._outer._continue()
+        self._held -= 1
+        if self._held:
+            return
+        seconds = self._loop.time() - self._held_since
+        self.end += seconds
+        if self._at:
+            self._at += seconds
+            if self._timer is None:  # it fired meanwhile
+                self._timer = self._loop.call_at(self._at, self._on_timer)
 
     def _raise(self, error: BaseException) -> NoReturn:
         """Raise the substitute of an exception that is not an `Exception`."""
@@ -136,7 +166,7 @@ class Deadline:
 
     def _on_timer(self) -> None:
         self._timer = None
-        if self._at == 0.0:
+        if self._at == 0.0 or self._held:
             return
         if self._loop.time() >= self._at:
             self._fired = True
@@ -284,120 +314,199 @@ class AbandonableThreads:
                 future.set_exception(carried(error))
 
 
-MAX_LISTED = 20
-"""Episodes listed individually."""
+class _Waiter(NamedTuple):
+    """A call, or the start of an episode, that waits; ordered by the first three fields."""
+
+    version: int
+    turns: int
+    """Negative number of turns before the call."""
+    number: int
+    future: asyncio.Future[None]
 
 
-class PendingEpisode(NamedTuple):
-    """One running episode."""
+class CallGate:
+    """Places of engine calls: limits concurrent calls, and holds those of training while something else needs the engine."""
 
-    session: str
-    """phase/step/task/sample/attempt"""
-    turn: int
-    phase: str
-    seconds: float
-    """Seconds since the start of its phase."""
-    since: float
-    """Start of its phase, by `time.monotonic()`."""
+    def __init__(self, places: int, episodes: int | None = None) -> None:
+        """Admit `places` concurrent calls, and start episodes while fewer are alive than `episodes`; None is unlimited."""
+        self._places, self._most = places, episodes
+        self._ahead = places // 4
+        """Episodes that start while every place is taken, so that their environments are ready when one is free."""
+        self.calls = 0
+        """Calls in the engine."""
+        self.starting = 0
+        """Episodes that have made no call yet."""
+        self.alive = 0
+        """Episodes that have started and not ended."""
+        self._numbers = 0
+        self._held: set[bool] = set()
+        # By whether they are of training: calls, and episodes to start.
+        self._calls: dict[bool, list[_Waiter]] = {True: [], False: []}
+        self._starts: dict[bool, list[_Waiter]] = {True: [], False: []}
+        self.training_calls = 0
+        """Calls of training in the engine."""
+        self._idle: asyncio.Future[None] | None = None
+        self._announced = 0
+        self._free_waiter: asyncio.Future[None] | None = None
 
+    def announce(self, episodes: int) -> None:
+        """Count episodes of training that are about to wait for their start; a negative number takes them back."""
+        self._announced += episodes
+        if episodes < 0:
+            self._admit()
 
-class Watchdog:
-    """Thread that monitors a running rollout, and handler of SIGUSR1 unless that signal has another handler.
+    async def wait_free(self) -> None:
+        """Wait until a new episode of training would start at once."""
+        while not self._free():
+            self._free_waiter = self._free_waiter or asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._free_waiter)
 
-    Progress is an episode that finishes or enters another phase of a turn. After `seconds` without progress, and each time
-    after twice as long, it prints the pending episodes, and where the event loop is blocked if it is.
-    """
+    def _free(self) -> bool:
+        return True not in self._held and not self._announced and not self._starts[True] and self._may_start()
 
-    def __init__(self, pending: Callable[[], list[PendingEpisode]], finished: Callable[[], int], seconds: float) -> None:
-        """Create the watchdog of the running event loop; `pending` returns the running episodes, oldest first."""
-        self._pending = pending
-        self._finished = finished
-        self._seconds = seconds
-        self._loop = asyncio.get_running_loop()
-        self._ident = threading.get_ident()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="turnwise-watchdog", daemon=True)
-        self._handles = False
+    async def hold(self) -> None:
+        """Hold the calls of training, and wait until none of them is in the engine."""
+        self._held.add(True)
+        while self.training_calls:
+            self._idle = self._idle or asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._idle)
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        if hasattr(signal, "SIGUSR1") and threading.current_thread() is threading.main_thread():
-            self._handles = signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-            if self._handles:
-                signal.signal(signal.SIGUSR1, self._print_stacks)
-        return self
+    def hold_new(self) -> None:
+        """Hold the calls of training that are not in the engine yet."""
+        self._held.add(True)
 
-    def __exit__(self, *_: object) -> None:
-        if self._handles:
-            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-        self._stopped.set()
-        self._thread.join()
+    def resume(self) -> None:
+        """Let the calls of training continue."""
+        self._held.clear()
+        self._admit()
 
-    def _watch(self) -> None:
-        count, last_progress, interval = self._finished(), time.monotonic(), self._seconds
-        while not self._stopped.wait(min(1.0, self._seconds / 4)):
-            now, rows = time.monotonic(), self._pending()
-            latest = rows[-1].since if rows else now
-            if self._finished() != count:
-                count, latest = self._finished(), now
-            if latest > last_progress:
-                last_progress, interval = latest, self._seconds
-            if now - last_progress >= interval:
-                interval *= 2
-                lines = [f"no progress for {now - last_progress:.0f} s; {describe_pending(rows)}", *self._blocked()]
-                if self._handles:
-                    lines.append(f"(kill -USR1 {os.getpid()} shows stacks)")
-                _print(lines)
+    def _may_start(self) -> bool:
+        room = self.calls + self.starting < self._places + self._ahead and (self._most is None or self.alive < self._most)
+        return room and self._next(self._calls) is None
 
-    def _blocked(self) -> Iterator[str]:
-        """Yield the stack of the event loop if it is blocked."""
-        alive = threading.Event()
+    def _wait(self, heap: list[_Waiter], version: int, turns: int) -> _Waiter:
+        self._numbers += 1
+        waiter = _Waiter(version, -turns, self._numbers, asyncio.get_running_loop().create_future())
+        heapq.heappush(heap, waiter)
+        return waiter
+
+    def _next(self, heaps: dict[bool, list[_Waiter]]) -> tuple[_Waiter, bool] | None:
+        """Return the first waiter that is not held, and whether it is of training; drop cancelled ones."""
+        found: tuple[_Waiter, bool] | None = None
+        for training, heap in heaps.items():
+            while heap and heap[0].future.done():
+                heapq.heappop(heap)
+            if heap and training not in self._held and (found is None or heap[0][:3] < found[0][:3]):
+                found = heap[0], training
+        return found
+
+    def _admit(self) -> None:
+        """Admit waiting calls to free places, then start episodes."""
+        while self.calls < self._places and (call := self._next(self._calls)):
+            waiter, training = call
+            heapq.heappop(self._calls[training])
+            self._take(training)
+            waiter.future.set_result(None)
+        while self._may_start() and (start := self._next(self._starts)):
+            waiter, training = start
+            heapq.heappop(self._starts[training])
+            self.starting += 1
+            self.alive += 1
+            waiter.future.set_result(None)
+        if self._free_waiter is not None and self._free():
+            self._free_waiter.set_result(None)
+            self._free_waiter = None
+
+    def _take(self, training: bool) -> None:
+        self.calls += 1
+        self.training_calls += training
+
+    def leave(self, training: bool) -> None:
+        """Give up the place of a call."""
+        self.calls -= 1
+        self.training_calls -= training
+        if self._idle is not None and not self.training_calls:
+            self._idle.set_result(None)
+            self._idle = None
+        if self._calls[True] or self._calls[False] or self._starts[True] or self._starts[False] or self._free_waiter:
+            self._admit()
+
+    def try_enter(self, training: bool) -> bool:
+        """Take a place for a call if one is free and no call waits."""
+        if self.calls >= self._places or training in self._held or self._calls[True] or self._calls[False]:
+            return False
+        self._take(training)
+        return True
+
+    async def enter(self, training: bool, version: int, turns: int) -> None:
+        """Wait for the place of a call."""
+        waiter = self._wait(self._calls[training], version, turns)
         try:
-            self._loop.call_soon_threadsafe(alive.set)
-        except RuntimeError:  # it is closed
+            await waiter.future
+        except asyncio.CancelledError:
+            if waiter.future.done() and not waiter.future.cancelled():
+                self.leave(training)
+            raise
+
+    async def start(self, training: bool, version: int) -> None:
+        """Wait until an episode may start."""
+        if training not in self._held and not self._starts[training] and self._may_start():
+            self.starting += 1
+            self.alive += 1
             return
-        if not alive.wait(min(0.5, self._seconds)):
-            yield "the event loop is blocked:"
-            yield from _stack(sys._current_frames().get(self._ident))
+        waiter = self._wait(self._starts[training], version, 0)
+        try:
+            await waiter.future
+        except asyncio.CancelledError:
+            if waiter.future.done() and not waiter.future.cancelled():
+                self.end(starting=True)
+            raise
 
-    def _print_stacks(self, *_: object) -> None:
-        rows = self._pending()
-        lines = [describe_pending(rows)]
-        for task in asyncio.all_tasks(self._loop):
-            lines += [f"task {task.get_name()}:", *_awaiting(task.get_coro())]
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        for ident, frame in sys._current_frames().items():
-            lines += [f"thread {names.get(ident, ident)}:", *_stack(frame)]
-        _print(lines)
+    def first_call(self) -> None:
+        """Count an episode as started."""
+        self.starting -= 1
 
-
-def describe_pending(rows: list[PendingEpisode]) -> str:
-    """Describe pending episodes, the oldest individually."""
-    if not rows:
-        return "no episode is pending"
-    lines = [f"{len(rows)} episode{'s' if len(rows) > 1 else ''} pending, oldest first (episode, turn, phase, age):"]
-    lines += [f"  {row.session}  turn {row.turn + 1}  {row.phase}  {row.seconds:.1f} s" for row in rows[:MAX_LISTED]]
-    if rest := Counter(row.phase for row in rows[MAX_LISTED:]):
-        lines.append("  and " + ", ".join(f"{count} in {phase}" for phase, count in rest.most_common()))
-    return "\n".join(lines)
+    def end(self, *, starting: bool) -> None:
+        """Count an episode as ended; `starting` if it made no call."""
+        self.starting -= starting
+        self.alive -= 1
+        self._admit()
 
 
-def _stack(frame: FrameType | None) -> list[str]:
-    return [f"  {entry.filename}:{entry.lineno} in {entry.name}" for entry in traceback.extract_stack(frame, limit=12)]
+class EpisodePlace:
+    """An episode's share of the gate."""
 
+    def __init__(self, gate: CallGate, training: bool, version: int) -> None:
+        self._gate, self._training, self._version = gate, training, version
+        self._starting = True
+        self.waiting = 0
+        """Number of its calls that wait for a place."""
 
-def _awaiting(coroutine: Any) -> Iterator[str]:
-    """Yield the lines at which a coroutine waits, outermost first."""
-    while coroutine is not None:
-        frame, code = getattr(coroutine, "cr_frame", None), getattr(coroutine, "cr_code", None)
-        if frame is None or not isinstance(code, CodeType):
+    async def start(self) -> None:
+        """Wait until the episode may start."""
+        await self._gate.start(self._training, self._version)
+
+    async def enter(self, turns: int, deadline: Deadline) -> None:
+        """Take a place for a call after `turns` turns, waiting outside the deadline."""
+        if self._gate.try_enter(self._training):
+            self._called()
             return
-        yield f"  {code.co_filename}:{frame.f_lineno} in {code.co_qualname}"
-        coroutine = getattr(coroutine, "cr_await", None)
+        self._called()
+        self.waiting += 1
+        try:
+            await deadline.hold(self._gate.enter(self._training, self._version, turns))
+        finally:
+            self.waiting -= 1
 
+    def _called(self) -> None:
+        if self._starting:
+            self._starting = False
+            self._gate.first_call()
 
-def _print(lines: list[str]) -> None:
-    """Write all lines at once; ignore a closed terminal."""
-    with suppress(OSError, ValueError):
-        sys.stderr.write("turnwise: " + "\n".join(lines) + "\n")
-        sys.stderr.flush()
+    def leave(self) -> None:
+        """Give up the place of a call."""
+        self._gate.leave(self._training)
+
+    def end(self) -> None:
+        """End the episode."""
+        self._gate.end(starting=self._starting)

@@ -100,6 +100,5 @@ async def play_evaluation(
 ) -> list[Trajectory]:
     """Play tasks for an evaluation. Its `name` is part of every episode's key, so of its seed; `blind` replaces images by
     uniform grey, the control for what the policy uses from the pixels."""
-    with rollout.media_intake.store.blanked(blind):
-        episodes = [episode for choice in choices for episode in choice.episodes(name, step, samples)]
-        return await (play or rollout.play)(episodes, sampling=sampling)
+    episodes = [episode for choice in choices for episode in choice.episodes(name, step, samples)]
+    return await (play or rollout.play)(episodes, sampling=sampling, blank=blind)

@@ -12,7 +12,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,17 @@ from turnwise.renderers.history import History
 from turnwise.rollouts import EpisodeSpec, Rollout, group_by_task
 from turnwise.rollouts.retries import backoff_s
 from turnwise.rollouts.runner import left_out, left_out_note, parse_history
+from turnwise.rollouts.scheduler import BatchScheduler
+from turnwise.rollouts.stream import RolloutStream
+from turnwise.training.batches import (
+    AsyncBatches,
+    Batches,
+    OneStepOffBatches,
+    StreamRecord,
+    SyncBatches,
+    groups_per_step,
+    off_loop,
+)
 from turnwise.training.checkpoint import Checkpoints
 from turnwise.training.evaluation import EvalResult, play_evaluation, summarize
 from turnwise.training.forward.batch import Ranks
@@ -47,7 +58,6 @@ from turnwise.training.task_plan import (
     TaskPlan,
     check_failures,
     may_pass,
-    play_with_dynamic_sampling,
     to_play_again,
 )
 from turnwise.training.trainer.checks import check_fingerprints
@@ -59,6 +69,8 @@ from turnwise.types import ROUTES, EpisodeKey, StopReason, Trajectory
 class TrainingRun:
     """A run in one directory: warm-up, evaluation, reinforcement, evaluation."""
 
+    _stream: RolloutStream
+    """Stream of the run's episodes, open while it plays."""
     measured: Mapping[str, Any] = {}
     """Turn-level metrics of the last evaluation or gate evaluation."""
 
@@ -111,6 +123,7 @@ class TrainingRun:
         self.resumes = 0
         self._version = 0
         """Policy version of the last weight update."""
+        self.stream_record = StreamRecord()
         recorded = self._recorded()
         if resumed:
             self.resumes += 1
@@ -122,6 +135,7 @@ class TrainingRun:
             sampling=sampling_of(config.rollout),
             seed=config.seed,
             concurrency=config.rollout.concurrency,
+            environments=config.rollout.environments,
             run=run,
             recorded=recorded,
             stop=config.rollout.stop,
@@ -144,12 +158,13 @@ class TrainingRun:
         report_memory(trainer, self.config.limits.context, self.parts.engine, self.watch.note)
         try:
             await self._apply_prompt_limit()
-            if self.cursor["phase"] == "warmup":
-                await self._warm_up()
-            before = await self._evaluate("before", 0)
-            await self._reinforce()
-            after = await self._evaluate("after", self.config.train.steps)
-            self._keep_best(self.config.train.steps, after)
+            async with self.rollout.stream() as self._stream:
+                if self.cursor["phase"] == "warmup":
+                    await self._warm_up()
+                before = await self._evaluate("before", 0)
+                await self._reinforce()
+                after = await self._evaluate("after", self.config.train.steps)
+                self._keep_best(self.config.train.steps, after)
         finally:
             await self.parts.engine.close()
         wall, cpu = self._times()
@@ -184,7 +199,7 @@ class TrainingRun:
             )
         # An episode interrupted with the process (Ctrl-C) is closed in the journal without a stop reason of its own.
         found = {k: t for k, t in found.items() if t.stop is not StopReason.ABORTED}
-        found = {k: t for k, t in found.items() if k.phase != "train" or k.step >= done}
+        found = {k: t for k, t in found.items() if k.phase != "train" or self._is_ahead(k, done)}
         written: dict[tuple[Any, ...], float] = {}
         for row in read_json_lines(self.run.path / "trajectories.jsonl"):
             if row["stop"] != StopReason.ABORTED:
@@ -192,13 +207,25 @@ class TrainingRun:
         for key, trajectory in found.items():
             if written.get((key.phase, key.step, key.task, key.sample, key.attempt)) != trajectory.wall_s:
                 self.run.trajectories.append(trajectory_row(trajectory, self.parts.renderer))
-        final = {key for key in found if key in self.accepted or (key.phase == "train" and key.step in self.trained)}
+        final = {key for key in found if key in self.accepted or (key.phase == "train" and self._is_trained(key))}
         retried = [key for key, trajectory in found.items() if may_pass(trajectory) and key not in final]
         for key in retried:
             self._count_failed_play(found.pop(key))
         if retried:
             self.watch.note(f"retrying {len(retried)} episodes that failed in the environment, the engine or at a deadline")
         return found
+
+    def _is_ahead(self, key: EpisodeKey, done: int) -> bool:
+        """Return whether an episode is for a step after the checkpoint of step `done`."""
+        if self.config.schedule.mode == "async":
+            return (key.step, key.task) not in self.stream_record.consumed
+        return key.step >= done
+
+    def _is_trained(self, key: EpisodeKey) -> bool:
+        """Return whether a step was trained on an episode, before or after the checkpoint."""
+        if self.config.schedule.mode == "async":
+            return (key.step, key.task) in self.stream_record.batched
+        return key.step in self.trained
 
     def _count_failed_play(self, trajectory: Trajectory) -> None:
         """Count a play that a retry replaces."""
@@ -211,6 +238,7 @@ class TrainingRun:
         for event in self.run.events(checks):
             if event["e"] == "trained":
                 self.trained.add(event["step"])
+            self.stream_record.apply(event, self.cursor["step"] if self.cursor["phase"] == "reinforce" else 0)
             if event["e"] == "accepted":
                 self.accepted.update(EpisodeKey(*key) for key in event["failed"])
             self.resumes += event["e"] == "resumed"
@@ -263,7 +291,7 @@ class TrainingRun:
         missing = "the gate was not evaluated yet"
         losses: list[float] = list(self.cursor.get("losses", ()))
         while step < warmup.steps:
-            await release_engine_memory(self.parts.engine, config.engine)
+            await release_engine_memory(self.parts.engine, config)
             figures = self.parts.trainer.supervised(sample_demos(demos, config, step), lr=learning_rate(config, step))
             losses = [*losses[-19:], figures["loss"]]
             step += 1
@@ -302,31 +330,70 @@ class TrainingRun:
         config = self.config
         steps = config.train.steps
         self.watch.phase("reinforce", steps, "steps")
-        for step in range(int(self.cursor["step"]), steps):
-            if config.eval.every and step and step % config.eval.every == 0:
-                self._keep_best(step, await self._evaluate(f"step-{step}", step, greedy=False))
-                self.watch.phase("reinforce", steps, "steps")
-            await self._sync(self.cursor["warmed"] + step)
-            began = time.monotonic()
-            objective = self.parts.trainer.objective
-            played = partial(self._play_groups, step=step)
-            trajectories, refilled = await play_with_dynamic_sampling(self.plan, objective, step, played)
-            rollout_s = time.monotonic() - began
-            await release_engine_memory(self.parts.engine, config.engine)
-            self.watch.waiting("optimizer step")
-            row = self._train(trajectories, step, rollout_s) | {"tools_offered": self.rollout.tools_offered}
-            row |= {"groups_refilled": refilled} if objective.settings.refill else {}
-            row |= self._failed_plays("train", step)
-            self._row(row)
-            self.watch.progress(step + 1, row)
-            self.rollout.drop_recorded(step)
-            if (step + 1) % config.checkpoint.every == 0 or step + 1 == steps:
-                self._save(f"step-{step + 1:05d}", phase="reinforce", step=step + 1)
+        first = int(self.cursor["step"])
+        batches = self._batches(first)
+        try:
+            for step in range(first, steps):
+                await batches.settle()
+                if config.eval.every and step and step % config.eval.every == 0:
+                    await self._stream.gate.hold()
+                    self._keep_best(step, await self._evaluate(f"step-{step}", step, greedy=False))
+                    self._stream.gate.resume()
+                    self.watch.phase("reinforce", steps, "steps")
+                await self._train_step(batches, step)
+                if (step + 1) % config.checkpoint.every == 0 or step + 1 == steps:
+                    await batches.settle()
+                    self._save(f"step-{step + 1:05d}", phase="reinforce", step=step + 1)
+        finally:
+            await batches.close()
 
-    def _train(self, trajectories: Sequence[Trajectory], step: int, rollout_s: float) -> dict[str, Any]:
+    def _batches(self, first: int) -> Batches:
+        """Return the source of batches that `schedule.mode` names, from a step on."""
+        schedule, rollout = self.config.schedule, self.config.rollout
+        steps, plan, objective = self.config.train.steps, self.plan, self.parts.trainer.objective
+        progress = partial(self._with_progress, episodes=rollout.groups * rollout.group_size)
+        if schedule.mode == "sync":
+            return SyncBatches(plan, objective, self._play_accepted, progress)
+        if schedule.mode == "one_step_off":
+            return OneStepOffBatches(steps, plan, objective, self._play_accepted, progress)
+        scheduler = BatchScheduler(
+            groups_per_step(plan, steps),
+            schedule.staleness,
+            steps=steps,
+            selection=schedule.selection,
+            refill=objective.settings.refill or 0,
+        )
+        record = self.stream_record
+        scheduler.restore(record.state(first))
+        journal, gate = self.run.journal, self._stream.gate
+        return AsyncBatches(scheduler, plan, objective, self._play_groups, progress, gate, journal.append, record)
+
+    async def _train_step(self, batches: Batches, step: int) -> None:
+        """Send the step's policy to the engine, take a batch and train on it."""
+        config, gate = self.config, self._stream.gate
+        await self._sync(self.cursor["warmed"] + step)
+        gate.resume()
+        began = time.monotonic()
+        trajectories, refilled = await batches.next(step)
+        if config.schedule.mode == "async":
+            self._accept(trajectories, f"step {step + 1}")
+        rollout_s = time.monotonic() - began
+        if config.schedule.mode == "async" and config.schedule.hold:
+            gate.hold_new()
+        await release_engine_memory(self.parts.engine, config)
+        self.watch.waiting("optimizer step")
+        row = await self._train(trajectories, step, rollout_s) | {"tools_offered": self.rollout.tools_offered}
+        row |= {"groups_refilled": refilled} if self.parts.trainer.objective.settings.refill else {}
+        row |= self._failed_plays("train", step)
+        self._row(row)
+        self.watch.progress(step + 1, row)
+        self.rollout.drop_recorded(trajectories)
+
+    async def _train(self, trajectories: Sequence[Trajectory], step: int, rollout_s: float) -> dict[str, Any]:
         """Train on a step's episodes and return its metrics row; no tensor of the step stays referenced."""
-        trainer = self.parts.trainer
-        metrics, token_records = trainer.step(group_by_task(trajectories), step=step, steps=self.config.train.steps)
+        trainer, mode = self.parts.trainer, self.config.schedule.mode
+        work = partial(trainer.step, group_by_task(trajectories), step=step, steps=self.config.train.steps)
+        metrics, token_records = work() if mode == "sync" else await off_loop(work)
         if summary := trainer.layout.summary():
             self.watch.note(summary)
         if step not in self.trained:
@@ -334,19 +401,42 @@ class TrainingRun:
         row = {"phase": "train", "step": step + 1} | step_row(trajectories, metrics, rollout_s, self.config.eval.success)
         return row | write_token_records(self.run.path, step, *token_records)
 
-    async def _play_groups(self, choices: Sequence[TaskChoice], step: int) -> list[Trajectory]:
-        episodes = [episode for choice in choices for episode in choice.episodes("train", step, self.config.rollout.group_size)]
-        extras = [ROUTES] if self.config.train.routing_replay == "replay" else []  # evaluations need none
-        found: list[Trajectory] = await self._with_progress(self._play_with_retries(episodes, extras=extras), len(episodes))
+    async def _play_accepted(self, choices: Sequence[TaskChoice], step: int) -> list[Trajectory]:
+        """Play the groups of a step, and continue with those that failed for good."""
+        found = await self._play_groups(choices, step)
         self._accept(found, f"step {step + 1}")
         return found
 
-    async def _play_with_retries(
-        self, episodes: Sequence[EpisodeSpec], *, extras: Sequence[str] = (), sampling: Sampling | None = None
+    def _play_groups(self, choices: Sequence[TaskChoice], step: int) -> Awaitable[list[Trajectory]]:
+        """Submit the groups of a nominal step now; the engine's policy may get newer while they are played."""
+        episodes = [episode for choice in choices for episode in choice.episodes("train", step, self.config.rollout.group_size)]
+        extras = [ROUTES] if self.config.train.routing_replay == "replay" else []  # evaluations need none
+        return self._play_with_retries(episodes, extras=extras, training=True)
+
+    def _play_with_retries(
+        self,
+        episodes: Sequence[EpisodeSpec],
+        *,
+        extras: Sequence[str] = (),
+        sampling: Sampling | None = None,
+        blank: bool = False,
+        training: bool = False,
+    ) -> Awaitable[list[Trajectory]]:
+        """Submit episodes now; retry those that the environment, the engine or a deadline failed."""
+        given: dict[str, Any] = {"extras": extras, "min_version": self._version, "sampling": sampling, "blank": blank}
+
+        def play(these: Sequence[EpisodeSpec]) -> Awaitable[list[Trajectory]]:
+            return self._stream.submit(these, training=training, **given)
+
+        return self._retried(episodes, play(episodes), play)
+
+    async def _retried(
+        self,
+        episodes: Sequence[EpisodeSpec],
+        playing: Awaitable[list[Trajectory]],
+        play: Callable[[Sequence[EpisodeSpec]], Awaitable[list[Trajectory]]],
     ) -> list[Trajectory]:
-        """Play episodes; retry those that the environment, the engine or a deadline failed."""
-        play = partial(self.rollout.play, extras=extras, min_version=self._version, sampling=sampling)
-        found = await play(episodes)
+        found = await playing
         for tries in range(1, self.config.rollout.max_retries + 1):
             retried = to_play_again(episodes, found, self.accepted)
             if not retried:

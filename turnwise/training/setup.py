@@ -84,9 +84,9 @@ def _check_kinds(config: RunConfig, kinds: Collection[str]) -> None:
         raise ConfigError(f"rollout.{key} = {getattr(rollout, key)}: {why} (SGLang answers at engine.urls)")
 
 
-async def release_engine_memory(engine: Engine, config: EngineConfig) -> None:
+async def release_engine_memory(engine: Engine, config: RunConfig) -> None:
     """Free the memory of an engine that shares the trainer's device; the next weight update wakes it."""
-    if config.colocate and isinstance(engine, SupportsSleep):
+    if (config.engine.colocate or config.schedule.hold) and isinstance(engine, SupportsSleep):
         await engine.sleep()
 
 

@@ -183,6 +183,11 @@ async def reward_processes() -> AsyncIterator[RewardWorkers]:
         await pool.close()
 
 
+def use_pool(pool: RewardWorkers) -> AbstractContextManager[Any]:
+    """Compute the rewards within the block in the workers of a pool."""
+    return _set(_POOL, pool)
+
+
 @contextmanager
 def _set(variable: ContextVar[T | None], value: T) -> Iterator[T]:
     token = variable.set(value)

@@ -1,0 +1,184 @@
+"""Stream of episodes: what concurrent submissions share, for as long as it is open."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from turnwise.engines import Sampling
+from turnwise.envs import Env
+from turnwise.envs.rewards.workers import RewardWorkers, use_pool
+from turnwise.errors import UsageError, first_exception
+from turnwise.rollouts.conversation import parse_extras
+from turnwise.rollouts.group_rewards import GroupRewards, complete_groups
+from turnwise.rollouts.timeouts import AbandonableThreads, CallGate, EpisodePlace, Stop
+from turnwise.rollouts.watchdog import Watchdog
+from turnwise.types import Trajectory
+
+if TYPE_CHECKING:
+    from turnwise.envs.isolation.process_env import ForkServer
+    from turnwise.rollouts.runner import EpisodeSpec, Rollout
+
+
+class EngineRequest(NamedTuple):
+    """What a submission requests from the engine."""
+
+    want: frozenset[str]
+    min_version: int
+    sampling: Sampling
+    blank: bool
+
+
+class _Announced:
+    """Episodes of a submission that have not started yet."""
+
+    def __init__(self, gate: CallGate, episodes: int) -> None:
+        self._gate, self.episodes = gate, episodes
+        gate.announce(episodes)
+
+    def take_back(self, episodes: int) -> None:
+        """Take back some of them."""
+        self.episodes -= episodes
+        self._gate.announce(-episodes)
+
+
+class RolloutStream:
+    """Plays submissions of episodes side by side, each with its own sampling and oldest version.
+
+    Example::
+
+        async with RolloutStream(rollout) as stream:
+            first, second = stream.submit(group), stream.submit(other, min_version=3)
+            trajectories = await first
+    """
+
+    def __init__(self, rollout: Rollout) -> None:
+        """Prepare a stream; `async with` opens it."""
+        self._rollout = rollout
+        self.gate = CallGate(rollout.concurrency, rollout.environments)
+        self._submissions: set[asyncio.Task[list[Trajectory]]] = set()
+        self._factories: dict[int, tuple[ForkServer, Callable[[], Env]]] = {}
+
+    async def __aenter__(self) -> Self:
+        rollout = self._rollout
+        self.loop = asyncio.get_running_loop()
+        self._threads = AbandonableThreads(4 * rollout.concurrency)
+        self._generations = gc.get_threshold()
+        # Episodes allocate many small objects and no cycles; collecting at every 700 allocations cost 8% here.
+        gc.set_threshold(max(self._generations[0], 100_000), *self._generations[1:])
+        self._stack = AsyncExitStack()
+        self._stack.enter_context(Watchdog(rollout.pending, lambda: rollout.finished, rollout.watchdog_s))
+        self._workers = RewardWorkers()
+        self._stack.push_async_callback(self._workers.close)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        rollout = self._rollout
+        try:
+            for task in self._submissions:
+                task.cancel()
+            if self._submissions:
+                await asyncio.wait(self._submissions)
+            await self._close_factories()
+            await self._stack.aclose()
+        finally:
+            gc.set_threshold(*self._generations)
+            self._threads.close()
+            rollout.count_abandoned(self._threads)
+
+    def submit(
+        self,
+        episodes: Sequence[EpisodeSpec],
+        *,
+        extras: Iterable[str] | None = None,
+        min_version: int = 0,
+        sampling: Sampling | None = None,
+        blank: bool = False,
+        training: bool = False,
+    ) -> asyncio.Task[list[Trajectory]]:
+        """Play episodes; siblings of a group belong in one submission. Arguments and errors as of `Rollout.play`.
+
+        Returns a task of the trajectories in the order of `episodes`; cancelling it ends its episodes. The calls of a
+        `training` submission can be held.
+        """
+        rollout = self._rollout
+        if rollout.history == "inline" and any(episode.play is not None for episode in episodes):
+            raise UsageError('history = "inline" is for environments: an agent function composes what follows a reply itself')
+        want = rollout.want if extras is None else parse_extras(extras)
+        request = EngineRequest(want, min_version, sampling or rollout.sampling, blank)
+        announced = _Announced(self.gate, len(episodes) if training else 0)
+        task = self.loop.create_task(self._play(episodes, request, training, announced))
+        self._submissions.add(task)
+        task.add_done_callback(self._submissions.discard)
+        task.add_done_callback(lambda _: announced.take_back(announced.episodes))
+        return task
+
+    async def _play(
+        self, episodes: Sequence[EpisodeSpec], request: EngineRequest, training: bool, announced: _Announced
+    ) -> list[Trajectory]:
+        rollout = self._rollout
+        keys, grouped = [episode.key for episode in episodes], [episode.group_reward is not None for episode in episodes]
+        results: list[Trajectory | None] = complete_groups(keys, [rollout.recorded(key) for key in keys], grouped)
+        for found in filter(None, results):
+            rollout.count_error(found)
+        stop = Stop()
+        missing = [number for number, found in enumerate(results) if found is None]
+        announced.take_back(announced.episodes - len(missing) if training else 0)
+        siblings = [keys[number] for number in missing if grouped[number]]
+        group_rewards = GroupRewards(siblings, self._threads, rollout.limits.reward_s, stop)
+
+        async def play(number: int) -> None:
+            place = EpisodePlace(self.gate, training, request.min_version)
+            try:
+                await place.start()
+                announced.take_back(1 if training else 0)
+                try:
+                    if stop.asked:
+                        raise asyncio.CancelledError
+                    make = self._factory(episodes[number])
+                    results[number] = trajectory = await rollout.play_episode(
+                        episodes[number], make, request, self._threads, group_rewards, stop, place
+                    )
+                    rollout.episode_finished(trajectory)
+                finally:
+                    place.end()
+            except BaseException:
+                stop.asked = True  # the task group cancels the others now
+                raise
+
+        try:
+            with use_pool(self._workers):
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(play(number)) for number in missing]
+                    try:
+                        if tasks:
+                            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+                    except BaseException:
+                        stop.asked = True
+                        raise
+        except BaseExceptionGroup as errors:
+            raise first_exception(errors) from None
+        finally:
+            if self._submissions == {asyncio.current_task()}:
+                await self._close_factories()
+        assert None not in results, "an episode ended without a record"
+        return results  # type: ignore[return-value]
+
+    def _factory(self, episode: EpisodeSpec) -> Callable[[], Env] | None:
+        """Return the factory of an episode's environment: in its own process where the rules say so."""
+        make = episode.make
+        if make is None or episode.rules.isolation != "process":
+            return make
+        if id(make) not in self._factories:
+            from turnwise.envs.isolation.process_env import ForkServer  # few runs need it
+
+            self._factories[id(make)] = ForkServer(make), make  # the reference keeps the id unique
+        return self._factories[id(make)][0]
+
+    async def _close_factories(self) -> None:
+        factories, self._factories = self._factories, {}
+        for server, _ in factories.values():
+            await server.close()
