@@ -274,7 +274,9 @@ class Schedule:
                     self.lags += [step - self.entered[group] for group in groups]
                     if self.hold:
                         stream.gate.hold_new()
-                        self.engine.interrupt()
+                        while stream.gate.training_calls:
+                            self.engine.interrupt()
+                            await asyncio.sleep(0)
                     await asyncio.sleep(self.train_s)
                 self.time, self.used = loop.time(), self.engine.busy
             finally:
