@@ -151,7 +151,7 @@ class EnvSession:
             return await self._step(action, turn)
         recorder = self._recorder
         number = len(recorder.trajectory.turns) - 1
-        row, step = recorder.resumed.step(number), None
+        row, step = recorder.resumed.steps.get(number, {}), None
         if not row:
             if recorder.resumed.has(number):
                 add_counts(recorder.trajectory, "resume_steps_in_doubt")
@@ -161,7 +161,7 @@ class EnvSession:
             except InvalidAction as mistake:
                 row = {"invalid": words(mistake)}
             row |= await self._state_row()
-        recorder.journal.step(number, row)
+            recorder.journal.step(number, row)
         if "invalid" in row:
             raise InvalidAction(row["invalid"])
         return step or read_step(row)
@@ -318,8 +318,8 @@ class EnvSession:
             await self.call(self.env.restore, recorded["state"])
         except Exception as error:
             raise ResumeDiffers(f"the environment could not be restored: {words(error)}") from error
-        if recorded["n"] < 0:
-            self._recorder.journal.step(-1, {"state": recorded["state"]})
+        for number, row in self._recorder.resumed.steps.items():  # before its turns: each play has what it may go on from
+            self._recorder.journal.step(number, row)
 
     async def _restore(self, failure: Failure) -> str:
         """Bring the environment into its state before the failed step; return `restored` or `replayed`."""

@@ -68,9 +68,10 @@ class ResumedTurns:
         """Return whether a turn is recorded."""
         return turn < len(self._attempt.turns)
 
-    def step(self, turn: int) -> Event:
-        """Return the recorded result of a turn's step in an environment with effects; empty without one."""
-        return self._attempt.steps.get(turn, {})
+    @property
+    def steps(self) -> Mapping[int, Event]:
+        """Recorded results of steps in an environment with effects, by turn; -1 is the reset."""
+        return self._attempt.steps
 
     async def take(self, path: ConversationPath, distribution: SamplingDistribution, budget: int) -> RecordedTurn | None:
         """Return the recorded turn that answers the next call of a path; None when the engine has to.
