@@ -105,7 +105,7 @@ def test_asynchronous_at_staleness_0_is_the_synchronous_run(tmp_path: Path) -> N
     ("keys", "error"),
     [
         ('mode = "async"', "schedule.staleness = 2 (the default): trains on tokens of older policies, which needs"),
-        ('mode = "one_step_off"', "schedule.mode = \"one_step_off\": trains on tokens of older policies, which needs"),
+        ('mode = "one_step_off"', 'schedule.mode = "one_step_off": trains on tokens of older policies, which needs'),
         ("staleness = 3", "schedule.staleness = 3: has no effect: it needs schedule.mode = async"),
     ],
 )
