@@ -13,7 +13,7 @@ import pytest
 
 import turnwise as tw
 from turnwise.errors import TurnwiseError
-from turnwise.rollouts import Rollout
+from turnwise.rollouts.stream import RolloutStream
 
 SETTINGS: dict[str, Any] = {
     "limits": {"turns": 3, "turn_tokens": 6},
@@ -53,25 +53,26 @@ def spans(run: Path) -> dict[str, list[Any]]:
 def test_ctrl_c_then_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Episodes that were cut off are played again, and come out as in a run that was not stopped."""
     tw.train(env=Echo, out=tmp_path / "peace", **SETTINGS)
-    original = Rollout.play
+    original = RolloutStream.submit
     calls = 0
 
-    async def interrupted(self: Rollout, episodes: Any, **asked: Any) -> Any:
+    def interrupted(self: RolloutStream, episodes: Any, **asked: Any) -> asyncio.Task[Any]:
         nonlocal calls
         calls += 1
-        if calls != 4:
-            return await original(self, episodes, **asked)
-        task = asyncio.ensure_future(original(self, episodes, **asked))
+        task = original(self, episodes, **asked)
+        return task if calls != 4 else asyncio.ensure_future(interrupt(task))
+
+    async def interrupt(task: asyncio.Task[Any]) -> None:
         await asyncio.sleep(0.02)
         task.cancel()
         await asyncio.wait({task})
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Rollout, "play", interrupted)
+    monkeypatch.setattr(RolloutStream, "submit", interrupted)
     with pytest.raises(KeyboardInterrupt, match="--resume"):
         tw.train(env=Echo, out=tmp_path / "war", **SETTINGS)
     gc.collect()  # the interrupted task, whose exception nobody asked for, is told of here and not in another test
-    monkeypatch.setattr(Rollout, "play", original)
+    monkeypatch.setattr(RolloutStream, "submit", original)
     tw.train(env=Echo, out=tmp_path / "war", resume=True, display="none")
     assert spans(tmp_path / "war") == spans(tmp_path / "peace")
     summary = json.loads((tmp_path / "war" / "summary.json").read_text())

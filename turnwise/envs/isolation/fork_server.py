@@ -237,7 +237,10 @@ class _ForkServer:
                 return
 
     def _serve_one(self, make: Callable[[], Env]) -> bool:
-        data, sockets, _, _ = socket.recv_fds(self._control, REQUEST.size, 1)
+        try:
+            data, sockets, _, _ = socket.recv_fds(self._control, REQUEST.size, 1)
+        except ConnectionResetError:  # killed before it read which processes had ended
+            data, sockets = b"", []
         if len(data) < REQUEST.size:
             self._end_all()
             return False
