@@ -69,7 +69,7 @@ truncated_share | share | episodes truncated by a limit | over a tenth: see whic
 truncations.<reason> | count | truncated episodes, by limit | `turn_length`: replies do not end; `context`, `episode_tokens`: observations are long; `max_turns`: no end in sight
 failed_share | share | failed episodes, which are not trained on | over 0: read `errors.<where>`
 errors.<where> | count | failed episodes, by phase and exception (`step/ConnectionError`) | fix the environment: `turnwise view` shows the traceback
-retries.<where> | count | recovered failures, by phase and exception | growing: the environment is near its capacity, lower `rollout.concurrency`
+retries.<where> | count | recovered failures, by phase and exception | growing: the environment is near its capacity, set `rollout.environments`
 failed_plays | count | failed plays of episodes that were played again (`rollout.max_retries`, `--resume`); absent if there were none | as `errors.<where>`
 failed_play_tokens | count | ids sampled in those plays; in no other count, never trained | as `failed_plays`
 calls_continued | count | calls aborted by the engine (weight updates) and then continued | growing: updates interrupt long replies | continued

@@ -88,7 +88,8 @@ class BatchScheduler:
     @property
     def ready(self) -> bool:
         """Whether the groups of the next batch are complete, also while the last one trains."""
-        return self._select(self._taken) is not None
+        batch = self._select(self._taken)
+        return batch is not None and all(group in self._complete for group in batch)
 
     def complete(self, group: int) -> None:
         """Record that all episodes of a group ended; a discarded group has no effect."""
