@@ -1,6 +1,7 @@
 """Kill a training run at random instants, resume it each time, and hold it to a run that was never stopped.
 
-    python benchmarks/kill_resume.py --kills 10
+    python benchmarks/kill_resume.py --kills 10 [--mode one_step_off]
+    python benchmarks/kill_resume.py --kills 20 --mode async    # every admitted group trained once, on turns sampled once
     python benchmarks/kill_resume.py --kills 20 --effects    # of an environment whose steps change files, with snapshots
     python benchmarks/kill_resume.py --tree 20    # outages, and kills of each process below the run, at random instants
 
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -223,6 +225,19 @@ def instants(kills: int, seconds: float, rng: random.Random) -> Iterator[str | f
         yield rng.uniform(0.0, seconds)
 
 
+def kill_and_resume(file: Path, war: Path, kills: Sequence[str | float], outcome: Outcome | Stream) -> None:
+    """Kill and resume the run of a recipe, then let it end."""
+    for instant in kills:
+        begun = (war / "config.json").exists()
+        words = command("--resume", war) if begun else command(file, "--out", war)
+        if (found := kill_when(words, war, instant)) is None:
+            break
+        outcome.kills.append(found)
+        journal = war / "journal.jsonl"
+        outcome.lost_s.append(round(time.time() - journal.stat().st_mtime, 3) if journal.exists() else 0.0)
+    finish(command("--resume", war) if (war / "config.json").exists() else command(file, "--out", war))
+
+
 def compare(folder: Path, kills: Sequence[str | float], recipe: str = RECIPE) -> Outcome:
     """Run once in peace and once with kills, and compare."""
     file = folder / "recipe.toml"
@@ -233,15 +248,7 @@ def compare(folder: Path, kills: Sequence[str | float], recipe: str = RECIPE) ->
     finish(command(file, "--out", peace))
     os.environ["BOOKS"] = str(folder / "books-war")
     outcome = Outcome()
-    for instant in kills:
-        begun = (war / "config.json").exists()
-        words = command("--resume", war) if begun else command(file, "--out", war)
-        if (found := kill_when(words, war, instant)) is None:
-            break
-        outcome.kills.append(found)
-        journal = war / "journal.jsonl"
-        outcome.lost_s.append(round(time.time() - journal.stat().st_mtime, 3) if journal.exists() else 0.0)
-    finish(command("--resume", war) if (war / "config.json").exists() else command(file, "--out", war))
+    kill_and_resume(file, war, kills, outcome)
     ours, theirs = trained(war), trained(peace)
     outcome.ids_equal, outcome.trained = ours == theirs and bool(ours), len(ours)
     outcome.weights_equal = weights(war) == weights(peace)
@@ -250,6 +257,70 @@ def compare(folder: Path, kills: Sequence[str | float], recipe: str = RECIPE) ->
     (ours_b, executed), (theirs_b, once) = books(folder / "books-war"), books(folder / "books-peace")
     outcome.books_equal, outcome.steps_repeated = ours_b == theirs_b, executed - once
     return outcome
+
+
+def with_schedule(recipe: str, mode: str, **more: object) -> str:
+    """Return a recipe in another `schedule.mode`, with more keys of that table."""
+    lines = "".join(f"{name} = {json.dumps(value)}\n" for name, value in more.items())
+    corrected = recipe.replace("[train]\n", '[train]\ncorrection = "tis"\n')
+    return f'{corrected}\n[schedule]\nmode = "{mode}"\n{lines}'
+
+
+@dataclass
+class Stream:
+    """What an asynchronous run that was killed and resumed came to."""
+
+    kills: list[str] = field(default_factory=list)
+    groups_lost: int = 0
+    """Groups that were admitted and not trained, or trained twice."""
+    lags: dict[int, int] = field(default_factory=dict)
+    """Trained tokens by lag."""
+    again: int = 0
+    """Turns that the journal had and that were sampled again."""
+    resumed: int = 0
+    lost_s: list[float] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        """Whether every group was trained once, on turns that were sampled once, by policies that there were."""
+        return not self.groups_lost and not self.again and min(self.lags) >= 0
+
+
+def besiege_stream(folder: Path, kills: Sequence[str | float], recipe: str) -> Stream:
+    """Kill and resume an asynchronous run, and account for every group that was admitted."""
+    file, war, stream = folder / "recipe.toml", folder / "war", Stream()
+    file.write_text(recipe)
+    kill_and_resume(file, war, kills, stream)
+    warmed = json.loads((war / "summary.json").read_text())["warmup_steps"]
+    admitted: Counter[int] = Counter()
+    batches: dict[int, tuple[list[int], set[tuple[int, str]]]] = {}
+    opened: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    spans: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for event in events(war):
+        if event["e"] == "admitted":
+            admitted[event["group"]] += 1
+        elif event["e"] == "batch":
+            groups, keys = event["groups"], {(step, task) for step, task in event["keys"]}
+            stream.groups_lost += event["step"] in batches
+            batches[event["step"]] = groups, keys
+        elif "k" in event and event["k"][0] == "train":
+            key = tuple(event["k"])
+            if event["e"] == "opened":
+                opened[key] = []
+            opened[key] += event.get("spans", ())
+            if event["e"] == "closed":
+                spans.setdefault((key[1], key[2]), []).extend(opened.pop(key))
+    taken = Counter(group for groups, _ in batches.values() for group in groups)
+    stream.groups_lost += sum(((taken - admitted) + (admitted - taken)).values())
+    lags: Counter[int] = Counter()
+    for step, (_, keys) in batches.items():
+        for key in keys:
+            for span in spans[key]:
+                if span["origin"] == "model":
+                    lags[step + warmed - span["version"]] += len(span["ids"])
+    stream.lags = dict(sorted(lags.items()))
+    stream.again, stream.resumed = sampled_again(war)
+    return stream
 
 
 def books(folder: Path) -> tuple[dict[str, str], int]:
@@ -484,7 +555,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--effects", action="store_true", help="an environment whose steps change files")
     parser.add_argument("--tree", type=int, default=0, help="this many outages and kills of processes below the run")
+    parser.add_argument("--mode", choices=("sync", "one_step_off", "async", "hold"), default="sync", help="schedule.mode")
     args = parser.parse_args()
+    if args.mode in ("async", "hold"):
+        with tempfile.TemporaryDirectory() as name:
+            recipe = with_schedule(RECIPE, "async", hold=args.mode == "hold")
+            stream = besiege_stream(Path(name), list(instants(args.kills, 0.9, random.Random(args.seed))), recipe)
+        for number, what in enumerate(stream.kills, 1):
+            print(f"kill {number}: {what}")
+        print(json.dumps(vars(stream) | {"kills": len(stream.kills), "good": stream.good}))
+        sys.exit(0 if stream.good else 1)
     if args.tree:
         with tempfile.TemporaryDirectory() as name:
             siege = besiege(Path(name), args.tree, random.Random(args.seed))
@@ -497,7 +577,8 @@ def main() -> None:
         if args.effects:  # at random, for there is no warm-up
             outcome = compare(Path(name), [rng.uniform(0.0, 0.9) for _ in range(args.kills)], EFFECTS)
         else:
-            outcome = compare(Path(name), list(instants(args.kills, 0.9, rng)))
+            recipe = RECIPE if args.mode == "sync" else with_schedule(RECIPE, args.mode)
+            outcome = compare(Path(name), list(instants(args.kills, 0.9, rng)), recipe)
     for number, what in enumerate(outcome.kills, 1):
         print(f"kill {number}: {what}")
     print(f"episodes trained: {outcome.trained}; turns resumed: {outcome.resumed}, sampled again: {outcome.again}")

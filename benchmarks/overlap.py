@@ -1,7 +1,7 @@
 """Success and time of the quickstart's task by schedule, with the engine in a process of its own, slowed as a large model's is.
 
-`turnwise serve` samples, 50 ms a pass; the run trains in this benchmark's machine beside it. Per seed all modes reinforce the
-same weights, those of the warm-up of a run in one process. `wall_over_sync` compares the seconds from the first evaluation's end to the last step's.
+`turnwise serve` samples, 50 ms a pass; the run trains beside it. Per seed all modes reinforce the same weights, those of the
+warm-up of a run in one process. `wall_over_sync` compares the seconds from the first evaluation's end to the last step's.
 
     python benchmarks/overlap.py                                     # three seeds, sync, one_step_off and async: about an hour
     python benchmarks/overlap.py --seeds 1 --modes sync async_2      # other words are overrides of the recipe
