@@ -82,7 +82,7 @@ def main() -> None:
             train(
                 args.recipe,
                 warm,
-                [*words, *args.warm, "--seed", str(seed), "--train.steps", "0", "--eval.greedy", "false", *SIZE],
+                [*words, *args.warm, "--seed", str(seed), "--checkpoint.keep", "99", "--eval.greedy", "false", *SIZE],
             )
             warmed = warm / "checkpoints" / "warmed"
             for mode in args.modes:
