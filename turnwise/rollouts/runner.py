@@ -343,7 +343,7 @@ class Rollout:
         May be called from another thread.
         """
         now = time.monotonic()
-        running = [recorder for recorder in self._running.values() if not recorder.waits]
+        running = [recorder for recorder in list(self._running.values()) if not recorder.waits]
         rows = [PendingEpisode(r.session, r.turn, r.phase, now - r.since, r.since) for r in running]
         return sorted(rows, key=lambda row: -row.seconds)
 
