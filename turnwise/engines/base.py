@@ -236,6 +236,14 @@ class AcceptsPixelSource(Protocol):
         """Add a source of pixel values for `Request.media`; called once per rollout with a vision renderer."""
 
 
+def add_pixel_source(engine: Engine, pixels: Any) -> None:
+    """Add a source of pixel values to an engine that takes one, by `add_pixel_source` or its old name."""
+    if isinstance(engine, AcceptsPixelSource):
+        engine.add_pixel_source(pixels)
+    elif add := old_member(engine, "see", "add_pixel_source"):
+        add(pixels)
+
+
 @runtime_checkable
 class SupportsPause(Protocol):
     """Server client that can end the calls in flight and keep their ids."""

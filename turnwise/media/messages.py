@@ -30,7 +30,8 @@ def store_media(messages: Sequence[Message], store: MediaStore, *, blank: bool =
     Raises `MediaError` for an image that is broken or over a limit, or an unknown reference; `UsageError` where numpy or
     Pillow is missing.
     """
-    return tuple(m if isinstance(m.content, str) else _replace_media(m, partial(store.put, blank=blank)) for m in messages)
+    put = partial(store.put, blank=blank)
+    return tuple(m if isinstance(m.content, str) else _replace_media(m, put) for m in messages)
 
 
 def media_as_text(messages: Sequence[Message], *, strict: bool = True) -> tuple[Message, ...]:

@@ -383,8 +383,11 @@ class Recorder:
         path.messages.append(turn.message)
         path.new_messages = ()
         row: dict[str, Any] = {"call": call, "seed": seed}
-        row |= {"drafts": (generation.drafted, generation.accepted)} if generation.drafted else {}
-        self.journal.turn(turn, path.tools, row | ({"resumed": True} if recorded is not None else {}))
+        if generation.drafted:
+            row["drafts"] = generation.drafted, generation.accepted
+        if recorded is not None:
+            row["resumed"] = True
+        self.journal.turn(turn, path.tools, row)
         if self._effects:
             await self.journal.durable()
         self._check_reply(turn, ids, generation, cause)
@@ -461,7 +464,7 @@ class Recorder:
     ) -> tuple[Generation, Sequence[int], Message]:
         """Call the engine once; return its generation, the reply's ids so far (`previous` included), and the parsed reply."""
         engine, place = self.engine, self._place
-        if place is not None:
+        if place is not None and not place.try_enter():
             await place.enter(len(self.trajectory.turns), deadline)
         try:
             try:

@@ -6,17 +6,17 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from turnwise._old_names import old_member
 from turnwise.config import EnvRules, Limits
 from turnwise.config.constraints import as_recorded, check_section
 from turnwise.config.schema import HISTORY_MODES, HISTORY_OBJECT, history_error
-from turnwise.engines import AcceptsPixelSource, Engine, HasContextLimit, Sampling, StopText
-from turnwise.engines.base import give_renderer
+from turnwise.engines import Engine, HasContextLimit, Sampling, StopText
+from turnwise.engines.base import add_pixel_source, give_renderer
 from turnwise.envs import Env
+from turnwise.envs.isolation.process_env import ForkServers
 from turnwise.envs.resolve import load_object
 from turnwise.envs.user_code import failure_of
 from turnwise.errors import ConfigError, EngineError, LimitReached, RepeatedUserError, TraceError, UsageError
@@ -213,12 +213,8 @@ class Rollout:
         """Cache of preprocessed images, for engine and trainer; None for a text-only model."""
         self._context_source = engine if isinstance(engine, HasContextLimit) else None
         give_renderer(engine, renderer)
-        if self.pixels is None:
-            return
-        if isinstance(engine, AcceptsPixelSource):
-            engine.add_pixel_source(self.pixels)
-        elif add_pixel_source := old_member(engine, "see", "add_pixel_source"):
-            add_pixel_source(self.pixels)
+        if self.pixels is not None:
+            add_pixel_source(engine, self.pixels)
 
     async def play(
         self,
@@ -298,13 +294,14 @@ class Rollout:
 
     async def prompt_sizes(self, episodes: Sequence[EpisodeSpec]) -> list[int | None]:
         """Return the number of ids of each opening prompt, tools included; None for agent functions and failing resets."""
-        threads, stop = AbandonableThreads(), Stop()
+        threads, stop, fork_servers = AbandonableThreads(), Stop(), ForkServers()
 
         async def size(episode: EpisodeSpec) -> int | None:
             if episode.make is None:
                 return None
             deadline = Deadline(START_S + self.limits.env_s, stop)
-            make, trajectory = factories.get(id(episode.make), episode.make), Trajectory(episode.task, episode.key)
+            make = fork_servers.of(episode.make) if episode.rules.isolation == "process" else episode.make
+            trajectory = Trajectory(episode.task, episode.key)
             given = trajectory, self.engine, self.renderer, self.limits
             recorder = Recorder(*given, sampling=self.sampling, seed=self.seed, media_intake=self.media_intake)
             session = EnvSession(make, episode.task, replace(episode.rules, max_env_retries=0), recorder, deadline, threads)
@@ -326,7 +323,7 @@ class Rollout:
             return [await size(episode) for episode in episodes]
 
         try:
-            async with _process_factories(episodes) as factories, asyncio.TaskGroup() as group:
+            async with asyncio.TaskGroup() as group:
                 task = group.create_task(each())  # a separate task, since user code may cancel the task it runs in
                 try:
                     await asyncio.wait([task])
@@ -335,6 +332,7 @@ class Rollout:
                     raise
             return task.result()
         finally:
+            await fork_servers.close()
             threads.close()
 
     def pending(self) -> list[PendingEpisode]:
@@ -514,16 +512,6 @@ class Rollout:
             trajectory.stop = StopReason.REWARD_ERROR
         else:
             trajectory.stop = StopReason.ENV_ERROR
-
-
-def _process_factories(episodes: Sequence[EpisodeSpec]) -> AbstractAsyncContextManager[Mapping[int, Callable[[], Env]]]:
-    """Return a context with the factories of isolated environments, by the `id` of the original factory."""
-    isolated = [e.make for e in episodes if e.make is not None and e.rules.isolation == "process"]
-    if not isolated:
-        return nullcontext({})
-    from turnwise.envs.isolation.process_env import fork_servers  # few runs need it
-
-    return fork_servers(isolated)
 
 
 def left_out(limit: int, tasks: Sequence[str]) -> dict[str, Any]:

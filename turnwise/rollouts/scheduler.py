@@ -61,15 +61,6 @@ class BatchScheduler:
         """Groups of an earlier process that have not entered again."""
         self._refills: Counter[int] = Counter()
 
-    @property
-    def running(self) -> list[int]:
-        """Groups that entered in this process and are not complete."""
-        return [group for group in self._open if group not in self._complete and group not in self._carried]
-
-    def admitted_at(self, group: int) -> int:
-        """Return the policy version at the entry of a group that is in no batch yet."""
-        return self._open[group]
-
     def admit(self) -> int | None:
         """Return the next group to play, or None until the next `advance`.
 
@@ -168,42 +159,27 @@ class BatchScheduler:
         self.discarded += len(late)
         return late
 
-    def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs, as JSON data."""
-        return {
-            "version": self.version,
-            "taken": self._taken,
-            "open": [[group, version] for group, version in self._open.items()],
-            "complete": list(self._complete),
-            "refills": [[group, count] for group, count in self._refills.items()],
-            "replaced": dict(self.replaced),
-            "discarded": self.discarded,
-        }
-
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state`; groups that are not complete enter again.
+        """Continue the run of an earlier process before the step `state["version"]`.
 
-        `version`, `open` and `discarded` are enough, for example from the journal: the groups in no batch of an earlier step,
-        each with the version at which it entered. Steps that the earlier process trained get their batch by `take(known)`.
+        `open` has the groups that entered and are in no batch of an earlier step, as pairs of group and policy version at its
+        entry; `discarded` is the number of dropped ones. The groups enter again. Steps that the earlier process trained get
+        their batch by `take(known)`.
 
         Raises:
             UsageError: when the state contradicts itself.
         """
         entered = {int(group): int(version) for group, version in sorted(state["open"])}
-        self.version = int(state["version"])
-        self._taken = int(state.get("taken", self.version))
-        self._next = self.groups * self._taken + len(entered) + int(state.get("discarded", 0))
+        self.version = self._taken = int(state["version"])
+        discarded = int(state.get("discarded", 0))
+        self._next = self.groups * self._taken + len(entered) + discarded
         late = [group for group, at in entered.items() if self.selection == "discard" and at + self.staleness < self.version]
         self._open = {group: version for group, version in entered.items() if group not in late}
-        self.discarded = int(state.get("discarded", 0)) + len(late)
-        self._complete = dict.fromkeys(int(group) for group in state.get("complete", ()))
-        self._carried = deque(group for group in self._open if group not in self._complete)
-        self._refills = Counter({int(group): int(count) for group, count in state.get("refills", ())})
-        self.replaced = Counter(state.get("replaced", {}))
-        wrong = (self.discarded and self.selection != "discard") or max(entered, default=0) >= max(self._next, 1)
-        if wrong or not self._complete.keys() <= self._open.keys() or self._taken - self.version not in (0, 1):
+        self.discarded = discarded + len(late)
+        self._carried = deque(self._open)
+        if (self.discarded and self.selection != "discard") or max(entered, default=0) >= max(self._next, 1):
             raise UsageError(
-                f"BatchScheduler.restore: {self._taken} batches of {self.groups} groups at version {self.version}, "
-                f"{len(entered)} open and {self.discarded} discarded groups are not all those up to "
-                f"{max(entered, default=0)}: the state is of another run, or rollout.groups or schedule.selection changed"
+                f"BatchScheduler.restore: {self._taken} batches of {self.groups} groups, {len(entered)} open and {discarded} "
+                f"discarded groups are not all those up to {max(entered, default=0)}: the state is of another run, or "
+                "rollout.groups or schedule.selection changed"
             )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from turnwise.engines import Sampling
-from turnwise.envs import Env
+from turnwise.envs.isolation.process_env import ForkServers
 from turnwise.envs.rewards.workers import RewardWorkers, use_pool
 from turnwise.errors import UsageError, first_exception
 from turnwise.rollouts.conversation import parse_extras
@@ -19,7 +19,6 @@ from turnwise.rollouts.watchdog import Watchdog
 from turnwise.types import Trajectory
 
 if TYPE_CHECKING:
-    from turnwise.envs.isolation.process_env import ForkServer
     from turnwise.rollouts.runner import EpisodeSpec, Rollout
 
 
@@ -60,7 +59,7 @@ class RolloutStream:
         self._rollout = rollout
         self.gate = CallGate(rollout.concurrency, rollout.environments)
         self._submissions: set[asyncio.Task[list[Trajectory]]] = set()
-        self._factories: dict[int, tuple[ForkServer, Callable[[], Env]]] = {}
+        self._fork_servers = ForkServers()
 
     async def __aenter__(self) -> Self:
         rollout = self._rollout
@@ -82,7 +81,7 @@ class RolloutStream:
                 task.cancel()
             if self._submissions:
                 await asyncio.wait(self._submissions)
-            await self._close_factories()
+            await self._fork_servers.close()
             await self._stack.aclose()
         finally:
             gc.set_threshold(*self._generations)
@@ -138,10 +137,12 @@ class RolloutStream:
                 try:
                     if stop.asked:
                         raise asyncio.CancelledError
-                    make = self._factory(episodes[number])
-                    results[number] = trajectory = await rollout.play_episode(
-                        episodes[number], make, request, self._threads, group_rewards, stop, place
-                    )
+                    episode = episodes[number]
+                    make = episode.make
+                    if make is not None and episode.rules.isolation == "process":
+                        make = self._fork_servers.of(make)
+                    given = request, self._threads, group_rewards, stop, place
+                    results[number] = trajectory = await rollout.play_episode(episode, make, *given)
                     rollout.episode_finished(trajectory)
                 finally:
                     place.end()
@@ -163,22 +164,6 @@ class RolloutStream:
             raise first_exception(errors) from None
         finally:
             if self._submissions == {asyncio.current_task()}:
-                await self._close_factories()
+                await self._fork_servers.close()
         assert None not in results, "an episode ended without a record"
         return results  # type: ignore[return-value]
-
-    def _factory(self, episode: EpisodeSpec) -> Callable[[], Env] | None:
-        """Return the factory of an episode's environment: in its own process where the rules say so."""
-        make = episode.make
-        if make is None or episode.rules.isolation != "process":
-            return make
-        if id(make) not in self._factories:
-            from turnwise.envs.isolation.process_env import ForkServer  # few runs need it
-
-            self._factories[id(make)] = ForkServer(make), make  # the reference keeps the id unique
-        return self._factories[id(make)][0]
-
-    async def _close_factories(self) -> None:
-        factories, self._factories = self._factories, {}
-        for server, _ in factories.values():
-            await server.close()

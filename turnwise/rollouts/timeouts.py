@@ -339,7 +339,7 @@ class CallGate:
         self.alive = 0
         """Episodes that have started and not ended."""
         self._numbers = 0
-        self._held: set[bool] = set()
+        self._held = False
         # By whether they are of training: calls, and episodes to start.
         self._calls: dict[bool, list[_Waiter]] = {True: [], False: []}
         self._starts: dict[bool, list[_Waiter]] = {True: [], False: []}
@@ -362,22 +362,22 @@ class CallGate:
             await asyncio.shield(self._free_waiter)
 
     def _free(self) -> bool:
-        return True not in self._held and not self._announced and not self._starts[True] and self._may_start()
+        return not self._held and not self._announced and not self._starts[True] and self._may_start()
 
     async def hold(self) -> None:
         """Hold the calls of training, and wait until none of them is in the engine."""
-        self._held.add(True)
+        self._held = True
         while self.training_calls:
             self._idle = self._idle or asyncio.get_running_loop().create_future()
             await asyncio.shield(self._idle)
 
     def hold_new(self) -> None:
         """Hold the calls of training that are not in the engine yet."""
-        self._held.add(True)
+        self._held = True
 
     def resume(self) -> None:
         """Let the calls of training continue."""
-        self._held.clear()
+        self._held = False
         self._admit()
 
     def _may_start(self) -> bool:
@@ -396,7 +396,7 @@ class CallGate:
         for training, heap in heaps.items():
             while heap and heap[0].future.done():
                 heapq.heappop(heap)
-            if heap and training not in self._held and (found is None or heap[0][:3] < found[0][:3]):
+            if heap and not (training and self._held) and (found is None or heap[0][:3] < found[0][:3]):
                 found = heap[0], training
         return found
 
@@ -433,7 +433,7 @@ class CallGate:
 
     def try_enter(self, training: bool) -> bool:
         """Take a place for a call if one is free and no call waits."""
-        if self.calls >= self._places or training in self._held:
+        if self.calls >= self._places or (training and self._held):
             return False
         if (self._calls[True] or self._calls[False]) and self._next(self._calls):
             return False
@@ -452,7 +452,7 @@ class CallGate:
 
     async def start(self, training: bool, version: int) -> None:
         """Wait until an episode may start."""
-        if training not in self._held and not self._starts[training] and self._may_start():
+        if not (training and self._held) and not self._starts[training] and self._may_start():
             self.starting += 1
             self.alive += 1
             return
@@ -488,22 +488,20 @@ class EpisodePlace:
         """Wait until the episode may start."""
         await self._gate.start(self._training, self._version)
 
+    def try_enter(self) -> bool:
+        """Take a place for a call if one is free and no call waits."""
+        if self._starting:
+            self._starting = False
+            self._gate.first_call()
+        return self._gate.try_enter(self._training)
+
     async def enter(self, turns: int, deadline: Deadline) -> None:
-        """Take a place for a call after `turns` turns, waiting outside the deadline."""
-        if self._gate.try_enter(self._training):
-            self._called()
-            return
-        self._called()
+        """Wait outside the deadline for the place of a call after `turns` turns; `try_enter` comes first."""
         self.waiting += 1
         try:
             await deadline.hold(self._gate.enter(self._training, self._version, turns))
         finally:
             self.waiting -= 1
-
-    def _called(self) -> None:
-        if self._starting:
-            self._starting = False
-            self._gate.first_call()
 
     def leave(self) -> None:
         """Give up the place of a call."""

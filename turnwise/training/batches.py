@@ -221,7 +221,9 @@ class AsyncBatches:
 
     def _start(self, group: int) -> None:
         step, index = divmod(group, self._scheduler.groups)
-        choice = self._used.setdefault(step, self._plan.step(step))[index]
+        if step not in self._used:
+            self._used[step] = self._plan.step(step)
+        choice = self._used[step][index]
         # Submitted here and now: the next group is admitted only when the episodes of this one have started.
         task = asyncio.create_task(self._finish(group, step, choice, self._play([choice], step)))
         self._running[group] = task
@@ -281,7 +283,7 @@ async def off_loop(work: Callable[[], T]) -> T:
 
 def groups_per_step(plan: TaskPlan, steps: int) -> int:
     """Return the number of groups of each step; raise `ConfigError` when it differs between steps."""
-    sizes = {len(plan.step(step)) for step in range(steps)}
+    sizes = {plan.size(step) for step in range(steps)}
     if len(sizes) > 1:
         raise ConfigError(
             f'schedule.mode = "async": steps have from {min(sizes)} to {max(sizes)} groups, because an environment has fewer '

@@ -16,7 +16,9 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from turnwise.errors import TraceError
+from turnwise.errors import ConfigError, TraceError
+from turnwise.records import RunDir
+from turnwise.renderers.chat_renderer import ChatRenderer
 from turnwise.training.model.models import STATE_FILE, copy_extras, silence_transformers
 from turnwise.training.trainer.trainer import Trainer
 
@@ -240,3 +242,34 @@ def _flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+_REMEDY = {
+    "template": "restore the chat template (model.template, model.template_args, or the model directory's own)",
+    "tokenizer": "restore the tokenizer (tokenizer.json of the model directory)",
+    "settings": "restore the settings (stop ids of generation_config.json; another version of Turnwise may have others)",
+}
+
+
+def check_run_template(run: RunDir, renderer: ChatRenderer, *, resumed: bool) -> None:
+    """Write the hashes of a run's template, tokenizer and settings into its `config.json`, or check a resumed run's; raise
+    `ConfigError` with those that differ and the remedy, `TraceError` when the file cannot be read or written."""
+    now = {"hash": renderer.fingerprint, "origin": renderer.template.origin, **renderer.fingerprints}
+    path = run.path / "config.json"
+    try:
+        row: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise TraceError(f"{path}: cannot be read ({error}); restore it or start a new run") from error
+    was = row.get("template")
+    if not resumed or not isinstance(was, dict):  # a run that was killed early has none
+        run.write_json("config.json", row | {"template": now})
+        return
+    if was.get("hash") == now["hash"]:
+        return
+    changed = [name for name in _REMEDY if was.get(name) != now[name]]
+    names = " and ".join("chat template" if name == "template" else name for name in changed)
+    raise ConfigError(
+        f"--resume {run.path}: the run was started with another {names or 'renderer'} "
+        f"(hash {was.get('hash')}, now {now['hash']}), so its episodes would differ from those sampled now; "
+        f"{'; '.join(_REMEDY[name] for name in changed) or 'use the version of Turnwise that started it'}, or start a new run"
+    )

@@ -8,7 +8,6 @@ position), not on order, so interrupted episodes come out the same.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 from collections import Counter
@@ -20,7 +19,7 @@ from turnwise.config import RunConfig
 from turnwise.engines import Sampling
 from turnwise.engines.local.weights import fingerprint
 from turnwise.envs.spec import EnvSpec
-from turnwise.errors import ConfigError, SyncError, TraceError, TurnwiseError
+from turnwise.errors import SyncError, TraceError, TurnwiseError
 from turnwise.records import (
     Checks,
     EpisodeListener,
@@ -33,7 +32,6 @@ from turnwise.records import (
 from turnwise.records.journal import InterruptedEpisodes, RecordedEpisode
 from turnwise.records.metrics import rollout_metrics
 from turnwise.records.serialization import key_row
-from turnwise.renderers.chat_renderer import ChatRenderer
 from turnwise.renderers.history import History
 from turnwise.rollouts import EpisodeSpec, Rollout, group_by_task
 from turnwise.rollouts.retries import backoff_s
@@ -49,7 +47,7 @@ from turnwise.training.batches import (
     groups_per_step,
     off_loop,
 )
-from turnwise.training.checkpoint import Checkpoints
+from turnwise.training.checkpoint import Checkpoints, check_run_template
 from turnwise.training.evaluation import EvalResult, play_evaluation, summarize
 from turnwise.training.forward.batch import Ranks
 from turnwise.training.metrics import no_signal_reason, step_row, success_figures, summary_of, write_token_records
@@ -579,34 +577,3 @@ class TrainingRun:
 
 def _row_name(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return (row.get("phase"), row.get("name"), row.get("mode"), row.get("step"))
-
-
-_REMEDY = {
-    "template": "restore the chat template (model.template, model.template_args, or the model directory's own)",
-    "tokenizer": "restore the tokenizer (tokenizer.json of the model directory)",
-    "settings": "restore the settings (stop ids of generation_config.json; another version of Turnwise may have others)",
-}
-
-
-def check_run_template(run: RunDir, renderer: ChatRenderer, *, resumed: bool) -> None:
-    """Write the hashes of a run's template, tokenizer and settings into its `config.json`, or check a resumed run's; raise
-    `ConfigError` with those that differ and the remedy, `TraceError` when the file cannot be read or written."""
-    now = {"hash": renderer.fingerprint, "origin": renderer.template.origin, **renderer.fingerprints}
-    path = run.path / "config.json"
-    try:
-        row: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (OSError, ValueError) as error:
-        raise TraceError(f"{path}: cannot be read ({error}); restore it or start a new run") from error
-    was = row.get("template")
-    if not resumed or not isinstance(was, dict):  # a run that was killed early has none
-        run.write_json("config.json", row | {"template": now})
-        return
-    if was.get("hash") == now["hash"]:
-        return
-    changed = [name for name in _REMEDY if was.get(name) != now[name]]
-    names = " and ".join("chat template" if name == "template" else name for name in changed)
-    raise ConfigError(
-        f"--resume {run.path}: the run was started with another {names or 'renderer'} "
-        f"(hash {was.get('hash')}, now {now['hash']}), so its episodes would differ from those sampled now; "
-        f"{'; '.join(_REMEDY[name] for name in changed) or 'use the version of Turnwise that started it'}, or start a new run"
-    )

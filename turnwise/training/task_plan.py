@@ -126,6 +126,10 @@ class TaskPlan:
         self.train = [choice for lane in self._lanes for choice in lane]
         self.held_out = [choice for choice in self.held_out if choice.task.id in fits]
 
+    def size(self, number: int) -> int:
+        """Return the number of tasks of one step."""
+        return sum(min(share, len(lane)) for share, lane in zip(self._draw_shares(number), self._lanes, strict=True))
+
     def step(self, number: int) -> list[TaskChoice]:
         """Return the distinct tasks of one step by environment weight; a finite source is reshuffled for each pass."""
         shares = self._draw_shares(number)

@@ -12,8 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing import spawn
@@ -349,12 +349,20 @@ async def _exactly(loop: asyncio.AbstractEventLoop, sock: socket.socket, size: i
     return bytes(data)
 
 
-@asynccontextmanager
-async def fork_servers(factories: Iterable[Callable[[], Env]]) -> AsyncIterator[dict[int, ForkServer]]:
-    """Create a fork server per factory, keyed by `id(factory)`, and close them at the end of the block."""
-    servers = {id(factory): ForkServer(factory) for factory in {id(f): f for f in factories}.values()}
-    try:
-        yield servers
-    finally:
-        for server in servers.values():
+class ForkServers:
+    """Fork servers by the factory of their environments."""
+
+    def __init__(self) -> None:
+        self._servers: dict[int, tuple[ForkServer, Callable[[], Env]]] = {}
+
+    def of(self, factory: Callable[[], Env]) -> ForkServer:
+        """Return the fork server of a factory, made at the first request."""
+        if id(factory) not in self._servers:
+            self._servers[id(factory)] = ForkServer(factory), factory  # the reference keeps the id unique
+        return self._servers[id(factory)][0]
+
+    async def close(self) -> None:
+        """Close all fork servers."""
+        servers, self._servers = self._servers, {}
+        for server, _ in servers.values():
             await server.close()
