@@ -105,7 +105,7 @@ EXEMPTIONS = (
     Exemption("sampling", "journal.jsonl", r"settings\.sampling"),
     Exemption("sampling", "export", r"\w+\[]\.sampling"),
     # Keys that release has not.
-    Exemption("new keys", "journal.jsonl", r"(turn\.)?seed|resumed"),
+    Exemption("new keys", "journal.jsonl", r"seed|settings\.rules\.effects"),
     Exemption(
         "new keys",
         "config.json",
