@@ -132,6 +132,8 @@ def phase_of(run: Path) -> str:
 def kill_when(words: Sequence[str], run: Path, instant: str | float) -> str | None:
     """Start a command and kill it: so many seconds after the journal grew, or the moment that `phase_of` says `instant`.
 
+    "checkpoint" is the moment that one is being written, "mid-episode" the one that several episodes have a turn and no end.
+
     Returns:
         What was interrupted; None when the run had ended before.
     """
@@ -142,6 +144,8 @@ def kill_when(words: Sequence[str], run: Path, instant: str | float) -> str | No
         grown = grown or (now if size(run) > before else 0.0)
         if instant == "checkpoint":
             there = any((run / "checkpoints").glob(".*.writing"))
+        elif instant == "mid-episode":
+            there = bool(grown) and mid_episode(run) >= 4
         elif isinstance(instant, str):
             there = (bool(grown) or instant == "warm-up") and instant in phase_of(run)
         else:
@@ -152,6 +156,18 @@ def kill_when(words: Sequence[str], run: Path, instant: str | float) -> str | No
             return phase_of(run)
         time.sleep(0.0005 if instant == "checkpoint" else 0.003)
     return None
+
+
+def mid_episode(run: Path) -> int:
+    """How many episodes of training are in the journal with a turn and without an end."""
+    turns: dict[tuple[Any, ...], int] = {}
+    for event in events(run):
+        if "k" in event and event["k"][0] == "train":
+            if event["e"] in ("opened", "closed"):
+                turns.pop(tuple(event["k"]), None)
+            elif event["e"] == "turn":
+                turns[tuple(event["k"])] = 1
+    return len(turns)
 
 
 def size(run: Path) -> int:

@@ -74,7 +74,7 @@ def test_three_kills(tmp_path: Path) -> None:
 
 def test_kills_of_a_run_with_effects(tmp_path: Path) -> None:
     bench = benchmark()
-    kills = ["rollout", 0.05, "rollout", 0.3]
+    kills = ["mid-episode", 0.05, "mid-episode", 0.3]
     outcome = bench.compare(tmp_path, kills, bench.EFFECTS.replace("steps = 16", "steps = 4"))
     assert outcome.kills, "no kill landed"
     assert outcome.resumed, "nothing was left to go on with"
