@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from turnwise.envs.base import Action, Env, Scores, Step
+from turnwise.envs.foreign import ForeignObject
 from turnwise.envs.tasks import split_tasks
 from turnwise.envs.user_code import call_user
 from turnwise.errors import ConfigError, EnvError, InvalidAction
@@ -32,12 +33,13 @@ _TRUNCATING = ("max_turns_reached", "max_total_completion_tokens_reached", "time
 """Stop conditions that truncate an episode."""
 
 
-def legacy_factory(target: Any) -> LegacyFactory | None:
+def legacy_factory(found: ForeignObject) -> LegacyFactory | None:
     """Return a factory of the episodes of a `verifiers.legacy` environment; None for other objects.
 
     Raises:
         ConfigError: for rewards that compare the rollouts of a group.
     """
+    target = found.target
     if isinstance(target, type) or not all(hasattr(target, name) for name in ("env_response", "init_state", "rubric")):
         return None
     if target.rubric.has_group_rewards:

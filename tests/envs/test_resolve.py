@@ -222,8 +222,8 @@ def test_installed_packages_convert_environments_of_other_libraries(tmp_path, mo
     (tmp_path / "other_envs.py").write_text(
         "import turnwise as tw\n"
         "class Theirs: pass\n"
-        "def convert(target):\n"
-        "    if isinstance(target, Theirs):\n"
+        "def convert(found):\n"
+        "    if isinstance(found.target, Theirs):\n"
         "        return tw.tool_env([], max_turns=3, tasks=[{'prompt': f'Say {n}.'} for n in range(5)])\n"
     )
     (tmp_path / "other_envs-1.dist-info").mkdir()

@@ -287,6 +287,8 @@ class EnvConfig(EnvRules):
     """Whether images are read with the dataset's rows; if false, each is read when an episode uses it."""
     columns: Annotated[Mapping[str, Any], Needs("env.tasks given", "env.eval_tasks given")] = field(default_factory=dict)
     """Columns of `tasks` by content (`prompt`, `answer`, `id`, `images`, `videos`, `env`): `{ answer = "meta.gold" }`."""
+    faithful: bool = False
+    """Whether another framework's user code meets that framework's behavior where ours differs on purpose (docs/compat.md)."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the environment, checked against its signature."""
 

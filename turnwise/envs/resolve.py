@@ -11,7 +11,8 @@ from typing import Any, get_type_hints
 
 from turnwise.config.schema import EnvConfig
 from turnwise.envs.base import Env
-from turnwise.envs.spec import EnvSpec, Play, foreign_factory
+from turnwise.envs.foreign import ForeignObject, adapt
+from turnwise.envs.spec import EnvSpec, Play
 from turnwise.envs.tasks import TaskSource, make_task_source
 from turnwise.envs.tools.schema import flatten, pydantic_hint, schema_error
 from turnwise.envs.user_code import load_user_module
@@ -51,6 +52,8 @@ def resolve_env(config: EnvConfig | str, *, base: Path | str = ".", play: str | 
         play=named,
         return_multi_modal_inputs=config.return_multi_modal_inputs,
         columns=config.columns,
+        base=base,
+        faithful=config.faithful,
     )
     return replace(spec, rules=config)
 
@@ -67,10 +70,12 @@ def as_env_spec(
     play: Play | None = None,
     return_multi_modal_inputs: bool = True,
     columns: Mapping[str, str] | None = None,
+    base: Path | str = ".",
+    faithful: bool = False,
 ) -> EnvSpec:
     """Convert an Env class, a factory or an agent function to an `EnvSpec`; return an `EnvSpec` unchanged.
 
-    Objects of other libraries are converted by installed packages, see `turnwise.envs.spec.foreign_factory`.
+    Objects of other libraries are converted by installed packages, or by `turnwise.compat`, see `turnwise.envs.foreign`.
 
     Hooks (`tasks`, `solver`, `demonstrator`, `single_turn_best`, `max_turns`, `texts`) are read from the factory, then from an
     environment it makes, which is never reset. They may be static, class or instance methods; instance methods have access to
@@ -82,14 +87,16 @@ def as_env_spec(
     if isinstance(target, EnvSpec):
         return target
     where = where or getattr(target, "__name__", None) or type(target).__name__
+    if not (inspect.isclass(target) and issubclass(target, Env)):
+        adapted = adapt(ForeignObject(target, where, dict(args or {}), Path(base), faithful))
+        if adapted is not None:
+            target, args = adapted, {}
     if _is_play(target):
         if args:
             raise ConfigError(f"{where} is a play function and takes no [env.args]; remove {', '.join(args)}")
         given = tasks if tasks is not None else getattr(target, "tasks", None)
         source = make_task_source(given, eval_tasks, where, return_multi_modal_inputs, columns)
         return EnvSpec(name or where, None, target, source, weight=weight)
-    if not (issubclass(target, Env) if inspect.isclass(target) else callable(target)):
-        target = foreign_factory(target) or target
     factory = _factory(target, dict(args or {}), where)
     prototype = _prototype(factory, where)
 

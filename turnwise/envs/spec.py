@@ -6,7 +6,6 @@ import json
 import random
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
-from importlib.metadata import entry_points
 from typing import Any
 
 from turnwise._old_names import Renamed
@@ -149,13 +148,3 @@ class FactoryOptions:
         if self.system is None or any(message.role == "system" for message in messages):
             return messages
         return (Message("system", self.system), *messages)
-
-
-def foreign_factory(target: Any) -> Any:
-    """Return a factory of environments for an object of another library; None where no installed package knows it.
-
-    Packages register a function of the object, which returns a factory (its attributes as on an Env class) or None, as an
-    entry point of the group `turnwise.environments`.
-    """
-    made = (point.load()(target) for point in entry_points(group="turnwise.environments"))
-    return next((factory for factory in made if factory is not None), None)

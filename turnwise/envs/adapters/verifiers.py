@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from turnwise.envs.base import Action, Env, Scores, Step
+from turnwise.envs.foreign import ForeignObject, adapt
 from turnwise.envs.scripted_play import Speak
-from turnwise.envs.spec import foreign_factory
 from turnwise.envs.tasks import TaskSource, split_tasks
 from turnwise.errors import ConfigError, EnvError
 from turnwise.types import Message, Task, Trajectory, as_messages
@@ -211,7 +211,7 @@ class VerifiersFactory:
 def _factory(source: Any) -> Any:
     """Return a factory for a taskset, or for an object that an installed package knows; else None."""
     if isinstance(source, type) or not all(hasattr(source, name) for name in ("load", "task_type", "bounded")):
-        return foreign_factory(source)
+        return adapt(ForeignObject(source, "verifiers_env"))
     check_taskset(source)
     return _TasksetFactory(source)
 

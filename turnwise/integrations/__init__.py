@@ -1,0 +1,1 @@
+"""Our rollouts inside the trainers of other frameworks: one module for each."""
