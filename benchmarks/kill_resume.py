@@ -2,6 +2,7 @@
 
     python benchmarks/kill_resume.py --kills 10 [--mode one_step_off]
     python benchmarks/kill_resume.py --kills 20 --mode async    # every admitted group trained once, on turns sampled once
+    python benchmarks/kill_resume.py --kills 10 --mode one_step_off --served    # the engine in a process that no kill meets
     python benchmarks/kill_resume.py --kills 20 --effects    # of an environment whose steps change files, with snapshots
     python benchmarks/kill_resume.py --tree 20    # outages, and kills of each process below the run, at random instants
 
@@ -24,6 +25,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,11 +122,9 @@ def phase_of(run: Path) -> str:
         return "writing a checkpoint"
     if not (run / "config.json").exists():
         return "before it began"
-    if not (run / "model").is_dir():
-        return "making the model"
     last = next(reversed(events(run)), None)
     if last is None:
-        return "warm-up"
+        return "warm-up" if (run / "model").is_dir() else "making the model"
     name = str(last["k"][0]) if "k" in last else str(last["e"])
     return {"gate": "warm-up", "train": "rollout", "trained": "after a step", "resumed": "set-up"}.get(name, name)
 
@@ -241,30 +241,59 @@ def instants(kills: int, seconds: float, rng: random.Random) -> Iterator[str | f
         yield rng.uniform(0.0, seconds)
 
 
-def kill_and_resume(file: Path, war: Path, kills: Sequence[str | float], outcome: Outcome | Stream) -> None:
-    """Kill and resume the run of a recipe, then let it end."""
+def kill_and_resume(
+    file: Path, war: Path, kills: Sequence[str | float], outcome: Outcome | Stream, given: Sequence[str] = ()
+) -> None:
+    """Kill and resume the run of a recipe, with overrides `given`, then let it end."""
+    begin = command(file, "--out", war, *given)
     for instant in kills:
         begun = (war / "config.json").exists()
-        words = command("--resume", war) if begun else command(file, "--out", war)
+        words = command("--resume", war) if begun else begin
         if (found := kill_when(words, war, instant)) is None:
             break
         outcome.kills.append(found)
         journal = war / "journal.jsonl"
         outcome.lost_s.append(round(time.time() - journal.stat().st_mtime, 3) if journal.exists() else 0.0)
-    finish(command("--resume", war) if (war / "config.json").exists() else command(file, "--out", war))
+    finish(command("--resume", war) if (war / "config.json").exists() else begin)
 
 
-def compare(folder: Path, kills: Sequence[str | float], recipe: str = RECIPE) -> Outcome:
-    """Run once in peace and once with kills, and compare."""
+@contextmanager
+def serving(model: Path | None) -> Iterator[list[str]]:
+    """Serve a model in a process of its own; yield the overrides of a run that samples there, none without a model."""
+    if model is None:
+        yield []
+        return
+    words = [sys.executable, "-m", "turnwise.cli.main", "serve", str(model), "--port", "0", "--device", "cpu"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment()) as server:
+        try:
+            assert server.stdout is not None
+            url = server.stdout.readline().split()[0]
+            yield ["--model.path", str(model), "--warmup.demos", "0", "--engine.kind", "auto", "--engine.urls", json.dumps([url])]
+        finally:
+            server.terminate()
+
+
+def warmed(folder: Path, recipe: str) -> Path:
+    """Return the model of a recipe after its warm-up."""
+    file, out = folder / "warm.toml", folder / "warm"
+    file.write_text(recipe)
+    finish(command(file, "--out", out, "--train.steps", "1", "--checkpoint.keep", "99"))
+    return out / "checkpoints" / "warmed"
+
+
+def compare(folder: Path, kills: Sequence[str | float], recipe: str = RECIPE, model: Path | None = None) -> Outcome:
+    """Run once in peace and once with kills, and compare; with a `model`, each with a server of its own."""
     file = folder / "recipe.toml"
     file.write_text(recipe)
     peace, war = folder / "peace", folder / "war"
     (folder / "ledger.py").write_text(LEDGER)
     os.environ["BOOKS"] = str(folder / "books-peace")
-    finish(command(file, "--out", peace))
+    with serving(model) as given:
+        finish(command(file, "--out", peace, *given))
     os.environ["BOOKS"] = str(folder / "books-war")
     outcome = Outcome()
-    kill_and_resume(file, war, kills, outcome)
+    with serving(model) as given:
+        kill_and_resume(file, war, kills, outcome, given)
     ours, theirs = trained(war), trained(peace)
     outcome.ids_equal, outcome.trained = ours == theirs and bool(ours), len(ours)
     outcome.weights_equal = weights(war) == weights(peace)
@@ -572,6 +601,7 @@ def main() -> None:
     parser.add_argument("--effects", action="store_true", help="an environment whose steps change files")
     parser.add_argument("--tree", type=int, default=0, help="this many outages and kills of processes below the run")
     parser.add_argument("--mode", choices=("sync", "one_step_off", "async", "hold"), default="sync", help="schedule.mode")
+    parser.add_argument("--served", action="store_true", help="sample by `turnwise serve`, in a process that is not killed")
     args = parser.parse_args()
     if args.mode in ("async", "hold"):
         with tempfile.TemporaryDirectory() as name:
@@ -590,11 +620,12 @@ def main() -> None:
         sys.exit(0 if siege.good else 1)
     with tempfile.TemporaryDirectory() as name:
         rng = random.Random(args.seed)
-        if args.effects:  # at random, for there is no warm-up
-            outcome = compare(Path(name), [rng.uniform(0.0, 0.9) for _ in range(args.kills)], EFFECTS)
-        else:
-            recipe = RECIPE if args.mode == "sync" else with_schedule(RECIPE, args.mode)
-            outcome = compare(Path(name), list(instants(args.kills, 0.9, rng)), recipe)
+        kills = list(instants(args.kills, 0.9, rng))
+        if args.effects or args.served:  # there is no warm-up
+            kills = [rng.uniform(0.0, 0.9) for _ in range(args.kills)]
+        recipe = EFFECTS if args.effects else RECIPE
+        model = warmed(Path(name), recipe) if args.served else None
+        outcome = compare(Path(name), kills, recipe if args.mode == "sync" else with_schedule(recipe, args.mode), model)
     for number, what in enumerate(outcome.kills, 1):
         print(f"kill {number}: {what}")
     print(f"episodes trained: {outcome.trained}; turns resumed: {outcome.resumed}, sampled again: {outcome.again}")

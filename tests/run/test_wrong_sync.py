@@ -84,8 +84,16 @@ def test_an_engine_with_other_weights_stops_the_run_at_the_first_step(
     assert [row["step"] for row in rows(out, "train")] == [1]
 
 
-def test_a_small_update_that_was_lost_is_seen_too(tmp_path: Path, recipe: Path, monkeypatch: Any, capsys: Any) -> None:
-    words = ["train", str(recipe), "--lora.rank", "0", "--train.lr", "1e-7", "--train.steps", "2", "--display", "none", "--out"]
+ASYNC = ["--schedule.mode", "async", "--schedule.staleness", "1", "--train.correction", "tis"]
+
+
+@pytest.mark.parametrize("schedule", [[], ASYNC], ids=["sync", "async"])
+def test_a_small_update_that_was_lost_is_seen_too(
+    tmp_path: Path, recipe: Path, monkeypatch: Any, capsys: Any, schedule: list[str]
+) -> None:
+    """In `async` the engine is asked while it samples, and the step waits for the answer before it trains."""
+    words = ["train", str(recipe), "--lora.rank", "0", "--train.lr", "1e-7", "--train.steps", "2", "--display", "none"]
+    words = [*words, *schedule, "--out"]
     assert main([*words, str(tmp_path / "right")]) == 0
     monkeypatch.setattr(setup, "LocalEngine", KeepsOld)
     assert main([*words, str(tmp_path / "run")]) == 1

@@ -385,10 +385,18 @@ class TrainingRun:
     async def _train_step(self, batches: Batches, step: int) -> None:
         """Send the step's policy to the engine, take a batch and train on it."""
         config, gate = self.config, self._stream.gate
-        await self._sync(self.cursor["warmed"] + step)
+        version = self.cursor["warmed"] + step
+        await self._send_weights(version)
+        proof = asyncio.create_task(self._probe(version))
+        if config.schedule.mode != "async":
+            await proof
         gate.resume()
         began = time.monotonic()
-        trajectories, refilled = await batches.next(step)
+        try:
+            trajectories, refilled = await batches.next(step)
+            await proof  # among the calls in flight, it waits for them to be prefilled again
+        finally:
+            proof.cancel()
         if config.schedule.mode == "async":
             self._accept(trajectories, f"step {step + 1}")
         rollout_s = time.monotonic() - began
@@ -479,6 +487,10 @@ class TrainingRun:
 
     async def _sync(self, version: int) -> None:
         """Send the trainer's weights to the engine; raise `SyncError` unless its fingerprint and its samples show them."""
+        await self._send_weights(version)
+        await self._probe(version)
+
+    async def _send_weights(self, version: int) -> None:
         self.watch.waiting("weight update")
         weights = list(self.parts.weights())
         arrived = await self.parts.engine.update(weights, version)
@@ -487,12 +499,14 @@ class TrainingRun:
                 f"the engine holds other weights than the trainer sent (policy {version}, the engine reports "
                 f"{self.parts.engine.version}): it would sample from a policy that is not being trained"
             )
+        self._version = version
+        self.watch.waiting("")
+
+    async def _probe(self, version: int) -> None:
         probe = self.parts.trainer.take_probe()
         if probe is not None and self.config.train.max_mismatch is None:
             banned = self.parts.trainer.banned_ids
             await probe.ask(self.parts.engine, version, banned, self.config.limits.generate_s)
-        self._version = version
-        self.watch.waiting("")
 
     # Evaluation
 

@@ -213,7 +213,7 @@ class LocalEngine:
             weights. Module and config are copied, never shared.
         renderer: kept as `engine.renderer` for the rollout; the engine itself does not use text.
         context: maximum number of ids of context plus reply; by default the model's `max_position_embeddings`.
-        slots: number of cached sequences; by default 256 or as many as fit into `cache_gib`. Further calls wait, and idle
+        slots: number of cached sequences; by default 1024 or as many as fit into `cache_gib`. Further calls wait, and idle
             sessions are evicted, longest idle first; results do not change.
         version: policy version of the given weights.
         device, dtype: device and type of the computation; by default the module's.
@@ -507,9 +507,9 @@ class LocalEngine:
 
 
 def _default_slots(model: EngineModel, cache_gib: float) -> int:
-    """Return how many slots of a full context fit into the memory, at most 256."""
+    """Return how many slots of a full context fit into the memory, at most 1024."""
     each = model.cache.bytes_per_position * (model.context + 1)
-    slots = int(min(256, max(1, cache_gib * 2**30 // each)))
+    slots = int(min(1024, max(1, cache_gib * 2**30 // each)))
     if slots < 8:
         text = "local engine: %g GiB of cache hold %d sequences of %d positions; reduce context or increase cache_gib"
         _log.warning(text, cache_gib, slots, model.context)

@@ -108,7 +108,7 @@ class RouteRecorder:
         return ExpertRoutes(found.tobytes(), store.shape[2], store.shape[3], self.width)
 
 
-STEP_ROWS = 512
+STEP_ROWS = 2048
 """Rows of one forward pass, unless more decode at once."""
 INITIAL_POSITIONS = 256
 """Positions initially allocated per slot; doubled when a context needs more."""

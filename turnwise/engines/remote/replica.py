@@ -43,10 +43,10 @@ class WeightsProof:
             )
 
 
-async def score_canary(engine: RemoteEngine) -> WeightsProof:
-    """Score `CANARY` twice on a server."""
-    first, second = await engine.weights_label(), await engine.weights_label()
-    return WeightsProof(second, first.max_difference(second))
+async def score_canary(engine: RemoteEngine, noise: float | None = None) -> WeightsProof:
+    """Score `CANARY` on a server; twice unless the noise of its scores is known."""
+    label = await engine.weights_label()
+    return WeightsProof(label, label.max_difference(await engine.weights_label()) if noise is None else noise)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ class Replica:
             before = self.proof
             await self.drain()
             await source.send_to(engine)
-            now = await score_canary(engine)
+            now = await score_canary(engine, None if before is None else before.noise)
             moved = before.label.max_difference(now.label) if before is not None else None
             accepted = f"{engine.display_name} accepted the weights of policy {engine.version} but"
             identical = f"{accepted} its logprobs of known ids are bit-identical to before"
