@@ -268,7 +268,8 @@ def serving(model: Path | None) -> Iterator[list[str]]:
         try:
             assert server.stdout is not None
             url = server.stdout.readline().split()[0]
-            yield ["--model.path", str(model), "--warmup.demos", "0", "--engine.kind", "auto", "--engine.urls", json.dumps([url])]
+            given = ["--model.path", str(model), "--warmup.demos", "0"]
+            yield [*given, "--engine.kind", "auto", "--engine.urls", json.dumps([url])]
         finally:
             server.terminate()
 

@@ -87,9 +87,9 @@ def main() -> None:
             warmed = warm / "checkpoints" / "warmed"
             for mode in args.modes:
                 row = reinforced(mode, seed, warmed, folder, args, words)
+                found[mode].append(row)
                 sync = found.get("sync") or [row]
                 row["wall_over_sync"] = round(row["wall_s"] / sync[-1]["wall_s"], 2)
-                found[mode].append(row)
                 low, high = (100 * bound for bound in row["success_after_ci"])
                 print(
                     f"| `{mode}` | {seed} | {100 * row['success_before']:.1f}% | {100 * row['success_after']:.1f}% "

@@ -23,6 +23,7 @@ FOREIGN = {
     "training/forward/forward.py": "base_model_prefix config get_output_embeddings weight",
     "training/forward/prefix_tree.py": f"{FLASH} {FLASH}_backward _attn_implementation config head_dim num_experts_per_tok"
     " num_hidden_layers",
+    "integrations/trl.py": "peft_config",
     "training/model/lora.py": "get_output_embeddings peft_config",
     "training/distributed.py": "_no_split_modules full_tensor set_reduce_scatter_unused_params",
     "training/setup.py": "head_dim",
