@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from turnwise.config.constraints import OF_ENVIRONMENTS, Check, Formerly, Needs, PathKind, accepts_old_names, bounds, named
+from turnwise.config.snapshots import snapshot
 from turnwise.errors import did_you_mean
 
 NonNegativeInt = Annotated[int, bounds(ge=0)]
@@ -85,9 +87,10 @@ class EngineConfig:
     bfloat16."""
 
 
-def truncation_key(top_p: float, top_k: int) -> tuple[str, str] | None:
+def truncation_key(rollout: RolloutConfig) -> tuple[str, str] | None:
     """Return the `[rollout]` key that truncates sampling and why SGLang then cannot be trained with, or None if no key does."""
-    key = "top_p" if top_p < 1.0 else "top_k" if top_k > 0 else None
+    truncates = {"top_p": rollout.top_p < 1.0, "top_k": rollout.top_k > 0, "min_p": rollout.min_p > 0}
+    key = next((key for key, cuts in truncates.items() if cuts), None)
     if key is None:
         return None
     return key, "SGLang returns logprobs of the distribution before truncation, not of the sampled one; leave it out"
@@ -101,6 +104,13 @@ HISTORY_POLICIES = ("keep_images", "downscale_images", "drop_reasoning")
 HISTORY_OBJECT = "object:"
 """Prefix of the name of a policy given as an object."""
 ALGORITHMS = ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo")
+PARSERS = (
+    *("hermes", "qwen3_coder", "seed", "mistral", "deepseek", "glm", "hunyuan", "kimi", "kimi_k3", "harmony", "cohere"),
+    *("command_r", "gemma", "lfm2", "minimax_m2", "muse", "minimax_m1", "apriel", "nemotron_v2", "gigachat", "functionary"),
+    *("minicpm", "granite", "internlm2", "function_gemma", "minicpm3", "olmo3", "solar", "apertus", "llama3", "pythonic"),
+    "json_list",
+)
+"""Reply formats, the names of `turnwise.renderers.parsers.PARSERS`."""
 TRACKERS = ("trackio", "wandb", "tensorboard")
 LOSS_SCALES = ("default", "last_round")
 DType = Literal["auto", "float32", "bfloat16"]
@@ -138,6 +148,7 @@ TOO_FEW_STEPS = "must be 0 or at least 5: an average over fewer steps is never t
 FIXED = Needs("train.aggregation = fixed", "train.aggregation none and train.algorithm = dr_grpo | file.py:name")
 
 algorithm_error = named(ALGORITHMS)
+parser_error = named(PARSERS, "")
 loss_scale_error = named(LOSS_SCALES)
 tracker_error = named(TRACKERS, "file.py:Class", marks=(".py", ":"))
 
@@ -167,6 +178,11 @@ class ModelConfig:
     template: Annotated[str | None, PathKind.TEMPLATE] = None
     """Chat template that replaces the model's: a name (`chatml`, `qwen3_with_thinking`, ...) or a Jinja file; none keeps the
     model's."""
+    revision: Annotated[str | None, Needs("model.path given")] = None
+    """Branch, tag or commit of the hub: of a repository in its cache (`models--org--name`), or to verify a snapshot; none takes
+    the directory as it is."""
+    parser: Annotated[str | None, Check(parser_error)] = None
+    """Format in which tool calls and thinking are parsed (`hermes`, `qwen3_coder`, ...); none detects the template's."""
     hidden: Annotated[PositiveInt, Needs("model.path none")] = 64
     """Width of the tiny model."""
     layers: Annotated[PositiveInt, Needs("model.path none")] = 2
@@ -191,6 +207,11 @@ class ModelConfig:
     """CPU threads of torch; small models run faster with 1, and bitwise reproducibility is guaranteed only with 1."""
     template_args: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as `enable_thinking = false`; only variables that it uses."""
+
+    @property
+    def directory(self) -> Path | None:
+        """Directory of `path` and `revision`; None for a tiny model. Raises `ConfigError` without a snapshot of the revision."""
+        return None if self.path is None else snapshot(Path(self.path), self.revision)
 
 
 def tiny(
@@ -353,6 +374,8 @@ class RolloutConfig:
     """
     top_k: NonNegativeInt = 0
     """Number of most likely ids to sample from, renormalized likewise; 0 disables it."""
+    min_p: Annotated[float, bounds(ge=0, lt=1)] = 0.0
+    """Minimum probability of an id as a share of the most likely one's, applied first, renormalized likewise; 0 disables it."""
     history: Annotated[str, PathKind.OBJECT, Check(history_error)] = "append"
     """Earlier turns in the prompt: `append`, all of them; `inline`, all of them within one assistant message; `template`, those
     that the model's template renders; `keep_images:N`, `downscale_images:N`, `drop_reasoning:N` or `file.py:policy`, those that
@@ -545,6 +568,8 @@ class EvalConfig:
     """`rollout.top_p` for sampled episodes."""
     top_k: NonNegativeInt = 0
     """`rollout.top_k` for sampled episodes."""
+    min_p: Annotated[float, bounds(ge=0, lt=1)] = 0.0
+    """`rollout.min_p` for sampled episodes."""
     success: float = 1.0
     """Minimum reward of a success."""
     greedy: bool = True

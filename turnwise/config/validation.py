@@ -11,6 +11,7 @@ from typing import Any
 
 from turnwise.config.constraints import PathKind, field_errors, is_template_file, path_kinds, without_effect
 from turnwise.config.schema import COLUMNS, EnvConfig, ModelConfig, RunConfig, TrainConfig, truncation_key
+from turnwise.config.snapshots import snapshot
 from turnwise.errors import ConfigError, did_you_mean
 
 Broken = Iterator[tuple[str, str]]  # key of a violated rule, and why
@@ -121,6 +122,7 @@ def _model_rules(model: ModelConfig) -> Broken:
         if not folder.is_dir():
             what = "is a file; name its directory" if folder.exists() else "no such directory; name one that contains a model"
             yield "model.path", f"{what}, or leave the key out for a tiny model built here"
+        folder = snapshot(folder, model.revision)
         if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
             yield "model.path", "contains no config.json, so it is not a Hugging Face model directory"
         return
@@ -278,7 +280,7 @@ def _training_rules(config: RunConfig) -> Broken:
         yield "lora.targets", 'must name a linear layer; ["all"] are those of the text model'
     if train.steps == 0:
         return
-    if config.engine.kind == "sglang" and (truncation := truncation_key(rollout.top_p, rollout.top_k)):
+    if config.engine.kind == "sglang" and (truncation := truncation_key(rollout)):
         yield f"rollout.{truncation[0]}", truncation[1]
     # Whether a trajectory is compared with the others of its task, not with the batch.
     compared = (train.advantage or ("batch" if train.algorithm == "reinforce_pp" else "")) != "batch"

@@ -86,7 +86,8 @@ class SamplingSupport:
 
 @dataclass(slots=True)
 class LogitDistribution:
-    """Distribution the engine samples from: logits / temperature, banned ids masked, renormalized over the top-k/top-p support.
+    """Distribution the engine samples from: logits / temperature, banned ids masked, renormalized over the min-p/top-k/top-p
+    support.
 
     The support comes from the trainer's logits before a step's first update and is kept for all its updates (sampling-mask
     replay). Otherwise a sampled id could leave it, and the ratio would compare different supports. The sampled id is always in
@@ -97,12 +98,13 @@ class LogitDistribution:
     banned_ids: Collection[int] = ()
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     _masks: dict[tuple[int, torch.device], Tensor | None] = field(default_factory=dict)
 
     @property
     def truncates(self) -> bool:
-        """Whether top-k or top-p exclude ids."""
-        return self.top_p < 1.0 or self.top_k > 0
+        """Whether min-p, top-k or top-p exclude ids."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0
 
     def banned(self, logits: Tensor) -> Tensor | None:
         """Return a mask (V,), true for banned ids; None if there are none. Ids beyond the vocabulary are ignored."""
@@ -122,7 +124,7 @@ class LogitDistribution:
         if support is not None:
             return support.excluded(wide_mv.shape[-1])
         with torch.no_grad():
-            sampling = Sampling(self.temperature, self.top_p, self.top_k)
+            sampling = Sampling(self.temperature, self.top_p, self.top_k, min_p=self.min_p)
             excluded_mv: Tensor = masked_scores(wide_mv.detach(), sampling, frozenset(self.banned_ids)).isneginf()
             return excluded_mv.scatter_(1, targets_m[:, None], False)
 

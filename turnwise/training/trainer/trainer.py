@@ -72,7 +72,7 @@ class Trainer:
         banned_ids: ids that the engine never samples; excluded from the trainer's softmax too.
         seed: seed of the minibatch shuffles.
         template: fingerprint of the engine's renderer; trajectories with another one raise. Empty accepts any.
-        top_p, top_k: the engine's; logprobs of both are renormalized over the support.
+        top_p, top_k, min_p: the engine's; logprobs of both are renormalized over the support.
         ranks: processes that train together. With several, the model is sharded and all must make the same calls
             (`RankZeroTrainer` ensures that).
         pixels: source of images' pixel values, as in `Rollout.pixels`.
@@ -94,6 +94,7 @@ class Trainer:
         template: str = "",
         top_p: float = 1.0,
         top_k: int = 0,
+        min_p: float = 0.0,
         ranks: Ranks | None = None,
         pixels: PixelCache | None = None,
         on_note: Callable[[str], None] | None = None,
@@ -120,14 +121,16 @@ class Trainer:
         if config.gradient_checkpointing:
             enable_gradient_checkpointing(self.forward.model)
         self.banned_ids = frozenset(banned_ids)
-        self.distribution = LogitDistribution(temperature, self.banned_ids, top_p, top_k)
+        self.distribution = LogitDistribution(temperature, self.banned_ids, top_p, top_k, min_p)
         """Distribution the engine samples from."""
         self.pixels = pixels
         """Source of pixel values; None without images."""
         self._tied = tied_names(model)
         self.ranks = ranks or Ranks()
         if self.distribution.truncates and self.ranks.size > 1:
-            raise ConfigError("rollout.top_p and top_k need a trainer of one process; sampling-mask replay is not distributed")
+            raise ConfigError(
+                "rollout.top_p, top_k and min_p need a trainer of one process; sampling-mask replay is not distributed"
+            )
         self.micro_batch_limit = MicroBatchLimit(config.micro_tokens, alone=self.ranks.size == 1, on_note=on_note)
         self._stats, self._full_logprobs = self.ranks.shard(model, self.forward)
         self.reset_optimizer()
