@@ -79,9 +79,11 @@ def _train(
         raise ConfigError(f"{path} already contains a run; resume it with --resume {path} or choose another --out")
     from turnwise.training.metrics import versions
     from turnwise.training.run import TrainingRun
-    from turnwise.training.task_plan import make_env_specs
+    from turnwise.training.task_plan import make_env_specs, with_steps_of_epochs
 
     specs = list(specs) if specs is not None else make_env_specs(resolved.config)
+    if resume is None and resolved.config.train.data_epochs is not None:
+        resolved = replace(resolved, config=with_steps_of_epochs(resolved.config, specs))
     with RunDir(path) as run:
         if resume is None:
             shutil.rmtree(path / "model", ignore_errors=True)  # left by a run stopped before its first step

@@ -34,7 +34,7 @@ def test_a_revision_selects_a_snapshot_of_the_cache(repository, revision, commit
 
 @pytest.mark.parametrize("revision", ["v2", "aaaa", "c" * 40, "../main", "/etc/passwd"])
 def test_a_revision_that_is_not_there_is_refused(repository, revision):
-    with pytest.raises(ConfigError, match="model.revision"):
+    with pytest.raises(ConfigError, match=r"model\.revision"):
         snapshot(repository, revision)
 
 
@@ -60,7 +60,7 @@ def test_a_recipe_with_a_revision_names_the_snapshot(repository, tmp_path):
     recipe.write_text(f'[model]\npath = "{repository}"\nrevision = "refs/pr/81"\n[[env]]\nuse = "hop"\n')
     assert load(recipe).config.model.directory == repository / "snapshots" / FIRST
     recipe.write_text('[model]\nrevision = "main"\n[[env]]\nuse = "hop"\n')
-    with pytest.raises(ConfigError, match='model.revision = "main": has no effect: it needs model.path given'):
+    with pytest.raises(ConfigError, match=r'model\.revision = "main": has no effect: it needs model.path given'):
         load(recipe)
 
 

@@ -90,7 +90,7 @@ def played(out, *, min_p=0.0, **train):
         model=ModelConfig(hidden=32, layers=1),
         rollout=RolloutConfig(groups=4, group_size=4, sanity="off", temperature=0.8, top_p=0.8, top_k=40, min_p=min_p),
         limits=Limits(turns=2, turn_tokens=8, on_turn_length="continue"),
-        train=TrainConfig(steps=2, schedule="constant", epochs=2, minibatches=2, kl=0.05, **train),
+        train=TrainConfig(**{"steps": 2, "schedule": "constant", "epochs": 2, "minibatches": 2, "kl": 0.05} | train),
         eval=EvalConfig(tasks=0, greedy=False),
     )
     tasks = [Task(f"Say something long about {thing}.", id=thing) for thing in ("rivers", "trees", "towns", "tea")]

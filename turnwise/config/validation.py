@@ -34,6 +34,8 @@ def conflicting_keys(train: TrainConfig) -> tuple[str, str] | None:
     if train.kl and train.reference == "none":
         return "reference", f"train.kl = {train.kl:g} needs a reference policy; set kl = 0, or leave this key out"
     batch = train.advantage or {"reinforce_pp": "batch", "reinforce_pp_baseline": "group_batch"}.get(train.algorithm)
+    if train.reference_every and train.reference == "adapter_off":
+        return "reference_every", 'replaces the reference, which reference = "adapter_off" fixes; set reference = "copy"'
     if train.refill and batch in ("batch", "group_batch"):
         return "refill", f'replaces groups without reward variance; advantage = "{batch}" compares with the complete batch'
     if train.discount != 1.0 and train.credit != "turn":
@@ -289,6 +291,8 @@ def _training_rules(config: RunConfig) -> Broken:
         yield "rollout.group_size", why
     if train.min_group > rollout.group_size and compared:
         yield "train.min_group", f"must be at most rollout.group_size = {rollout.group_size}, or every group is dropped"
+    if train.lr_warmup_steps >= train.steps and train.data_epochs is None:
+        yield "train.lr_warmup_steps", f"must be under train.steps = {train.steps}"
     episodes = rollout.groups * rollout.group_size
     if train.minibatches > episodes:
         yield "train.minibatches", f"must be at most the {episodes} episodes of a step"

@@ -150,7 +150,7 @@ class ChatRenderer:
         )
         self.invalid_ids = ((codec.special - assistant) | incoming | self.banned_ids) - self.stop_ids
         self._replies = ReplyReader(codec, template, self.invalid_ids | self.stop_ids, parser)
-        settings = {"stop_ids": sorted(self.stop_ids), "control_text": control_text}
+        settings: dict[str, Any] = {"stop_ids": sorted(self.stop_ids), "control_text": control_text}
         settings |= {"parser": parser} if parser is not None else {}
         self.fingerprints = {"template": template.fingerprint, "tokenizer": codec.fingerprint, "settings": digest(settings)}
         """Parts of `fingerprint`, to report which one differs."""

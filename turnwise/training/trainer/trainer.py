@@ -165,7 +165,7 @@ class Trainer:
         # Credit: how much better each trajectory did than the others of its task.
         step_credits = self.step_credits(groups)
         # Batches: one per minibatch, each with the passes that cover it.
-        lr = config.lr * schedule(config.schedule, step, steps)
+        lr = config.lr * schedule(config.schedule, step, steps, config.lr_warmup_steps)
         parts = split_minibatches(step_credits.credits, config.minibatches, f"{self.seed}:{step}")
         scale = LossDenominator.of(step_credits.credits, self.objective.settings.aggregation, config.fixed_length, len(parts))
         batches = [self._batch(part, scale, version=version) for part in parts]
@@ -254,11 +254,14 @@ class Trainer:
         """Run forward and backward of this rank's passes; return each one's terms, entropies and logprobs, detached."""
         made = []
         for micro, own in self.ranks.passes(batch.micros):
-            found = self._stats(micro, self.pixels, self.distribution, batch.support_of(micro), entropy=True)
-            terms = self.objective.terms(batch, micro, found.logprobs_m, sequence_n)
+            wanted = {"entropy": True, "entropy_grad": bool(self.config.entropy)}
+            found = self._stats(micro, self.pixels, self.distribution, batch.support_of(micro), **wanted)
+            terms = self.objective.terms(batch, micro, found, sequence_n)
             (terms.loss if own else 0.0 * terms.loss).backward()
             if own:
-                made.append((micro, replace(terms, loss=terms.loss.detach()), found.entropy_m, found.logprobs_m.detach()))
+                made.append(
+                    (micro, replace(terms, loss=terms.loss.detach()), found.entropy_m.detach(), found.logprobs_m.detach())
+                )
         return made
 
     def _start(self, batch: TrainingBatch, step_metrics: StepMetrics) -> None:
