@@ -79,9 +79,11 @@ def _train(
         raise ConfigError(f"{path} already contains a run; resume it with --resume {path} or choose another --out")
     from turnwise.training.metrics import versions
     from turnwise.training.run import TrainingRun
-    from turnwise.training.task_plan import make_env_specs
+    from turnwise.training.task_plan import make_env_specs, with_steps_of_epochs
 
     specs = list(specs) if specs is not None else make_env_specs(resolved.config)
+    if resume is None and resolved.config.train.data_epochs is not None:
+        resolved = replace(resolved, config=with_steps_of_epochs(resolved.config, specs))
     with RunDir(path) as run:
         if resume is None:
             shutil.rmtree(path / "model", ignore_errors=True)  # left by a run stopped before its first step
@@ -140,7 +142,7 @@ async def _evaluate(resolved: ResolvedConfig, checkpoint: str | None, engine: st
     if config.limits.prompt_tokens is not None:
         fits, _ = await rollout.within_prompt_limit([choice.episodes("prompt", 0, 1)[0] for choice in chosen])
         chosen = [choice for choice in chosen if choice.task.id in fits]
-    own = Sampling(config.eval.temperature, config.eval.top_p, config.eval.top_k)
+    own = Sampling(config.eval.temperature, config.eval.top_p, config.eval.top_k, min_p=config.eval.min_p)
     modes = {"sampled": (config.eval.samples, own)}
     if config.eval.greedy and engine == "local":
         modes["greedy"] = (1, Sampling(temperature=0.0))
@@ -189,7 +191,7 @@ def preview_rollouts(
 
 
 def _rollout(resolved: ResolvedConfig, specs: Sequence[EnvSpec], checkpoint: str | None, engine: str) -> Rollout:
-    from turnwise.engines import Sampling, ScriptedEngine
+    from turnwise.engines import ScriptedEngine
     from turnwise.renderers import byte_renderer
     from turnwise.rollouts import Rollout
 
@@ -204,15 +206,16 @@ def _rollout(resolved: ResolvedConfig, specs: Sequence[EnvSpec], checkpoint: str
         return Rollout(ScriptedEngine(solvers[0]), byte_renderer(config.rollout.control_text), **options)
     if engine != "local":
         raise ConfigError(f"--engine {engine}: unknown engine; choose local (configured by [engine]) or scripted")
-    options["sampling"] = Sampling(config.rollout.temperature, config.rollout.top_p, config.rollout.top_k)
     from turnwise.training.checkpoint import read_checkpoint
-    from turnwise.training.setup import connect_fixed_servers, load_model_and_renderer, make_eval_engine
+    from turnwise.training.setup import connect_fixed_servers, load_model_and_renderer, make_eval_engine, sampling_of
+
+    options["sampling"] = sampling_of(config.rollout)
 
     model = config.model
     if config.engine.kind == "chat" and checkpoint is None and model.path is None:
         renderer = byte_renderer(config.rollout.control_text)
         return Rollout(connect_fixed_servers(config, renderer), renderer, **options)
-    named = checkpoint or model.path
+    named = checkpoint or model.directory
     if named is None:
         raise ModelError("no model: a tiny one exists only after training; set --run RUN, --checkpoint or --model.path")
     source = _last(Path(named))

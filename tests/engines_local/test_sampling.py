@@ -77,6 +77,10 @@ def test_the_distribution_is_the_softmax() -> None:
         (Sampling(temperature=0.5, top_p=0.9), [0, 3]),
         (Sampling(top_k=3, top_p=0.99), [0, 1, 3]),
         (Sampling(top_k=100), [0, 1, 2, 3]),
+        (Sampling(min_p=0.1), [0, 1, 3]),
+        (Sampling(temperature=0.5, min_p=0.1), [0, 3]),
+        (Sampling(top_p=0.9, min_p=0.1), [0, 3]),
+        (Sampling(top_p=0.9), [0, 1, 3]),
     ],
 )
 def test_cut_distributions_are_renormalised(sampling: Sampling, kept: list[int]) -> None:

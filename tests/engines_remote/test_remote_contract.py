@@ -71,9 +71,10 @@ def test_ids_and_logprobs_are_those_that_were_sampled(client):
             assert (found.finish == "stop") == (found.ids[-1] == kit.END)
 
 
-def test_every_default_of_the_server_is_set_and_no_seed_reaches_vllm(client):
+@pytest.mark.parametrize("min_p", [0.0, 0.05])
+def test_every_default_of_the_server_is_set_and_no_seed_reaches_vllm(client, min_p):
     server, make = client
-    ask(make, server, question(9))
+    ask(make, server, question(9, sampling=Sampling(min_p=min_p)))
     body = [row["body"] for row in server.seen() if row["path"] != "gone" and "tokens" not in row["path"]]
     sent = next(
         row
@@ -81,7 +82,7 @@ def test_every_default_of_the_server_is_set_and_no_seed_reaches_vllm(client):
         if "max_tokens" in str(row) or "max_new_tokens" in row or "n_predict" in row or "sampling_params" in row
     )
     sampling = sent.get("sampling_params", sent)
-    wanted = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0}
+    wanted = {"temperature": 1.0, "top_p": 1.0, "min_p": min_p}
     assert {key: sampling[key] for key in wanted} == wanted
     assert sampling["top_k"] in (-1, 0)
     assert sampling.get("repetition_penalty", sampling.get("repeat_penalty")) == 1.0

@@ -94,6 +94,7 @@ WRONG = {
     "a temperature that is a text": WELL | {"temperature": "1"},
     "top_p 0": WELL | {"top_p": 0},
     "top_k -7": WELL | {"top_k": -7},
+    "min_p 1": WELL | {"min_p": 1.0},
     "half a token": WELL | {"max_tokens": 1.5},
     "a seed of a hundred digits": WELL | {"seed": 10**100},
     "truths for ids": WELL | {"prompt": [True, False]},

@@ -94,13 +94,14 @@ def test_calls_of_one_path_with_unlike_distributions_are_told_apart(engine):
     temperature=st.sampled_from((0.0, 0.5, 1.0, 1.7)),
     top_p=st.sampled_from((1.0, 0.9, 0.3, 1e-9)),
     top_k=st.sampled_from((0, 1, 5, 99)),
+    min_p=st.sampled_from((0.0, 0.0, 0.05, 0.5)),
     banned=st.frozensets(st.integers(0, 30), max_size=9),
 )
-def test_the_definition_holds_in_every_library(seed, temperature, top_p, top_k, banned):
-    """Weighed against the definition in words: sort, take the first top_k, then the fewest that reach top_p, renormalize."""
+def test_the_definition_holds_in_every_library(seed, temperature, top_p, top_k, min_p, banned):
+    """Weighed against the definition in words: sort, apply min_p, take the first top_k, then the fewest that reach top_p."""
     rng = np.random.default_rng(seed)
     logits = np.round(rng.normal(size=(4, 20)) * 3, 1)  # ties are among them
-    sampling = tw.SamplingDistribution(temperature, top_p, top_k, banned)
+    sampling = tw.SamplingDistribution(temperature, top_p, top_k, banned, min_p=min_p)
     assert tw.SamplingDistribution.from_dict(json.loads(json.dumps(sampling.to_dict()))) == sampling
     ids = np.array([rng.choice([i for i in range(20) if i not in banned]) for _ in range(4)])
     expected = [_by_hand(list(row), int(one), sampling) for row, one in zip(logits, ids, strict=True)]
@@ -116,7 +117,7 @@ def _by_hand(logits, one, sampling):
     scores = {i: logit / (sampling.temperature or 1.0) for i, logit in enumerate(logits) if i not in sampling.banned_ids}
     kept = sorted(scores, key=lambda i: (-scores[i], i))
     if sampling.temperature > 0:
-        kept = kept[: sampling.top_k or None]
+        kept = [i for i in kept if np.exp(scores[i] - scores[kept[0]]) >= sampling.min_p - 1e-12][: sampling.top_k or None]
         weights = np.exp([scores[i] - scores[kept[0]] for i in kept])
         before = np.cumsum(weights / weights.sum()) - weights / weights.sum()
         kept = [i for n, i in enumerate(kept) if n == 0 or before[n] < sampling.top_p or sampling.top_p == 1.0]

@@ -72,14 +72,16 @@ def test_chunks_change_nothing(seed, rows, kind, module, bias, temperature, ban,
         assert (one - other).abs().max() <= 1e-6 * max(1.0, float(other.abs().max()))
 
 
+@pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "cap", "times", "over"])
-def test_the_gradient_is_that_of_differences(kind):
+def test_the_gradient_is_that_of_differences(kind, entropy):
     linear, hidden_md, targets_m, _ = example(5, nn.Linear, bias=True, dtype=torch.float64)
     head, law = OutputHead(linear, LogitTransform(kind, 1.5)), LogitDistribution(0.8, {1, 2} - set(targets_m.tolist()))
 
     def logp(hidden, weight, bias):
         linear.weight.data, linear.bias.data = weight, bias
-        return heads._Chunks.apply(hidden, weight, bias, head, targets_m, law, None, False, 4)[0]
+        found = heads._Chunks.apply(hidden, weight, bias, head, targets_m, law, None, entropy, entropy, 4)
+        return found if entropy else found[0]
 
     given = (hidden_md, linear.weight.detach().clone().requires_grad_(), linear.bias.detach().clone().requires_grad_())
     assert torch.autograd.gradcheck(logp, given)

@@ -84,13 +84,13 @@ def test_a_step_does_not_depend_on_its_passes(config):
     assert figures[0]["loss"] == pytest.approx(figures[1]["loss"], rel=1e-9)
 
 
-def played(out, **train):
+def played(out, *, min_p=0.0, **train):
     config = RunConfig(
         out=str(out),
         model=ModelConfig(hidden=32, layers=1),
-        rollout=RolloutConfig(groups=4, group_size=4, sanity="off", temperature=0.8, top_p=0.8, top_k=40),
+        rollout=RolloutConfig(groups=4, group_size=4, sanity="off", temperature=0.8, top_p=0.8, top_k=40, min_p=min_p),
         limits=Limits(turns=2, turn_tokens=8, on_turn_length="continue"),
-        train=TrainConfig(steps=2, schedule="constant", epochs=2, minibatches=2, kl=0.05, **train),
+        train=TrainConfig(**{"steps": 2, "schedule": "constant", "epochs": 2, "minibatches": 2, "kl": 0.05} | train),
         eval=EvalConfig(tasks=0, greedy=False),
     )
     tasks = [Task(f"Say something long about {thing}.", id=thing) for thing in ("rivers", "trees", "towns", "tea")]
@@ -99,8 +99,9 @@ def played(out, **train):
     return TrainingRun(config, [as_env_spec(LengthRewardEnv, name="longer", tasks=tasks)], run, NullListener()), run
 
 
-def test_a_run_whose_engine_cuts_trains_on_the_same_distribution(tmp_path):
-    made, run = played(tmp_path / "run")
+@pytest.mark.parametrize("min_p", [0.0, 0.3])
+def test_a_run_whose_engine_cuts_trains_on_the_same_distribution(tmp_path, min_p):
+    made, run = played(tmp_path / "run", min_p=min_p)
     with run:
         run_sync(made.play())
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -108,10 +109,20 @@ def test_a_run_whose_engine_cuts_trains_on_the_same_distribution(tmp_path):
     assert len(steps) == 2
     assert all(row["mismatch_max"] < 1e-4 for row in steps)
     assert all(row["optimizer_steps"] == 4 for row in steps)
+    first = json.loads((tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()[-1])
+    assert {one["sampling"].get("min_p", 0.0) for one in first["spans"] if "sampling" in one} == {min_p}
+
+
+def test_the_trainer_renormalizes_over_what_min_p_leaves():
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+    shares = [
+        float(LogitDistribution(min_p=0.2).stats(logits, torch.tensor([i]), entropy=False).logprobs_m.exp()) for i in (0, 1)
+    ]
+    assert sum(shares) == pytest.approx(1.0)  # exp(-1) is over 0.2, exp(-2) is not
 
 
 def test_a_trainer_that_does_not_know_of_it_stops_the_run(tmp_path):
     made, run = played(tmp_path / "run")
     made.parts.trainer.distribution = LogitDistribution(0.8, made.parts.renderer.banned_ids)
-    with run, pytest.raises(SyncError, match=r"samples at temperature 0.8 with top_p 1 and top_k 0"):
+    with run, pytest.raises(SyncError, match=r"samples at temperature 0.8 with top_p 1, top_k 0 and min_p 0"):
         run_sync(made.play())

@@ -1,4 +1,4 @@
-"""Commands init, check, engines, serve."""
+"""Commands init, check, engines, serve, convert."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import keyword
 import os
 import re
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
@@ -18,6 +19,39 @@ from turnwise.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from turnwise.engines.remote import ServerCapabilities
+
+
+def add_convert(subparsers: Any) -> None:
+    """Register the command."""
+    help = "turn a launch script of slime, SkyRL, verl or ms-swift into a recipe"
+    epilog = (
+        "Reads a shell script, an argument list, a Python launcher (.py) or YAML (.yaml), and runs nothing of it. The recipe\n"
+        "goes to the standard output or --out, and names every setting that it drops."
+    )
+    parser = add_command(subparsers, "convert", help, run_convert, epilog=epilog)
+    parser.add_argument("source", metavar="FILE", type=Path, help="the script or configuration")
+    parser.add_argument("--system", metavar="NAME", help="slime, skyrl, verl or swift (default: by its settings)")
+    parser.add_argument("--out", metavar="RECIPE", type=Path, help="the recipe to write, which must not exist")
+
+
+def run_convert(args: argparse.Namespace) -> int:
+    """Convert a launch script and print the recipe, or its account."""
+    from turnwise.compat.convert import convert_file
+
+    converted = convert_file(args.source, args.system)
+    if args.out is None:
+        print(converted.recipe, end="")
+    else:
+        try:
+            with args.out.open("x", encoding="utf-8") as file:
+                file.write(converted.recipe)
+        except OSError as error:
+            raise UsageError(f"--out {args.out}: cannot be written ({error.strerror}); name a new file") from None
+    unknown = [f"unknown setting {one.key}: {one.text}" for one in converted.accounts if one.kind == "unknown"]
+    for line in (converted.summary(), *converted.notes, *unknown):
+        print("".join(one if one.isprintable() else " " for one in line), file=sys.stderr)
+    return 0
+
 
 LEARN = "learn"  # value of `turnwise check`'s argument that trains on a toy reward instead of checking an environment
 

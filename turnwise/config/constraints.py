@@ -53,13 +53,14 @@ def bounds(
 
 
 def named(names: Collection[str], own: str = "file.py:function", marks: Collection[str] = (".py",)) -> Callable[[str], str]:
-    """Return a function that tells what is wrong with a name; one with any of the `marks` is the user's, of the form `own`."""
+    """Return a function that tells what is wrong with a name; one with any of the `marks` is the user's, of the form `own`,
+    unless that is empty."""
 
     def error(name: str) -> str:
-        if name in names or any(mark in name for mark in marks):
+        if name in names or (own and any(mark in name for mark in marks)):
             return ""
         near = did_you_mean(name, names)
-        return f"{near + ' ' if near else ''}there are {', '.join(names)}; your own is {own}"
+        return f"{near + ' ' if near else ''}there are {', '.join(names)}{own and f'; your own is {own}'}"
 
     return error
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
 
 from turnwise.config.constraints import OF_ENVIRONMENTS, Check, Formerly, Needs, PathKind, accepts_old_names, bounds, named
+from turnwise.config.snapshots import snapshot
 from turnwise.errors import did_you_mean
 
 NonNegativeInt = Annotated[int, bounds(ge=0)]
@@ -85,9 +87,10 @@ class EngineConfig:
     bfloat16."""
 
 
-def truncation_key(top_p: float, top_k: int) -> tuple[str, str] | None:
+def truncation_key(rollout: RolloutConfig) -> tuple[str, str] | None:
     """Return the `[rollout]` key that truncates sampling and why SGLang then cannot be trained with, or None if no key does."""
-    key = "top_p" if top_p < 1.0 else "top_k" if top_k > 0 else None
+    truncates = {"top_p": rollout.top_p < 1.0, "top_k": rollout.top_k > 0, "min_p": rollout.min_p > 0}
+    key = next((key for key, cuts in truncates.items() if cuts), None)
     if key is None:
         return None
     return key, "SGLang returns logprobs of the distribution before truncation, not of the sampled one; leave it out"
@@ -101,6 +104,13 @@ HISTORY_POLICIES = ("keep_images", "downscale_images", "drop_reasoning")
 HISTORY_OBJECT = "object:"
 """Prefix of the name of a policy given as an object."""
 ALGORITHMS = ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo")
+PARSERS = (
+    *("hermes", "qwen3_coder", "seed", "mistral", "deepseek", "glm", "hunyuan", "kimi", "kimi_k3", "harmony", "cohere"),
+    *("command_r", "gemma", "lfm2", "minimax_m2", "muse", "minimax_m1", "apriel", "nemotron_v2", "gigachat", "functionary"),
+    *("minicpm", "granite", "internlm2", "function_gemma", "minicpm3", "olmo3", "solar", "apertus", "llama3", "pythonic"),
+    "json_list",
+)
+"""Reply formats, the names of `turnwise.renderers.parsers.PARSERS`."""
 TRACKERS = ("trackio", "wandb", "tensorboard")
 LOSS_SCALES = ("default", "last_round")
 DType = Literal["auto", "float32", "bfloat16"]
@@ -137,7 +147,10 @@ RETRIED = Needs(
 TOO_FEW_STEPS = "must be 0 or at least 5: an average over fewer steps is never two standard errors above 0"
 FIXED = Needs("train.aggregation = fixed", "train.aggregation none and train.algorithm = dr_grpo | file.py:name")
 
+ADVANTAGES: tuple[str, ...] = get_args(Advantage)
 algorithm_error = named(ALGORITHMS)
+advantage_error = named(ADVANTAGES)
+parser_error = named(PARSERS, "")
 loss_scale_error = named(LOSS_SCALES)
 tracker_error = named(TRACKERS, "file.py:Class", marks=(".py", ":"))
 
@@ -167,6 +180,11 @@ class ModelConfig:
     template: Annotated[str | None, PathKind.TEMPLATE] = None
     """Chat template that replaces the model's: a name (`chatml`, `qwen3_with_thinking`, ...) or a Jinja file; none keeps the
     model's."""
+    revision: Annotated[str | None, Needs("model.path given")] = None
+    """Branch, tag or commit of the hub: of a repository in its cache (`models--org--name`), or to verify a snapshot; none takes
+    the directory as it is."""
+    parser: Annotated[str | None, Check(parser_error)] = None
+    """Format in which tool calls and thinking are parsed (`hermes`, `qwen3_coder`, ...); none detects the template's."""
     hidden: Annotated[PositiveInt, Needs("model.path none")] = 64
     """Width of the tiny model."""
     layers: Annotated[PositiveInt, Needs("model.path none")] = 2
@@ -191,6 +209,11 @@ class ModelConfig:
     """CPU threads of torch; small models run faster with 1, and bitwise reproducibility is guaranteed only with 1."""
     template_args: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as `enable_thinking = false`; only variables that it uses."""
+
+    @property
+    def directory(self) -> Path | None:
+        """Directory of `path` and `revision`; None for a tiny model. Raises `ConfigError` without such a snapshot."""
+        return None if self.path is None else snapshot(Path(self.path), self.revision)
 
 
 def tiny(
@@ -353,6 +376,8 @@ class RolloutConfig:
     """
     top_k: NonNegativeInt = 0
     """Number of most likely ids to sample from, renormalized likewise; 0 disables it."""
+    min_p: Annotated[float, bounds(ge=0, lt=1)] = 0.0
+    """Minimum probability of an id as a share of the most likely one's, applied first, renormalized likewise; 0 disables it."""
     history: Annotated[str, PathKind.OBJECT, Check(history_error)] = "append"
     """Earlier turns in the prompt: `append`, all of them; `inline`, all of them within one assistant message; `template`, those
     that the model's template renders; `keep_images:N`, `downscale_images:N`, `drop_reasoning:N` or `file.py:policy`, those that
@@ -405,6 +430,8 @@ class TrainConfig:
 
     steps: NonNegativeInt = 60
     """Reinforcement steps."""
+    data_epochs: PositiveFloat | None = None
+    """Passes over a finite list of training tasks, which set `steps` when the run starts; none takes `steps` as it is."""
     algorithm: Annotated[str, PathKind.OBJECT, Check(algorithm_error, only_training=True)] = "grpo"
     """Algorithm: `grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, `gspo`, `cispo` or
     `file.py:function`. It sets the keys below that are none."""
@@ -412,6 +439,8 @@ class TrainConfig:
     """Learning rate."""
     schedule: Schedule = "linear"
     """Decay of the learning rate to 0 over the run (`constant`: no decay)."""
+    lr_warmup_steps: NonNegativeInt = 0
+    """First steps, over which the learning rate rises linearly to `lr`; the decay follows."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay of AdamW."""
     betas: Annotated[tuple[float, float], bounds(ge=0, lt=1)] = (0.9, 0.95)
@@ -439,6 +468,8 @@ class TrainConfig:
     """Clip range: ratios below 1 - clip_low are clipped; none is the algorithm's (grpo: 0.2)."""
     clip_high: PositiveFloat | None = None
     """Clip range: ratios above 1 + clip_high are clipped; none is the algorithm's (grpo: 0.28)."""
+    clip_cap: Annotated[float | None, bounds(gt=1), Needs("train.algorithm != cispo")] = None
+    """Maximum ratio in the loss of tokens with a negative advantage (dual clip, arXiv 1912.09729); none is unlimited."""
     aggregation: Aggregation | None = None
     """Loss aggregation: mean over sampled tokens; mean over trajectories of their token means; or sum of tokens / (trajectories
     * `fixed_length`). None is the algorithm's (grpo: token)."""
@@ -446,10 +477,10 @@ class TrainConfig:
     """Tokens per trajectory that `fixed` divides by, independent of the sampled length (Dr. GRPO, arXiv 2503.20783)."""
     vision: Annotated[VisionTraining, Needs("model.path given", "model.vision = true")] = "trained"
     """Whether the vision tower and its projector are trained; `frozen` also needs no optimizer state for them."""
-    advantage: Advantage | None = None
+    advantage: Annotated[str | None, PathKind.OBJECT, Check(advantage_error, only_training=True)] = None
     """Advantage: reward minus the group mean, divided by the group's standard deviation (`std`) or not (`mean`); minus the mean
     of the other rewards (`rloo`); normalized over the batch (`batch`); or minus the group mean, then normalized over the batch
-    (`group_batch`). None is the algorithm's (grpo: std)."""
+    (`group_batch`); or `file.py:function` of a group's trajectories and their returns. None is the algorithm's (grpo: std)."""
     credit: CreditUnit = "trajectory"
     """Credit assignment: the trajectory's reward for all its tokens, or for a turn's tokens the rewards from that turn on."""
     discount: Fraction = 1.0
@@ -464,14 +495,22 @@ class TrainConfig:
         NonZeroFraction, Needs("train.overlong_tokens given", "train.algorithm = dapo | file.py:name")
     ] = 0.2
     """Share of `overlong_tokens`, at its end, over which that penalty grows linearly."""
+    overlong_filter: bool = False
+    """Whether episodes cut by a length limit (of a turn, the episode or the context) are left out of the loss; their rewards
+    still count in the baseline."""
     refill: NonNegativeInt | None = None
     """Maximum rounds of new tasks that replace groups without signal; none is the algorithm's (dapo: 3, others: 0)."""
+    group_filter: Annotated[str | None, PathKind.OBJECT] = None
+    """`file.py:function` of a group's trajectories: whether the group is trained. It decides which groups `refill` replaces, in
+    place of equal rewards."""
     on_failure: OnFailedEpisode = "drop_group"
     """Handling of a group with a failed episode: drop the group, or compute the baseline over the survivors."""
     min_group: Annotated[int, bounds(ge=2)] = 2
     """Minimum rewarded trajectories per group; smaller groups are dropped and counted."""
+    entropy: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus: the mean entropy of the sampled distribution at trained tokens, subtracted from the loss."""
     kl: NonNegativeFloat = 0.0
-    """Weight of the KL term to the policy at the start of reinforcement; 0 loads no reference model."""
+    """Weight of the KL term to the reference policy, the one at the start of reinforcement; 0 loads none."""
     kl_estimator: Annotated[KLEstimator | None, Needs("train.kl > 0")] = None
     """KL estimator per token; none is the algorithm's (grpo: k3)."""
     kl_in: Annotated[KLPlace | None, Needs("train.kl > 0")] = None
@@ -479,6 +518,8 @@ class TrainConfig:
     reference: Annotated[Reference, Needs("train.kl > 0", unless=("none",))] = "auto"
     """Reference policy of the KL term: a second `copy` of the trained weights; `adapter_off`, the model without its LoRA;
     `none`, only with `kl = 0`. `auto` disables the LoRA if it is untrained, and copies otherwise."""
+    reference_every: Annotated[NonNegativeInt, Needs("train.kl > 0")] = 0
+    """Steps after which the current policy becomes the reference policy, each time; 0 keeps the first."""
     old_logprobs: OldLogprobs = "trainer"
     """Source of the logprobs in the ratio's denominator."""
     max_mismatch: PositiveFloat | None = None
@@ -545,6 +586,8 @@ class EvalConfig:
     """`rollout.top_p` for sampled episodes."""
     top_k: NonNegativeInt = 0
     """`rollout.top_k` for sampled episodes."""
+    min_p: Annotated[float, bounds(ge=0, lt=1)] = 0.0
+    """`rollout.min_p` for sampled episodes."""
     success: float = 1.0
     """Minimum reward of a success."""
     greedy: bool = True

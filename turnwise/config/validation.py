@@ -11,6 +11,7 @@ from typing import Any
 
 from turnwise.config.constraints import PathKind, field_errors, is_template_file, path_kinds, without_effect
 from turnwise.config.schema import COLUMNS, EnvConfig, ModelConfig, RunConfig, TrainConfig, truncation_key
+from turnwise.config.snapshots import snapshot
 from turnwise.errors import ConfigError, did_you_mean
 
 Broken = Iterator[tuple[str, str]]  # key of a violated rule, and why
@@ -33,6 +34,8 @@ def conflicting_keys(train: TrainConfig) -> tuple[str, str] | None:
     if train.kl and train.reference == "none":
         return "reference", f"train.kl = {train.kl:g} needs a reference policy; set kl = 0, or leave this key out"
     batch = train.advantage or {"reinforce_pp": "batch", "reinforce_pp_baseline": "group_batch"}.get(train.algorithm)
+    if train.reference_every and train.reference == "adapter_off":
+        return "reference_every", 'replaces the reference, which reference = "adapter_off" fixes; set reference = "copy"'
     if train.refill and batch in ("batch", "group_batch"):
         return "refill", f'replaces groups without reward variance; advantage = "{batch}" compares with the complete batch'
     if train.discount != 1.0 and train.credit != "turn":
@@ -121,6 +124,7 @@ def _model_rules(model: ModelConfig) -> Broken:
         if not folder.is_dir():
             what = "is a file; name its directory" if folder.exists() else "no such directory; name one that contains a model"
             yield "model.path", f"{what}, or leave the key out for a tiny model built here"
+        folder = snapshot(folder, model.revision)
         if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
             yield "model.path", "contains no config.json, so it is not a Hugging Face model directory"
         return
@@ -278,7 +282,7 @@ def _training_rules(config: RunConfig) -> Broken:
         yield "lora.targets", 'must name a linear layer; ["all"] are those of the text model'
     if train.steps == 0:
         return
-    if config.engine.kind == "sglang" and (truncation := truncation_key(rollout.top_p, rollout.top_k)):
+    if config.engine.kind == "sglang" and (truncation := truncation_key(rollout)):
         yield f"rollout.{truncation[0]}", truncation[1]
     # Whether a trajectory is compared with the others of its task, not with the batch.
     compared = (train.advantage or ("batch" if train.algorithm == "reinforce_pp" else "")) != "batch"
@@ -287,6 +291,8 @@ def _training_rules(config: RunConfig) -> Broken:
         yield "rollout.group_size", why
     if train.min_group > rollout.group_size and compared:
         yield "train.min_group", f"must be at most rollout.group_size = {rollout.group_size}, or every group is dropped"
+    if train.lr_warmup_steps >= train.steps and train.data_epochs is None:
+        yield "train.lr_warmup_steps", f"must be under train.steps = {train.steps}"
     episodes = rollout.groups * rollout.group_size
     if train.minibatches > episodes:
         yield "train.minibatches", f"must be at most the {episodes} episodes of a step"

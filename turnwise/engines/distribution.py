@@ -5,6 +5,7 @@ Works on NumPy, PyTorch, JAX and CuPy arrays through the array API standard, and
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -26,8 +27,8 @@ def token_logprobs(logits: Any, ids: Any, sampling: SamplingDistribution) -> Any
         sampling: the sample's distribution, `Sample.sampling`.
 
     Returns:
-        [n], natural logarithms; minus infinity for a banned id. A sampled id always counts as part of the top-k/top-p support,
-        so that small differences from the engine's logits exclude none.
+        [n], natural logarithms; minus infinity for a banned id. A sampled id always counts as part of the min-p/top-k/top-p
+        support, so that small differences from the engine's logits exclude none.
 
     Raises:
         ValueError: when the shapes do not match.
@@ -61,7 +62,7 @@ def masked_scores(logits: Any, sampling: Sampling, banned: frozenset[int] = froz
 
 
 def truncate(scores: Any, sampling: Sampling) -> Any:
-    """Set all scores but the top_k, and then all but the nucleus of top_p, to minus infinity.
+    """Set all scores under the bound of min_p, then all but the top_k, then all but the nucleus of top_p, to minus infinity.
 
     The nucleus is the smallest set of ids whose probabilities reach top_p; ties are broken by id.
     """
@@ -69,6 +70,8 @@ def truncate(scores: Any, sampling: Sampling) -> Any:
     ranked = xp.sort(scores, axis=-1, descending=True)
     rank = xp.arange(scores.shape[-1], device=scores.device)
     keep = xp.ones(scores.shape, dtype=xp.bool, device=scores.device)
+    if sampling.min_p > 0:
+        keep = keep & (ranked >= ranked[:, :1] + math.log(sampling.min_p))
     if sampling.top_k > 0:
         keep = keep & (rank < sampling.top_k)
     if sampling.top_p < 1.0:

@@ -34,19 +34,21 @@ class ColumnLayout:
 
     fields: frozenset[str]  # those of `name`, `tool_call_id`, `reasoning_content` and `tool_calls` that some message has
     images: bool  # whether some message has an image
+    min_p: bool = False  # whether some reply was sampled with min-p
 
     @classmethod
     def of(cls, trajectories: Iterable[Trajectory]) -> ColumnLayout:
         """Return the layout that these trajectories need."""
         fields: set[str] = set()
-        images = False
+        images = min_p = False
         for trajectory in trajectories:
+            min_p = min_p or any(span.sampling is not None and span.sampling.min_p for span in trajectory.spans)
             for turn in trajectory.turns:
                 for message in (*turn.messages, turn.message):
                     values = (message.name, message.tool_call_id, message.reasoning, message.tool_calls or None)
                     fields.update(name for name, value in zip(_FIELDS, values, strict=True) if value is not None)
                     images = images or bool(message.media)
-        return cls(frozenset(fields), images)
+        return cls(frozenset(fields), images, min_p)
 
 
 def rows_of(
@@ -79,7 +81,7 @@ def _columns(
     if layout == "sft":
         labels = [one if weight else UNTRAINED for one, weight in zip(sample.ids, sample.weights, strict=True)]
         return {"input_ids": sample.ids, "labels": labels}
-    sampling = {"sampling": _sampling(sample)}
+    sampling = {"sampling": _sampling(sample, shape)}
     if layout == "samples":
         columns = {"ids": sample.ids, "mask": sample.mask, "logprobs": sample.logprobs, "versions": sample.versions}
         return columns | sampling
@@ -108,7 +110,7 @@ def _columns(
     return columns | {"responses": ids, "response_mask": mask, "rollout_log_probs": logprobs} | sampling | images
 
 
-def _sampling(sample: Sample) -> list[dict[str, Any]]:
+def _sampling(sample: Sample, shape: ColumnLayout) -> list[dict[str, Any]]:
     """Return the distributions of a row's logprobs, each with its first and last position."""
     pairs = enumerate(zip(sample.samplings, sample.mask, strict=True))
     sampled = [(one, at) for at, (one, mask) in pairs if mask and one is not None]
@@ -116,7 +118,8 @@ def _sampling(sample: Sample) -> list[dict[str, Any]]:
     for one, places in groupby(sampled, key=itemgetter(0)):
         positions = [at for _, at in places]
         row = {"first": positions[0], "last": positions[-1], "temperature": one.temperature, "top_p": one.top_p}
-        rows.append(row | {"top_k": one.top_k, "banned_ids": sorted(one.banned_ids)})
+        row |= {"top_k": one.top_k, "banned_ids": sorted(one.banned_ids)}
+        rows.append(row | {"min_p": one.min_p} if shape.min_p else row)
     return rows
 
 
@@ -216,6 +219,7 @@ def _schema(arrow: Any, layout: str, shape: ColumnLayout) -> Any:
     head = [("phase", text), ("step", integer), ("task", text), ("sample", integer), ("path", integer)]
     head += [("reward", decimal), ("stop", text), ("weights", floats)]
     distribution = [("first", integer), ("last", integer), ("temperature", decimal), ("top_p", decimal), ("top_k", integer)]
+    distribution += [("min_p", decimal)] if shape.min_p else []
     sampling = ("sampling", arrow.list_(arrow.struct([*distribution, ("banned_ids", ids)])))
     columns: dict[str, Sequence[tuple[str, Any]]] = {
         "samples": [("ids", ids), ("mask", mask), ("logprobs", floats), ("versions", ids), sampling],

@@ -34,10 +34,10 @@ _HERMES = PARSERS["hermes"]
 class ReplyReader:
     """Parse and encode the replies of one model."""
 
-    def __init__(self, codec: Tokenizer, template: ChatTemplate, outside: Collection[int]) -> None:
-        """`outside` are control ids that no reply contains, or that end it."""
+    def __init__(self, codec: Tokenizer, template: ChatTemplate, outside: Collection[int], chosen: str | None) -> None:
+        """`outside` are control ids that no reply contains, or that end it; `chosen` names a format, None detects it."""
         sample = render_probe_reply(template) or ""
-        found = parser_for_template(template)
+        found = parser_for_template(template) if chosen is None else PARSERS[chosen]
         self.parser: Parser = found or _HERMES
         self.unread = sample if found is None and PROBE_NAME in sample else ""
         """Text the template writes for a reply with a call, if no parser reads it back; else empty."""
@@ -106,6 +106,7 @@ class ChatRenderer:
         banned: Sequence[str] = (),
         control_text: ControlText = "neutralise",
         vision: VisionProcessor | None = None,
+        parser: str | None = None,
     ) -> None:
         """
         Args:
@@ -113,6 +114,7 @@ class ChatRenderer:
             banned: texts of control tokens that are never sampled (image placeholders).
             control_text: how control text in messages is handled.
             vision: the vision processor of a vision-language model; its placeholder ids are banned too.
+            parser: reply format, a name of `PARSERS`; None detects the template's.
 
         Raises `TemplateError` if the template does not render replies, or a reply would never end.
         """
@@ -147,8 +149,9 @@ class ChatRenderer:
             {codec.control[text] for text in texts} for texts in (markers.assistant_control, markers.incoming_control)
         )
         self.invalid_ids = ((codec.special - assistant) | incoming | self.banned_ids) - self.stop_ids
-        self._replies = ReplyReader(codec, template, self.invalid_ids | self.stop_ids)
-        settings = {"stop_ids": sorted(self.stop_ids), "control_text": control_text}
+        self._replies = ReplyReader(codec, template, self.invalid_ids | self.stop_ids, parser)
+        settings: dict[str, Any] = {"stop_ids": sorted(self.stop_ids), "control_text": control_text}
+        settings |= {"parser": parser} if parser is not None else {}
         self.fingerprints = {"template": template.fingerprint, "tokenizer": codec.fingerprint, "settings": digest(settings)}
         """Parts of `fingerprint`, to report which one differs."""
         if vision is not None:

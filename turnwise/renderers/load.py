@@ -71,6 +71,7 @@ def load_renderer(
     template: str | None = None,
     template_args: Mapping[str, Any] | None = None,
     control_text: ControlText = "neutralise",
+    parser: str | None = None,
 ) -> ChatRenderer:
     """Load the renderer of a Hugging Face model directory: tokenizer, chat template and vision processor.
 
@@ -78,6 +79,7 @@ def load_renderer(
         template: another chat template, by name or file (see `turnwise.renderers.template`).
         template_args: variables of the template.
         control_text: handling of control text in messages: `neutralise`, `reject` or `allow`.
+        parser: reply format, a name of `PARSERS`; None detects the template's.
 
     Raises:
         ModelError: if a file is missing or unreadable, or the vision model is of an unknown type.
@@ -104,8 +106,8 @@ def load_renderer(
         source = with_preset_variables(source, template_args)  # so that a saved template keeps these values
     codec = HFTokenizer.load(root / "tokenizer.json")
     found = ChatTemplate(source, variables, origin=origin)
-    vision = load_vision_processor(root, codec)
-    return ChatRenderer(codec, found, stop_ids=stop_ids, banned=_IMAGE_TOKENS, control_text=control_text, vision=vision)
+    options: dict[str, Any] = {"stop_ids": stop_ids, "control_text": control_text, "parser": parser}
+    return ChatRenderer(codec, found, banned=_IMAGE_TOKENS, vision=load_vision_processor(root, codec), **options)
 
 
 def _find_template(root: Path, settings: dict[str, Any]) -> tuple[str, str]:

@@ -68,7 +68,7 @@ _MAX_ABORTS = 100
 @lru_cache(maxsize=64)
 def _distribution(sampling: Sampling, banned_ids: frozenset[int]) -> SamplingDistribution:
     """Return one shared object for all replies with equal sampling parameters."""
-    return SamplingDistribution(sampling.temperature, sampling.top_p, sampling.top_k, banned_ids)
+    return SamplingDistribution(**sampling.settings(), banned_ids=banned_ids)
 
 
 class Recorder:

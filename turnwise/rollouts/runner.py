@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from turnwise.config import EnvRules, Limits
@@ -426,7 +426,7 @@ class Rollout:
                 "context": context,
                 "want": sorted(want),
                 "blank": blank,
-                "sampling": asdict(sampling),
+                "sampling": sampling.settings(),
                 "play": play,
                 "group": group,
             }

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from turnwise.config.schema import Advantage, CreditUnit, OnFailedEpisode, loss_scale_error
+from turnwise.config.schema import CreditUnit, OnFailedEpisode, loss_scale_error
 from turnwise.envs.resolve import call_error, load_object
 from turnwise.errors import ConfigError, RewardError, UsageError
-from turnwise.types import Group, Trajectory
+from turnwise.types import Group, StopReason, Trajectory
 
 
 def overlong_penalty(trajectory: Trajectory, max_tokens: int, buffer: float) -> float:
@@ -207,6 +207,70 @@ class GroupMember:
         }
 
 
+OwnAdvantage = Callable[[Sequence[GroupMember]], bool]
+"""Sets the values of a group's members; returns whether one is not 0."""
+KeepGroup = Callable[[Sequence[Trajectory]], bool]
+
+
+def own_advantage(spec: str) -> OwnAdvantage:
+    """Load ``file.py:function(trajectories, returns)``, of the usable trajectories of a group and, for each, its returns from
+    every unit on (one, or one per turn with ``credit = "turn"``). It returns their advantages in the same form, or a number for
+    each trajectory. Raise `ConfigError` for something else; calls raise `UsageError` with what is wrong with the result."""
+    function = _own_function(spec, "advantage", 2)
+
+    def set_values(members: Sequence[GroupMember]) -> bool:
+        def refuse(why: str) -> UsageError:
+            return UsageError(f"train.advantage = {spec!r}, task {members[0].trajectory.key.task!r}: {why}")
+
+        returns = [tuple(member.returns) for member in members]
+        try:
+            found = list(function([member.trajectory for member in members], returns))
+        except Exception as error:
+            raise refuse(f"raised {type(error).__name__}: {error}") from error
+        if len(found) != len(members):
+            raise refuse(f"returned {len(found)} entries for {len(members)} trajectories")
+        for number, (given, member) in enumerate(zip(found, members, strict=True)):
+            try:
+                values = [float(one) for one in (given if isinstance(given, Sequence) else [given] * len(member.units))]
+            except (TypeError, ValueError):
+                raise refuse(f"entry {number}: {given!r:.60} is neither a number nor numbers") from None
+            if len(values) != len(member.units) or not all(map(math.isfinite, values)):
+                raise refuse(f"entry {number}: must be {len(member.units)} finite numbers, not {given!r:.60}")
+            member.values = values
+        return any(value for member in members for value in member.values)
+
+    return set_values
+
+
+def group_filter(spec: str) -> KeepGroup:
+    """Load ``file.py:function(trajectories) -> bool``; raise `ConfigError` for something else. Calls raise `UsageError` for an
+    error in it and for a result that is not a truth value."""
+    function = _own_function(spec, "group_filter", 1)
+
+    def keep(trajectories: Sequence[Trajectory]) -> bool:
+        where = f"train.group_filter = {spec!r}, task {trajectories[0].key.task!r}"
+        try:
+            found = function(list(trajectories))
+        except Exception as error:
+            raise UsageError(f"{where}: raised {type(error).__name__}: {error}") from error
+        if not isinstance(found, bool):
+            raise UsageError(f"{where}: returned {found!r:.60}; return True to train the group, False to leave it out")
+        return found
+
+    return keep
+
+
+def _own_function(spec: str, key: str, arguments: int) -> Callable[..., Any]:
+    function: Any = load_object(spec)
+    if not callable(function):
+        raise ConfigError(f"train.{key} = {spec!r}: is {type(function).__name__}, not a function")
+    if wrong := call_error(function, *[None] * arguments):
+        names = ("the trajectories of a group", "their returns")[:arguments]
+        raise ConfigError(f"train.{key} = {spec!r}: must take {' and '.join(names)} ({wrong})")
+    own: Callable[..., Any] = function
+    return own
+
+
 def discounted_returns(rewards: Sequence[float], discount: float) -> list[float]:
     """Compute returns-to-go: ``G_k = r_k + discount * G_{k+1}``."""
     found, later = [], 0.0
@@ -243,12 +307,16 @@ NO_SIGNAL = "no_signal"
 """Zero-variance group: all usable trajectories have the same reward."""
 FILTERED = "filtered"
 """Zero-variance group that dynamic sampling replaces (`train.refill`); in no denominator."""
+OVERLONG = "overlong"
+"""The episode was cut by a length limit, and `overlong_filter` trains no such episode."""
 NO_CONTEXT = "no_context"
 """First id of a path: no earlier position predicts it."""
 MISMATCH = "mismatch"
 """Excluded by a correction: engine and trainer disagree too much about the id or its trajectory."""
 TRAINED = "trained"
 """Not a reason: ids that carry loss."""
+
+CUT_BY_LENGTH = frozenset((StopReason.TURN_LENGTH, StopReason.EPISODE_TOKENS, StopReason.CONTEXT))
 
 FLAT = 1e-12
 """Relative difference below which returns are equal."""
@@ -300,11 +368,14 @@ class StepCredits:
 def advantages(
     groups: Sequence[Group],
     *,
-    kind: Advantage = "std",
+    kind: str = "std",
+    own: OwnAdvantage | None = None,
+    keep: KeepGroup | None = None,
     min_group: int = 2,
     on_failure: OnFailedEpisode = "survivors",
     rules: CreditRules | None = None,
     no_signal: str = NO_SIGNAL,
+    overlong_filter: bool = False,
 ) -> StepCredits:
     """Compute advantages by comparing trajectories within each group, or within the batch.
 
@@ -324,12 +395,15 @@ def advantages(
     it would shrink the advantages of the few that did.
 
     Args:
+        own: replaces the formula of `kind`; a group whose advantages are all 0 has no signal.
+        keep: groups for which it returns False are `FILTERED`.
         groups: of any sizes; failed trajectories and those without a reward are excluded from the baseline.
         min_group: minimum usable trajectories; smaller groups are dropped and counted. `batch` drops none.
         on_failure: effect of a failed trajectory on its group: `drop_group` trains none of it, `survivors` compares the
             others. Both bias: the first towards tasks that seldom fail, the second towards behavior that seldom does.
         rules: credit assignment within a trajectory; by default every id gets the full reward.
         no_signal: reason given to zero-variance groups: `NO_SIGNAL` or `FILTERED`.
+        overlong_filter: whether episodes cut by a length limit are compared, but not trained.
 
     Credits, one per trajectory, are sorted by key, independent of the order in which episodes finished. Raise `RewardError` for
     a reward that is NaN or infinite.
@@ -343,12 +417,17 @@ def advantages(
         dropped = SIBLING_FAILED if on_failure == "drop_group" and FAILED in reasons else None
         dropped = dropped or (GROUP_TOO_SMALL if len(usable) < min_group else None)
         members = [] if dropped else [GroupMember.of(t, rules, by_token=kind == "batch") for t in usable]
-        if members and kind != "batch" and not set_group_values(members, kind) and kind != "group_batch":
+        if members and keep is not None and not keep(usable):
+            dropped = FILTERED
+        elif members and own is not None:
+            dropped = None if own(members) else no_signal
+        elif members and kind != "batch" and not set_group_values(members, kind) and kind != "group_batch":
             dropped = no_signal
         remaining = iter(members)
         for trajectory, reason in zip(group.trajectories, reasons, strict=True):
             member = next(remaining, None) if reason is None else None
-            found.append((trajectory, reason or dropped, member))
+            cut = OVERLONG if overlong_filter and trajectory.stop in CUT_BY_LENGTH else None
+            found.append((trajectory, reason or dropped or cut, member))
     found.sort(key=lambda row: sort_key(row[0]))
     included = [member for _, reason, member in found if reason is None and member is not None]
     no_variance = kind in ("batch", "group_batch") and bool(included) and not normalize_batch(included)
@@ -419,7 +498,7 @@ def exclusion_reason(trajectory: Trajectory) -> str | None:
     return None
 
 
-def set_group_values(members: Sequence[GroupMember], kind: Advantage) -> bool:
+def set_group_values(members: Sequence[GroupMember], kind: str) -> bool:
     """Set the values of a group's members; return whether they differ by more than rounding of the summed reward components."""
     n, longest = len(members), max(len(member.units) for member in members)
     squares: list[float] = []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from turnwise.config import TrainConfig
-from turnwise.config.schema import Advantage, Aggregation, KLEstimator, KLPlace
+from turnwise.config.schema import ADVANTAGES, Advantage, Aggregation, KLEstimator, KLPlace
 from turnwise.config.schema import Correction as CorrectionKind
 from turnwise.errors import ConfigError
 from turnwise.training.advantages import (
@@ -22,12 +22,15 @@ from turnwise.training.advantages import (
     StepCredits,
     advantages,
     exclusion_reason,
+    group_filter,
     loss_scale,
     overlong_penalty,
+    own_advantage,
     sort_key,
     trainable_tokens,
 )
 from turnwise.training.forward.batch import LossDenominator, MicroBatch, TrainingBatch
+from turnwise.training.forward.forward import TokenStats
 from turnwise.types import Group, Trajectory
 
 
@@ -45,6 +48,8 @@ class TokenBatch:
     ratio, per token. Scored before this pass, without gradient."""
     clip_low: float
     clip_high: float
+    clip_cap: float | None = None
+    """Bound of the ratio of tokens with a negative advantage (dual clip)."""
 
     @property
     def ratio(self) -> Tensor:
@@ -91,7 +96,7 @@ class AlgorithmSettings:
     """Algorithm with every key resolved."""
 
     algorithm: Algorithm
-    advantage: Advantage
+    advantage: str
     aggregation: Aggregation
     clip_low: float
     clip_high: float
@@ -103,10 +108,15 @@ class AlgorithmSettings:
 
 
 def clipped(ratio: Tensor, tokens: TokenBatch) -> TokenLoss:
-    """Compute ``-min(r A, clip(r, 1 - low, 1 + high) A)`` (PPO, arXiv 1707.06347, eq. 7, with separate bounds)."""
+    """Compute ``-min(r A, clip(r, 1 - low, 1 + high) A)`` (PPO, arXiv 1707.06347, eq. 7, with separate bounds); with a cap c,
+    at most ``-c A`` where A < 0 (dual clip, arXiv 1912.09729, eq. 5)."""
     free = ratio * tokens.advantage
     bounded = ratio.clamp(1.0 - tokens.clip_low, 1.0 + tokens.clip_high) * tokens.advantage
-    return TokenLoss(-torch.minimum(free, bounded), ratio.detach(), (bounded < free).detach())
+    value, stopped = torch.minimum(free, bounded), bounded < free
+    if tokens.clip_cap is not None:
+        capped = (tokens.advantage < 0) & (ratio > tokens.clip_cap)
+        value, stopped = torch.where(capped, tokens.clip_cap * tokens.advantage, value), stopped | capped
+    return TokenLoss(-value, ratio.detach(), stopped.detach())
 
 
 def surrogate(tokens: TokenBatch) -> TokenLoss:
@@ -225,15 +235,19 @@ def policy_terms(
     reference_m: Tensor | None = None,
     kl: float = 0.0,
     estimator: Callable[[Tensor, Tensor], Tensor] = k3,
+    entropy_m: Tensor | None = None,
+    entropy: float = 0.0,
 ) -> PolicyTerms:
-    """Compute the loss of M tokens: ``sum_t w_t * (c_t * loss_t + [c_t > 0] * kl * estimator(logp_t, ref_t))``. The weights
-    ``w_t`` include denominators and loss scale. Without a correction ``c_t`` is 1; without a reference, the KL term is
-    omitted."""
+    """Compute the loss of M tokens: ``sum_t w_t * (c_t * loss_t + [c_t > 0] * (kl * estimator(logp_t, ref_t) - entropy *
+    H_t))``. The weights ``w_t`` include denominators and loss scale. Without a correction ``c_t`` is 1; without a reference,
+    the KL term is omitted."""
     made = algorithm(tokens)
     scaled_m = made.loss if correction_m is None else made.loss * correction_m
     loss = (scaled_m * weights_m).sum()
+    penalty_weights_m = weights_m if correction_m is None else weights_m * (correction_m > 0)
+    if entropy_m is not None and entropy:
+        loss = loss - entropy * (entropy_m * penalty_weights_m).sum()
     if reference_m is not None and kl:
-        penalty_weights_m = weights_m if correction_m is None else weights_m * (correction_m > 0)
         loss = loss + kl * (estimator(tokens.logp, reference_m) * penalty_weights_m).sum()
     return PolicyTerms(loss, made.ratio, made.clipped)
 
@@ -278,6 +292,8 @@ class Objective:
         self.settings = settings
         self.correction = Correction.of(config)
         self._scale = loss_scale(config.loss_scale)
+        self._own_advantage = own_advantage(settings.advantage) if settings.advantage not in ADVANTAGES else None
+        self._keep_group = None if config.group_filter is None else group_filter(config.group_filter)
 
     @property
     def penalizes_reward(self) -> bool:
@@ -294,17 +310,20 @@ class Objective:
         return advantages(
             groups,
             kind=self.settings.advantage,
+            own=self._own_advantage,
+            keep=self._keep_group,
             min_group=config.min_group,
             on_failure=config.on_failure,
             rules=CreditRules(config.credit, config.discount, self._scale, shape, penalty),
-            no_signal=FILTERED if self.settings.refill else NO_SIGNAL,
+            no_signal=FILTERED if self.settings.refill and self._keep_group is None else NO_SIGNAL,
+            overlong_filter=config.overlong_filter,
         )
 
     def tied_groups(self, groups: Sequence[Group]) -> set[str]:
-        """Return task ids of zero-variance groups (length penalty included), which dynamic sampling replaces."""
-        return {
-            credit.trajectory.task.id for credit in self.step_credits(groups).credits if credit.reason in (FILTERED, NO_SIGNAL)
-        }
+        """Return task ids of the groups that dynamic sampling replaces: zero-variance ones (length penalty included), or those
+        that `train.group_filter` rejects."""
+        reasons = (FILTERED, NO_SIGNAL) if self._keep_group is None else (FILTERED,)
+        return {credit.trajectory.task.id for credit in self.step_credits(groups).credits if credit.reason in reasons}
 
     def penalties(
         self,
@@ -347,9 +366,9 @@ class Objective:
         assert old_n is not None
         return per_trajectory(now_n - old_n, batch.trajectory_n, mean=True)
 
-    def terms(self, batch: TrainingBatch, micro: MicroBatch, logp_m: Tensor, sequence_n: Tensor | None) -> PolicyTerms:
-        """Compute the loss of one forward pass from its targets' logprobs, with gradient, and the result of `sequence`."""
-        n, settings = micro.tokens_m, self.settings
+    def terms(self, batch: TrainingBatch, micro: MicroBatch, stats: TokenStats, sequence_n: Tensor | None) -> PolicyTerms:
+        """Compute the loss of one forward pass from its targets' statistics, with gradient, and the result of `sequence`."""
+        n, settings, logp_m = micro.tokens_m, self.settings, stats.logprobs_m
         old_n = batch.engine_n if self.config.old_logprobs == "engine" else batch.start_n
 
         def select(values_n: Tensor) -> Tensor:
@@ -362,6 +381,7 @@ class Objective:
             sequence=logp_m.new_zeros(logp_m.shape) if sequence_n is None else select(sequence_n),
             clip_low=settings.clip_low,
             clip_high=settings.clip_high,
+            clip_cap=self.config.clip_cap,
         )
         return policy_terms(
             tokens,
@@ -371,6 +391,8 @@ class Objective:
             reference_m=None if batch.reference_n is None else select(batch.reference_n),
             kl=self.config.kl if settings.kl_in == "loss" else 0.0,
             estimator=ESTIMATORS[settings.kl_estimator],
+            entropy_m=stats.entropy_m,
+            entropy=self.config.entropy,
         )
 
 

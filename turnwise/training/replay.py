@@ -48,7 +48,7 @@ def replay_run(
         return replay_loop(run, env=None if env is None else resolve_env(env), **options)
     original = load_run_config(run)
     config = override(original, overrides).config if overrides else original.config
-    source = run / "model" if (run / "model").is_dir() else Path(config.model.path or "")
+    source = run / "model" if (run / "model").is_dir() else config.model.directory or Path()
     renderer, root = renderer_of(source, config.model, config.rollout.control_text), base_model_of(source) or source
     renderer.ban(range(token_count(root), row_count(root)))  # ids without text, as for sampling
     options |= {"renderer": renderer}

@@ -385,6 +385,8 @@ class TrainingRun:
     async def _train_step(self, batches: Batches, step: int) -> None:
         """Send the step's policy to the engine, take a batch and train on it."""
         config, gate = self.config, self._stream.gate
+        if config.train.reference_every and step and step % config.train.reference_every == 0:
+            self.parts.trainer.reference()
         version = self.cursor["warmed"] + step
         await self._send_weights(version)
         proof = asyncio.create_task(self._probe(version))

@@ -79,7 +79,7 @@ def _check_kinds(config: RunConfig, kinds: Collection[str]) -> None:
     what, fit = required.get(engine.update, ("", kinds))
     if others := sorted(set(kinds) - set(fit)):
         raise ConfigError(f'engine.update = "{engine.update}": {what} only, but {others[0]} answers at engine.urls')
-    if config.train.steps and "SGLang" in kinds and (cut := truncation_key(rollout.top_p, rollout.top_k)):
+    if config.train.steps and "SGLang" in kinds and (cut := truncation_key(rollout)):
         key, why = cut
         raise ConfigError(f"rollout.{key} = {getattr(rollout, key)}: {why} (SGLang answers at engine.urls)")
 
@@ -238,7 +238,7 @@ TEXTS = 500
 def model_directory(config: RunConfig, env_specs: Sequence[EnvSpec], run: Path) -> Path:
     """Return the initial model's directory: the recipe's, or one created once in the run directory: a tiny model, or the base
     of the recipe's LoRA adapter with the adapter merged in."""
-    named = None if config.model.path is None else Path(config.model.path)
+    named = config.model.directory
     if named is not None and base_model_of(named) is None:
         return named
     directory = run / "model"
@@ -345,6 +345,7 @@ def _trainer(
         ranks=ranks,
         top_p=config.rollout.top_p,
         top_k=config.rollout.top_k,
+        min_p=config.rollout.min_p,
         pixels=pixels,
         on_note=on_note,
     )
@@ -352,7 +353,7 @@ def _trainer(
 
 def sampling_of(config: RolloutConfig | EvalConfig) -> Sampling:
     """Return the sampling settings of training episodes or of an evaluation."""
-    return Sampling(config.temperature, config.top_p, config.top_k)
+    return Sampling(config.temperature, config.top_p, config.top_k, min_p=config.min_p)
 
 
 def resolved_train_config(config: RunConfig) -> TrainConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
@@ -198,6 +199,21 @@ def make_env_specs(config: RunConfig) -> list[EnvSpec]:
     if not config.env:
         return [resolve_env("", play=config.rollout.function)]
     return [resolve_env(env, play=config.rollout.function) for env in config.env]
+
+
+def with_steps_of_epochs(config: RunConfig, env_specs: Sequence[EnvSpec]) -> RunConfig:
+    """Return the configuration with the steps of `train.data_epochs` passes over all training tasks, rounded up; raise
+    `ConfigError` when an environment makes tasks without end."""
+    counts = [len(env_spec.tasks("train", 0, config.seed)) for env_spec in env_specs]
+    if 0 in counts:
+        raise ConfigError(
+            f"train.data_epochs = {config.train.data_epochs:g}: {env_specs[counts.index(0)].name} has no finite list of "
+            "training tasks; set train.steps instead"
+        )
+    steps = math.ceil((config.train.data_epochs or 0.0) * sum(counts) / config.rollout.groups)
+    if config.train.lr_warmup_steps >= steps:
+        raise ConfigError(f"train.lr_warmup_steps = {config.train.lr_warmup_steps}: must be under the {steps} steps of the run")
+    return replace(config, train=replace(config.train, steps=steps))
 
 
 async def play_with_dynamic_sampling(

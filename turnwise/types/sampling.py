@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Any
@@ -18,17 +18,24 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     """0 disables it."""
+    min_p: float = field(default=0.0, kw_only=True)
+    """Minimum probability as a share of the most likely id's, before top-k and top-p; 0 disables it."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments to repeat it; parameters newer than old journals only if they are set."""
+        row = {name: value for name, value in asdict(self).items() if name != "banned_ids"}
+        return row if self.min_p else {name: value for name, value in row.items() if name != "min_p"}
 
     @property
     def is_unmodified(self) -> bool:
         """Whether no id is excluded, so that logprobs are those of the tempered policy."""
-        return self.top_p == 1.0 and self.top_k == 0
+        return self.top_p == 1.0 and self.top_k == 0 and self.min_p == 0.0
 
 
 @dataclass(frozen=True)
 class SamplingDistribution(Sampling):
-    """Distribution the engine samples from: logits / temperature, banned ids masked, renormalized over the top-k/top-p
-    support.
+    """Distribution the engine samples from: logits / temperature, banned ids masked, renormalized over the
+    min-p/top-k/top-p support.
 
     `turnwise.token_logprobs` computes its logprobs from a model's logits.
     """
@@ -43,7 +50,7 @@ class SamplingDistribution(Sampling):
     @cached_property
     def _row(self) -> dict[str, Any]:
         row: dict[str, Any] = {}
-        for name, default in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0)):
+        for name, default in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             if (value := getattr(self, name)) != default:
                 row[name] = value
         return row | {"banned": list(_runs(sorted(self.banned_ids)))} if self.banned_ids else row
@@ -52,14 +59,16 @@ class SamplingDistribution(Sampling):
     def from_dict(cls, row: Mapping[str, Any]) -> SamplingDistribution:
         """Read what `to_dict` returned."""
         runs = tuple((first, last) for first, last in row.get("banned", ()))
-        return _read(row.get("temperature", 1.0), row.get("top_p", 1.0), row.get("top_k", 0), runs)
+        return _read(row.get("temperature", 1.0), row.get("top_p", 1.0), row.get("top_k", 0), row.get("min_p", 0.0), runs)
 
 
 @lru_cache(maxsize=64)
-def _read(temperature: float, top_p: float, top_k: int, runs: tuple[tuple[int, int], ...]) -> SamplingDistribution:
+def _read(
+    temperature: float, top_p: float, top_k: int, min_p: float, runs: tuple[tuple[int, int], ...]
+) -> SamplingDistribution:
     """Return one shared object for all spans of a journal with equal distributions."""
     banned = frozenset(i for first, last in runs for i in range(first, last + 1))
-    return SamplingDistribution(temperature, top_p, top_k, banned)
+    return SamplingDistribution(temperature, top_p, top_k, banned, min_p=min_p)
 
 
 def _runs(ids: Iterable[int]) -> Iterable[tuple[int, int]]:

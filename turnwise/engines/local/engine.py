@@ -28,7 +28,7 @@ from turnwise.engines.local.scheduler import Scheduler
 from turnwise.engines.local.vision import ContextMedia, auto_class
 from turnwise.engines.local.weights import check_weights, copy_weights
 from turnwise.errors import BackendContractError, EngineError, ModelError
-from turnwise.types import ids_with_media_keys
+from turnwise.types import Sampling, ids_with_media_keys
 
 _log = logging.getLogger(__name__)
 Command = Callable[[], Any]
@@ -158,6 +158,19 @@ def ids_of(request: Request) -> tuple[list[int], str]:
     return ids, ""
 
 
+def _sampling_fault(sampling: Sampling) -> str:
+    temperature, top_p, top_k, min_p = sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p
+    if not _is_number(temperature) or (temperature != 0 and not MIN_TEMPERATURE <= temperature <= 1 / MIN_TEMPERATURE):
+        return f"the temperature must be 0 or from {MIN_TEMPERATURE:g} to {1 / MIN_TEMPERATURE:g}, not {temperature!r:.80}"
+    if not _is_number(top_p) or not 0 < top_p <= 1:
+        return f"top_p must be over 0 and at most 1, not {top_p!r:.80}"
+    if type(top_k) is not int or not 0 <= top_k < 2**31:
+        return f"top_k must be 0 (all) or a number of ids, not {top_k!r:.80}"
+    if not _is_number(min_p) or not 0 <= min_p < 1:
+        return f"min_p must be at least 0 and under 1, not {min_p!r:.80}"
+    return ""
+
+
 def fault_of(request: Request, vocabulary: int) -> str:
     """Return what is wrong with a request apart from its context, or an empty string."""
     if type(request.max_tokens) is not int or request.max_tokens < 1:
@@ -170,14 +183,9 @@ def fault_of(request: Request, vocabulary: int) -> str:
         return f"routes_from must be a position, not {request.routes_from!r:.80}"
     if request.stop_text is not None and not isinstance(request.stop_text, StopText):
         return f"stop_text must be a StopText, not {request.stop_text!r:.80}"
-    sampling, banned = request.sampling, request.banned_ids
-    temperature, top_p, top_k = sampling.temperature, sampling.top_p, sampling.top_k
-    if not _is_number(temperature) or (temperature != 0 and not MIN_TEMPERATURE <= temperature <= 1 / MIN_TEMPERATURE):
-        return f"the temperature must be 0 or from {MIN_TEMPERATURE:g} to {1 / MIN_TEMPERATURE:g}, not {temperature!r:.80}"
-    if not _is_number(top_p) or not 0 < top_p <= 1:
-        return f"top_p must be over 0 and at most 1, not {top_p!r:.80}"
-    if type(top_k) is not int or not 0 <= top_k < 2**31:
-        return f"top_k must be 0 (all) or a number of ids, not {top_k!r:.80}"
+    if fault := _sampling_fault(request.sampling):
+        return fault
+    banned = request.banned_ids
     if not banned:
         return ""
     if not isinstance(banned, frozenset) or any(type(one) is not int for one in banned):

@@ -342,7 +342,7 @@ class RemoteEngine:
         """Return the sampling settings that vLLM and SGLang share, which override its defaults and set exactly our stop ids."""
         sampling = request.sampling
         body: dict[str, Any] = {"n": 1, "temperature": sampling.temperature, "top_p": sampling.top_p}
-        body |= {"top_k": sampling.top_k or -1, "min_p": 0.0, "stop_token_ids": sorted(request.stop_ids)}
+        body |= {"top_k": sampling.top_k or -1, "min_p": sampling.min_p, "stop_token_ids": sorted(request.stop_ids)}
         body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
         return body | {"skip_special_tokens": False, "spaces_between_special_tokens": False}
 

@@ -42,6 +42,8 @@ class ChatEngine(RemoteEngine):
             raise EngineError(f"{who}: a chat endpoint needs a renderer: pass renderer= or use it through a rollout")
         if not request.messages:
             raise EngineError(f"{who}: a chat endpoint needs messages, and this call has only ids")
+        if request.sampling.min_p:
+            raise EngineError(f"{who}: the API of chat endpoints has no min_p; set it to 0, or use an engine that returns ids")
         messages = [_plain(message.to_dict(), who) for message in request.messages]
         body: dict[str, Any] = {
             "model": self.model,

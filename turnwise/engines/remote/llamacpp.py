@@ -52,6 +52,7 @@ class LlamaCppEngine(RemoteEngine):
         post_sampling = bool(sampling.temperature) and changed
         samplers = ["top_k"] if sampling.top_k else []
         samplers += ["temperature"] if sampling.temperature else []
+        samplers += ["min_p"] if sampling.min_p else []
         samplers += ["top_p"] if sampling.top_p < 1.0 else []
         body: dict[str, Any] = {
             "prompt": list(request.ids),
@@ -60,7 +61,7 @@ class LlamaCppEngine(RemoteEngine):
             "samplers": samplers,
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
-            "min_p": 0.0,
+            "min_p": sampling.min_p,
             "typical_p": 1.0,
             "top_n_sigma": -1.0,
             "xtc_probability": 0.0,

@@ -16,7 +16,7 @@ Version = Name | int
 Size = Annotated[int, Field(ge=0, lt=2**48)]
 Words = list[Annotated[str, Field(max_length=300)]]
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty", "min_tokens", "min_new_tokens"), (0,)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens", "min_new_tokens"), (0,)),
     **dict.fromkeys(("repetition_penalty", "n", "best_of"), (1,)),
     **dict.fromkeys(("use_beam_search", "stream", "echo"), (False,)),
     **dict.fromkeys(("bad_words", "image_data", "content_parts"), ([],)),
@@ -51,6 +51,7 @@ class Settings(Body):
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
     seed: Annotated[int, Field(gt=-(2**64), lt=2**64)] | None = None
     sampling_seed: Annotated[int, Field(gt=-(2**64), lt=2**64)] | None = None
     reply_position: Annotated[int, Field(ge=0)] = 0

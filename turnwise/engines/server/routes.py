@@ -141,7 +141,9 @@ class EngineService:
             stops,
             random.getrandbits(64) if seed is None else seed,
             session or name,
-            sampling=Sampling(temperature, 1.0 if given.top_p is None else given.top_p, max(0, given.top_k or 0)),
+            sampling=Sampling(
+                temperature, 1.0 if given.top_p is None else given.top_p, max(0, given.top_k or 0), min_p=given.min_p or 0.0
+            ),
             banned_ids=frozenset(given.logit_bias or ()),
             stop_text=stop_text,
             reply_position=sampled,

@@ -210,7 +210,7 @@ def _sampling(episode: RecordedEpisode, settings: Mapping[str, Any]) -> Sampling
     if "sampling" in settings:
         return Sampling(**settings["sampling"])
     known = (span.sampling for span in episode.trajectory.spans if span.sampling is not None)
-    return next((Sampling(one.temperature, one.top_p, one.top_k) for one in known), Sampling())
+    return next((Sampling(**one.settings()) for one in known), Sampling())
 
 
 def _episode(

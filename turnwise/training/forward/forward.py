@@ -35,7 +35,7 @@ BANNED_LOGIT = -1e30
 
 @dataclass(frozen=True, slots=True)
 class TokenStats:
-    """Log-probabilities and entropy at M targets; only `logprobs_m` carries a gradient."""
+    """Log-probabilities and entropy at M targets; the entropy carries a gradient only if that was asked for."""
 
     logprobs_m: Tensor
     entropy_m: Tensor
@@ -86,7 +86,8 @@ class SamplingSupport:
 
 @dataclass(slots=True)
 class LogitDistribution:
-    """Distribution the engine samples from: logits / temperature, banned ids masked, renormalized over the top-k/top-p support.
+    """Distribution the engine samples from: logits / temperature, banned ids masked, renormalized over the min-p/top-k/top-p
+    support.
 
     The support comes from the trainer's logits before a step's first update and is kept for all its updates (sampling-mask
     replay). Otherwise a sampled id could leave it, and the ratio would compare different supports. The sampled id is always in
@@ -97,12 +98,13 @@ class LogitDistribution:
     banned_ids: Collection[int] = ()
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     _masks: dict[tuple[int, torch.device], Tensor | None] = field(default_factory=dict)
 
     @property
     def truncates(self) -> bool:
-        """Whether top-k or top-p exclude ids."""
-        return self.top_p < 1.0 or self.top_k > 0
+        """Whether min-p, top-k or top-p exclude ids."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0
 
     def banned(self, logits: Tensor) -> Tensor | None:
         """Return a mask (V,), true for banned ids; None if there are none. Ids beyond the vocabulary are ignored."""
@@ -122,12 +124,18 @@ class LogitDistribution:
         if support is not None:
             return support.excluded(wide_mv.shape[-1])
         with torch.no_grad():
-            sampling = Sampling(self.temperature, self.top_p, self.top_k)
+            sampling = Sampling(self.temperature, self.top_p, self.top_k, min_p=self.min_p)
             excluded_mv: Tensor = masked_scores(wide_mv.detach(), sampling, frozenset(self.banned_ids)).isneginf()
             return excluded_mv.scatter_(1, targets_m[:, None], False)
 
     def stats(
-        self, logits_mv: Tensor, targets_m: Tensor, support: SamplingSupport | None = None, *, entropy: bool
+        self,
+        logits_mv: Tensor,
+        targets_m: Tensor,
+        support: SamplingSupport | None = None,
+        *,
+        entropy: bool,
+        entropy_grad: bool = False,
     ) -> TokenStats:
         """Compute statistics in float32 or better: any difference from the sampler's distribution biases the ratio."""
         wide_mv = logits_mv.to(torch.promote_types(logits_mv.dtype, torch.float32))
@@ -141,7 +149,7 @@ class LogitDistribution:
         if not entropy:
             return TokenStats(chosen_m, chosen_m.new_zeros(0))
         # A few rows at a time: with a large vocabulary another copy of the log-probabilities would be the peak of memory.
-        parts = logp_mv.detach().split(max(1, ENTROPY_CHUNK // logp_mv.shape[-1]))
+        parts = (logp_mv if entropy_grad else logp_mv.detach()).split(max(1, ENTROPY_CHUNK // logp_mv.shape[-1]))
         return TokenStats(chosen_m, torch.cat([-(part.exp() * part).sum(-1) for part in parts]))
 
     def support(self, logits_mv: Tensor, targets_m: Tensor) -> SamplingSupport:
@@ -233,23 +241,25 @@ def target_stats(
     support: SamplingSupport | None = None,
     *,
     entropy: bool,
+    entropy_grad: bool = False,
     max_logits: int | None = None,
 ) -> TokenStats:
-    """Compute statistics of M targets from the hidden states that predict them; only the logprobs carry a gradient. Without
-    `support`, it is computed if the distribution truncates; without `entropy`, that field is empty."""
+    """Compute statistics of M targets from the hidden states that predict them; the logprobs carry a gradient, the entropy only
+    with `entropy_grad`. Without `support`, it is computed if the distribution truncates; without `entropy`, that is empty."""
     rows = max(1, (chunk_numbers(hidden_md.device) if max_logits is None else max_logits) // head.vocabulary)
     count = len(targets_m)
     if count <= rows:
-        return distribution.stats(head.logits(hidden_md), targets_m, support, entropy=entropy)
+        return distribution.stats(head.logits(hidden_md), targets_m, support, entropy=entropy, entropy_grad=entropy_grad)
     if torch.is_grad_enabled() and head.is_linear:
         linear = cast(nn.Linear, head.module)
         logp_m, entropy_m = _Chunks.apply(
-            hidden_md, linear.weight, linear.bias, head, targets_m, distribution, support, entropy, rows
+            hidden_md, linear.weight, linear.bias, head, targets_m, distribution, support, entropy, entropy_grad, rows
         )
         return TokenStats(logp_m, entropy_m)
 
     def chunk_stats(hidden_cd: Tensor, targets_c: Tensor, support_c: SamplingSupport | None) -> tuple[Tensor, Tensor]:
-        found = distribution.stats(head.logits(hidden_cd), targets_c, support_c, entropy=entropy)
+        logits_cv = head.logits(hidden_cd)
+        found = distribution.stats(logits_cv, targets_c, support_c, entropy=entropy, entropy_grad=entropy_grad)
         return found.logprobs_m, found.entropy_m
 
     pairs = [
@@ -270,9 +280,10 @@ def _part(support: SamplingSupport | None, at: slice, like: Tensor) -> SamplingS
 
 
 class _Chunks(torch.autograd.Function):  # type: ignore[misc]
-    """`target_stats` for a linear head, with z the logits, T the temperature and p their softmax::
+    """`target_stats` for a linear head, with z the logits, T the temperature, p their softmax and H its entropy::
 
     d logp_m / d z_mv = ([v = target_m] - p_mv) / T
+    d H_m / d z_mv = -p_mv (log p_mv + H_m) / T
     """
 
     @staticmethod
@@ -286,6 +297,7 @@ class _Chunks(torch.autograd.Function):  # type: ignore[misc]
         distribution: LogitDistribution,
         support: SamplingSupport | None,
         entropy: bool,
+        entropy_grad: bool,
         rows: int,
     ) -> tuple[Tensor, Tensor]:
         found = target_stats(
@@ -293,11 +305,13 @@ class _Chunks(torch.autograd.Function):  # type: ignore[misc]
         )
         ctx.save_for_backward(hidden_md, weight_vd, targets_m)
         ctx.head, ctx.distribution, ctx.support, ctx.rows = head, distribution, support, rows
-        ctx.mark_non_differentiable(found.entropy_m)
+        ctx.entropy_m = found.entropy_m if entropy_grad else None
+        if not entropy_grad:
+            ctx.mark_non_differentiable(found.entropy_m)
         return found.logprobs_m, found.entropy_m
 
     @staticmethod
-    def backward(ctx: Any, slope_m: Tensor, _: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, slope_m: Tensor, entropy_slope_m: Tensor) -> tuple[Any, ...]:
         hidden_md, weight_vd, targets_m = ctx.saved_tensors
         shape, distribution = ctx.head.shape, ctx.distribution
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
@@ -307,7 +321,8 @@ class _Chunks(torch.autograd.Function):  # type: ignore[misc]
         bias_grad = weight_grad.new_zeros(len(weight_vd)) if to_bias and weight_grad is not None else None
         for at in _slices(len(targets_m), ctx.rows):
             logits_cv = ctx.head.logits(hidden_md[at])
-            grad_cv = _slope(logits_cv, targets_m[at], slope_m[at], distribution, _part(ctx.support, at, targets_m))
+            entropy = None if ctx.entropy_m is None else (ctx.entropy_m[at], entropy_slope_m[at])
+            grad_cv = _slope(logits_cv, targets_m[at], slope_m[at], distribution, _part(ctx.support, at, targets_m), entropy)
             grad_cv = shape.backward_(grad_cv, logits_cv).to(weight_vd.dtype)
             if hidden_grad is not None:
                 torch.mm(grad_cv, weight_vd, out=hidden_grad[at])
@@ -319,13 +334,18 @@ class _Chunks(torch.autograd.Function):  # type: ignore[misc]
             if bias_grad is not None:
                 bias_grad += grad_cv.sum(0, dtype=bias_grad.dtype)
         back = None if weight_grad is None else weight_grad.to(weight_vd.dtype)
-        return hidden_grad, back, None if bias_grad is None else bias_grad.to(weight_vd.dtype), *[None] * 6
+        return hidden_grad, back, None if bias_grad is None else bias_grad.to(weight_vd.dtype), *[None] * 7
 
 
 def _slope(
-    logits_cv: Tensor, targets_c: Tensor, slope_c: Tensor, distribution: LogitDistribution, support: SamplingSupport | None
+    logits_cv: Tensor,
+    targets_c: Tensor,
+    slope_c: Tensor,
+    distribution: LogitDistribution,
+    support: SamplingSupport | None,
+    entropy: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Compute the gradient of ``sum_c slope_c * logp_c`` with respect to the logits."""
+    """Compute the gradient of ``sum_c slope_c * logp_c`` with respect to the logits; `entropy` adds (H_c, slope of H_c)."""
     wide = logits_cv.to(torch.promote_types(logits_cv.dtype, torch.float32), copy=True)
     excluded = distribution.excluded(wide, targets_c, support)
     if distribution.temperature != 1.0:
@@ -333,7 +353,12 @@ def _slope(
     if excluded is not None:
         wide.masked_fill_(excluded, BANNED_LOGIT)
     grad_cv = torch.softmax(wide, -1)
-    grad_cv *= -slope_c[:, None]
+    if entropy is None:
+        grad_cv *= -slope_c[:, None]
+    else:
+        value_c, entropy_slope_c = entropy
+        per_id_cv = torch.log_softmax(wide, -1).add_(value_c[:, None]).mul_(entropy_slope_c[:, None]).add_(slope_c[:, None])
+        grad_cv *= per_id_cv.neg_()
     grad_cv[torch.arange(len(targets_c), device=targets_c.device), targets_c] += slope_c
     return grad_cv.div_(distribution.temperature) if distribution.temperature != 1.0 else grad_cv
 
@@ -379,12 +404,15 @@ class ForwardPass:
         support: SamplingSupport | None = None,
         *,
         entropy: bool,
+        entropy_grad: bool = False,
     ) -> TokenStats:
         """Compute statistics of a pass's M targets, see `target_stats`; raise `UsageError` for images with a text-only model,
         `MediaError` when images are missing."""
         if self.head is None:
-            return distribution.stats(self._all_logits(micro), micro.targets_m, support, entropy=entropy)
-        return target_stats(self.hidden(micro, pixels), self.head, micro.targets_m, distribution, support, entropy=entropy)
+            logits_mv = self._all_logits(micro)
+            return distribution.stats(logits_mv, micro.targets_m, support, entropy=entropy, entropy_grad=entropy_grad)
+        hidden_md, wanted = self.hidden(micro, pixels), {"entropy": entropy, "entropy_grad": entropy_grad}
+        return target_stats(hidden_md, self.head, micro.targets_m, distribution, support, **wanted)
 
     def sampling_support(
         self, micro: MicroBatch, pixels: PixelCache | None, distribution: LogitDistribution

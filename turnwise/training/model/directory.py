@@ -39,7 +39,9 @@ def renderer_of(source: Path, config: ModelConfig, control_text: ControlText = "
     template, root, own = config.template, source, source / "chat_template.jinja"
     if (base := base_model_of(source)) is not None:  # an adapter has a template of its own but no image processor
         root, template = base, str(own) if template is None and own.is_file() else template
-    return load_renderer(root, template=template, template_args=config.template_args, control_text=control_text)
+    return load_renderer(
+        root, template=template, template_args=config.template_args, control_text=control_text, parser=config.parser
+    )
 
 
 def token_count(root: Path) -> int:

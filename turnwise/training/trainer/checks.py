@@ -131,8 +131,9 @@ def check_mismatch(batch: TrainingBatch, config: TrainConfig, dtype: torch.dtype
     mismatch = logprob_mismatch(batch.start_n[current_n], batch.engine_n[current_n])
     check = (
         f"weights (version and fingerprint), samples at temperature {distribution.temperature:g} with top_p "
-        f"{distribution.top_p:g} and top_k {distribution.top_k}, bans the same {len(distribution.banned_ids)} ids, and "
-        f"computes in {str(dtype).removeprefix('torch.')}; if the difference is intended,"
+        f"{distribution.top_p:g}, top_k {distribution.top_k} and min_p {distribution.min_p:g}, bans the same "
+        f"{len(distribution.banned_ids)} ids, and computes in {str(dtype).removeprefix('torch.')}; if the difference is "
+        "intended,"
     )
     if gap_n[worst] <= bound:
         if not mismatch.get("mismatch_kl", 0.0) > divergence:

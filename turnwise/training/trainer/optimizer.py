@@ -117,8 +117,12 @@ class Optimizer:
         return shard_like(tensor, master)
 
 
-def schedule(kind: str, step: int, steps: int) -> float:
-    """Return the learning rate at a step (from 0) as a share of the peak: from 1 down towards 0, or 1 if `constant`."""
+def schedule(kind: str, step: int, steps: int, warmup: int = 0) -> float:
+    """Return the learning rate at a step (from 0) as a share of the peak: up to it linearly over `warmup` steps, of which the
+    first is not 0, then from 1 down towards 0, or 1 if `constant`."""
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    step, steps = step - warmup, steps - warmup
     if kind == "constant":
         return 1.0
     done = min(max(step / max(steps, 1), 0.0), 1.0)

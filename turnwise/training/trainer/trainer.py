@@ -72,7 +72,7 @@ class Trainer:
         banned_ids: ids that the engine never samples; excluded from the trainer's softmax too.
         seed: seed of the minibatch shuffles.
         template: fingerprint of the engine's renderer; trajectories with another one raise. Empty accepts any.
-        top_p, top_k: the engine's; logprobs of both are renormalized over the support.
+        top_p, top_k, min_p: the engine's; logprobs of both are renormalized over the support.
         ranks: processes that train together. With several, the model is sharded and all must make the same calls
             (`RankZeroTrainer` ensures that).
         pixels: source of images' pixel values, as in `Rollout.pixels`.
@@ -94,6 +94,7 @@ class Trainer:
         template: str = "",
         top_p: float = 1.0,
         top_k: int = 0,
+        min_p: float = 0.0,
         ranks: Ranks | None = None,
         pixels: PixelCache | None = None,
         on_note: Callable[[str], None] | None = None,
@@ -120,14 +121,16 @@ class Trainer:
         if config.gradient_checkpointing:
             enable_gradient_checkpointing(self.forward.model)
         self.banned_ids = frozenset(banned_ids)
-        self.distribution = LogitDistribution(temperature, self.banned_ids, top_p, top_k)
+        self.distribution = LogitDistribution(temperature, self.banned_ids, top_p, top_k, min_p)
         """Distribution the engine samples from."""
         self.pixels = pixels
         """Source of pixel values; None without images."""
         self._tied = tied_names(model)
         self.ranks = ranks or Ranks()
         if self.distribution.truncates and self.ranks.size > 1:
-            raise ConfigError("rollout.top_p and top_k need a trainer of one process; sampling-mask replay is not distributed")
+            raise ConfigError(
+                "rollout.top_p, top_k and min_p need a trainer of one process; sampling-mask replay is not distributed"
+            )
         self.micro_batch_limit = MicroBatchLimit(config.micro_tokens, alone=self.ranks.size == 1, on_note=on_note)
         self._stats, self._full_logprobs = self.ranks.shard(model, self.forward)
         self.reset_optimizer()
@@ -162,7 +165,7 @@ class Trainer:
         # Credit: how much better each trajectory did than the others of its task.
         step_credits = self.step_credits(groups)
         # Batches: one per minibatch, each with the passes that cover it.
-        lr = config.lr * schedule(config.schedule, step, steps)
+        lr = config.lr * schedule(config.schedule, step, steps, config.lr_warmup_steps)
         parts = split_minibatches(step_credits.credits, config.minibatches, f"{self.seed}:{step}")
         scale = LossDenominator.of(step_credits.credits, self.objective.settings.aggregation, config.fixed_length, len(parts))
         batches = [self._batch(part, scale, version=version) for part in parts]
@@ -251,11 +254,14 @@ class Trainer:
         """Run forward and backward of this rank's passes; return each one's terms, entropies and logprobs, detached."""
         made = []
         for micro, own in self.ranks.passes(batch.micros):
-            found = self._stats(micro, self.pixels, self.distribution, batch.support_of(micro), entropy=True)
-            terms = self.objective.terms(batch, micro, found.logprobs_m, sequence_n)
+            wanted = {"entropy": True, "entropy_grad": bool(self.config.entropy)}
+            found = self._stats(micro, self.pixels, self.distribution, batch.support_of(micro), **wanted)
+            terms = self.objective.terms(batch, micro, found, sequence_n)
             (terms.loss if own else 0.0 * terms.loss).backward()
             if own:
-                made.append((micro, replace(terms, loss=terms.loss.detach()), found.entropy_m, found.logprobs_m.detach()))
+                made.append(
+                    (micro, replace(terms, loss=terms.loss.detach()), found.entropy_m.detach(), found.logprobs_m.detach())
+                )
         return made
 
     def _start(self, batch: TrainingBatch, step_metrics: StepMetrics) -> None:
