@@ -40,6 +40,8 @@ FOREIGN = {
     "renderers/sandbox.py": "jinja_pass_arg",
     # optional hooks of what a user writes: environments, factories, play functions, tools, policies
     "compat/skyrl.py": "get_metrics",
+    "compat/verl.py": "execute tool_schema",
+    "compat/verl_tools.py": "image model_dump",
     "envs/isolation/fork_server.py": "max_turns",
     "envs/resolve.py": "tasks",
     "envs/tools/stateful.py": "execute lifetime",
@@ -69,6 +71,7 @@ RECORDS = {
     "journal",
     "generation",
     "attempt",
+    "data",
     "episode",
     "_episode",
     # what a function finds, makes or counts, and returns
