@@ -223,7 +223,7 @@ def test_words_and_ends_of_verl_where_faithful():
     limits = tw.Limits(turns=8, turn_tokens=2000)
     trajectory = play(spec, replies, create(start=3), limits)
     long = [
-        "Unknown function 'nope'. Available tools: ['count', 'get_weather', 'calculator', 'rate', 'ping', 'fail']",
+        "Unknown function 'nope'. Available tools: ['count', 'calculator', 'fail', 'get_weather', 'ping', 'rate']",
         "Error executing tool 'calculator': evaluate() got an unexpected keyword argument 'formula'",
         "Error executing tool 'fail': broken",
         "pong " * 9,

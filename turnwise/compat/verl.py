@@ -276,9 +276,9 @@ def function_tool(entry: Any) -> Tool:
     )
 
 
-def _registry() -> Mapping[str, Any]:
+def _registry() -> dict[str, Any]:
     module = sys.modules.get("verl.tools.function_tool")
-    found: Mapping[str, Any] = {} if module is None else module.FUNCTION_TOOL_REGISTRY
+    found: dict[str, Any] = {} if module is None else module.FUNCTION_TOOL_REGISTRY
     return found
 
 
@@ -287,7 +287,14 @@ def _registered(target: Any) -> Any:
 
 
 def _function_tools(path: Path, where: str) -> tuple[Any, ...]:
-    found = _tools_of_module(load_user_module(path, str(path)).__name__)
+    before = dict(_registry())
+    _registry().clear()  # verl has one registry for all files, and refuses the names of another file
+    try:
+        name = load_user_module(path, str(path)).__name__
+    finally:
+        after = {**before, **_registry()}
+        _registry().update(after)
+    found = _tools_of_module(name)
     if not found:
         raise ConfigError(f"{where}: {path} has no @function_tool; decorate a function")
     return found
@@ -295,8 +302,8 @@ def _function_tools(path: Path, where: str) -> tuple[Any, ...]:
 
 @functools.cache
 def _tools_of_module(name: str) -> tuple[Any, ...]:
-    """Return the function tools of a module, which is loaded once; a later file may register the same names."""
-    return tuple(entry for entry in _registry().values() if entry.fn.__module__ == name)
+    """Return the function tools of a module in verl's order, by name. The module is loaded once; a later file may register the same names."""
+    return tuple(entry for _, entry in sorted(_registry().items()) if entry.fn.__module__ == name)
 
 
 def _mcp(config: Mapping[str, Any], folder: Path, where: str) -> list[McpTools]:

@@ -17,7 +17,7 @@ from turnwise.envs.rewards.workers import run_isolated
 from turnwise.envs.tool_env import ToolEnv, ToolEnvFactory
 from turnwise.envs.tools.results import Content, ToolResult, join_content, read_content, read_result
 from turnwise.envs.tools.stateful import Lifetime, RowArguments, ToolInstance, arguments_of, as_tool_failure
-from turnwise.envs.tools.tool import Tool
+from turnwise.envs.tools.tool import Tool, Tools
 from turnwise.envs.user_code import as_number, call_user, describe_value, number_of
 from turnwise.errors import EnvError, RewardError, TaskError, suggest_or_list, words
 from turnwise.types import Message, Task, ToolCall, Trajectory
@@ -275,6 +275,10 @@ class VerlEnv(ToolEnv):
         if selected:
             task = replace(task, info={**task.info, "tools": list(selected)})
         opening = await super().reset(task, seed=seed)
+        if selected:
+            found = {tool.name: tool for tool in self._tools}
+            self._tools = Tools([found[name] for name in dict.fromkeys(selected)], self._tools.cut)
+            self.tools = self._tools.schemas
         self._task = task
         self._data = AgentData([message.to_dict() for message in opening], row.given)
         for instance in self.instances:
