@@ -26,8 +26,11 @@ def skyrl():
     """The generator and its configuration; on Python 3.11 pydantic wants the other TypedDict."""
     originals.use()
     typing.TypedDict = typing_extensions.TypedDict
+    from skyrl.train.config.config import GeneratorConfig, SamplingParams, SkyRLGymConfig
+    from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
 
-    return SimpleNamespace(**locals())
+    found = GeneratorConfig, SamplingParams, SkyRLGymConfig, SkyRLGymGenerator
+    return SimpleNamespace(**{one.__name__: one for one in found})
 
 
 @pytest.fixture(scope="module")

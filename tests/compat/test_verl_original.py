@@ -25,10 +25,12 @@ def verl():
     from omegaconf import OmegaConf
     from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
     from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+    from verl.tools.function_tool import FUNCTION_TOOL_REGISTRY
     from verl.tools.tool_registry import load_all_tools
     from verl.workers.rollout.replica import TokenOutput
 
-    return SimpleNamespace(**locals())
+    found = OmegaConf, DictConfigWrap, ToolListWrap, ToolAgentLoop, load_all_tools, TokenOutput
+    return SimpleNamespace(registry=FUNCTION_TOOL_REGISTRY, **{one.__name__: one for one in found})
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +72,7 @@ def theirs(verl, tokenizer, replies, row, *, turns, settings, paths, monkeypatch
     }
     rollout = {"prompt_length": 4096, "response_length": 4096, "multi_turn": multi_turn, "full_determinism": False}
     config = verl.OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
+    verl.registry.clear()  # which refuses the names of another file
     tools = verl.load_all_tools(*(str(HOME / path) if path else None for path in paths))
     server = Server(verl, replies)
 
@@ -172,3 +175,53 @@ def test_the_last_turn_executes_no_tool(verl, tokenizer, monkeypatch):
     replies = [call("calculator", expression="2+3")] * 2
     found, _ = both(verl, tokenizer, monkeypatch, replies, (None, "functions.py"), turns=2)
     assert len(found.turns) == 2
+
+
+def stubs(folder):
+    """Write the YAML form of the stub tools that verl's own tests have."""
+    tools = [("StubSearchTool", "search", "query_list"), ("StubCrawlTool", "crawler", "url_list")]
+    rows = [
+        {
+            "class_name": f"tests.tools._stub_search_tools.{name}",
+            "config": {"type": "native"},
+            "tool_schema": {
+                "type": "function",
+                "function": {
+                    "name": tool,
+                    "description": "Stub.",
+                    "parameters": {
+                        "type": "object",
+                        "properties": {argument: {"type": "array", "description": "A list."}},
+                        "required": [argument],
+                    },
+                },
+            },
+        }
+        for name, tool, argument in tools
+    ]
+    (folder / "stubs.yaml").write_text(json.dumps({"tools": rows}))  # JSON is YAML
+    return folder / "stubs.yaml"
+
+
+def test_files_of_verls_own_package_unedited(verl, tokenizer, monkeypatch, tmp_path):
+    examples = originals.folder() / "packages/tests/experimental/agent_loop/function_tool_examples.py"
+    replies = [
+        call("calculator", expression="(3+4)*5") + call("get_weather", city="Oslo"),
+        call("search", query_list=["amber", "salt"]) + call("crawler", url_list=["http://a"]),
+        call("calculator", expression="1/0"),
+        "35",
+    ]
+    paths = (stubs(tmp_path), examples)
+    found, _ = both(verl, tokenizer, monkeypatch, replies, paths, max_parallel_calls=2, max_tool_response_length=4000)
+    texts = [message.text for message in found.messages if message.role == "tool"]
+    assert texts[0] == "35"
+    assert texts[2:4] == ["hits-for:amber; hits-for:salt", "crawled:http://a"]
+
+
+def test_verls_own_score_of_word_problems(verl):
+    args = {"function_tool_path": "functions.py", "reward": "verl.utils.reward_score.gsm8k:compute_score"}
+    spec = as_env_spec(FRAMEWORK.find("tools"), where="verl:tools", args=args, base=HOME)
+    for reply, reward in (("so #### 1,234", 1.0), ("so #### 12", 0.0), ("nothing", 0.0)):
+        task = tw.Task("Go.", "1234", info={"data_source": "openai/gsm8k"})
+        (found,) = tw.rollout(spec.factory, [task], tw.ScriptedEngine([reply]), limits=tw.Limits(turn_tokens=999))
+        assert (found.error, found.reward) == (None, reward)

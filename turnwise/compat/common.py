@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -48,8 +49,18 @@ def derives_from(target: Any, package: str, name: str) -> bool:
     """Whether a class derives from a class of a framework, installed or a stand-in."""
     if not inspect.isclass(target):
         return False
-    found = ((base.__module__.partition(".")[0], base.__name__) for base in target.__mro__[1:])
+    found = ((public_name(base.__module__).partition(".")[0], base.__name__) for base in target.__mro__[1:])
     return (package, name) in found
+
+
+def public_name(module: str) -> str:
+    """Return the name of a module in its framework, also for a stand-in."""
+    return module.removeprefix(f"{STAND_INS}.")
+
+
+def loaded(name: str) -> list[ModuleType]:
+    """Return a module of a framework, and our stand-in of it, as far as user code imported them."""
+    return [sys.modules[one] for one in (name, f"{STAND_INS}.{name}") if one in sys.modules]
 
 
 def import_object(name: str, where: str) -> Any:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
-from turnwise.compat.common import attribute_config, derives_from, import_module, import_object, plain
+from turnwise.compat.common import attribute_config, derives_from, import_module, import_object, loaded, plain, public_name
 from turnwise.config import Limits
 from turnwise.envs.base import Action, Env, Scores, Step
 from turnwise.envs.foreign import ForeignObject, Framework
@@ -42,20 +41,19 @@ def adapt(found: ForeignObject) -> SkyRLFactory | None:
 
 
 def _is_spec(target: Any) -> bool:
-    return type(target).__module__.startswith("skyrl_gym.") and type(target).__name__ == "EnvSpec"
+    return public_name(type(target).__module__).startswith("skyrl_gym.") and type(target).__name__ == "EnvSpec"
 
 
 def _registry() -> Mapping[str, Any]:
-    module = sys.modules.get("skyrl_gym")
-    if module is None:
+    modules = loaded("skyrl_gym")
+    if not modules:
         try:
-            module = import_module("skyrl_gym")
+            modules = [import_module("skyrl_gym")]
         except ImportError as error:
             raise ConfigError(
                 f"skyrl_gym cannot be imported ({error}); pip install skyrl-gym, or name the class: use = file.py:Class"
             ) from error
-    found: Mapping[str, Any] = module.registry
-    return found
+    return {name: spec for module in reversed(modules) for name, spec in module.registry.items()}
 
 
 def _config(target: Any, args: Mapping[str, Any], where: str) -> Any:

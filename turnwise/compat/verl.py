@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from turnwise.compat.common import derives_from, import_object
+from turnwise.compat.common import derives_from, import_object, loaded
 from turnwise.compat.verl_tools import (
     FunctionSource,
     Interaction,
@@ -276,24 +276,24 @@ def function_tool(entry: Any) -> Tool:
     )
 
 
-def _registry() -> dict[str, Any]:
-    module = sys.modules.get("verl.tools.function_tool")
-    found: dict[str, Any] = {} if module is None else module.FUNCTION_TOOL_REGISTRY
-    return found
+def _registries() -> list[dict[str, Any]]:
+    return [module.FUNCTION_TOOL_REGISTRY for module in loaded("verl.tools.function_tool")]
 
 
 def _registered(target: Any) -> Any:
-    return next((entry for entry in _registry().values() if entry.fn is target), None) if callable(target) else None
+    entries = (entry for registry in _registries() for entry in registry.values())
+    return next((entry for entry in entries if entry.fn is target), None) if callable(target) else None
 
 
 def _function_tools(path: Path, where: str) -> tuple[Any, ...]:
-    before = dict(_registry())
-    _registry().clear()  # verl has one registry for all files, and refuses the names of another file
+    before = [(registry, dict(registry)) for registry in _registries()]
+    for registry, _ in before:
+        registry.clear()  # verl has one registry for all files, and refuses the names of another file
     try:
         name = load_user_module(path, str(path)).__name__
     finally:
-        after = {**before, **_registry()}
-        _registry().update(after)
+        for registry, known in before:
+            registry.update({**known, **registry})
     found = _tools_of_module(name)
     if not found:
         raise ConfigError(f"{where}: {path} has no @function_tool; decorate a function")
@@ -302,8 +302,9 @@ def _function_tools(path: Path, where: str) -> tuple[Any, ...]:
 
 @functools.cache
 def _tools_of_module(name: str) -> tuple[Any, ...]:
-    """Return the function tools of a module in verl's order, by name. The module is loaded once; a later file may register the same names."""
-    return tuple(entry for _, entry in sorted(_registry().items()) if entry.fn.__module__ == name)
+    """Return the function tools of a module in verl's order, by name. Cached: a later file may register the same names."""
+    entries = [entry for registry in _registries() for entry in registry.values() if entry.fn.__module__ == name]
+    return tuple(sorted(entries, key=lambda entry: str(entry.name)))
 
 
 def _mcp(config: Mapping[str, Any], folder: Path, where: str) -> list[McpTools]:

@@ -1,5 +1,5 @@
 """Environments and their registry."""
 
-from skyrl_gym.envs.registration import deregister, register
+from .registration import deregister, register
 
 __all__ = ["deregister", "register"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NotRequired, TypedDict
 
-from skyrl_gym.core import Env
-from skyrl_gym.metrics import default_aggregate_metrics
+from ..core import Env
+from ..metrics import default_aggregate_metrics
 
 MessageType = dict[str, str]
 ConversationType = list[MessageType]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyrl_gym import error
+from .. import error
 
 
 @dataclass

@@ -1,5 +1,5 @@
 """Groups of tools."""
 
-from skyrl_gym.tools.core import ToolGroup, tool
+from .core import ToolGroup, tool
 
 __all__ = ["ToolGroup", "tool"]

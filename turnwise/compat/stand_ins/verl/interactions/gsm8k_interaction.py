@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
-from verl.interactions.base import BaseInteraction
-from verl.utils.reward_score import gsm8k
+from ..utils.reward_score import gsm8k
+from .base import BaseInteraction
 
 
 class Gsm8kInteraction(BaseInteraction):

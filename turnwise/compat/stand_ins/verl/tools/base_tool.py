@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
-from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from .schemas import OpenAIFunctionToolSchema, ToolResponse
 
 
 class BaseTool:

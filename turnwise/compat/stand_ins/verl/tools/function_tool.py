@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from verl.tools.schemas import OpenAIFunctionToolSchema
-
 from turnwise.envs.tools.schema import tool_signature
+
+from .schemas import OpenAIFunctionToolSchema
 
 
 @dataclass

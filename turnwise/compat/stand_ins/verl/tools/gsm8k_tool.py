@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
-from verl.tools.base_tool import BaseTool
-from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-from verl.utils.reward_score import gsm8k
+from ..utils.reward_score import gsm8k
+from .base_tool import BaseTool
+from .schemas import OpenAIFunctionToolSchema, ToolResponse
 
 
 class Gsm8kTool(BaseTool):

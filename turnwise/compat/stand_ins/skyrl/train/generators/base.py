@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
-from skyrl.backends.skyrl_train.inference_servers.base import ConversationType
+from ...backends.skyrl_train.inference_servers.base import ConversationType
 
 TrainingPhase = Literal["train", "eval"]
 
