@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
 from turnwise.compat.common import attribute_config, derives_from, import_module, import_object, loaded, plain, public_name
+from turnwise.compat.skyrl_generator import extras_of, make_agent_function
 from turnwise.config import Limits
 from turnwise.envs.base import Action, Env, Scores, Step
 from turnwise.envs.foreign import ForeignObject, Framework
@@ -20,8 +21,10 @@ from turnwise.types import Message, Task, Trajectory
 CALLED = "SkyRL-Gym calls it as {}(env_config=..., extras=...)"
 
 
-def adapt(found: ForeignObject) -> SkyRLFactory | None:
-    """Make a factory of a `BaseTextEnv` class, or of an entry of the registry."""
+def adapt(found: ForeignObject) -> Any:
+    """Make a factory of a `BaseTextEnv` class or of an entry of the registry, or an agent function of a generator class."""
+    if any(derives_from(found.target, package, "GeneratorInterface") for package in ("skyrl", "skyrl_train")):
+        return make_agent_function(found.target, found.args, found.where)
     target, given = found.target, {}
     if _is_spec(target):
         entry, given = target.entry_point, dict(target.kwargs)
@@ -73,14 +76,6 @@ def _config(target: Any, args: Mapping[str, Any], where: str) -> Any:
             except TypeError as error:
                 raise ConfigError(f"{where}: [env.args]: {error}") from None
     return attribute_config(args)
-
-
-def extras_of(task: Task, limits: Limits) -> dict[str, Any]:
-    """Return the columns of a task's row but its prompt, and `max_turns`."""
-    extras = copy.deepcopy(dict(task.info))
-    if task.answer is not None:
-        extras.setdefault("answer", task.answer)
-    return extras | {"max_turns": limits.turns}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,236 @@
+"""A user's own `GeneratorInterface` of SkyRL as an agent function: one generator for each episode, over our engine."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from turnwise.compat.common import STAND_INS, attribute_config, public_name
+from turnwise.config import Limits
+from turnwise.envs.base import Scores
+from turnwise.envs.user_code import as_number, describe_value, number_of
+from turnwise.errors import ConfigError, EnvError, suggest_or_list
+from turnwise.types import Task
+
+CONFIGS = ("generator_cfg", "skyrl_gym_cfg")
+GIVEN = (*CONFIGS, "inference_engine_client", "tokenizer", "model_name", "policy_model_name")
+LOGPROB_TOLERANCE = 1e-3
+
+
+def extras_of(task: Task, limits: Limits) -> dict[str, Any]:
+    """Return the columns of a task's row but its prompt, and `max_turns`."""
+    extras = copy.deepcopy(dict(task.info))
+    if task.answer is not None:
+        extras.setdefault("answer", task.answer)
+    return extras | {"max_turns": limits.turns}
+
+
+@dataclass(slots=True)
+class EngineCall:
+    """One call of the generator's engine: the ids that it knew, and the reply."""
+
+    context: list[int] | None
+    """None where the generator gave messages."""
+    reply: Any
+
+
+def make_agent_function(target: Any, args: Mapping[str, Any], where: str) -> Callable[[Task, Any], Awaitable[Scores]]:
+    """Make an agent function of a generator class; parameters of its constructor that SkyRL does not give come from `args`."""
+    parameters = inspect.signature(target).parameters
+    named = [key for key, one in parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    for key in args:
+        if key not in (*CONFIGS, *named):
+            raise ConfigError(f"{where} has no argument {key!r}; {suggest_or_list(key, [*CONFIGS, *named])}")
+    for key in named:
+        if key not in (*GIVEN, *args) and parameters[key].default is inspect.Parameter.empty:
+            raise ConfigError(f"{where} needs the argument {key!r}; give it under [env.args]")
+    if missing := sorted(getattr(target, "__abstractmethods__", ())):
+        raise ConfigError(f"{where} lacks {' and '.join(missing)}; a generator has async generate(input_batch)")
+
+    async def play(task: Task, model: Any) -> Scores:
+        client = EngineClient(model)
+        given = {
+            "generator_cfg": _generator_config(model.limits, args.get("generator_cfg") or {}),
+            "skyrl_gym_cfg": attribute_config({"max_env_workers": 0, **(args.get("skyrl_gym_cfg") or {})}),
+            "inference_engine_client": client,
+            "tokenizer": model.tokenizer,
+            "model_name": None,
+            "policy_model_name": None,
+        }
+        own = {key: value for key, value in args.items() if key not in CONFIGS}
+        generator = target(**{key: value for key, value in {**given, **own}.items() if key in named})
+        output = await generator.generate(_batch(target, task, model.limits))
+        return read_output(output, client.calls, model.weigh)
+
+    return play
+
+
+def _generator_config(limits: Limits, given: Mapping[str, Any]) -> Any:
+    sampling = {"max_generate_length": limits.turn_tokens, "logprobs": 1, "stop": None, **(given.get("sampling_params") or {})}
+    config: dict[str, Any] = {
+        "max_turns": limits.turns,
+        "max_input_length": limits.context,
+        "batched": False,
+        "use_conversation_multi_turn": True,
+        "chat_template_kwargs": {},
+        "step_wise_trajectories": False,
+        "zero_reward_on_non_stop": False,
+        "apply_overlong_filtering": False,
+        "append_eos_token_after_stop_str_in_multi_turn": True,
+    }
+    return attribute_config({**config, **given, "sampling_params": sampling})
+
+
+def _batch(target: Any, task: Task, limits: Limits) -> dict[str, Any]:
+    """Return the input of one episode."""
+    homes = (public_name(base.__module__) for base in target.__mro__ if base.__name__ == "GeneratorInterface")
+    home = next(homes, "skyrl.train.generators.base")
+    module = sys.modules.get(home) or sys.modules[f"{STAND_INS}.{home}"]
+    extras = extras_of(task, limits)
+    return {
+        "prompts": [[message.to_dict() for message in task.messages]],
+        "env_classes": [str(extras.get("env_class", ""))],
+        "env_extras": [extras],
+        "sampling_params": None,
+        "trajectory_ids": [module.TrajectoryID(task.id, 0)],
+        "batch_metadata": module.BatchMetadata(0, "train"),
+    }
+
+
+class EngineClient:
+    """The engine as SkyRL's generators call it; keeps the calls in order."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.calls: list[EngineCall] = []
+
+    async def generate(self, input_batch: Mapping[str, Any], model: str | None = None) -> dict[str, Any]:
+        """Sample a reply to each prompt, which is given as ids or as messages."""
+        by_ids = input_batch.get("prompt_token_ids")
+        prompts = by_ids if by_ids is not None else input_batch.get("prompts") or []
+        options = _options(input_batch.get("sampling_params") or {})
+        replies = await asyncio.gather(*(self._model.generate(list(prompt), **options) for prompt in prompts))
+        for prompt, reply in zip(prompts, replies, strict=True):
+            self.calls.append(EngineCall(None if by_ids is None else list(prompt), reply))
+        decode = self._model.tokenizer.decode
+        return {
+            "responses": [decode(list(reply.ids), skip_special_tokens=True) for reply in replies],
+            "response_ids": [list(reply.ids) for reply in replies],
+            "stop_reasons": [reply.finish for reply in replies],
+            "response_logprobs": [[one or 0.0 for one in reply.logprobs] for reply in replies],
+        }
+
+    async def finish_session(self, session_id: Any) -> None:
+        """Do nothing: the episode ends its own session."""
+
+
+def _options(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sampling parameters by our names; those of the run where there are none."""
+    top_k = sampling.get("top_k")
+    found = {
+        "max_tokens": sampling.get("max_tokens") or sampling.get("max_generate_length"),
+        "temperature": sampling.get("temperature"),
+        "top_p": sampling.get("top_p"),
+        "top_k": None if top_k is None else max(0, top_k),
+        "min_p": sampling.get("min_p"),
+        "stop": tuple(sampling.get("stop") or ()),
+        "stop_ids": tuple(sampling.get("stop_token_ids") or ()),
+    }
+    return {key: value for key, value in found.items() if value not in (None, ())}
+
+
+def read_output(output: Any, calls: Sequence[EngineCall], weigh: Callable[[Any, list[float]], None]) -> Scores:
+    """Read the episode's rows of a `GeneratorOutput`: set the weights of the replies, return the rewards.
+
+    Raises:
+        EnvError: for rows of different lengths, a mask that trains ids which the engine did not sample, or logprobs other than
+            those of the engine.
+    """
+    if not isinstance(output, Mapping) or not output.get("response_ids"):
+        raise EnvError(f"generate returned {describe_value(output)}; return a GeneratorOutput with response_ids")
+    weights: dict[int, list[float]] = {}
+    turns, own = [0.0] * len(calls), 0.0
+    rows = len(output["response_ids"])
+    for row in range(rows):
+        prompt, response, mask, reward, logprobs = (_of_row(output, key, row) for key in _ROW)
+        if mask is None or len(mask) != len(response):
+            raise EnvError(f"row {row}: {len(response)} response_ids and {len(mask or ())} loss_masks; give one for each id")
+        placed = _places(calls, list(prompt or ()), list(response))
+        _check_mask(mask, logprobs, placed, calls, row)
+        for number, start in placed.items():
+            ids = calls[number].reply.ids
+            found = [float(one) for one in mask[start : start + len(ids)]]
+            weights[number] = [max(pair) for pair in zip(found, weights.get(number, [0.0] * len(ids)), strict=True)]
+        if isinstance(reward, (list, tuple)):
+            if len(reward) != len(response):
+                raise EnvError(f"row {row}: {len(response)} response_ids and {len(reward)} rewards; give one for each id")
+            for at, one in enumerate(reward):
+                if value := as_number(one, "a token's reward"):
+                    before = [number for number, start in placed.items() if start <= at]
+                    if before:
+                        turns[max(before, key=placed.__getitem__)] += value
+                    else:
+                        own += value
+        elif row == rows - 1:
+            own += as_number(reward, "the reward") or 0.0
+    for number, call in enumerate(calls):
+        weigh(call.reply, weights.get(number, [0.0] * len(call.reply.ids)))
+    return Scores(own, tuple(turns), metrics=_metrics(output))
+
+
+_ROW = ("prompt_token_ids", "response_ids", "loss_masks", "rewards", "rollout_logprobs")
+
+
+def _of_row(output: Mapping[str, Any], key: str, row: int) -> Any:
+    column = output.get(key)
+    if column is not None and len(column) <= row:
+        raise EnvError(f"{key} has {len(column)} rows and response_ids {len(output['response_ids'])}; give one for each")
+    return None if column is None else column[row]
+
+
+def _places(calls: Sequence[EngineCall], prompt: list[int], response: list[int]) -> dict[int, int]:
+    """Return the positions in the response at which the replies stand, by the number of the call."""
+    full, first, cursor = [*prompt, *response], len(prompt), len(prompt)
+    placed: dict[int, int] = {}
+    for number, call in enumerate(calls):
+        ids = list(call.reply.ids)
+        if call.context is not None:
+            start = len(call.context)
+            fits = start >= first and full[:start] == call.context and full[start : start + len(ids)] == ids
+        else:
+            starts = range(cursor, len(full) - len(ids) + 1)
+            start = next((at for at in starts if full[at : at + len(ids)] == ids), -1)
+            fits = start >= 0
+        if fits:
+            placed[number], cursor = start - first, start + len(ids)
+    return placed
+
+
+def _check_mask(
+    mask: Sequence[Any], logprobs: Sequence[Any] | None, placed: Mapping[int, int], calls: Sequence[EngineCall], row: int
+) -> None:
+    sampled = {start + at: one for number, start in placed.items() for at, one in enumerate(calls[number].reply.logprobs)}
+    for at, one in enumerate(mask):
+        if not one:
+            continue
+        if at not in sampled:
+            raise EnvError(f"row {row}: loss_masks[{at}] is {one}, and the engine did not sample that id there; write 0")
+        if logprobs is None or sampled[at] is None:
+            continue
+        if abs((number_of(logprobs[at]) or 0.0) - sampled[at]) > LOGPROB_TOLERANCE:
+            raise EnvError(f"row {row}: rollout_logprobs[{at}] is {logprobs[at]}, the engine's is {sampled[at]}; pass it on")
+
+
+def _metrics(output: Mapping[str, Any]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    groups = {"": output.get("rollout_metrics"), "environment/": next(iter(output.get("env_metrics") or ()), None)}
+    for prefix, group in groups.items():
+        for key, value in (group or {}).items():
+            if (number := number_of(value)) is not None:
+                found[f"{prefix}{key}"] = number
+    return found
