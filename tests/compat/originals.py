@@ -14,6 +14,7 @@ NEEDED = [
     "aiohttp",
     "aiosignal",
     "attrs",
+    "av",
     "cachetools",
     "cloudpickle",
     "codetiming",

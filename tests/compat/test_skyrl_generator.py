@@ -7,7 +7,7 @@ from rollout_kit import bpe, renderer
 from stand_ins_kit import USERS, stand_ins  # noqa: F401
 
 import turnwise as tw
-from turnwise.compat.skyrl_generator import EngineCall, read_output
+from turnwise.compat.sampled_rows import EngineCall, read_output
 from turnwise.envs.resolve import as_env_spec, load_object
 from turnwise.errors import ConfigError, EnvError
 from turnwise.renderers import CHATML
@@ -98,6 +98,12 @@ def test_rows_by_step():
     )
     assert scores.turns == (0.5, 1.0)
     assert weights == [[1.0], [1.0]]
+
+
+def test_a_response_that_the_loop_cut():
+    calls = [call([1], [2, 3, 4])]
+    _, weights = read(calls, response_ids=[[2, 3]], loss_masks=[[1, 1]], rewards=[1.0])
+    assert weights == [[1.0, 1.0, 0.0]]
 
 
 def test_replies_to_messages_are_found_in_order():

@@ -225,3 +225,23 @@ def test_verls_own_score_of_word_problems(verl):
         task = tw.Task("Go.", "1234", info={"data_source": "openai/gsm8k"})
         (found,) = tw.rollout(spec.factory, [task], tw.ScriptedEngine([reply]), limits=tw.Limits(turn_tokens=999))
         assert (found.error, found.reward) == (None, reward)
+
+
+def test_a_video_file_of_a_tool_is_decoded(verl, tmp_path):
+    import av
+    from PIL import Image
+
+    from turnwise.compat.stand_ins.verl.utils.dataset.vision_utils import process_video
+
+    with av.open(tmp_path / "clip.mp4", "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width = stream.height = 32
+        for n in range(20):
+            frame = av.VideoFrame.from_image(Image.new("RGB", (32, 32), (10 * n, 0, 0)))
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    video = process_video({"video": f"file://{tmp_path}/clip.mp4", "fps": 4})
+    assert (len(video.frames), video.fps) == (8, 4.0)
+    reds = [frame.getpixel((16, 16))[0] for frame in video.frames]
+    assert reds == sorted(reds)
+    assert reds[-1] > 150
