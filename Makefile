@@ -6,7 +6,7 @@ ARGS ?=
 # Tests start hundreds of interpreters: they find compiled modules, also where the environment turns that off.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help setup quickstart quickstart-vlm test test-slow check format clean test-browser test-engines
+.PHONY: help setup quickstart quickstart-vlm test test-slow check format clean test-browser test-engines test-compat
 
 help:
 	@echo "make setup        .venv with exactly the versions of constraints.txt (once; the others do it when needed)"
@@ -15,6 +15,7 @@ help:
 	@echo "make test         the tests (ARGS='tests/envs -k hop' for some of them)"
 	@echo "make test-slow    the tests that take minutes, or a package index"
 	@echo "make test-engines the tests against real vLLM, SGLang and llama.cpp servers, installed by the first call"
+	@echo "make test-compat  user code of other frameworks against their own packages, installed by the first call"
 	@echo "make test-browser the viewer in a real Chromium; fails where there is none"
 	@echo "make check        ruff, mypy and the floors"
 	@echo "make format       put the code into the house's format"
@@ -51,6 +52,11 @@ test-engines: $(READY)
 	[ -e "$$home/$$kind" ] || $(BIN)/python contrib/cpu_servers.py install $$kind --home "$$home" || exit 1; done; \
 	[ -e "$$home/llamacpp" ] || $(BIN)/turnwise engines install llamacpp --home "$$home"
 	@$(BIN)/python -m pytest -m engines --timeout 3600 -s $(ARGS) tests/engines_real
+
+test-compat: $(READY)
+	@home="$${TURNWISE_COMPAT:-$$HOME/.cache/turnwise/compat}"; \
+	[ -e "$$home/ready" ] || $(BIN)/python tests/compat/originals.py "$$home" || exit 1
+	@$(BIN)/python -m pytest -m compat --timeout 3600 -n0 $(ARGS) tests/compat
 
 test-slow: $(READY)
 	@$(BIN)/python -m pytest -m slow --timeout 3600 $(ARGS)

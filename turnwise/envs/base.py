@@ -7,12 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from turnwise._old_names import Renamed
 from turnwise.envs.user_code import as_flag, as_number, describe_value
 from turnwise.errors import EnvError
 from turnwise.types import Message, Messages, Task, ToolCall, Trajectory
+
+if TYPE_CHECKING:
+    from turnwise.config import Limits
+    from turnwise.config.schema import OnTurnLength
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +168,8 @@ class Env(ABC):
 
     tools: Sequence[Mapping[str, Any]] = ()
     """OpenAI schemas of the tools offered to the model; read after `reset`."""
+    on_turn_length: OnTurnLength | None = None
+    """Handling of a reply without an end token, in place of `limits.on_turn_length`; read after `reset`. None: the limit's."""
 
     @abstractmethod
     def reset(self, task: Task, *, seed: int | None = None) -> Messages | Awaitable[Messages | None] | None:
@@ -208,6 +214,24 @@ class SupportsSnapshot(Protocol):
 
     def restore(self, state: Any) -> Any:
         """Restore a state from `snapshot`."""
+        ...
+
+
+@runtime_checkable
+class NeedsLimits(Protocol):
+    """Environment that depends on the limits of the run."""
+
+    def set_limits(self, limits: Limits) -> None:
+        """Receive the limits of the episode; called once, before the first `reset`."""
+        ...
+
+
+@runtime_checkable
+class NeedsDecoder(Protocol):
+    """Environment that reads the ids of a trajectory; not in a separate process."""
+
+    def set_decoder(self, decode: Callable[[Sequence[int]], str]) -> None:
+        """Receive a function that decodes ids without special tokens; called once, before the first `reset`."""
         ...
 
 

@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-FRAMEWORKS: tuple[str, ...] = ()
+FRAMEWORKS: tuple[str, ...] = ("skyrl", "verl")
 """Modules of `turnwise.compat`, each with a `FRAMEWORK`. Named, not imported: a run imports none that it does not need."""
 
 

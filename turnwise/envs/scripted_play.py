@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
-from turnwise.envs.base import Action, Env, InlineObservation, Scores, Step, as_step
+from turnwise.config import Limits
+from turnwise.envs.base import Action, Env, InlineObservation, NeedsLimits, Scores, Step, as_step
 from turnwise.envs.user_code import as_number
 from turnwise.errors import EnvError, InvalidAction, RewardError
 from turnwise.types import EpisodeKey, Message, StopReason, Task, Trajectory, Turn, as_messages
@@ -49,6 +50,8 @@ class ScriptedRunner:
         """Reset the environment and read its opening messages."""
         task = self.played.trajectory.task
         with _noting_phase("reset"):
+            if isinstance(self.env, NeedsLimits):
+                self.env.set_limits(Limits(turns=self._turns))
             opening = await call_method(self.env.reset, task, seed=self._seed)
             self._observation = task.messages if opening is None else _messages(opening, "reset")
             self.played.tools = tuple(self.env.tools)

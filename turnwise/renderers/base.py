@@ -81,6 +81,8 @@ class Renderer(Protocol):
     """Ids that are never sampled (image placeholders)."""
     invalid_ids: frozenset[int]
     """Control ids that no reply may contain; a reply with one ends its episode as `invalid_token`."""
+    special_ids: frozenset[int]
+    """Ids of the tokenizer's special tokens, which plain text lacks."""
     fingerprint: str
     """Hash of template, tokenizer, settings and vision processor; recorded in every trajectory."""
     vision: VisionProcessor | None = None

@@ -148,6 +148,7 @@ class ChatRenderer:
         assistant, incoming = (
             {codec.control[text] for text in texts} for texts in (markers.assistant_control, markers.incoming_control)
         )
+        self.special_ids = codec.special
         self.invalid_ids = ((codec.special - assistant) | incoming | self.banned_ids) - self.stop_ids
         self._replies = ReplyReader(codec, template, self.invalid_ids | self.stop_ids, parser)
         settings: dict[str, Any] = {"stop_ids": sorted(self.stop_ids), "control_text": control_text}

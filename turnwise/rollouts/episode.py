@@ -42,6 +42,7 @@ async def _attempt(session: EnvSession, recorder: Recorder, deadline: Deadline) 
     trajectory, rules = recorder.trajectory, session.rules
     messages, tools = await session.reset()
     recorder.limit_turns(getattr(session.env, "max_turns", None))  # reset may have set it
+    recorder.set_on_turn_length(session.env.on_turn_length)
     recorder.enter_phase("render")
     recorder.journal.observation = messages
     recorder.journal.observation = messages = await session.take_in(messages)

@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from turnwise.config import EnvRules, Limits
+from turnwise.config.schema import OnTurnLength
 from turnwise.engines import Engine, Generation, Request, Sampling, StopText
 from turnwise.engines.base import check_generation
 from turnwise.envs import Scores
@@ -165,6 +166,18 @@ class Recorder:
         if isinstance(max_turns, bool) or not isinstance(max_turns, int) or max_turns < 1:
             raise EnvError(f"max_turns is {max_turns!r:.80}; it must be an integer of at least 1, or None")
         self._budget.limit_turns(max_turns)
+
+    def set_on_turn_length(self, handling: OnTurnLength | None) -> None:
+        """Apply the handling of truncated replies that an environment sets, `Env.on_turn_length`."""
+        if handling not in (None, "stop", "continue"):
+            raise EnvError(f'on_turn_length is {handling!r:.80}; write "stop", "continue" or None')
+        if handling is not None:
+            self.limits = replace(self.limits, on_turn_length=handling)
+
+    def decode_text(self, ids: Sequence[int]) -> str:
+        """Decode ids without special tokens."""
+        special = self.renderer.special_ids
+        return self.renderer.decode([i for i in ids if i not in special])
 
     @property
     def waits(self) -> bool:

@@ -32,7 +32,8 @@ from typing import Any, NoReturn
 
 import orjson
 
-from turnwise.envs.base import Env, InlineObservation, Scores, as_step
+from turnwise.config import Limits
+from turnwise.envs.base import Env, InlineObservation, NeedsLimits, Scores, as_step
 from turnwise.envs.scripted_play import maybe_await
 from turnwise.envs.user_code import as_number, failure_of
 from turnwise.errors import InvalidAction, UsageError, words
@@ -156,13 +157,16 @@ class _EnvServer:
             return pickle.dumps(result)
         return _number(result) if method == "reward" else None
 
-    def _reset(self, task: Task, seed: int | None) -> Any:
+    def _reset(self, task: Task, seed: int | None, limits: Limits | None) -> Any:
         self._env = env = self._make()
+        if limits is not None and isinstance(env, NeedsLimits):
+            env.set_limits(limits)
         opening = self._settle(env.reset(task, seed=seed))
         messages = None if opening is None else media_as_bytes(as_messages(opening))
         tools = picklable_value([dict(tool) for tool in env.tools])
         max_turns = getattr(env, "max_turns", None)
-        return messages, tools, type(env).reward is not Env.reward, type(env).snapshot is not Env.snapshot, max_turns
+        own_reward, snapshots = type(env).reward is not Env.reward, type(env).snapshot is not Env.snapshot
+        return messages, tools, own_reward, snapshots, max_turns, env.on_turn_length
 
     def _score(self, data: bytes) -> Any:
         try:

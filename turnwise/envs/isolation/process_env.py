@@ -19,6 +19,7 @@ from functools import partial
 from multiprocessing import spawn
 from typing import Any
 
+from turnwise.config import Limits
 from turnwise.envs.base import Action, Env, Step
 from turnwise.envs.isolation.fork_server import ENDED, EXIT_GRACE_S, HEAD, MARK, REQUEST, SIZE, restricted_loads
 from turnwise.envs.user_code import RemoteException
@@ -231,6 +232,7 @@ class ProcessEnv(Env):
         self._end: asyncio.Future[int] | None = None
         self._rewards = True
         self._asked = 0  # number of the last request
+        self._limits: Limits | None = None
 
     @property
     def exited(self) -> bool:
@@ -241,12 +243,17 @@ class ProcessEnv(Env):
         """Start the process. Separate from `reset`, with its own deadline, since concurrent starts wait for each other."""
         self._sock, self._pid, self._end = await self._fork_server.fork()
 
+    def set_limits(self, limits: Limits) -> None:
+        """Keep the limits for the environment, which receives them with `reset`."""
+        self._limits = limits
+
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...] | None:
         """Begin the episode; start the process if `start` was not called."""
         if self._end is None:
             await self.start()
         messages: tuple[Message, ...] | None
-        messages, self.tools, self._rewards, self.snapshots, self.max_turns = await self._ask("reset", task, seed)
+        opened = await self._ask("reset", task, seed, self._limits)
+        messages, self.tools, self._rewards, self.snapshots, self.max_turns, self.on_turn_length = opened
         return messages
 
     async def step(self, action: Action) -> Step:

@@ -282,7 +282,7 @@ class _TrajectoryInstance:
 
     async def create(self) -> Content:
         """Make the object and call `create`."""
-        with _as_tool_failure(f"{self.name}: create"):
+        with as_tool_failure(f"{self.name}: create"):
             created = await self._begin(self.hook_kwargs("create"))
         tools = []
         for key, made in self.source.templates.items():
@@ -333,7 +333,7 @@ class _TrajectoryInstance:
         with self._lock:
             self._late = self._making
         if self._object is not None and not self._late:
-            with _as_tool_failure(f"{self.name}: release"):
+            with as_tool_failure(f"{self.name}: release"):
                 await call_user(self._object.release, self.hook_kwargs("release"))
 
 
@@ -352,14 +352,14 @@ class _CallInstances(_TrajectoryInstance):
             instance = _TrajectoryInstance(self.source, self.row)
             self.instances.append(instance)  # after a cancellation, the end of the episode releases it under its own deadline
             try:
-                with _as_tool_failure(f"{self.name}: create", bugs=True):  # else it would count as the model's mistake
+                with as_tool_failure(f"{self.name}: create", bugs=True):  # else it would count as the model's mistake
                     created = await instance.create()
                 made = next(tool for name, tool in zip(self.source.templates, instance.tools, strict=True) if name == key)
                 returned = read_result(await call_user(made.function, {**arguments, **made.row}), made.name)
             except Exception:
                 await instance.release()
                 raise
-            with _as_tool_failure(f"{self.name}: release", bugs=True):
+            with as_tool_failure(f"{self.name}: release", bugs=True):
                 await instance.release()
             self.instances.remove(instance)
             return replace(returned, content=join_content(created, returned.content))
@@ -368,7 +368,7 @@ class _CallInstances(_TrajectoryInstance):
 
 
 @contextlib.contextmanager
-def _as_tool_failure(what: str, bugs: bool = False) -> Iterator[None]:
+def as_tool_failure(what: str, bugs: bool = False) -> Iterator[None]:
     """Convert exceptions of lifetime methods to ToolFailure, since the model did not cause them; bugs only if `bugs`."""
     try:
         yield

@@ -1,0 +1,207 @@
+"""SkyRL-Gym's own environments, unedited: our episodes against those of SkyRL's own generator. `make test-compat`."""
+
+import asyncio
+import http.server
+import json
+import sqlite3
+import threading
+import typing
+from types import SimpleNamespace
+
+import originals
+import pytest
+import typing_extensions
+from rollout_kit import bpe, renderer
+
+import turnwise as tw
+from turnwise.compat.skyrl import FRAMEWORK
+from turnwise.envs.resolve import as_env_spec
+from turnwise.renderers import CHATML
+
+pytestmark = pytest.mark.compat
+
+
+@pytest.fixture(scope="module")
+def skyrl():
+    """The generator and its configuration; on Python 3.11 pydantic wants the other TypedDict."""
+    originals.use()
+    typing.TypedDict = typing_extensions.TypedDict
+    from skyrl.train.config.config import GeneratorConfig, SamplingParams, SkyRLGymConfig
+    from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
+
+    found = GeneratorConfig, SamplingParams, SkyRLGymConfig, SkyRLGymGenerator
+    return SimpleNamespace(**{one.__name__: one for one in found})
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Our tokenizer as one of transformers."""
+    from transformers import PreTrainedTokenizerFast
+
+    made = PreTrainedTokenizerFast(tokenizer_object=bpe(), eos_token="<|im_end|>", pad_token="<|im_end|>")
+    made.chat_template = CHATML
+    return made
+
+
+class Client:
+    """Answers SkyRL's generator with the replies of a script, and keeps the contexts."""
+
+    def __init__(self, replies, stop):
+        self.replies, self.stop, self.contexts = list(replies), stop, []
+
+    async def generate(self, batch, model=None):
+        (ids,) = batch["prompt_token_ids"]
+        self.contexts.append(list(ids))
+        text = self.replies[len(self.contexts) - 1]
+        found = renderer("bpe").encode_reply(text)
+        ended = any(text.endswith(one) for one in self.stop)
+        reply = found[:-1] if ended else found
+        return {
+            "responses": [text],
+            "response_ids": [reply],
+            "stop_reasons": ["stop"],
+            "response_logprobs": [[0.0] * len(reply)],
+        }
+
+    async def finish_session(self, session):
+        pass
+
+
+def theirs(skyrl, tokenizer, name, row, replies, *, turns, stop=(), inline=False, settings=None):
+    sampling = skyrl.SamplingParams(stop=list(stop) or None)
+    config = skyrl.GeneratorConfig(
+        max_turns=turns, max_input_length=4096, sampling_params=sampling, use_conversation_multi_turn=not inline
+    )
+    client = Client(replies, stop)
+    gym = skyrl.SkyRLGymConfig()
+    for key, value in (settings or {}).items():
+        setattr(getattr(gym, name), key, value)
+    generator = skyrl.SkyRLGymGenerator(config, gym, client, tokenizer)
+    prompt = [{"role": "user", "content": "Go."}]
+    out = asyncio.run(generator.agent_loop(prompt, name, dict(row), 1024, 4096))
+    return out, client.contexts
+
+
+def ours(name, row, replies, *, turns, stop=(), inline=False, settings=None):
+    made = as_env_spec(FRAMEWORK.find(name), where=f"skyrl:{name}", args=settings or {})
+    engine = tw.ScriptedEngine(list(replies))
+    (found,) = tw.rollout(
+        made.factory,
+        [tw.Task("Go.", info=row)],
+        engine,
+        renderer=renderer("bpe"),
+        limits=tw.Limits(turns=turns, turn_tokens=1024),
+        stop=list(stop),
+        history="inline" if inline else "append",
+    )
+    assert found.error is None, found.error
+    (sample,) = found.samples()
+    return found, sample
+
+
+def compare(skyrl, tokenizer, *args, appended=(), **kwargs):
+    """Compare ids, mask, contexts and rewards; `appended`: the end token that SkyRL puts behind the last reply."""
+    out, contexts = theirs(skyrl, tokenizer, *args, **kwargs)
+    found, sample = ours(*args, **kwargs)
+    opening = found.turns[0].context
+    assert [found.prompt_ids(n) for n in range(len(found.turns))] == contexts
+    assert out.prompt_ids == sample.ids[:opening]
+    tail = len(appended)
+    assert out.response_ids[len(out.response_ids) - tail :] == list(appended)
+    assert out.response_ids[: len(out.response_ids) - tail] == sample.ids[opening:]
+    assert out.loss_mask[: len(out.loss_mask) - tail] == sample.mask[opening:]
+    assert sum(out.reward) == pytest.approx(found.reward)
+    rewards = list(out.reward)
+    if tail:  # the reward stands on the appended token, here on the last sampled one
+        rewards = [*rewards[: -tail - 1], rewards[-tail - 1] + sum(rewards[-tail:])]
+    token_rewards = [0.0] * len(rewards)
+    for turn in found.turns:
+        token_rewards[found.spans[turn.spans[-1]].end - 1 - opening] += turn.reward
+    assert found.turns
+    assert rewards == pytest.approx(token_rewards)
+    return found, out
+
+
+def truth(value, **row):
+    return {"reward_spec": {"method": "rule", "ground_truth": value}, **row}
+
+
+def test_gsm8k(skyrl, tokenizer):
+    found, _ = compare(skyrl, tokenizer, "gsm8k", truth("12"), ["so #### 12"], turns=1)
+    assert found.reward == 1.0
+    assert compare(skyrl, tokenizer, "gsm8k", truth("12"), ["no idea"], turns=1)[0].reward == 0.0
+
+
+def test_gsm8k_in_several_turns(skyrl, tokenizer):
+    replies = ["is it #### 3", "or no number", "it is #### 7"]
+    found, _ = compare(skyrl, tokenizer, "gsm8k_multi_turn", truth("7", extra_info={}), replies, turns=5)
+    assert len(found.turns) == 3
+    found, _ = compare(skyrl, tokenizer, "gsm8k_multi_turn", truth("8", extra_info={}), replies, turns=3)
+    assert found.reward == pytest.approx(2 * 0.2 / 3)
+    assert found.metrics["environment/steps"] == 3
+
+
+class Retriever(http.server.BaseHTTPRequestHandler):
+    """A retrieval service as the search environment calls it."""
+
+    def do_POST(self):
+        query = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["query"]
+        document = {"document": {"contents": f'"{query}"\nIt comes from the Baltic.'}, "score": 1.0}
+        body = json.dumps({"result": [[document]]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def retriever():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Retriever)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/retrieve"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_search(skyrl, tokenizer, retriever, inline):
+    replies = ["I look. <search>amber</search>", "<search>more</search>", "So <answer>the Baltic</answer>"]
+    settings = {"search_url": retriever, "topk": 1}
+    end = (tokenizer.eos_token_id,)
+    found, out = compare(
+        skyrl,
+        tokenizer,
+        "search",
+        truth({"target": ["the Baltic"]}),
+        replies,
+        turns=4,
+        stop=["</search>", "</answer>"],
+        settings=settings,
+        inline=inline,
+        appended=end,
+    )
+    assert found.reward == 1.0
+    assert len(found.turns) == 3
+    assert out.loss_mask[-1] == int(inline)  # in one message SkyRL trains the end token that it wrote itself
+
+
+def test_sql(skyrl, tokenizer, tmp_path):
+    folder = tmp_path / "spider/database/shop"
+    folder.mkdir(parents=True)
+    with sqlite3.connect(folder / "shop.sqlite") as connection:
+        connection.executescript("create table sold(n int); insert into sold values (3), (4);")
+    row = truth("select sum(n) from sold", db_id="shop", data="spider")
+    replies = [
+        "<think>a</think><sql>select n from sold where n = 4</sql>",
+        "<think>b</think><solution>select sum(n) from sold</solution>",
+    ]
+    stop = ["</sql>", "</solution>"]
+    end = (tokenizer.eos_token_id,)
+    found, _ = compare(
+        skyrl, tokenizer, "text2sql", row, replies, turns=5, stop=stop, settings={"db_path": str(tmp_path)}, appended=end
+    )
+    assert len(found.turns) == 2

@@ -1,0 +1,88 @@
+"""What the adapters of several frameworks share."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from turnwise.errors import ConfigError
+
+STAND_INS = "turnwise.compat.stand_ins"
+
+
+class AttributeConfig(dict[str, Any]):
+    """Configuration whose keys are attributes too; a missing one is an AttributeError."""
+
+    def __getattr__(self, key: str) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            raise AttributeError(f"the configuration has no {key!r}; give it under [env.args]") from None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AttributeConfig, (dict(self),)
+
+
+def attribute_config(value: Any) -> Any:
+    """Convert mappings, also nested ones, to `AttributeConfig`."""
+    if isinstance(value, Mapping):
+        return AttributeConfig({str(key): attribute_config(inner) for key, inner in value.items()})
+    return [attribute_config(item) for item in value] if isinstance(value, list) else value
+
+
+def plain(value: Any) -> Any:
+    """Copy JSON data, and the elements of other containers; text in place of any other object."""
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    return f"{value!r:.200}"
+
+
+def derives_from(target: Any, package: str, name: str) -> bool:
+    """Whether a class derives from a class of a framework, installed or a stand-in."""
+    if not inspect.isclass(target):
+        return False
+    found = ((public_name(base.__module__).partition(".")[0], base.__name__) for base in target.__mro__[1:])
+    return (package, name) in found
+
+
+def public_name(module: str) -> str:
+    """Return the name of a module in its framework, also for a stand-in."""
+    return module.removeprefix(f"{STAND_INS}.")
+
+
+def loaded(name: str) -> list[ModuleType]:
+    """Return a module of a framework, and our stand-in of it, as far as user code imported them."""
+    return [sys.modules[one] for one in (name, f"{STAND_INS}.{name}") if one in sys.modules]
+
+
+def import_object(name: str, where: str) -> Any:
+    """Import `package.module:Name` or `package.module.Name`; a stand-in of ours where the package lacks the module."""
+    module, _, attribute = name.rpartition(":" if ":" in name else ".")
+    if not module:
+        raise ConfigError(f"{where}: {name!r} names no module; write package.module.Name")
+    try:
+        found = import_module(module)
+    except Exception as error:
+        raise ConfigError(f"{where}: {name} cannot be imported ({type(error).__name__}: {error})") from error
+    if not hasattr(found, attribute):
+        raise ConfigError(f"{where}: the module {module} has no {attribute!r}")
+    return getattr(found, attribute)
+
+
+def import_module(name: str) -> ModuleType:
+    """Import a module of a framework, else our stand-in; raise the framework's ImportError where there is neither."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        try:
+            return importlib.import_module(f"{STAND_INS}.{name}")
+        except ModuleNotFoundError as own:
+            raise (error if (own.name or "").startswith(STAND_INS) else own) from None

@@ -1,0 +1,116 @@
+"""Rows of ids, masks and rewards that a user's own loop returns, as weights and rewards of the replies it sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from turnwise.envs.base import Scores
+from turnwise.envs.user_code import as_number, describe_value, number_of
+from turnwise.errors import EnvError
+
+LOGPROB_TOLERANCE = 1e-3
+
+
+@dataclass(slots=True)
+class EngineCall:
+    """One call of the generator's engine: the ids that it knew, and the reply."""
+
+    context: list[int] | None
+    """None where the generator gave messages."""
+    reply: Any
+
+
+def read_output(output: Any, calls: Sequence[EngineCall], weigh: Callable[[Any, list[float]], None]) -> Scores:
+    """Read the episode's rows of a `GeneratorOutput`: set the weights of the replies, return the rewards.
+
+    Raises:
+        EnvError: for rows of different lengths, a mask that trains ids which the engine did not sample, or logprobs other than
+            those of the engine.
+    """
+    if not isinstance(output, Mapping) or not output.get("response_ids"):
+        raise EnvError(f"generate returned {describe_value(output)}; return a GeneratorOutput with response_ids")
+    weights: dict[int, list[float]] = {}
+    turns, own = [0.0] * len(calls), 0.0
+    rows = len(output["response_ids"])
+    for row in range(rows):
+        prompt, response, mask, reward, logprobs = (_of_row(output, key, row) for key in _ROW)
+        if mask is None or len(mask) != len(response):
+            raise EnvError(f"row {row}: {len(response)} response_ids and {len(mask or ())} loss_masks; give one for each id")
+        placed = _places(calls, list(prompt or ()), list(response))
+        _check_mask(mask, logprobs, placed, calls, row)
+        for number, start in placed.items():
+            ids = calls[number].reply.ids
+            found = [float(one) for one in mask[start : start + len(ids)]]
+            found += [0.0] * (len(ids) - len(found))  # the loop cut its response there
+            weights[number] = [max(pair) for pair in zip(found, weights.get(number, [0.0] * len(ids)), strict=True)]
+        if isinstance(reward, (list, tuple)):
+            if len(reward) != len(response):
+                raise EnvError(f"row {row}: {len(response)} response_ids and {len(reward)} rewards; give one for each id")
+            for at, one in enumerate(reward):
+                if value := as_number(one, "a token's reward"):
+                    before = [number for number, start in placed.items() if start <= at]
+                    if before:
+                        turns[max(before, key=placed.__getitem__)] += value
+                    else:
+                        own += value
+        elif row == rows - 1:
+            own += as_number(reward, "the reward") or 0.0
+    for number, call in enumerate(calls):
+        weigh(call.reply, weights.get(number, [0.0] * len(call.reply.ids)))
+    return Scores(own, tuple(turns), metrics=_metrics(output))
+
+
+_ROW = ("prompt_token_ids", "response_ids", "loss_masks", "rewards", "rollout_logprobs")
+
+
+def _of_row(output: Mapping[str, Any], key: str, row: int) -> Any:
+    column = output.get(key)
+    if column is not None and len(column) <= row:
+        raise EnvError(f"{key} has {len(column)} rows and response_ids {len(output['response_ids'])}; give one for each")
+    return None if column is None else column[row]
+
+
+def _places(calls: Sequence[EngineCall], prompt: list[int], response: list[int]) -> dict[int, int]:
+    """Return the positions in the response of the replies, by the number of the call."""
+    full, first, cursor = [*prompt, *response], len(prompt), len(prompt)
+    placed: dict[int, int] = {}
+    for number, call in enumerate(calls):
+        ids = list(call.reply.ids)
+        if call.context is not None:
+            start = len(call.context)
+            kept = full[start : start + len(ids)]
+            fits = start >= first and full[:start] == call.context and bool(kept) and kept == ids[: len(kept)]
+        else:
+            starts = range(cursor, len(full) - len(ids) + 1)
+            start = next((at for at in starts if full[at : at + len(ids)] == ids), -1)
+            fits = start >= 0
+        if fits:
+            placed[number], cursor = start - first, start + len(ids)
+    return placed
+
+
+def _check_mask(
+    mask: Sequence[Any], logprobs: Sequence[Any] | None, placed: Mapping[int, int], calls: Sequence[EngineCall], row: int
+) -> None:
+    sampled = {start + at: one for number, start in placed.items() for at, one in enumerate(calls[number].reply.logprobs)}
+    for at, one in enumerate(mask):
+        if not one:
+            continue
+        if at not in sampled:
+            raise EnvError(f"row {row}: loss_masks[{at}] is {one}, and the engine did not sample that id there; write 0")
+        if logprobs is None or sampled[at] is None:
+            continue
+        if abs((number_of(logprobs[at]) or 0.0) - sampled[at]) > LOGPROB_TOLERANCE:
+            raise EnvError(f"row {row}: rollout_logprobs[{at}] is {logprobs[at]}, the engine's is {sampled[at]}; pass it on")
+
+
+def _metrics(output: Mapping[str, Any]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    groups = {"": output.get("rollout_metrics"), "environment/": next(iter(output.get("env_metrics") or ()), None)}
+    for prefix, group in groups.items():
+        for key, value in (group or {}).items():
+            if (number := number_of(value)) is not None:
+                found[f"{prefix}{key}"] = number
+    return found

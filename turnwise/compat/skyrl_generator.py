@@ -1,0 +1,133 @@
+"""A user's own `GeneratorInterface` of SkyRL as an agent function: one generator for each episode, over our engine."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from turnwise.compat.common import STAND_INS, attribute_config, public_name
+from turnwise.compat.sampled_rows import EngineCall, read_output
+from turnwise.config import Limits
+from turnwise.envs.base import Scores
+from turnwise.errors import ConfigError, suggest_or_list
+from turnwise.types import Task
+
+CONFIGS = ("generator_cfg", "skyrl_gym_cfg")
+GIVEN = (*CONFIGS, "inference_engine_client", "tokenizer", "model_name", "policy_model_name")
+
+
+def extras_of(task: Task, limits: Limits) -> dict[str, Any]:
+    """Return the columns of a task's row but its prompt, and `max_turns`."""
+    extras = copy.deepcopy(dict(task.info))
+    if task.answer is not None:
+        extras.setdefault("answer", task.answer)
+    return extras | {"max_turns": limits.turns}
+
+
+def make_agent_function(target: Any, args: Mapping[str, Any], where: str) -> Callable[[Task, Any], Awaitable[Scores]]:
+    """Make an agent function of a generator class; parameters of its constructor that SkyRL does not give come from `args`."""
+    parameters = inspect.signature(target).parameters
+    named = [key for key, one in parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    for key in args:
+        if key not in (*CONFIGS, *named):
+            raise ConfigError(f"{where} has no argument {key!r}; {suggest_or_list(key, [*CONFIGS, *named])}")
+    for key in named:
+        if key not in (*GIVEN, *args) and parameters[key].default is inspect.Parameter.empty:
+            raise ConfigError(f"{where} needs the argument {key!r}; give it under [env.args]")
+    if missing := sorted(getattr(target, "__abstractmethods__", ())):
+        raise ConfigError(f"{where} lacks {' and '.join(missing)}; a generator has async generate(input_batch)")
+
+    async def play(task: Task, model: Any) -> Scores:
+        client = EngineClient(model)
+        given = {
+            "generator_cfg": _generator_config(model.limits, args.get("generator_cfg") or {}),
+            "skyrl_gym_cfg": attribute_config({"max_env_workers": 0, **(args.get("skyrl_gym_cfg") or {})}),
+            "inference_engine_client": client,
+            "tokenizer": model.tokenizer,
+            "model_name": None,
+            "policy_model_name": None,
+        }
+        own = {key: value for key, value in args.items() if key not in CONFIGS}
+        generator = target(**{key: value for key, value in {**given, **own}.items() if key in named})
+        output = await generator.generate(_batch(target, task, model.limits))
+        return read_output(output, client.calls, model.weigh)
+
+    return play
+
+
+def _generator_config(limits: Limits, given: Mapping[str, Any]) -> Any:
+    sampling = {"max_generate_length": limits.turn_tokens, "logprobs": 1, "stop": None, **(given.get("sampling_params") or {})}
+    config: dict[str, Any] = {
+        "max_turns": limits.turns,
+        "max_input_length": limits.context,
+        "batched": False,
+        "use_conversation_multi_turn": True,
+        "chat_template_kwargs": {},
+        "step_wise_trajectories": False,
+        "zero_reward_on_non_stop": False,
+        "apply_overlong_filtering": False,
+        "append_eos_token_after_stop_str_in_multi_turn": True,
+    }
+    return attribute_config({**config, **given, "sampling_params": sampling})
+
+
+def _batch(target: Any, task: Task, limits: Limits) -> dict[str, Any]:
+    """Return the input of one episode."""
+    homes = (public_name(base.__module__) for base in target.__mro__ if base.__name__ == "GeneratorInterface")
+    home = next(homes, "skyrl.train.generators.base")
+    module = sys.modules.get(home) or sys.modules[f"{STAND_INS}.{home}"]
+    extras = extras_of(task, limits)
+    return {
+        "prompts": [[message.to_dict() for message in task.messages]],
+        "env_classes": [str(extras.get("env_class", ""))],
+        "env_extras": [extras],
+        "sampling_params": None,
+        "trajectory_ids": [module.TrajectoryID(task.id, 0)],
+        "batch_metadata": module.BatchMetadata(0, "train"),
+    }
+
+
+class EngineClient:
+    """The engine as SkyRL's generators call it; keeps the calls in order."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.calls: list[EngineCall] = []
+
+    async def generate(self, input_batch: Mapping[str, Any], model: str | None = None) -> dict[str, Any]:
+        """Sample a reply to each prompt, which is given as ids or as messages."""
+        by_ids = input_batch.get("prompt_token_ids")
+        prompts = by_ids if by_ids is not None else input_batch.get("prompts") or []
+        options = _options(input_batch.get("sampling_params") or {})
+        replies = await asyncio.gather(*(self._model.generate(list(prompt), **options) for prompt in prompts))
+        for prompt, reply in zip(prompts, replies, strict=True):
+            self.calls.append(EngineCall(None if by_ids is None else list(prompt), reply))
+        decode = self._model.tokenizer.decode
+        return {
+            "responses": [decode(list(reply.ids), skip_special_tokens=True) for reply in replies],
+            "response_ids": [list(reply.ids) for reply in replies],
+            "stop_reasons": [reply.finish for reply in replies],
+            "response_logprobs": [[one or 0.0 for one in reply.logprobs] for reply in replies],
+        }
+
+    async def finish_session(self, session_id: Any) -> None:
+        """Do nothing: the episode ends its own session."""
+
+
+def _options(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sampling parameters by our names; those of the run where there are none."""
+    top_k = sampling.get("top_k")
+    found = {
+        "max_tokens": sampling.get("max_tokens") or sampling.get("max_generate_length"),
+        "temperature": sampling.get("temperature"),
+        "top_p": sampling.get("top_p"),
+        "top_k": None if top_k is None else max(0, top_k),
+        "min_p": sampling.get("min_p"),
+        "stop": tuple(sampling.get("stop") or ()),
+        "stop_ids": tuple(sampling.get("stop_token_ids") or ()),
+    }
+    return {key: value for key, value in found.items() if value not in (None, ())}

@@ -1,0 +1,1 @@
+"""Interfaces of other frameworks, importable by user code under their names where the framework is not installed."""

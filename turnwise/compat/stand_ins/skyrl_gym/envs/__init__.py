@@ -1,0 +1,5 @@
+"""Environments and their registry."""
+
+from .registration import deregister, register
+
+__all__ = ["deregister", "register"]
