@@ -8,8 +8,9 @@ from pathlib import Path
 
 FIRST = ["antlr4-python3-runtime==4.9.3"]
 """Packages that must come before those of the environment, which has another version."""
-ORIGINALS = ["skyrl-gym==0.4.0", "skyrl==0.3.0", "verl==0.9.1"]
+ORIGINALS = ["skyrl-gym==0.4.0", "skyrl==0.3.0", "trl==1.16.0", "verl==0.9.1"]
 NEEDED = [
+    "accelerate",
     "aiohappyeyeballs",
     "aiohttp",
     "aiosignal",
@@ -35,6 +36,7 @@ NEEDED = [
     "orjson",
     "pandas",
     "propcache",
+    "psutil",
     "protobuf",
     "python-dateutil",
     "pytz",

@@ -127,6 +127,8 @@ class Scores:
     """Unweighted parts by name; a part computed per turn is summed."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Counters: judge calls, parts that were not computed."""
+    status: Literal["completed", "truncated", "aborted", "failed"] = "completed"
+    """How an agent function's episode ended; one that aborted or failed is not trained. Environments say it by `Step`."""
 
     @property
     def total(self) -> float | None:
@@ -144,6 +146,7 @@ class Scores:
                 if (found := as_number(one, f"{what}, {name!r}")) is not None
             },
             {str(name): as_number(one, f"{what}, metric {name!r}") or 0.0 for name, one in self.metrics.items()},
+            self.status,
         )
 
     def with_added(self, added: float | None) -> Scores:

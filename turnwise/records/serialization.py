@@ -131,6 +131,8 @@ def turn_row(turn: Turn, *, routes: bool = True) -> dict[str, Any]:
     }
     if turn.cached:
         row["cached"] = turn.cached
+    if turn.weights is not None:
+        row["weights"] = turn.weights
     if turn.grown is not None:
         row |= {"inserted": turn.inserted, "kept": turn.kept, "grown": message_row(turn.grown)}
     if routes and ROUTES in turn.extras:
@@ -223,6 +225,8 @@ def read_turn(row: Mapping[str, Any]) -> Turn:
     values = dict(row)
     values |= {name: read_message(row[name]) for name in ("reply", "grown") if name in row}
     values |= {"spans": tuple(row["spans"]), "messages": tuple(read_message(message) for message in row["messages"])}
+    if "weights" in row:
+        values["weights"] = tuple(row["weights"])
     if "routes" in row:
         packed = values.pop("routes")
         data = zlib.decompress(base64.b64decode(packed["zlib"], validate=True))
@@ -276,6 +280,8 @@ def apply_event(trajectory: Trajectory, event: Event) -> None:
     for number, reward, info, env_s, *retries in event.get("answers", ()):
         turn = trajectory.turns[number]
         turn.reward, turn.info, turn.env_s, turn.retries = reward, info, env_s, sum(retries)
+    for number, weights in event.get("weights", ()):
+        trajectory.turns[number].weights = tuple(weights)
     for number, start, *reason in event.get("rewound", ()):
         span = trajectory.spans[number]
         span.untrained, span.untrained_from = (reason[0] if reason else REWOUND), start

@@ -75,6 +75,11 @@ class ChatTemplate:
         self._no_tools: list[Any] | None = None
         self.fingerprint = digest([source, self._variables])
 
+    @property
+    def variables(self) -> Mapping[str, Any]:
+        """Names that the template may use besides the conversation, such as `bos_token`."""
+        return self._variables
+
     @cached_property
     def parameters(self) -> frozenset[str]:
         """Variables that the template reads besides the conversation, such as `enable_thinking`.

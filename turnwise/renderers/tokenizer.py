@@ -191,6 +191,8 @@ class Tokenizer(Protocol):
     special: frozenset[int]
     """Control tokens that no reply may contain except as its end."""
     fingerprint: str
+    vocab_size: int
+    """Number of ids, added tokens included."""
 
     @property
     def control(self) -> Mapping[str, int]:

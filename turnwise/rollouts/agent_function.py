@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
+from turnwise.config import Limits
 from turnwise.engines import Sampling, StopText
-from turnwise.errors import UsageError
-from turnwise.renderers import Branch, Extend, SampledReply
+from turnwise.errors import MediaError, UsageError
+from turnwise.renderers import Branch, ChatRenderer, Extend, SampledReply
+from turnwise.renderers.base import vision_of
 from turnwise.renderers.history import History, render_next
+from turnwise.renderers.tokenizer_face import TokenizerFace
+from turnwise.renderers.vision.media_blocks import media_of
 from turnwise.rollouts.conversation import ConversationPath
 from turnwise.rollouts.observations import AgentMediaIntake
 from turnwise.rollouts.recorder import Recorder
@@ -44,6 +50,8 @@ class Reply:
     logprobs: tuple[float | None, ...]
     finish: str
     """`stop` or `length`."""
+    raw_text: str = ""
+    """Decoded ids, control tokens and the end token included."""
 
     @property
     def text(self) -> str:
@@ -92,7 +100,12 @@ class Model:
         tools: Tools = (),
         max_tokens: int | None = None,
         temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
         stop: Sequence[str] = (),
+        stop_ids: Sequence[int] = (),
+        media: Sequence[Any] = (),
     ) -> Reply:
         """Sample a reply to a conversation, or to ids.
 
@@ -105,27 +118,36 @@ class Model:
             agent: name of the agent; agents do not share paths.
             tools: OpenAI schemas of the tools offered to the model.
             max_tokens: a lower limit than `limits.turn_tokens`.
-            temperature: sampling temperature; None uses the run's.
+            temperature, top_p, top_k, min_p: sampling parameters; None uses the run's.
             stop: texts that end the reply, in place of the run's; the reply's text is cut after one, its ids are not.
+            stop_ids: ids that end the reply, besides the model's end tokens.
+            media: images of a prompt of ids, in the order of their placeholders: a placeholder as the template writes it, or
+                the ids that it expands to.
 
         Raises:
             LimitReached: when no token is left for a reply, or the reply broke a limit. Uncaught, it ends the episode.
             EngineError, TimeoutError: when the engine fails; leave them uncaught.
-            MediaError: for an image that cannot be used.
-            UsageError: for no messages, `max_tokens` under 1, an empty stop text, or a call after the function's return.
+            MediaError: for an image that cannot be used, or placeholders that do not fit the images.
+            UsageError: for no messages, `max_tokens` under 1, an empty stop text, sampling parameters out of range, `media`
+                with messages, or a call after the function's return.
         """
         if self._closed:
             raise UsageError("the episode is over: its agent function has returned")
         stop_text = self._stop_text(stop) if stop else None
+        sampling = self._sampling_with(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
         async with self._path_lock:  # paths are found in call order, even if one call decodes images
-            path = self._path(await self._media_intake(messages), agent, tools)
-        sampling = self._sampling if temperature is None else replace(self._sampling, temperature=temperature)
+            prompt = await self._media_intake(messages)
+            placed: tuple[MediaPlacement, ...] = ()
+            if media:
+                prompt, placed = await self._place_media(prompt, media)
+            path = self._path(prompt, agent, tools, placed)
         deadline = Deadline(self._recorder.limits.wall_clock_s, outer=self._deadline)  # one per engine call
         task = asyncio.current_task()
         assert task is not None
         self._busy.add(task)
         try:
-            turn = await self._recorder.generate(path, deadline, max_tokens=max_tokens, sampling=sampling, stop=stop_text)
+            given: dict[str, Any] = {"max_tokens": max_tokens, "sampling": sampling, "stop": stop_text}
+            turn = await self._recorder.generate(path, deadline, **given, stop_ids=frozenset(stop_ids))
         finally:
             self._busy.discard(task)
             self._recorder.enter_phase("play")
@@ -136,7 +158,39 @@ class Model:
         spans = [self._recorder.trajectory.spans[i] for i in turn.spans]
         ids = tuple(i for span in spans for i in span.ids)
         logprobs = tuple(p for span in spans for p in span.logprobs or ())
-        return Reply(turn.reply, ids, logprobs, turn.finish)
+        return Reply(turn.reply, ids, logprobs, turn.finish, self._recorder.renderer.decode(ids))
+
+    def weigh(self, reply: Reply, weights: float | Sequence[float]) -> None:
+        """Set the training weight of a reply, or of each of its ids: 0 is not trained (reason `weighed`), 1 is the default.
+
+        Raises:
+            UsageError: for a reply of another episode, another number of weights than of ids, or weights that are negative or
+                not finite. Only ids that the engine sampled have weights.
+        """
+        turns = self._recorder.trajectory.turns
+        number = next((number for number, turn in enumerate(turns) if turn.reply is reply.message), None)
+        if number is None:
+            raise UsageError("weigh: the reply is not of this episode; pass what model.generate returned")
+        size = len(reply.ids)
+        found = (float(weights),) * size if isinstance(weights, (int, float)) else tuple(float(weight) for weight in weights)
+        if len(found) != size:
+            raise UsageError(f"weigh: {len(found)} weights for {size} sampled ids; give one weight, or one for each id")
+        if not all(math.isfinite(weight) and weight >= 0 for weight in found):
+            raise UsageError("weigh: weights must be finite and at least 0")
+        self._recorder.weigh(number, found)
+
+    @property
+    def limits(self) -> Limits:
+        """Limits of the episode."""
+        return self._recorder.limits
+
+    @cached_property
+    def tokenizer(self) -> TokenizerFace:
+        """The run's tokenizer and chat template, with the methods of a Hugging Face tokenizer."""
+        renderer = self._recorder.renderer
+        if not isinstance(renderer, ChatRenderer):
+            raise UsageError(f"model.tokenizer needs the built-in renderer, not {type(renderer).__name__}")
+        return TokenizerFace(renderer)
 
     async def close(self) -> None:
         """Cancel running calls and reject further ones; the agent function has returned."""
@@ -146,16 +200,44 @@ class Model:
             task.cancel()
         await asyncio.gather(*abandoned, return_exceptions=True)
 
+    def _sampling_with(self, **given: Any) -> Sampling:
+        changed = {name: value for name, value in given.items() if value is not None}
+        if not changed:
+            return self._sampling
+        sampling = replace(self._sampling, **changed)
+        if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0 or not 0 <= sampling.min_p <= 1:
+            bounds = "temperature and top_k are at least 0, top_p is over 0 and at most 1, min_p is from 0 to 1"
+            raise UsageError(f"generate: {changed}: {bounds}")
+        return sampling
+
+    async def _place_media(
+        self, prompt: tuple[Message, ...] | list[int], media: Sequence[Any]
+    ) -> tuple[list[int], tuple[MediaPlacement, ...]]:
+        """Return a prompt of ids with the blocks of its images."""
+        vision = vision_of(self._recorder.renderer)
+        if not isinstance(prompt, list):
+            raise UsageError("media belongs to a prompt of ids; images of messages are parts of their content")
+        if vision is None:
+            raise MediaError("media: the model has no vision")
+        stored = await self._media_intake([{"role": "user", "content": list(media)}])
+        assert not isinstance(stored, list)
+        found = media_of(stored)
+        if len(found) != len(media):
+            raise MediaError(f"media: {len(media)} items, and {len(found)} images or videos among them")
+        return vision.place(prompt, found)
+
     def _stop_text(self, texts: Sequence[str]) -> StopText:
         key = (texts,) if isinstance(texts, str) else tuple(texts)
         if key not in self._stops:
             self._stops[key] = StopText(key, self._recorder.renderer.decode)
         return self._stops[key]
 
-    def _path(self, messages_or_ids: tuple[Message, ...] | list[int], agent: str, tools: Tools) -> ConversationPath:
-        """Return the path to sample on: a continued one, or a new one."""
+    def _path(
+        self, messages_or_ids: tuple[Message, ...] | list[int], agent: str, tools: Tools, media: Sequence[MediaPlacement] = ()
+    ) -> ConversationPath:
+        """Return the path to sample on: a continued one, or a new one. `media` are the blocks of a prompt of ids."""
         if isinstance(messages_or_ids, list):
-            return self._attach(agent, messages_or_ids, [], tools)
+            return self._attach(agent, messages_or_ids, [], tools, media)
         messages = list(messages_or_ids)
         turn, known = self._longest_known(messages, agent, tools)
         if turn >= 0:
@@ -250,11 +332,13 @@ class Model:
         for found, used in self._walk(-1, ids, agent, media):
             leaf, shared, sampled = found, shared + used, sampled or trajectory.spans[found].sampled
         if shared < len(ids):
+            origin = Origin.ENV if sampled else Origin.PROMPT
             if self._edits(leaf, shared, sampled):
                 branches = trajectory.branches
                 branches["edited"] = branches.get("edited", 0) + 1
+                origin = Origin.PROMPT
             new_media = placements_between(media, shared, len(ids))
-            trajectory.spans.append(Span(Origin.PROMPT, tuple(ids[shared:]), leaf, shared, media=new_media, agent=agent))
+            trajectory.spans.append(Span(origin, tuple(ids[shared:]), leaf, shared, media=new_media, agent=agent))
             leaf = len(trajectory.spans) - 1
         return ConversationPath(leaf, ids, messages, tools, agent, seed, placed=list(media))
 

@@ -329,6 +329,13 @@ class Recorder:
                 span.untrained = reason
                 self.journal.untrained(index, span.untrained_from, reason)
 
+    def weigh(self, number: int, weights: tuple[float, ...]) -> None:
+        """Set the training weights of a turn's sampled ids."""
+        turn = self.trajectory.turns[number]
+        if weights != (turn.weights or (1.0,) * len(weights)):
+            turn.weights = weights
+            self.journal.weights(number, weights)
+
     def _branch(self, path: ConversationPath, branch: Branch) -> None:
         reasons = self.trajectory.branches
         reasons[branch.reason] = reasons.get(branch.reason, 0) + 1
@@ -352,8 +359,11 @@ class Recorder:
         max_tokens: int | None = None,
         sampling: Sampling | None = None,
         stop: StopText | None = None,
+        stop_ids: frozenset[int] = frozenset(),
     ) -> Turn:
         """Sample the next reply of a path and record it; `sampling` and `stop` are the episode's by default.
+
+        `stop_ids` end the reply besides the model's end tokens.
 
         Raises `LimitReached` when no token is left for a reply, or the reply itself breaks a limit (it is recorded then);
         `EngineError` when the engine fails or breaks its contract; `TimeoutError` when the engine misses its deadline.
@@ -374,7 +384,8 @@ class Recorder:
             if recorded is not None:
                 reply, ids, spans, generation, tries = self._repeat(path, recorded, stop)
             else:
-                reply, ids, spans, generation, tries = await self._sample(path, deadline, budget, sampling, stop, seed)
+                ends = self.renderer.stop_ids | stop_ids if stop_ids else self.renderer.stop_ids
+                reply, ids, spans, generation, tries = await self._sample(path, deadline, budget, sampling, stop, seed, ends)
         finally:
             self._budget.release(budget)
         turn = Turn(path.agent, prompt, context, spans, path.new_messages, reply, path.turn, generation.finish)
@@ -410,7 +421,14 @@ class Recorder:
         return self._distribution if sampling is self._sampling else _distribution(sampling, self._distribution.banned_ids)
 
     async def _sample(
-        self, path: ConversationPath, deadline: Deadline, budget: int, sampling: Sampling, stop: StopText | None, seed: int
+        self,
+        path: ConversationPath,
+        deadline: Deadline,
+        budget: int,
+        sampling: Sampling,
+        stop: StopText | None,
+        seed: int,
+        stop_ids: frozenset[int],
     ) -> tuple[Message, Sequence[int], tuple[int, ...], Generation, int]:
         """Sample one reply of at most `budget` ids, continuing aborted calls.
 
@@ -427,7 +445,7 @@ class Recorder:
             request = Request(
                 path.ids,
                 budget - len(ids),
-                self.renderer.stop_ids,
+                stop_ids,
                 seed,
                 self.session,
                 self._group,
@@ -545,6 +563,7 @@ class EpisodeJournal:
         self._written = 0  # spans that the journal holds
         self._steps: list[tuple[int, float | None, Mapping[str, Any], float, int]] = []
         self._untrained: list[tuple[int, int, str]] = []
+        self._weights: list[tuple[int, tuple[float, ...]]] = []
         self.observation: Any = NO_OBSERVATION
         """Last observation as the environment returned it; written with the next turn, or with the last entry."""
         self.observation_changed = False
@@ -566,6 +585,10 @@ class EpisodeJournal:
     def untrained(self, span: int, position: int, reason: str) -> None:
         """Queue for the next entry that a span is untrained from one of its positions on."""
         self._untrained.append((span, position, reason))
+
+    def weights(self, turn: int, weights: tuple[float, ...]) -> None:
+        """Queue the training weights of a turn's ids for the next entry."""
+        self._weights.append((turn, weights))
 
     def reward(self, whose: str, value: Any) -> None:
         """Store a reward, the episode's `own` or its `group`'s, and its failures so far; written with the last entry."""
@@ -610,7 +633,7 @@ class EpisodeJournal:
         """Write the end of an attempt that failed for good."""
         if self._journal is not None:
             self._journal.append({"answers": []} | self._entry("failed_attempt") | self._closing_fields())
-        self._steps, self._untrained, self._written_tools, self._last_turn = [], [], (), None
+        self._steps, self._untrained, self._weights, self._written_tools, self._last_turn = [], [], [], (), None
         self.observation, self.observation_changed, self.tools = NO_OBSERVATION, False, ()
 
     def close(self) -> None:
@@ -630,6 +653,8 @@ class EpisodeJournal:
             entry["answers"], self._steps = self._steps, []
         if self._untrained:
             entry["rewound"], self._untrained = self._untrained, []
+        if self._weights:
+            entry["weights"], self._weights = self._weights, []
         return entry
 
     def _closing_fields(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from turnwise.config.constraints import as_recorded, check_section
 from turnwise.config.schema import HISTORY_MODES, HISTORY_OBJECT, history_error
 from turnwise.engines import Engine, HasContextLimit, Sampling, StopText
 from turnwise.engines.base import add_pixel_source, give_renderer
-from turnwise.envs import Env
+from turnwise.envs import Env, Scores
 from turnwise.envs.isolation.process_env import ForkServers
 from turnwise.envs.resolve import load_object
 from turnwise.envs.user_code import failure_of
@@ -476,7 +476,7 @@ class Rollout:
         try:
             try:
                 reward = await deadline.wait(play(trajectory.task, model), self.limits.wall_clock_s)
-                trajectory.stop = StopReason.DONE
+                trajectory.stop = _stop_of(reward)
             except LimitReached as limit:
                 trajectory.stop, reward = StopReason(limit.reason), None
             recorder.enter_phase("reward")
@@ -512,6 +512,19 @@ class Rollout:
             trajectory.stop = StopReason.REWARD_ERROR
         else:
             trajectory.stop = StopReason.ENV_ERROR
+
+
+def _stop_of(reward: Any) -> StopReason:
+    """Return the end of an agent function's episode, from what it returned."""
+    status = reward.status if isinstance(reward, Scores) else "completed"
+    if status == "failed":
+        raise RuntimeError("the agent function returned Scores(status='failed')")
+    if status not in _STOPS:
+        raise UsageError(f"Scores(status={status!r:.80}): write {', '.join(map(repr, _STOPS))} or 'failed'")
+    return _STOPS[status]
+
+
+_STOPS = {"completed": StopReason.DONE, "truncated": StopReason.ENV_TRUNCATED, "aborted": StopReason.ABORTED}
 
 
 def left_out(limit: int, tasks: Sequence[str]) -> dict[str, Any]:

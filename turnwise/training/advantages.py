@@ -29,6 +29,8 @@ def overlong_penalty(trajectory: Trajectory, max_tokens: int, buffer: float) -> 
 
 EARLIER_ROUND = "earlier_round"
 """Not in the last round, the only one trained with `loss_scale = "last_round"`."""
+WEIGHED = "weighed"
+"""An agent function gave its reply's ids weight 0."""
 LOSS_SCALE = "loss_scale"
 """A custom loss scale returned weight 0."""
 
@@ -113,6 +115,24 @@ def custom_weights(function: Callable[[Trajectory], Any], spec: str, trajectory:
             by_span[index] = tuple(numbers[:length])
             numbers = numbers[length:]
     return TokenWeights(by_span, LOSS_SCALE)
+
+
+def with_turn_weights(scale: LossScale | None) -> LossScale:
+    """Return a loss scale times the weights that agent functions gave their replies."""
+
+    def scaled(trajectory: Trajectory) -> TokenWeights | None:
+        found, given = None if scale is None else scale(trajectory), trajectory.turn_weights()
+        if not given:
+            return found
+        if found is None:
+            return TokenWeights(given, WEIGHED)
+        both = {
+            index: tuple(found.of(index, offset) * weight for offset, weight in enumerate(weights))
+            for index, weights in given.items()
+        }
+        return TokenWeights({**found.by_span, **both}, found.reason)
+
+    return scaled
 
 
 Penalties = Mapping[int, Sequence[float]]

@@ -28,6 +28,7 @@ from turnwise.training.advantages import (
     own_advantage,
     sort_key,
     trainable_tokens,
+    with_turn_weights,
 )
 from turnwise.training.forward.batch import LossDenominator, MicroBatch, TrainingBatch
 from turnwise.training.forward.forward import TokenStats
@@ -291,7 +292,7 @@ class Objective:
         self.config = config
         self.settings = settings
         self.correction = Correction.of(config)
-        self._scale = loss_scale(config.loss_scale)
+        self._scale = with_turn_weights(loss_scale(config.loss_scale))
         self._own_advantage = own_advantage(settings.advantage) if settings.advantage not in ADVANTAGES else None
         self._keep_group = None if config.group_filter is None else group_filter(config.group_filter)
 

@@ -203,6 +203,8 @@ class Turn:
     """If the reply continues a message: number of remaining ids of the reply of `parent`."""
     grown: Message | None = None
     """If the reply continues a message: the complete message, from its first reply to the end of this one."""
+    weights: tuple[float, ...] | None = None
+    """Training weight of each sampled id, where an agent function set them (`Model.weigh`); None is 1 for all."""
 
     @property
     def message(self) -> Message:
@@ -233,7 +235,7 @@ class Sample:
     mask: list[int]
     """1 for sampled ids."""
     weights: list[float]
-    """1.0 for ids trained in this row, else 0.0; 0.0 wherever mask is 0."""
+    """1.0 for ids trained in this row, or the weight that an agent function gave them; else 0.0, as wherever mask is 0."""
     logprobs: list[float | None]
     """None for ids that were not sampled."""
     versions: list[int | None]
@@ -401,7 +403,7 @@ class Trajectory:
         A path without sampled ids has no row.
         """
         used_before = [0] * len(self.spans)  # number of first ids of each span in earlier rows
-        token_rewards, routes = self._token_rewards(), SpanRoutes(self)
+        token_rewards, routes, given = self._token_rewards(), SpanRoutes(self), self.turn_weights()
         for leaf in self.leaves():
             row, links = Sample([], [], [], [], [], self.reward, self, None if token_rewards is None else []), self.chain(leaf)
             for index, used in links:
@@ -416,7 +418,8 @@ class Trajectory:
                 row.samplings.extend([span.sampling] * used)
                 old = min(used_before[index], used)
                 new = max(old, min(used, span.trained))
-                row.weights += [0.0] * old + [1.0] * (new - old) + [0.0] * (used - new)
+                weights = given[index][old:new] if index in given else [1.0] * (new - old)
+                row.weights += [*[0.0] * old, *weights, *[0.0] * (used - new)]
                 if token_rewards is not None and row.token_rewards is not None:
                     row.token_rewards += [0.0] * old
                     row.token_rewards += [token_rewards.get((index, offset), 0.0) for offset in range(old, used)]
@@ -424,6 +427,17 @@ class Trajectory:
             if any(row.mask):
                 row.routes, row.routes_mask = routes.for_chain(links) or (None, [])
                 yield row
+
+    def turn_weights(self) -> dict[int, tuple[float, ...]]:
+        """Return the weights that an agent function gave sampled ids, by index of the span."""
+        found: dict[int, tuple[float, ...]] = {}
+        for turn in self.turns:
+            rest = turn.weights
+            if rest is not None:
+                for index in turn.spans:
+                    size = len(self.spans[index].ids)
+                    found[index], rest = rest[:size], rest[size:]
+        return found
 
     def _token_rewards(self) -> dict[tuple[int, int], float] | None:
         """Return rewards by sampled id, as (span, offset); None if the reward was not computed."""

@@ -45,6 +45,12 @@ class VisionProcessor(Protocol):
         Raises `TemplateError` if number, kinds or order of placeholders and media differ.
         """
 
+    def place(self, ids: Sequence[int], media: Sequence[Media]) -> tuple[list[int], tuple[MediaPlacement, ...]]:
+        """Find the media of ids: each placeholder is compact, as `expand` takes it, or the block of its media.
+
+        Raises `MediaError` if number, kinds, order or sizes of placeholders and media differ.
+        """
+
     def compact(self, ids: Sequence[int], placed: Sequence[MediaPlacement]) -> list[int]:
         """Reverse `expand`, for engines that expand placeholders themselves."""
 
@@ -136,6 +142,26 @@ class BaseVisionProcessor(VisionProcessor):
             done = at + 1
         out += ids[done:]
         return out, tuple(placed)
+
+    def place(self, ids: Sequence[int], media: Sequence[Media]) -> tuple[list[int], tuple[MediaPlacement, ...]]:
+        out: list[int] = []
+        rest = list(ids)
+        for one in media:
+            block = self.block(one)
+            first = next((at for at, token in enumerate(block.ids) if token in self.pad_ids), 0)
+            at = next((at for at, token in enumerate(rest) if token in self.pad_ids), -1)
+            start = at - first
+            if start >= 0 and tuple(rest[start : start + len(block.ids)]) == block.ids:
+                out, rest = [*out, *rest[:start], block.ids[first]], rest[start + len(block.ids) :]
+            else:  # a compact placeholder; `expand` checks its kind
+                out, rest = [*out, *rest[: at + 1]], rest[at + 1 :]
+        try:
+            return self.expand([*out, *rest], media)
+        except TemplateError:
+            raise MediaError(
+                f"{_pads(ids, self.pad_ids)} placeholders among {len(ids)} ids do not fit {len(media)} images or videos: write "
+                "one for each, in their order, or the ids that each expands to"
+            ) from None
 
     def compact(self, ids: Sequence[int], placed: Sequence[MediaPlacement]) -> list[int]:
         out: list[int] = []
