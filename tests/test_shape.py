@@ -39,6 +39,8 @@ FOREIGN = {
     "envs/adapters/gym.py": "dtype shape",
     "envs/tools/mcp.py": "blob data mime_type resource text",
     "renderers/sandbox.py": "jinja_pass_arg",
+    "compat/reasoning_gym.py": "validate",
+    "compat/textarena.py": "close env game_info",
     # optional hooks of what a user writes: environments, factories, play functions, tools, policies
     "compat/skyrl.py": "get_metrics",
     "compat/verl.py": "execute tool_schema",
@@ -140,6 +142,8 @@ OTHERS = {
     ("engines/base.py", "other._before"): "a copy, by a method of its class",
     ("envs/adapters/verifiers.py", "trace.ok"): "verifiers",
     ("envs/isolation/fork_server.py", "tempfile.tempdir"): "a module of Python",
+    ("envs/user_imports.py", "spec.loader"): "importlib",
+    ("envs/user_imports.py", "spec.submodule_search_locations"): "importlib",
     ("renderers/chat_renderer.py", "known.varies"): "a note of the renderer on what it made",
     ("renderers/history.py", "policy.name"): "a function, named by what makes it",
     ("renderers/template.py", "twin._no_tools"): "a copy, by a method of its class",

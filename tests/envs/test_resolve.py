@@ -77,6 +77,12 @@ async def play(task, model):
 async def lonely(task):
     return 1.0
 
+async def generate(args, sample, sampling_params):
+    return sample
+
+async def reward_func(args, sample):
+    return 1.0
+
 guess = Guess(10)
 tools = tw.tool_env([beside.shout], max_turns=2)
 """
@@ -146,7 +152,14 @@ WRONG = [
     ("zebra", {}, "unknown environment 'zebra'; Built in: hop, hop_json, calculator, search, "),
     ("mine.py", {}, "mine.py: which name of the file? Write mine.py:Name"),
     ("mine.py:", {}, "which name of the file? Write mine.py:Name"),
-    ("mine:Guess", {}, "mine:Guess: not of the form file.py:Name"),
+    ("mine:Guess", {}, "mine:Guess: no module 'mine' is installed; did you mean mine.py:Guess?"),
+    ("a-b:Guess", {}, "a-b:Guess: not of the form file.py:Name, package.module:Name or framework:id"),
+    ("json.decode:Guess", {}, "json.decode:Guess: no module 'json.decode' is installed; write file.py:Name"),
+    ("json.decoder:JSONDecode", {}, "json.decoder has no 'JSONDecode'; did you mean 'JSONDecoder'?"),
+    ("mine.py:generate", {}, "mine.py:generate is called as play(task, model): missing a required argument: 'sampling_params'"),
+    ("mine.py:reward_func", {}, "mine.py:reward_func takes 'args' first, as functions of other frameworks do"),
+    ("gym:FrozenLake-v11", {}, "gym:FrozenLake-v11: gym has no 'FrozenLake-v11'; did you mean 'FrozenLake-v1'?"),
+    ("gym:", {}, "gym has no ''; it has"),
     ("mien.py:Guess", {}, "mien.py: no such file; did you mean 'mine.py'?"),
     ("mine.py:Gues", {}, "mine.py has no 'Gues'; did you mean 'Guess'?"),
     ("bad.py:Guess", {}, "bad.py: line 3: SyntaxError"),

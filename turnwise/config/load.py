@@ -72,7 +72,7 @@ def load(
         merged.override(dotted, text)
     for env in merged.tree.get("env", ()):  # paths are too long for metrics and differ between machines
         use = env.get("use")
-        if not env.get("name") and isinstance(use, str) and ".py:" in use:
+        if not env.get("name") and isinstance(use, str) and ":" in use:
             env["name"] = use.rpartition(":")[2]
     where = {key: f"{path}" if origin not in (DEFAULT, COMMAND_LINE) else origin for key, origin in merged.origins.items()}
     file = str(path) if path is not None else COMMAND_LINE

@@ -297,7 +297,8 @@ class EnvConfig(EnvRules):
     """One environment of the run."""
 
     use: Annotated[str, PathKind.OBJECT] = ""
-    """Built-in name (`hop`, `search`, ...) or `file.py:Name`: an Env class, a factory, or a factory's result."""
+    """Built-in name (`hop`, `search`, ...), `file.py:Name` or `package.module:Name`: an Env class, a factory or its result, or
+    an object of another framework; or a framework's registered id, such as `gym:FrozenLake-v1`."""
     name: str = ""
     """Label of its tasks and metrics; if empty, the built-in name, or the part of `use` after the colon."""
     weight: Annotated[float, bounds(gt=0, remedy="leave an environment out by removing its table")] = 1.0

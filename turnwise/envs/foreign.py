@@ -10,7 +10,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-FRAMEWORKS: tuple[str, ...] = ("skyrl", "verl")
+from turnwise.errors import ConfigError, did_you_mean
+
+FRAMEWORKS: tuple[str, ...] = ("gym", "reasoning_gym", "skyrl", "textarena", "verl")
 """Modules of `turnwise.compat`, each with a `FRAMEWORK`. Named, not imported: a run imports none that it does not need."""
 
 
@@ -35,6 +37,14 @@ the object is not of this framework. Raises `ConfigError` where it is, and canno
 
 
 @dataclass(frozen=True, slots=True)
+class Registered:
+    """What `Framework.find` may return for an id that `[env.args]` complete."""
+
+    framework: str
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Framework:
     """Adapter of one framework."""
 
@@ -51,6 +61,23 @@ class Framework:
 def framework(name: str) -> Framework:
     """Return a framework by its name."""
     made: Framework = import_module(f"turnwise.compat.{name}").FRAMEWORK
+    return made
+
+
+def load_registered(name: str, id: str) -> Any:
+    """Return the object that a framework's registry has under an id.
+
+    Raises:
+        ConfigError: for an unknown id, or a framework without a registry.
+    """
+    found = framework(name)
+    if found.find is None:
+        raise ConfigError(f"{name}:{id}: {name} has no registry; write file.py:Name or package.module:Name")
+    made = found.find(id) if id else None
+    if made is None:
+        known = list(found.ids()) if found.ids is not None else []
+        near = did_you_mean(id, known, 0.6) or f"it has {len(known)} ids" + (", such as " + ", ".join(known[:8])) * bool(known)
+        raise ConfigError(f"{name}:{id}: {name} has no {id!r}; {near}")
     return made
 
 

@@ -1,22 +1,30 @@
-"""Resolve built-in names, `file.py:Name` references and objects to an `EnvSpec`."""
+"""Resolve built-in names, `file.py:Name`, `package.module:Name`, `framework:id` and objects to an `EnvSpec`."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_type_hints
 
 from turnwise.config.schema import EnvConfig
 from turnwise.envs.base import Env
-from turnwise.envs.foreign import ForeignObject, adapt
+from turnwise.envs.foreign import FRAMEWORKS, ForeignObject, adapt, load_registered
 from turnwise.envs.spec import EnvSpec, Play
 from turnwise.envs.tasks import TaskSource, make_task_source
 from turnwise.envs.tools.schema import flatten, pydantic_hint, schema_error
-from turnwise.envs.user_code import load_user_module
+from turnwise.envs.user_code import load_user_module, user_location
 from turnwise.errors import ConfigError, did_you_mean, suggest_or_list
+
+_FOREIGN_ARGUMENTS = frozenset(
+    ["args", "sample", "samples", "input", "input_batch", "infer_request", "prompts", "completions", "data_source"]
+)
+"""First arguments of asynchronous functions of other frameworks that no adapter takes, such as rewards."""
 
 ENV_ATTRIBUTES = ("solver", "demonstrator", "single_turn_best", "max_turns", "group_reward")
 
@@ -87,6 +95,7 @@ def as_env_spec(
     if isinstance(target, EnvSpec):
         return target
     where = where or getattr(target, "__name__", None) or type(target).__name__
+    adapted = None
     if not (inspect.isclass(target) and issubclass(target, Env)):
         adapted = adapt(ForeignObject(target, where, dict(args or {}), Path(base), faithful))
         if adapted is not None:
@@ -94,6 +103,8 @@ def as_env_spec(
     if _is_play(target):
         if args:
             raise ConfigError(f"{where} is a play function and takes no [env.args]; remove {', '.join(args)}")
+        if adapted is None:
+            _check_play(target, where)
         given = tasks if tasks is not None else getattr(target, "tasks", None)
         source = make_task_source(given, eval_tasks, where, return_multi_modal_inputs, columns)
         return EnvSpec(name or where, None, target, source, weight=weight)
@@ -111,7 +122,7 @@ def as_env_spec(
 
 
 def load_object(use: str, *, base: Path | str = ".") -> Any:
-    """Load a built-in environment by name, or an attribute of a file by `file.py:Name`."""
+    """Load a built-in environment by name, `file.py:Name`, `package.module:Name`, or `framework:id` of its registry."""
     if ".py" not in use and ":" not in use:
         from turnwise.envs.builtin import BUILTIN
 
@@ -120,16 +131,57 @@ def load_object(use: str, *, base: Path | str = ".") -> Any:
         near = did_you_mean(use, BUILTIN, 0.6)
         near += " " * bool(near)
         raise ConfigError(f"unknown environment {use!r}; {near}Built in: {', '.join(BUILTIN)}; or file.py:Name")
+    prefix, _, id = use.partition(":")
+    if prefix in FRAMEWORKS:
+        return load_registered(prefix, id)
     path, _, name = use.rpartition(":")
     if use.endswith((".py", ".py:")):
         raise ConfigError(f"{use}: which name of the file? Write {use.rstrip(':')}:Name")
     if not path.endswith(".py"):
-        raise ConfigError(f"{use}: not of the form file.py:Name")
+        return _of_module(path, name, use, Path(base))
     module = load_user_module(Path(base) / path, path)
     if not hasattr(module, name):
-        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ConfigError(f"{path} has no {name!r}; {suggest_or_list(name, own) or 'it defines nothing that can be called'}")
+        raise ConfigError(f"{path} has no {name!r}; {_known_names(module, name)}")
     return getattr(module, name)
+
+
+def _of_module(path: str, name: str, use: str, base: Path) -> Any:
+    """Load `package.module:Name`; a module that needs a framework that is not installed is loaded as a user's file."""
+    if not all(part.isidentifier() for part in (*path.split("."), name)):
+        raise ConfigError(f"{use}: not of the form file.py:Name, package.module:Name or framework:id ({', '.join(FRAMEWORKS)})")
+    try:
+        try:
+            module = importlib.import_module(path)
+        except ModuleNotFoundError as error:
+            spec = None if _within(error.name, path) else importlib.util.find_spec(path)
+            if spec is None or not spec.has_location or spec.origin is None:
+                raise
+            module = load_user_module(Path(spec.origin), path)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and _within(error.name, path):
+            beside = base / (path.replace(".", "/") + ".py")
+            near = (
+                f"did you mean {beside.relative_to(base)}:{name}?" if beside.is_file() else did_you_mean(path, FRAMEWORKS, 0.6)
+            )
+            known = f"write file.py:Name, or framework:id with one of {', '.join(FRAMEWORKS)}"
+            raise ConfigError(f"{use}: no module {error.name!r} is installed; {near or known}") from error
+        place = user_location(error)
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{use}: {path} cannot be imported: {message}{place and f' ({place})'}") from error
+    if not hasattr(module, name):
+        raise ConfigError(f"{path} has no {name!r}; {_known_names(module, name)}")
+    return getattr(module, name)
+
+
+def _within(missing: str | None, path: str) -> bool:
+    return f"{path}.".startswith(f"{missing}.")
+
+
+def _known_names(module: ModuleType, name: str) -> str:
+    own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    return suggest_or_list(name, own) or "it defines nothing that can be called"
 
 
 def call_error(function: Callable[..., Any], *args: Any) -> str:
@@ -191,6 +243,19 @@ def _check_play(target: Any, where: str) -> None:
         raise ConfigError(f"{where} is not a play function; write async def {where.rpartition(':')[2]}(task, model)")
     if wrong := call_error(target, None, None):
         raise ConfigError(f"{where} is called as play(task, model): {wrong}")
+    first = _first_parameter(target)
+    if first in _FOREIGN_ARGUMENTS:
+        raise ConfigError(
+            f"{where} takes {first!r} first, as functions of other frameworks do; an agent function is "
+            f"async def {where.rpartition(':')[2]}(task, model)"
+        )
+
+
+def _first_parameter(target: Callable[..., Any]) -> str:
+    try:
+        return next(iter(inspect.signature(target).parameters), "")
+    except (TypeError, ValueError):
+        return ""
 
 
 def _factory(target: Any, args: dict[str, Any], where: str) -> Callable[[], Env]:

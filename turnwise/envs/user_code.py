@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+from turnwise.envs import user_imports
 from turnwise.errors import (
     ConfigError,
     ControlTextError,
@@ -51,6 +52,8 @@ _BUGS = (
     ValueError,
 )
 """Built-in exceptions that the same code raises again. Exceptions of libraries and of the system (OSError) may be transient."""
+
+USER_MODULE = "turnwise_user_"  # prefix of the names of modules that `load_user_module` makes
 
 _RETRIED = (FailureKind.ENVIRONMENT, FailureKind.TOOL, FailureKind.TIMEOUT)
 _PASSING = (*_RETRIED, FailureKind.ENGINE, FailureKind.REWARD)
@@ -259,19 +262,24 @@ def scalar(value: Any) -> Any:
 
 
 def load_user_module(path: Path, name_in_errors: str) -> ModuleType:
-    """Execute a file under a unique module name, once per version; it can import modules of its directory."""
+    """Execute a file under a unique module name, once per version.
+
+    It can import modules of its directory and of its package, and what `turnwise.envs.user_imports` finds.
+    """
     path = path.expanduser().resolve()
     if not path.is_file():
         near = did_you_mean(path.name, [entry.name for entry in path.parent.glob("*.py")], 0.6)
         raise ConfigError(f"{name_in_errors}: no such file; {near or 'check the path'}")
     version = hashlib.blake2b(f"{path}\0{path.stat().st_mtime_ns}".encode(), digest_size=6).hexdigest()
-    name = f"turnwise_user_{path.stem}_{version}"
+    name = f"{USER_MODULE}{path.stem}_{version}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{name_in_errors}: not a Python file")
     module = importlib.util.module_from_spec(spec)
+    module.__package__ = user_imports.private_package(path)
+    user_imports.prepare(module)
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent))
     try:
@@ -280,10 +288,18 @@ def load_user_module(path: Path, name_in_errors: str) -> ModuleType:
         del sys.modules[name]
         if not isinstance(error, (Exception, SystemExit)):
             raise
-        raise ConfigError(f"{name_in_errors}: {_place(error, path)}{type(error).__name__}: {error}") from error
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{name_in_errors}: {_place(error, path)}{message}{_missing(error)}") from error
     finally:
         sys.path.remove(str(path.parent))
     return module
+
+
+def _missing(error: BaseException) -> str:
+    """Return the remedy for a module that is missing."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return ""
+    return f"; install {error.name.partition('.')[0]}, or place it beside the file"
 
 
 def _place(error: BaseException, path: Path) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 from turnwise.config import Limits
 from turnwise.envs.base import Action, Env, Step
 from turnwise.envs.isolation.fork_server import ENDED, EXIT_GRACE_S, HEAD, MARK, REQUEST, SIZE, restricted_loads
-from turnwise.envs.user_code import RemoteException
+from turnwise.envs.user_code import USER_MODULE, RemoteException
 from turnwise.errors import EnvError, InvalidAction, ProcessDied, UsageError
 from turnwise.types import Message, Task, Trajectory
 
@@ -154,7 +154,7 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         preparation = spawn.get_preparation_data("turnwise-env")
         preparation.pop("authkey", None)
-        loaded = [m for name, m in list(sys.modules.items()) if name.startswith("turnwise_user_")]
+        loaded = [m for name, m in list(sys.modules.items()) if name.startswith(USER_MODULE)]
         self.starts += 1
         files = [str(m.__file__) for m in loaded]
         setup = {"preparation": preparation, "files": files, "factory": self._factory, "folder": self._folder}

@@ -1,0 +1,234 @@
+"""Imports of user code: package roots, files of one name, stand-ins of frameworks."""
+
+import asyncio
+import importlib
+import importlib.util
+import pickle
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from turnwise.config import EnvConfig
+from turnwise.envs import resolve_env, user_imports
+from turnwise.envs.isolation.process_env import ForkServer
+from turnwise.envs.user_code import load_user_module
+from turnwise.errors import ConfigError
+from turnwise.types import Task
+
+ENV = """
+import turnwise as tw
+{imports}
+
+class Game(tw.Env):
+    tasks = [tw.Task(f"task {{n}}") for n in range(5)]
+
+    def reset(self, task, *, seed=None):
+        from {late} import WORD
+        return f"{{VALUE}} {{WORD}}"
+
+    def step(self, action):
+        return tw.Step(f"ok", 1.0, terminated=True)
+"""
+
+
+def write(root, files):
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def opening(spec):
+    return spec.factory().reset(spec.tasks("train")[0])
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A source tree as slime's: a folder of packages without `__init__.py`."""
+    package = {"__init__.py": "", "base.py": "VALUE = 'base'", "words.py": "WORD = 'late'"}
+    write(tmp_path, {f"examples/game/{name}": text for name, text in package.items()})
+    write(tmp_path, {"examples/game/deep/__init__.py": "", "examples/game/deep/x.py": "from ..base import VALUE as V"})
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("imports", "late"),
+    [
+        ("from .base import VALUE", ".words"),
+        ("from examples.game.base import VALUE", "examples.game.words"),
+        ("import examples.game.base as b; VALUE = b.VALUE", "examples.game.words"),
+        ("import examples.game.base; VALUE = examples.game.base.VALUE", ".words"),
+        ("from . import base; VALUE = base.VALUE", "words"),
+        ("from game.base import VALUE", "game.words"),
+        ("from base import VALUE", "words"),
+        ("from .deep.x import V as VALUE", ".deep.x"),
+        ("import importlib; VALUE = importlib.import_module('.base', __package__).VALUE", ".words"),
+    ],
+)
+def test_a_file_imports_what_its_source_tree_has(repository, imports, late):
+    text = ENV.format(imports=imports, late=late).replace(
+        "import WORD", "import V as WORD" if late == ".deep.x" else "import WORD"
+    )
+    write(repository, {"examples/game/env.py": text})
+    before = set(sys.modules)
+    spec = resolve_env("examples/game/env.py:Game", base=repository)
+    assert opening(spec) == ("base base" if late == ".deep.x" else "base late")
+    public = {name for name in set(sys.modules) - before if not name.startswith(("turnwise_package_", "turnwise_user_"))}
+    assert not public & {"examples", "examples.game", "game", "base", "words"}
+    assert str(repository / "examples/game") not in sys.path
+
+    async def isolated():
+        server = ForkServer(pickle.loads(pickle.dumps(spec.factory)))
+        env = server()
+        try:
+            return await env.reset(spec.tasks("train")[0])
+        finally:
+            await env.close()
+            await server.close()
+
+    assert asyncio.run(isolated())[0].text == opening(spec)
+
+
+def test_files_of_one_name_do_not_collide(tmp_path):
+    for name in ("a", "b"):
+        write(tmp_path, {f"{name}/env.py": ENV.format(imports="from helper import VALUE", late="helper")})
+        write(tmp_path, {f"{name}/helper.py": f"VALUE, WORD = 'of {name}', 'late'"})
+    first, second = (resolve_env(f"{name}/env.py:Game", base=tmp_path) for name in ("a", "b"))
+    assert (opening(first), opening(second), opening(first)) == ("of a late", "of b late", "of a late")
+
+
+def test_an_edited_file_is_loaded_again(tmp_path):
+    write(tmp_path, {"env.py": "VALUE = 1"})
+    first = load_user_module(tmp_path / "env.py", "env.py")
+    assert load_user_module(tmp_path / "env.py", "env.py") is first
+    write(tmp_path, {"env.py": "VALUE = 22"})
+    assert load_user_module(tmp_path / "env.py", "env.py").VALUE == 22
+
+
+def test_installed_modules_and_the_standard_library_are_themselves(tmp_path):
+    write(
+        tmp_path,
+        {"env.py": "import json, numpy, turnwise, os.path\nfrom email import message\n", "json.py": "x = 1", "numpy.py": ""},
+    )
+    import numpy
+
+    module = load_user_module(tmp_path / "env.py", "env.py")
+    assert module.json is sys.modules["json"]
+    assert module.numpy is numpy
+    assert module.turnwise is sys.modules["turnwise"]
+
+
+def test_nothing_beyond_the_project_is_found(tmp_path):
+    write(
+        tmp_path, {"outside/__init__.py": "", "outside/x.py": "", "p/pyproject.toml": "", "p/deep/env.py": "import outside.x"}
+    )
+    with pytest.raises(ConfigError, match=r"env.py: line 1: ModuleNotFoundError: No module named 'outside'; install outside"):
+        load_user_module(tmp_path / "p/deep/env.py", "env.py")
+
+
+STAND_IN = {
+    "frame_work/__init__.py": "",
+    "frame_work/base.py": "class Base:\n    kept = True\nclass Old: ours = True",
+    "frame_work/gone/__init__.py": "",
+    "frame_work/gone/base.py": "from frame_work.base import Base\nclass Gone(Base):\n    pass",
+}
+USER = """
+import frame_work.base
+import frame_work.gone.base as gone
+from frame_work.base import Base
+from frame_work import gone as package
+assert package.base is gone and gone.Gone.__mro__[1] is Base is frame_work.base.Base
+class Mine(Base): pass
+def late():
+    from frame_work.gone.base import Gone
+    import frame_work.gone.base
+    return Gone, frame_work.gone.base.Gone
+def cannot():
+    import frame_work.nothing
+"""
+
+
+@pytest.fixture
+def framework(tmp_path, monkeypatch):
+    write(tmp_path / "ins", STAND_IN)
+    write(tmp_path, {"user.py": USER})
+    stand_ins = importlib.import_module(user_imports.STAND_INS)
+    monkeypatch.setattr(stand_ins, "__path__", [*stand_ins.__path__, str(tmp_path / "ins")])
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:  # a process of an environment loads every file that is loaded here
+        del sys.modules[name]
+
+
+def test_user_code_finds_stand_ins_and_libraries_do_not(framework):
+    user = load_user_module(framework / "user.py", "user.py")
+    first, second = user.late()
+    assert first is second
+    assert user.Base.__module__ == "turnwise.compat.stand_ins.frame_work.base"
+    assert user_imports.public_name(user.Base.__module__) == "frame_work.base"
+    assert pickle.loads(pickle.dumps(user.Base)) is user.Base
+    assert user_imports.import_foreign("frame_work.base").Base is user.Base
+    assert user_imports.loaded_foreign("frame_work.base").Base is user.Base
+    assert importlib.util.find_spec("frame_work") is None
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("frame_work")
+    with pytest.raises(ModuleNotFoundError, match="frame_work"):
+        user.cannot()
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(user.late())) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(found) == {(first, first)}
+
+
+def test_the_installed_framework_wins_and_what_it_deleted_is_found(framework, monkeypatch):
+    write(framework / "site", {"frame_work/__init__.py": "", "frame_work/base.py": "class Base:\n    kept = False"})
+    monkeypatch.syspath_prepend(framework / "site")
+    user = load_user_module(framework / "user.py", "user.py")
+    theirs = importlib.import_module("frame_work.base")
+    assert user.Base is theirs.Base is user.late()[0].__mro__[1]
+    assert not user.Base.kept
+    assert user.late()[0] is user.late()[1]
+    assert not hasattr(importlib.import_module("frame_work"), "gone")
+    assert user_imports.import_foreign("frame_work.base") is theirs
+    write(framework, {"old.py": "from frame_work.base import Base, Old\n"})
+    assert load_user_module(framework / "old.py", "old.py").Old.ours
+
+
+def test_a_broken_framework_is_no_missing_one(framework, monkeypatch):
+    write(framework / "site", {"frame_work/__init__.py": "import what_it_needs"})
+    monkeypatch.syspath_prepend(framework / "site")
+    with pytest.raises(ConfigError, match=r"user.py: line 2: ModuleNotFoundError: No module named 'what_it_needs'; install"):
+        load_user_module(framework / "user.py", "user.py")
+
+
+def test_stand_ins_in_a_process_of_their_own(framework):
+    write(
+        framework,
+        {
+            "game.py": f"import turnwise.compat.stand_ins as ins\nins.__path__.append({str(framework / 'ins')!r})\n"
+            + ENV.format(imports="from frame_work.base import Base; VALUE = Base.kept", late="frame_work.gone.base").replace(
+                "WORD", "Gone"
+            )
+        },
+    )
+    spec = resolve_env(EnvConfig(use="game.py:Game"), base=framework)
+
+    async def isolated():
+        server = ForkServer(spec.factory)
+        env = server()
+        try:
+            return await env.reset(Task("x"))
+        finally:
+            await env.close()
+            await server.close()
+
+    assert "True" in asyncio.run(isolated())[0].text
+
+
+def test_private_names_need_nothing_loaded_first():
+    code = "import turnwise.compat.stand_ins, sys; assert sys.meta_path[0].__name__ == '_PrivateFinder'"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

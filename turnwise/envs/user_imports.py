@@ -1,0 +1,224 @@
+"""Imports of user code: modules around its file, and stand-ins for frameworks that are not installed.
+
+The modules found here have private names in `sys.modules`, so that files of one name do not collide, and no library takes a
+stand-in for an installed framework. User code sees them through its own `__import__`, for as long as it lives.
+"""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import importlib
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+STAND_INS = "turnwise.compat.stand_ins"
+_PACKAGE = "turnwise_package_"
+_PROJECT = (".git", "pyproject.toml", "setup.py", "setup.cfg")
+_HOMES: dict[Path, None] = {}
+"""Folders of the files that recipes name, in the order of their first use."""
+
+
+def import_foreign(name: str) -> ModuleType:
+    """Import a module of a framework, else our stand-in, else a module of a folder whose file is loaded.
+
+    Raises:
+        ImportError: the framework's, where none of them has it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not _lacks(error, name):
+            raise
+        names = [f"{STAND_INS}.{name}"] if _has_stand_in(name) else []
+        names += [f"{_register(home)}.{name}" for home in _HOMES if _places(home, name)]
+        if not names:
+            raise
+        return importlib.import_module(names[0])
+
+
+def loaded_foreign(name: str) -> ModuleType | None:
+    """Return a module of a framework, or its stand-in, that something imported already."""
+    return sys.modules.get(name) or sys.modules.get(f"{STAND_INS}.{name}")
+
+
+def public_name(module: str) -> str:
+    """Return the name of a module in its framework, also for a stand-in and for a file of the framework's source tree."""
+    if module.startswith(_PACKAGE):
+        return module.partition(".")[2]
+    return module.removeprefix(f"{STAND_INS}.")
+
+
+def private_package(path: Path) -> str:
+    """Return the name of the package that the file's relative imports are relative to, and make its root importable.
+
+    The root is the nearest directory upwards without `__init__.py`. Below a root on `sys.path` it is the installed package.
+    """
+    folder, inner = path.parent, list[str]()
+    while (folder / "__init__.py").is_file() and folder.name.isidentifier() and folder != folder.parent:
+        inner.insert(0, folder.name)
+        folder = folder.parent
+    if inner and folder in _installed():
+        return ".".join(inner)
+    root = _register(folder)
+    _HOMES[path.parent] = None
+    return ".".join((root, *inner))
+
+
+def prepare(module: ModuleType) -> None:
+    """Give a module that is about to be executed the imports of user code."""
+    module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _import}
+
+
+def _register(folder: Path) -> str:
+    """Make a directory the root of private modules; return the name of the package that holds them."""
+    name = _PACKAGE + hashlib.blake2b(str(folder).encode("utf-8", "surrogateescape"), digest_size=6).hexdigest()
+    if name not in sys.modules:
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [str(folder)]
+        sys.modules.setdefault(name, importlib.util.module_from_spec(spec))
+    return name
+
+
+def _installed() -> set[Path]:
+    return {Path(entry or ".").resolve() for entry in sys.path}
+
+
+def _import(
+    name: str,
+    globals: Mapping[str, Any] | None = None,
+    locals: Mapping[str, Any] | None = None,
+    fromlist: Sequence[str] | None = (),
+    level: int = 0,
+) -> Any:
+    """Import for user code, as `__import__`.
+
+    Absolute names are those of modules beside the file, then installed ones, then stand-ins, then modules around the file.
+    """
+    if globals is None:
+        globals = sys._getframe(1).f_globals
+    names = tuple(fromlist or ())
+    if level:
+        base = globals.get("__package__") or ""
+        if not base.startswith((_PACKAGE, STAND_INS)):
+            return builtins.__import__(name, dict(globals, __name__=f"{base}._", __spec__=None), locals, names, level)
+        return _named(importlib.util.resolve_name("." * level + name, base), "", names)
+    top = name.partition(".")[0]
+    if top not in sys.stdlib_module_names and top not in sys.modules:
+        own = _own_package(globals, name)
+        if own is not None:
+            return _named(f"{own}.{name}", own, names)
+    try:
+        found = builtins.__import__(name, globals, locals, names, 0)
+    except ModuleNotFoundError as error:
+        if not _lacks(error, name):
+            raise
+        if _has_stand_in(name):
+            found = _named(f"{STAND_INS}.{name}", STAND_INS, names)
+            return found if names or top not in sys.modules else _Overlay(sys.modules[top], found)
+        package = _around(globals, name)
+        if package is None:
+            raise
+        return _named(f"{package}.{name}", package, names)
+    if any(not hasattr(found, one) for one in names if one != "*") and _has_stand_in(name):
+        return _Overlay(found, _named(f"{STAND_INS}.{name}", STAND_INS, names))
+    return found
+
+
+def _named(full: str, package: str, names: tuple[str, ...]) -> Any:
+    """Return what an import of a private module binds: the module with `names`, else its first package below `package`."""
+    if names:
+        return builtins.__import__(full, None, None, names, 0)
+    importlib.import_module(full)
+    return sys.modules[f"{package}.{full.removeprefix(f'{package}.').partition('.')[0]}"]
+
+
+class _Overlay(ModuleType):
+    """An installed module, with what it lacks from a stand-in."""
+
+    def __init__(self, installed: ModuleType, stand_in: ModuleType) -> None:
+        super().__init__(installed.__name__, installed.__doc__)
+        self.__dict__.update(_installed=installed, _stand_in=stand_in)
+
+    def __getattr__(self, key: str) -> Any:
+        installed, stand_in = self.__dict__["_installed"], self.__dict__["_stand_in"]
+        if not hasattr(installed, key):
+            return getattr(stand_in, key)
+        found, other = getattr(installed, key), getattr(stand_in, key, None)
+        return _Overlay(found, other) if isinstance(found, ModuleType) and isinstance(other, ModuleType) else found
+
+
+def _lacks(error: ModuleNotFoundError, name: str) -> bool:
+    """Whether the module of an import, or a package of it, does not exist; otherwise one of its own imports failed."""
+    return error.name is not None and f"{name}.".startswith(f"{error.name}.")
+
+
+def _own_package(globals: Mapping[str, Any], name: str) -> str | None:
+    """Return the private package that comes before installed ones: the file's own, or the folder of a file in a recipe."""
+    root, _, inner = str(globals.get("__package__") or "").partition(".")
+    if not root.startswith(_PACKAGE):
+        return None
+    top = name.partition(".")[0]
+    if inner.partition(".")[0] == top:
+        return root
+    folder = Path(str(globals.get("__file__") or "")).parent
+    for place in (folder, Path(sys.modules[root].__path__[0])):
+        if place in _HOMES and ((place / f"{top}.py").is_file() or (place / top / "__init__.py").is_file()):
+            return _register(place)
+    return None
+
+
+def _around(globals: Mapping[str, Any], name: str) -> str | None:
+    """Return the private package of the nearest directory above a file that has a module, up to the root of its project.
+
+    Beyond that root only directories on the path of the file itself are found, such as `examples` of `examples.game.env`.
+    """
+    if not str(globals.get("__package__") or "").startswith(_PACKAGE):
+        return None
+    file = Path(str(globals.get("__file__") or "")).resolve()
+    inside = True
+    for folder in file.parents:
+        on_path = folder / name.partition(".")[0] in file.parents
+        if (inside or on_path) and _places(folder, name):
+            return _register(folder)
+        inside = inside and not any((folder / mark).exists() for mark in _PROJECT)
+        if folder == Path.home() or folder == folder.parent:
+            break
+    return None
+
+
+def _places(folder: Path, name: str) -> bool:
+    place = folder.joinpath(*name.split("."))
+    return place.with_suffix(".py").is_file() or place.is_dir()
+
+
+def _has_stand_in(name: str) -> bool:
+    return any(_places(Path(root), name) for root in importlib.import_module(STAND_INS).__path__)
+
+
+class _PrivateFinder:
+    """Finds stand-ins and the modules around user code, by their private names."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
+        """Return the spec of a private module, whose loader prepares it."""
+        if not name.startswith((_PACKAGE, f"{STAND_INS}.")):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _PrivateLoader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _PrivateLoader(importlib.machinery.SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        prepare(module)
+        super().exec_module(module)
+
+
+sys.meta_path.insert(0, _PrivateFinder)
