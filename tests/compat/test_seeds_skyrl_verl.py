@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from rollout_kit import bpe, renderer
-from stand_ins_kit import USERS, stand_ins  # noqa: F401
+from stand_ins_kit import USERS
 from vision_kit import tiny_vlm_directory
 
 import turnwise as tw

@@ -3,7 +3,7 @@
 import sqlite3
 
 import pytest
-from stand_ins_kit import USERS, stand_ins  # noqa: F401
+from stand_ins_kit import USERS
 from vision_kit import tiny_vlm_directory
 
 import turnwise as tw

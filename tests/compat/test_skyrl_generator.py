@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from rollout_kit import bpe, renderer
-from stand_ins_kit import USERS, stand_ins  # noqa: F401
+from stand_ins_kit import USERS
 
 import turnwise as tw
 from turnwise.compat.sampled_rows import EngineCall, read_output

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from rollout_kit import renderer
-from stand_ins_kit import USERS, stand_ins  # noqa: F401
+from stand_ins_kit import USERS
 from vision_kit import tiny_vlm_directory
 
 import turnwise as tw
