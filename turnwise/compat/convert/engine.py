@@ -56,6 +56,10 @@ class Draft:
     source: str = ""
     """Key of the setting being read."""
 
+    def read(self, key: str) -> None:
+        """Set the setting whose recipe keys follow."""
+        self.source = key
+
     def put(self, key: str, value: Any, *, origin: str | None = None) -> None:
         """Set a recipe key."""
         self.values[key] = value
@@ -214,7 +218,7 @@ def train_data(draft: Draft, value: Any) -> None:
     """Rule of training data: the first source is `env.tasks`, each further one an environment of its own."""
     first, *rest = [str(one) for one in (value if isinstance(value, list) else [value])] or [""]
     draft.put("env.tasks", data_path(draft, first))
-    draft.tasks = [data_path(draft, one) for one in rest]
+    draft.tasks[:] = [data_path(draft, one) for one in rest]
 
 
 def eval_data(draft: Draft, value: Any) -> str | None:
@@ -273,12 +277,12 @@ def convert_source(source: Source, system: System, name: str, folder: Path | Non
     """Return the recipe of a source's settings in a system's table."""
     draft, accounts = Draft(folder=folder), []
     settings = [Setting(_known_key(system, one.key), plain_value(one.value)) for one in source.settings]
-    draft.given = {f"${key}": plain_value(value) for key, value in source.variables.items()}
-    draft.given |= {one.key: one.value for one in settings}
-    draft.notes += source.notes
+    draft.given.update((f"${key}", plain_value(value)) for key, value in source.variables.items())
+    draft.given.update((one.key, one.value) for one in settings)
+    draft.notes.extend(source.notes)
     for setting in settings:
         accounts.append(_account(draft, system, setting))
-    draft.source = ""
+    draft.read("")
     system.finish(draft)
     accounts = [_without_effect(draft, one) for one in accounts]
     for key, value in system.defaults.items():
@@ -287,11 +291,22 @@ def convert_source(source: Source, system: System, name: str, folder: Path | Non
     if "env.use" not in draft.values:
         draft.put("env.use", f"{TO_DO}.py:Env", origin=f"{TO_DO}: the environment, which these settings do not name")
         draft.notes.append(f"the settings name no environment: set use, now {TO_DO}.py:Env")
+    _fit_context(draft)
     accounts = _checked(draft, accounts)
     for one in source.unresolved:
         draft.notes.append(f"{one} is not set in the script; replace it in the recipe")
     recipe = _write(draft, system, accounts, name)
     return Converted(system.name, recipe, tuple(accounts), tuple(draft.notes))
+
+
+def _fit_context(draft: Draft) -> None:
+    """Bring limits under the context: a request holds a prompt and at least one token of a reply."""
+    context = draft.values.get("limits.context")
+    for key in ("limits.turn_tokens", "limits.prompt_tokens"):
+        value = draft.values.get(key)
+        if isinstance(context, int) and isinstance(value, int) and value >= context > 1:
+            draft.values[key] = context - 1
+            draft.notes.append(f"{key} = {value} does not fit into limits.context = {context}; it is one less here")
 
 
 def _without_effect(draft: Draft, account: Account) -> Account:
@@ -318,7 +333,7 @@ def _is_machine(system: System, key: str) -> bool:
 
 def _account(draft: Draft, system: System, setting: Setting) -> Account:
     key, value = setting.key, setting.value
-    draft.source = key
+    draft.read(key)
     if (rule := system.rules.get(key)) is not None:
         before = dict(draft.values)
         try:
