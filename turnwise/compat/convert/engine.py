@@ -68,7 +68,8 @@ class Draft:
     def number(self, key: str, default: float) -> float:
         """Return a number of the source, or the system's default."""
         value = self.given.get(key)
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
+        known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
+        return float(value) if known else default
 
     def isset(self, key: str) -> bool:
         """Return whether a switch of the source is on."""
@@ -338,7 +339,7 @@ def _account(draft: Draft, system: System, setting: Setting) -> Account:
         before = dict(draft.values)
         try:
             reason = (same(rule) if isinstance(rule, str) else rule)(draft, value)
-        except (TypeError, ValueError, AttributeError, KeyError):
+        except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError):
             reason = f"a value of another form was expected, not {str(value)[:60]!r}"
         if reason is not None:
             return Account(key, value, "none", reason)
@@ -364,11 +365,13 @@ def _checked(draft: Draft, accounts: list[Account]) -> list[Account]:
         plain = key.replace("env.", "env.0.", 1)
         hint = field_type(plain)
         if hint is None:
-            raise ConfigError(f"the table of this system names an unknown recipe key: {key}")  # a defect of ours
-        if str in union_members(hint) and draft.values[key] is not None and not isinstance(draft.values[key], str):
+            draft.notes.append(f"{key} is no key of a recipe; its value is left out")
+            del draft.values[key]
+        elif str in union_members(hint) and draft.values[key] is not None and not isinstance(draft.values[key], str):
             draft.values[key] = str(draft.values[key])
-    while (fault := _first_fault(draft)) is not None:
-        key, why = fault
+    faults = [(key, f"is invalid: {why}") for key in draft.values if (why := _type_error(draft, key))]
+    while faults or (fault := _first_fault(draft)) is not None:
+        key, why = faults.pop() if faults else fault  # type: ignore[misc]
         origin, value = draft.origins[key], draft.values.pop(key)
         for index, account in enumerate(accounts):
             if account.key == origin and key in account.text.split(", "):
@@ -379,14 +382,16 @@ def _checked(draft: Draft, accounts: list[Account]) -> list[Account]:
     return accounts
 
 
+def _type_error(draft: Draft, key: str) -> str:
+    try:
+        _built({key: draft.values[key]})
+    except ConfigError as error:
+        return str(error).partition(": ")[2]
+    return ""
+
+
 def _first_fault(draft: Draft) -> tuple[str, str] | None:
-    config: Any = None
-    for key, value in draft.values.items():
-        try:
-            _built({key: value})
-        except ConfigError as error:
-            return key, f"is invalid: {str(error).partition(': ')[2]}"
-    config = _built(draft.values)
+    config: Any = _built(draft.values)
     for name in sections():
         section = config.env[0] if name == "env" else getattr(config, name)
         for attribute, _, why in field_errors(section):

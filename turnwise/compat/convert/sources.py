@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from turnwise.compat.convert.shell import read_script, split_words
+from turnwise.compat.convert.shell import MAX_CHARACTERS, read_script, split_words
 from turnwise.errors import ConfigError
 
 MAX_DEPTH = 30
@@ -43,6 +43,8 @@ def read_source(text: str, name: str) -> Source:
 
     Raises `ConfigError` with what cannot be read, and for a text without settings.
     """
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError(f"{name}: has {len(text)} characters; at most {MAX_CHARACTERS} are read")
     if name.endswith((".yaml", ".yml")):
         source = _from_yaml(text, name)
     else:
@@ -58,6 +60,8 @@ def _from_yaml(text: str, name: str) -> Source:
     except ImportError:
         raise ConfigError(f"{name}: reading YAML needs PyYAML: pip install pyyaml") from None
     try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise ConfigError(f"{name}: has aliases (*name), which are not read; write their values")
         table = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{name}: is no YAML file ({' '.join(str(error).split())[:120]})") from None
