@@ -68,8 +68,9 @@ class Draft:
     def number(self, key: str, default: float) -> float:
         """Return a number of the source, or the system's default."""
         value = self.given.get(key)
-        known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
-        return float(value) if known else default
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15:
+            return float(value)
+        return default
 
     def isset(self, key: str) -> bool:
         """Return whether a switch of the source is on."""
