@@ -1,15 +1,19 @@
 """`turnwise convert`: every setting is accounted for, and what comes out loads."""
 
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from turnwise.cli.main import main
 from turnwise.compat.convert import SYSTEMS, convert
 from turnwise.config import load
 from turnwise.config.fields import field_type
+from turnwise.config.load import ConfigMerge, build
 from turnwise.errors import ConfigError
 
 HERE = Path(__file__).parent
@@ -380,6 +384,7 @@ def test_every_setting_that_matters_is_in_a_table(name):
         ("run --zzz 1 --yyy 2", "a.sh", "no known setting of slime, skyrl, verl, swift"),
         ("- 1\n- 2", "a.yaml", "holds no table"),
         ("a: [", "a.yaml", "is no YAML file"),
+        ("a: &a [1, 2]\nb: *a", "a.yaml", "has aliases"),
         ("def (", "a.py", "is no Python file"),
         ("run '", "a.sh", "a.sh: the script has a ' without its end"),
     ],
@@ -411,6 +416,27 @@ def test_a_setting_cannot_write_lines_into_the_recipe():
 def test_an_unknown_system_is_refused():
     with pytest.raises(ConfigError, match="unknown system; did you mean 'slime'"):
         of("run --lr 1", system="slim")
+
+
+TEXTS = st.one_of(
+    st.sampled_from(["", "-1", "0", "1", "true", "None", "[1, 'a']", '{"a.b": 1}', "1e999", "nan", "'x", "a\nb", "$HOME/x"]),
+    st.text(max_size=12),
+    st.floats().map(str),
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(sorted(SYSTEMS)), st.data())
+def test_any_value_of_any_setting_gives_a_recipe_of_valid_types(name, data):
+    system = SYSTEMS[name]
+    keys = data.draw(st.lists(st.sampled_from(sorted(system.rules)), min_size=1, max_size=8, unique=True))
+    given_settings = [(key, data.draw(TEXTS)) for key in keys]
+    quoted = [f"{key}={shlex.quote(text)}" if system.hydra else f"--{key} {shlex.quote(text)}" for key, text in given_settings]
+    found = convert("train.py " + " ".join(quoted), system=name)
+    assert [account.key for account in found.accounts] == keys
+    merged = ConfigMerge()
+    merged.add(table(found), "recipe", where="recipe")
+    build(merged.tree, {})
 
 
 # The commands and configurations of the seed documents, verbatim.

@@ -26,6 +26,7 @@ def words(text):
         ("A=(--x)\nA+=(--y 2)\nrun ${A[@]}", ["run", "--x", "--y", "2"]),
         ("N=${N:-8}\nrun n=${N} m=$((N * 2 + 1))", ["run", "n=8", "m=17"]),
         (': "${MODE:=fast}"\nrun $MODE', ["run", "fast"]),
+        ('H=/h\nD="${D:-"$H/data set"}"\nrun "$D/x"', ["run", "/h/data set/x"]),
         ('export X=3\nrun "$X" $@ "$@"', ["run", "3"]),
         ("E=''\nrun a $E b ''", ["run", "a", "b", ""]),
         ('run "a#b" c#d # e', ["run", "a#b", "c#d"]),
@@ -41,8 +42,8 @@ def test_words_are_those_of_a_shell(script, expected):
 
 def test_what_only_a_shell_knows_stays_and_is_named():
     script = read_script('D=$(rm -rf /tmp/never)\nrun $HOME/x "${KEY}" "$D" `date`')
-    assert script.commands[-1] == ["run", "$HOME/x", "${KEY}", "$(rm -rf /tmp/never)", "$(date)"]
-    assert script.unresolved == ["$(rm -rf /tmp/never)", "$HOME", "${KEY}", "$(date)"]
+    assert script.commands[-1] == ["run", "$HOME/x", "${KEY}", "$(rm...)", "$(date...)"]
+    assert script.unresolved == ["$(rm...)", "$HOME", "${KEY}", "$(date...)"]
 
 
 def test_nothing_is_executed(tmp_path):

@@ -7,8 +7,9 @@ import math
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from turnwise.config.constraints import changed
 from turnwise.config.fields import (
@@ -24,6 +25,9 @@ from turnwise.config.fields import (
 from turnwise.config.schema import RunConfig
 from turnwise.config.validation import validate
 from turnwise.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"
@@ -152,15 +156,22 @@ def parse_overrides(words: Sequence[str]) -> list[tuple[str, str]]:
     return pairs
 
 
+@cache
+def _adapter() -> TypeAdapter[RunConfig]:
+    # Importing pydantic takes about 0.1 s, which `turnwise --help` avoids.
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(RunConfig)
+
+
 def build(tree: Mapping[str, Any], where: Mapping[str, str]) -> RunConfig:
     """Build a `RunConfig` from plain values, nested like a recipe with known keys, checking every type.
 
     `where` is dotted key -> the file (or `command line`) to name in an error.
     """
-    # Importing pydantic takes about 0.1 s, which `turnwise --help` avoids.
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
-    adapter = TypeAdapter(RunConfig)
+    adapter = _adapter()
     try:
         # Strict mode accepts lists for tuples and tables for dataclasses only from JSON. Unknown keys were rejected before.
         return adapter.validate_json(json.dumps(tree, default=_reject_time), strict=True)

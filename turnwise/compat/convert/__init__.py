@@ -37,8 +37,10 @@ def convert_file(path: Path, system: str | None = None) -> Converted:
     """Return a recipe from a file; raise `ConfigError` as `convert`, and for a file that cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or 'no UTF-8 text'})") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError:
+        raise ConfigError(f"{path}: is not UTF-8 text") from None
     return convert(text, name=path.name, system=system, folder=path.resolve().parent)
 
 

@@ -56,6 +56,10 @@ class Draft:
     source: str = ""
     """Key of the setting being read."""
 
+    def read(self, key: str) -> None:
+        """Set the setting whose recipe keys follow."""
+        self.source = key
+
     def put(self, key: str, value: Any, *, origin: str | None = None) -> None:
         """Set a recipe key."""
         self.values[key] = value
@@ -64,7 +68,9 @@ class Draft:
     def number(self, key: str, default: float) -> float:
         """Return a number of the source, or the system's default."""
         value = self.given.get(key)
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15:
+            return float(value)
+        return default
 
     def isset(self, key: str) -> bool:
         """Return whether a switch of the source is on."""
@@ -214,7 +220,7 @@ def train_data(draft: Draft, value: Any) -> None:
     """Rule of training data: the first source is `env.tasks`, each further one an environment of its own."""
     first, *rest = [str(one) for one in (value if isinstance(value, list) else [value])] or [""]
     draft.put("env.tasks", data_path(draft, first))
-    draft.tasks = [data_path(draft, one) for one in rest]
+    draft.tasks[:] = [data_path(draft, one) for one in rest]
 
 
 def eval_data(draft: Draft, value: Any) -> str | None:
@@ -273,12 +279,12 @@ def convert_source(source: Source, system: System, name: str, folder: Path | Non
     """Return the recipe of a source's settings in a system's table."""
     draft, accounts = Draft(folder=folder), []
     settings = [Setting(_known_key(system, one.key), plain_value(one.value)) for one in source.settings]
-    draft.given = {f"${key}": plain_value(value) for key, value in source.variables.items()}
-    draft.given |= {one.key: one.value for one in settings}
-    draft.notes += source.notes
+    draft.given.update((f"${key}", plain_value(value)) for key, value in source.variables.items())
+    draft.given.update((one.key, one.value) for one in settings)
+    draft.notes.extend(source.notes)
     for setting in settings:
         accounts.append(_account(draft, system, setting))
-    draft.source = ""
+    draft.read("")
     system.finish(draft)
     accounts = [_without_effect(draft, one) for one in accounts]
     for key, value in system.defaults.items():
@@ -287,11 +293,22 @@ def convert_source(source: Source, system: System, name: str, folder: Path | Non
     if "env.use" not in draft.values:
         draft.put("env.use", f"{TO_DO}.py:Env", origin=f"{TO_DO}: the environment, which these settings do not name")
         draft.notes.append(f"the settings name no environment: set use, now {TO_DO}.py:Env")
+    _fit_context(draft)
     accounts = _checked(draft, accounts)
     for one in source.unresolved:
         draft.notes.append(f"{one} is not set in the script; replace it in the recipe")
     recipe = _write(draft, system, accounts, name)
     return Converted(system.name, recipe, tuple(accounts), tuple(draft.notes))
+
+
+def _fit_context(draft: Draft) -> None:
+    """Bring limits under the context: a request holds a prompt and at least one token of a reply."""
+    context = draft.values.get("limits.context")
+    for key in ("limits.turn_tokens", "limits.prompt_tokens"):
+        value = draft.values.get(key)
+        if isinstance(context, int) and isinstance(value, int) and value >= context > 1:
+            draft.values[key] = context - 1
+            draft.notes.append(f"{key} = {value} does not fit into limits.context = {context}; it is one less here")
 
 
 def _without_effect(draft: Draft, account: Account) -> Account:
@@ -318,12 +335,12 @@ def _is_machine(system: System, key: str) -> bool:
 
 def _account(draft: Draft, system: System, setting: Setting) -> Account:
     key, value = setting.key, setting.value
-    draft.source = key
+    draft.read(key)
     if (rule := system.rules.get(key)) is not None:
         before = dict(draft.values)
         try:
             reason = (same(rule) if isinstance(rule, str) else rule)(draft, value)
-        except (TypeError, ValueError, AttributeError, KeyError):
+        except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError):
             reason = f"a value of another form was expected, not {str(value)[:60]!r}"
         if reason is not None:
             return Account(key, value, "none", reason)
@@ -349,11 +366,13 @@ def _checked(draft: Draft, accounts: list[Account]) -> list[Account]:
         plain = key.replace("env.", "env.0.", 1)
         hint = field_type(plain)
         if hint is None:
-            raise ConfigError(f"the table of this system names an unknown recipe key: {key}")  # a defect of ours
-        if str in union_members(hint) and draft.values[key] is not None and not isinstance(draft.values[key], str):
+            draft.notes.append(f"{key} is no key of a recipe; its value is left out")
+            del draft.values[key]
+        elif str in union_members(hint) and draft.values[key] is not None and not isinstance(draft.values[key], str):
             draft.values[key] = str(draft.values[key])
-    while (fault := _first_fault(draft)) is not None:
-        key, why = fault
+    faults = [(key, f"is invalid: {why}") for key in draft.values if (why := _type_error(draft, key))]
+    while faults or (fault := _first_fault(draft)) is not None:
+        key, why = faults.pop() if faults else fault  # type: ignore[misc]
         origin, value = draft.origins[key], draft.values.pop(key)
         for index, account in enumerate(accounts):
             if account.key == origin and key in account.text.split(", "):
@@ -364,14 +383,16 @@ def _checked(draft: Draft, accounts: list[Account]) -> list[Account]:
     return accounts
 
 
+def _type_error(draft: Draft, key: str) -> str:
+    try:
+        _built({key: draft.values[key]})
+    except ConfigError as error:
+        return str(error).partition(": ")[2]
+    return ""
+
+
 def _first_fault(draft: Draft) -> tuple[str, str] | None:
-    config: Any = None
-    for key, value in draft.values.items():
-        try:
-            _built({key: value})
-        except ConfigError as error:
-            return key, f"is invalid: {str(error).partition(': ')[2]}"
-    config = _built(draft.values)
+    config: Any = _built(draft.values)
     for name in sections():
         section = config.env[0] if name == "env" else getattr(config, name)
         for attribute, _, why in field_errors(section):

@@ -72,7 +72,7 @@ class _Reader:
             words = self._control(command)
             if words and self._is_read():
                 self._command(words)
-        self.script.variables = {name: values[0] for name, values in self.values.items() if len(values) == 1}
+        self.script.variables.update((name, values[0]) for name, values in self.values.items() if len(values) == 1)
         return self.script
 
     def _is_read(self) -> bool:
@@ -196,6 +196,8 @@ class _Reader:
             end, kind, values = self._variable(text, start)
             if values is None:
                 raw = text[start:end]
+                if raw.startswith("$("):  # without blanks, which would split the word when it is used
+                    raw = f"$({(raw[2:-1].split() or [''])[0]}...)"
                 if raw not in self.script.unresolved:
                     self.script.unresolved.append(raw)
                 yield raw, None
@@ -231,7 +233,7 @@ class _Reader:
             return values
         if sign is None:
             return [] if items else None
-        made = [" ".join(self._expand((Part(default, expands=True, quoted=True),)))]
+        made = [" ".join(self._expand(_default(default), split=False))]
         if sign.endswith("="):
             self.values[name] = made
         return made
@@ -380,6 +382,19 @@ def _word(text: str, at: int, parts: list[Part]) -> int:
             parts.append(Part(text[at:end], expands=True, quoted=False))
             at = end
     return at
+
+
+def _default(text: str) -> Word:
+    """Return the default of a variable as one word; blanks belong to it."""
+    parts: list[Part] = []
+    at = 0
+    while at < len(text):
+        end = _word(text, at, parts)
+        if end == at:
+            parts.append(Part(text[at], expands=False, quoted=True))
+            end += 1
+        at = end
+    return tuple(parts) or (Part("", expands=False, quoted=True),)
 
 
 def _unquoted(text: str, at: int) -> int:

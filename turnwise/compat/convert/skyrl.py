@@ -209,6 +209,8 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     f"{G}step_wise_trajectories": ("branches are rows of one trajectory; see rollout.history", (False,)),
     f"{G}merge_stepwise_output": ("shared prefixes are merged without a key (train.batching)", (False, True)),
     f"{G}vision_language_generator": ("one loop for text and images", (False, True)),
+    f"{G}enable_child_agents": ("agents of its own generator; see [[env]] and play functions", (False,)),
+    f"{G}train_child_trajectories": ("what an agent sampled is trained, see train.loss_scale", (True,)),
     f"{G}use_cache_salt": ("see engine.in_flight", (True,)),
     f"{G}chat_template.source": ("model.template takes names and files", ("name", "file")),
     f"{G}sampling_params.repetition_penalty": ("no penalties: they would not be part of the trained distribution", (1, 1.0)),

@@ -210,7 +210,7 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "eval-min-new-tokens": ("no minimum length of a reply", (0, None)),
     "eval-config": ("name held-out tasks in [[env]] eval_tasks", ()),
     "skip-eval-before-train": ("the policy is always evaluated before reinforcement", ()),
-    "rollout-function-path": ("a whole rollout of its own is no recipe: write an environment or a play function", ()),
+    "rollout-function-path": ("a rollout function for all samples is no recipe: write an environment or a play function", ()),
     "eval-function-path": ("evaluations play the same loop", ()),
     "data-source-path": ("write [[env]] tasks = file.py:function", ()),
     "buffer-filter-path": (_TRAINED, ()),

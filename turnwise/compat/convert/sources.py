@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from turnwise.compat.convert.shell import read_script, split_words
+from turnwise.compat.convert.shell import MAX_CHARACTERS, read_script, split_words
 from turnwise.errors import ConfigError
 
 MAX_DEPTH = 30
@@ -30,8 +30,6 @@ class Source:
     """Settings of one text."""
 
     settings: list[Setting] = field(default_factory=list)
-    hydra: bool = False
-    """Whether they are overrides (`a.b=c`) or nested tables, not flags (`--a b`)."""
     launched: str = ""
     """Words of the command before its settings."""
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -45,6 +43,8 @@ def read_source(text: str, name: str) -> Source:
 
     Raises `ConfigError` with what cannot be read, and for a text without settings.
     """
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError(f"{name}: has {len(text)} characters; at most {MAX_CHARACTERS} are read")
     if name.endswith((".yaml", ".yml")):
         source = _from_yaml(text, name)
     else:
@@ -60,12 +60,14 @@ def _from_yaml(text: str, name: str) -> Source:
     except ImportError:
         raise ConfigError(f"{name}: reading YAML needs PyYAML: pip install pyyaml") from None
     try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise ConfigError(f"{name}: has aliases (*name), which are not read; write their values")
         table = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{name}: is no YAML file ({' '.join(str(error).split())[:120]})") from None
     if not isinstance(table, Mapping):
         raise ConfigError(f"{name}: holds no table of settings")
-    return Source(list(_flat(table)), hydra=any(isinstance(value, Mapping) for value in table.values()))
+    return Source(list(_flat(table)))
 
 
 def _flat(table: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[Setting]:
@@ -81,15 +83,20 @@ def _from_script(text: str, name: str) -> Source:
         script = read_script(text)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
-    source = Source(variables=script.variables, unresolved=script.unresolved, notes=script.notes)
+    settings: list[Setting] = []
+    launched: list[str] = []
     for command in _launches(script.commands):
         start, hydra = _start(command)
-        source.launched += " ".join(command[:start]) + "\n"
-        source.hydra = source.hydra or hydra
-        source.settings += _overrides(command[start:]) if hydra else _flags(command[start:])
-    used = [setting.value for setting in source.settings] + [setting.key for setting in source.settings]
-    source.unresolved = [one for one in source.unresolved if any(one in str(value) for value in used)]
-    return source
+        launched += command[:start]
+        settings += _overrides(command[start:]) if hydra else _flags(command[start:])
+    unresolved = _used(script.unresolved, settings)
+    return Source(settings, " ".join(launched), script.variables, unresolved, script.notes)
+
+
+def _used(unresolved: Sequence[str], settings: Sequence[Setting]) -> list[str]:
+    """Return what occurs in a setting."""
+    texts = [f"{setting.key} {setting.value}" for setting in settings]
+    return [one for one in dict.fromkeys(unresolved) if any(one in text for text in texts)]
 
 
 _LAUNCH = re.compile(r"(^|/)train(_async)?\.py$|^verl\.|^skyrl|^verl$")
@@ -156,26 +163,27 @@ def _from_python(text: str, name: str) -> Source:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{name}: is no Python file ({error})") from None
-    source = Source(launched="slime")
+    settings: list[Setting] = []
+    unresolved: list[str] = []
     known: dict[str, str] = {}
     for node in _statements(tree.body):
         for target in node.targets:
-            found = _text(node.value, known, source.unresolved)
+            found = _text(node.value, known, unresolved)
             if isinstance(target, ast.Name) and found is not None:
                 known[target.id] = found
                 if found.lstrip().startswith("--") and not _is_joined(node.value, known):
-                    source.settings += _flags(split_words(found))
-    used = [str(setting.value) for setting in source.settings]
-    source.unresolved = [one for one in dict.fromkeys(source.unresolved) if any(one in value for value in used)]
-    return source
+                    settings += _flags(split_words(found))
+    return Source(settings, "slime", unresolved=_used(unresolved, settings))
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.Assign]:
     for node in body:
         if isinstance(node, ast.Assign):
             yield node
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.If | ast.With):
-            yield from _statements([*node.body, *getattr(node, "orelse", ())])
+        elif isinstance(node, ast.If):
+            yield from _statements([*node.body, *node.orelse])
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.With):
+            yield from _statements(node.body)
 
 
 def _is_joined(node: ast.expr, known: Mapping[str, str]) -> bool:

@@ -122,7 +122,7 @@ def _finish(draft: Draft) -> None:
     if ratio := draft.number("warmup_ratio", draft.number("lr_warmup_fraction", 0)):
         if steps is None:
             why = "the number of steps is known when the tasks are: set train.lr_warmup_steps to that share of them"
-            draft.reasons |= {"warmup_ratio": why, "lr_warmup_fraction": why}
+            draft.reasons.update({"warmup_ratio": why, "lr_warmup_fraction": why})
         else:
             draft.put("train.lr_warmup_steps", int(ratio * steps), origin="warmup_ratio")
     length = draft.number("max_completion_length", 512)
@@ -138,7 +138,7 @@ def _finish(draft: Draft) -> None:
     if "rollout_importance_sampling_mode" not in given:
         draft.values.pop("train.correction_high", None)
     _lora(draft)
-    draft.reasons["use_gym_env"] = "the scheduler says it"
+    draft.reasons["use_gym_env"] = "the scheduler decides"
     if draft.isset("use_gym_env") and "env.use" not in draft.values:
         draft.put("env.use", USE.format("gym_scheduler"), origin="use_gym_env")
 
@@ -172,7 +172,7 @@ def _lora(draft: Draft) -> None:
 
 def _reference(draft: Draft, value: Any) -> str | None:
     if value is True and draft.number("ref_model_mixup_alpha", 0.6) != 1.0:
-        return "the reference is replaced as a whole (train.reference_every), not mixed: set ref_model_mixup_alpha = 1"
+        return "the reference is replaced (train.reference_every), not mixed: set ref_model_mixup_alpha = 1"
     return None
 
 
@@ -299,7 +299,7 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "repetition_n_grams": ("write it as a reward function", ()),
     "repetition_max_penalty": ("write it as a reward function", ()),
     "ref_model": ("the reference policy is the model at the start of reinforcement", (None,)),
-    "ref_model_mixup_alpha": ("the reference is replaced as a whole (train.reference_every)", (1, 1.0)),
+    "ref_model_mixup_alpha": ("the reference is replaced (train.reference_every), not mixed", (1, 1.0)),
     "chord_sft_dataset": ("no supervised term during reinforcement; see [warmup]", ()),
     "chord_mu_peak": ("no supervised term during reinforcement; see [warmup]", ()),
     "advantage_reweight": ("write your own (train.advantage)", (None,)),

@@ -109,7 +109,7 @@ def _loss_terms(draft: Draft) -> None:
     if draft.isset(f"{AC}use_kl_loss"):
         draft.put("train.kl", draft.number(f"{AC}kl_loss_coef", 0.001), origin=f"{AC}kl_loss_coef")
         draft.put("train.kl_in", "loss", origin=f"{AC}use_kl_loss")
-        draft.source = f"{AC}kl_loss_type"
+        draft.read(f"{AC}kl_loss_type")
         same("train.kl_estimator", kl="k1", k1="k1", abs="k1", mse="k2", k2="k2", low_var_kl="k3", k3="k3")(
             draft, given.get(f"{AC}kl_loss_type", "low_var_kl")
         )
@@ -141,7 +141,7 @@ def _environment(draft: Draft) -> None:
         origin = ", ".join(f"{one}custom_reward_function.{key}" for one in ("reward.", "") for key in ("path", "name"))
         draft.put("env.args.reward", f"{path}:{next(filter(None, names), 'compute_score')}", origin=origin)
     multi_turn = given.get(f"{M}enable", given.get("actor_rollout_ref.rollout.multi_turn"))
-    draft.reasons |= dict.fromkeys((f"{M}enable", f"{R}multi_turn"), "turns and tools need no switch here")
+    draft.reasons.update(dict.fromkeys((f"{M}enable", f"{R}multi_turn"), "turns and tools need no switch here"))
     if multi_turn is not True and given.get(f"{R}agent.default_agent_loop") != "tool_agent":
         draft.put("limits.turns", 1, origin=f"{M}enable")
     if "limits.turns" not in draft.values:
@@ -273,7 +273,7 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     f"{D}val_max_samples": ("see eval.tasks", (-1,)),
     f"{D}custom_cls.path": ("write [[env]] tasks = file.py:function", (None,)),
     f"{D}custom_cls.name": ("write [[env]] tasks = file.py:function", (None,)),
-    f"{D}mm_processor_kwargs": ("images are processed as the model directory says", ({}, None)),
+    f"{D}mm_processor_kwargs": ("images are processed by the model directory's settings", ({}, None)),
     f"{D}return_raw_chat": ("messages are kept", (True, False)),
     f"{D}gen_batch_size": ("see [schedule]", ()),
     f"{D}mask_truncated": ("see train.overlong_filter", (False,)),
@@ -291,7 +291,7 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     f"{AC}policy_loss.clip_cov_ratio": ("write your own (train.algorithm)", ()),
     f"{AC}policy_loss.kl_cov_ratio": ("write your own (train.algorithm)", ()),
     f"{AC}policy_loss.dro_beta": ("write your own (train.algorithm)", (None,)),
-    f"{AC}shuffle": ("minibatches are drawn anew at every step", (False, True)),
+    f"{AC}shuffle": ("minibatches are shuffled at every step", (False, True)),
     f"{AC}calculate_entropy": ("the entropy is exact and always measured", (False, True)),
     f"{AC}optim.optimizer": ("AdamW is the optimizer", ("AdamW", "adam")),
     f"{AC}optim.min_lr_ratio": ("the rate decays to 0", (0, 0.0, None)),
@@ -303,6 +303,7 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     f"{R}repetition_penalty": ("no penalties: they would not be part of the trained distribution", (1, 1.0)),
     f"{R}val_kwargs.do_sample": ("evaluations are played sampled, and greedily with eval.greedy", ()),
     f"{R}do_sample": ("training samples", (True,)),
+    f"{R}single_turn_response_length": ("a reply has the limit of the episode; set limits.turn_tokens", (None,)),
     f"{R}calculate_log_probs": ("logprobs of sampled ids are always returned", (True,)),
     f"{M}max_user_turns": ("limits.turns counts replies", ()),
     f"{M}num_repeat_rollouts": ("see rollout.group_size", (None,)),
