@@ -129,7 +129,11 @@ class ReasoningGymEnv(Env):
         factory = self._factory
         found = _ANSWER.findall(action.text)
         answer = (found[-1] if found else action.text).strip()
-        return Step(None, float(factory.dataset.score_answer(answer=answer, entry=factory.row(self._index))), terminated=True)
+        try:
+            score = float(factory.dataset.score_answer(answer=answer, entry=factory.row(self._index)))
+        except Exception as error:  # scorers parse the answer
+            return Step(None, 0.0, terminated=True, info={"unreadable": f"{type(error).__name__}: {error}"[:200]})
+        return Step(None, score, terminated=True)
 
 
 def find(id: str) -> Registered | None:
