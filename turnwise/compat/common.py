@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
+from turnwise.envs.user_imports import import_foreign, public_name
 from turnwise.errors import ConfigError
-
-STAND_INS = "turnwise.compat.stand_ins"
 
 
 class AttributeConfig(dict[str, Any]):
@@ -53,36 +49,15 @@ def derives_from(target: Any, package: str, name: str) -> bool:
     return (package, name) in found
 
 
-def public_name(module: str) -> str:
-    """Return the name of a module in its framework, also for a stand-in."""
-    return module.removeprefix(f"{STAND_INS}.")
-
-
-def loaded(name: str) -> list[ModuleType]:
-    """Return a module of a framework, and our stand-in of it, as far as user code imported them."""
-    return [sys.modules[one] for one in (name, f"{STAND_INS}.{name}") if one in sys.modules]
-
-
 def import_object(name: str, where: str) -> Any:
     """Import `package.module:Name` or `package.module.Name`; a stand-in of ours where the package lacks the module."""
     module, _, attribute = name.rpartition(":" if ":" in name else ".")
     if not module:
         raise ConfigError(f"{where}: {name!r} names no module; write package.module.Name")
     try:
-        found = import_module(module)
+        found = import_foreign(module)
     except Exception as error:
         raise ConfigError(f"{where}: {name} cannot be imported ({type(error).__name__}: {error})") from error
     if not hasattr(found, attribute):
         raise ConfigError(f"{where}: the module {module} has no {attribute!r}")
     return getattr(found, attribute)
-
-
-def import_module(name: str) -> ModuleType:
-    """Import a module of a framework, else our stand-in; raise the framework's ImportError where there is neither."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        try:
-            return importlib.import_module(f"{STAND_INS}.{name}")
-        except ModuleNotFoundError as own:
-            raise (error if (own.name or "").startswith(STAND_INS) else own) from None

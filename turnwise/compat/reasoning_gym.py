@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -12,10 +12,11 @@ from typing import Any
 from turnwise.compat.registries import call_with_args, library, registered_id
 from turnwise.envs.base import Action, Env, Step
 from turnwise.envs.foreign import ForeignObject, Framework, Registered
-from turnwise.errors import ConfigError, EnvError
+from turnwise.envs.scripted_play import Speak
+from turnwise.errors import EnvError
 from turnwise.types import Message, Task
 
-_SIZE = 1 << 20  # rows that tasks are drawn from; a row is generated when it is drawn
+_SIZE = 10_000  # rows that tasks are drawn from, `size` in [env.args]; few datasets generate all of them at once
 _DRAWS = 16  # rows drawn for one task at most, where a dataset repeats its questions
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -27,8 +28,6 @@ def adapt(found: ForeignObject) -> ReasoningGymFactory | None:
         return None
     args = dict(found.args)
     system = args.pop("system", None)
-    if "size" in args:
-        raise ConfigError(f"{found.where}: rows are drawn as tasks are needed; leave size out of [env.args]")
     factory = ReasoningGymFactory(id, system, args)
     call_with_args(factory.configuration, {}, found.where)
     return factory
@@ -43,6 +42,7 @@ class ReasoningGymFactory:
     args: Mapping[str, Any]
     max_turns: int = 1
     _made: Any = field(default=None, repr=False, compare=False)
+    _rows: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
     _answers: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self) -> ReasoningGymEnv:
@@ -67,16 +67,22 @@ class ReasoningGymFactory:
             self._made = library("reasoning_gym.factory", "reasoning-gym").DATASETS[self.id][0](config=self.configuration())
         return self._made
 
+    def row(self, index: int) -> Any:
+        """Return a row, generated when it is first used; some datasets take a second for one."""
+        if index not in self._rows:
+            self._rows[index] = self.dataset[index]
+        return self._rows[index]
+
     def tasks(self, split: str, n: int, seed: int) -> list[Task]:
         """Draw up to `n` rows of different questions, by default 1000; the question decides whether a row is held out."""
         n = n or 1000
         found: dict[str, Task] = {}
-        rng = random.Random(f"{split} {seed}")
-        rows = range(min(_SIZE, len(self.dataset)))
+        rng = random.Random(seed)  # the same order for both splits, which share the rows
+        rows = range(len(self.dataset))
         draws = rng.sample(rows, min(len(rows), n * _DRAWS))
         repeated = 0
         for index in draws:
-            row = self.dataset[index]
+            row = self.row(index)
             question, answer = str(row["question"]), row["answer"]
             held_out = blake2b(question.encode("utf-8", "surrogatepass"), digest_size=1).digest()[0] % 2 == 1
             repeated += question in found
@@ -91,8 +97,14 @@ class ReasoningGymFactory:
                 break
         return list(found.values())
 
-    def solver(self, messages: list[Message], rng: random.Random) -> str:
-        """Answer with the row's own answer."""
+    @property
+    def solver(self) -> Speak | None:
+        """Player that answers with the row's own answer; None where that of the first row is not scored 1."""
+        first = self.row(0)
+        right = first["answer"] is not None and self.dataset.score_answer(answer=str(first["answer"]), entry=first) >= 1
+        return self._solve if right else None
+
+    def _solve(self, messages: Sequence[Message], rng: random.Random) -> str:
         return self._answers.get(messages[-1].text, "")
 
 
@@ -114,10 +126,14 @@ class ReasoningGymEnv(Env):
 
     def step(self, action: Action) -> Step:
         """Score the reply, or what it has between the last <answer> and </answer>."""
-        dataset = self._factory.dataset
+        factory = self._factory
         found = _ANSWER.findall(action.text)
         answer = (found[-1] if found else action.text).strip()
-        return Step(None, float(dataset.score_answer(answer=answer, entry=dataset[self._index])), terminated=True)
+        try:
+            score = float(factory.dataset.score_answer(answer=answer, entry=factory.row(self._index)))
+        except Exception as error:  # scorers parse the answer
+            return Step(None, 0.0, terminated=True, info={"unreadable": f"{type(error).__name__}: {error}"[:200]})
+        return Step(None, score, terminated=True)
 
 
 def find(id: str) -> Registered | None:

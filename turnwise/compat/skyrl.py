@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
-from turnwise.compat.common import attribute_config, derives_from, import_module, import_object, loaded, plain, public_name
+from turnwise.compat.common import attribute_config, derives_from, import_object, plain
 from turnwise.compat.skyrl_generator import extras_of, make_agent_function
 from turnwise.config import Limits
 from turnwise.envs.base import Action, Env, Scores, Step
 from turnwise.envs.foreign import ForeignObject, Framework
 from turnwise.envs.user_code import describe_value, number_of
+from turnwise.envs.user_imports import import_foreign, public_name
 from turnwise.errors import ConfigError, EnvError, suggest_or_list
 from turnwise.types import Message, Task, Trajectory
 
@@ -48,15 +49,13 @@ def _is_spec(target: Any) -> bool:
 
 
 def _registry() -> Mapping[str, Any]:
-    modules = loaded("skyrl_gym")
-    if not modules:
-        try:
-            modules = [import_module("skyrl_gym")]
-        except ImportError as error:
-            raise ConfigError(
-                f"skyrl_gym cannot be imported ({error}); pip install skyrl-gym, or name the class: use = file.py:Class"
-            ) from error
-    return {name: spec for module in reversed(modules) for name, spec in module.registry.items()}
+    try:
+        registry: Mapping[str, Any] = import_foreign("skyrl_gym").registry
+    except ImportError as error:
+        raise ConfigError(
+            f"skyrl_gym cannot be imported ({error}); pip install skyrl-gym, or name the class: use = file.py:Class"
+        ) from error
+    return registry
 
 
 def _config(target: Any, args: Mapping[str, Any], where: str) -> Any:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from turnwise.compat.common import STAND_INS, attribute_config, public_name
+from turnwise.compat.common import attribute_config
 from turnwise.compat.sampled_rows import EngineCall, read_output
 from turnwise.config import Limits
 from turnwise.envs.base import Scores
+from turnwise.envs.user_imports import import_foreign, public_name
 from turnwise.errors import ConfigError, suggest_or_list
 from turnwise.types import Task
 
@@ -79,7 +79,7 @@ def _batch(target: Any, task: Task, limits: Limits) -> dict[str, Any]:
     """Return the input of one episode."""
     homes = (public_name(base.__module__) for base in target.__mro__ if base.__name__ == "GeneratorInterface")
     home = next(homes, "skyrl.train.generators.base")
-    module = sys.modules.get(home) or sys.modules[f"{STAND_INS}.{home}"]
+    module = import_foreign(home)
     extras = extras_of(task, limits)
     return {
         "prompts": [[message.to_dict() for message in task.messages]],

@@ -26,6 +26,7 @@ Opponent = Callable[[str, random.Random], str]
 _SHARED_RANDOM = threading.Lock()
 _BRACKETED = re.compile(r"\[[^\[\]\n]{1,40}\]")
 _SENDER = re.compile(r"\[(?:GAME|Game|Player \d+|Player)\]")
+_MOST_PLAYERS = 16
 _MOVES = 1000  # of opponents in one step of the model
 
 
@@ -47,7 +48,7 @@ def adapt(found: ForeignObject) -> TextArenaFactory | None:
         raise ConfigError(f"{found.where}: opponent is {opponent!r}; write random, or file.py:function(seen, rng)")
     seat, players = own.get("seat", 0), own.get("players")
     game = call_with_args(partial(_make, id), args, found.where)
-    players = players or _players(type(game))
+    players = players or _players(game)
     if type(seat) is not int or type(players) is not int or not 0 <= seat < players:
         raise ConfigError(f"{found.where}: seat is {seat!r} of {players} players; the first seat is 0")
     return TextArenaFactory(id, args, seat, players, random_opponent if opponent == "random" else opponent, own.get("system"))
@@ -62,18 +63,24 @@ def _make(id: str, **args: Any) -> Any:
     return made
 
 
-def _players(kind: type) -> int:
-    """Return the fewest players of a game: what its `reset` or state asserts is not declared, so its class is read."""
+def _players(game: Any) -> int:
+    """Return the fewest players of a game: its class names the kind of its state, and its `reset` refuses too few."""
     try:
-        text = inspect.getsource(kind)
+        text = inspect.getsource(type(game))
     except (OSError, TypeError):
-        return 1
-    found = re.search(r"min_players\s*=\s*(\d+)|(SinglePlayer|TwoPlayer|MinimalMulti|FFAMulti|TeamMulti)\w*State\(", text)
-    low = re.search(r"(\d+)\s*<=\s*num_players", text)
-    if low:
-        return int(low[1])
-    kinds = {"SinglePlayer": 1, "TwoPlayer": 2}
-    return 1 if found is None else int(found[1]) if found[1] else kinds.get(found[2], 3)
+        text = ""
+    found = re.search("SinglePlayer|TwoPlayer|MinimalMulti|FFAMulti|TeamMulti", text)
+    fewest = 3 if found is None else {"SinglePlayer": 1, "TwoPlayer": 2}.get(found[0], 3)
+    with _SHARED_RANDOM:
+        shared = random.getstate()
+        try:
+            for players in range(fewest, _MOST_PLAYERS):
+                with contextlib.suppress(Exception):
+                    game.reset(num_players=players, seed=0)
+                    return players
+        finally:
+            random.setstate(shared)
+    return fewest  # the error of its reset is reported where it is played
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from turnwise.compat.common import derives_from, import_object, loaded
+from turnwise.compat.common import derives_from, import_object
 from turnwise.compat.verl_tools import (
     FunctionSource,
     Interaction,
@@ -30,6 +30,7 @@ from turnwise.envs.tools.schema import ToolSignature
 from turnwise.envs.tools.stateful import parse_tools
 from turnwise.envs.tools.tool import Tool
 from turnwise.envs.user_code import load_user_module
+from turnwise.envs.user_imports import loaded_foreign
 from turnwise.errors import ConfigError, suggest_or_list
 
 __all__ = ["FRAMEWORK", "VerlEnv", "VerlFactory"]
@@ -277,7 +278,8 @@ def function_tool(entry: Any) -> Tool:
 
 
 def _registries() -> list[dict[str, Any]]:
-    return [module.FUNCTION_TOOL_REGISTRY for module in loaded("verl.tools.function_tool")]
+    module = loaded_foreign("verl.tools.function_tool")
+    return [] if module is None else [module.FUNCTION_TOOL_REGISTRY]
 
 
 def _registered(target: Any) -> Any:

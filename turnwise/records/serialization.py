@@ -281,7 +281,8 @@ def apply_event(trajectory: Trajectory, event: Event) -> None:
         turn = trajectory.turns[number]
         turn.reward, turn.info, turn.env_s, turn.retries = reward, info, env_s, sum(retries)
     for number, weights in event.get("weights", ()):
-        trajectory.turns[number].weights = tuple(weights)
+        turn = trajectory.turns[number]
+        turn.weights = tuple(weights)
     for number, start, *reason in event.get("rewound", ()):
         span = trajectory.spans[number]
         span.untrained, span.untrained_from = (reason[0] if reason else REWOUND), start
