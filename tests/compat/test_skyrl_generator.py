@@ -3,58 +3,30 @@
 from types import SimpleNamespace
 
 import pytest
-from rollout_kit import bpe, renderer
+from rollout_kit import renderer
 from stand_ins_kit import USERS
 
 import turnwise as tw
 from turnwise.compat.sampled_rows import EngineCall, read_output
 from turnwise.envs.resolve import as_env_spec, load_object
 from turnwise.errors import ConfigError, EnvError
-from turnwise.renderers import CHATML
 
 HOME = USERS / "skyrl"
 
 
-class Face:
-    """What an agent function's model offers to generators; `weigh` is kept, for the tests."""
-
-    def __init__(self, model, weights):
-        from transformers import PreTrainedTokenizerFast
-
-        class Ids(PreTrainedTokenizerFast):
-            def apply_chat_template(self, *args, **kwargs):
-                return super().apply_chat_template(*args, **{"return_dict": False, **kwargs})
-
-        self.model, self.weights = model, weights
-        self.limits = tw.Limits(turns=4, turn_tokens=64)
-        self.tokenizer = Ids(tokenizer_object=bpe(), eos_token="<|im_end|>")
-        self.tokenizer.chat_template = CHATML
-
-    async def generate(self, prompt, **options):
-        return await self.model.generate(prompt, **options)
-
-    def weigh(self, reply, weights):
-        self.weights.append((reply, weights))
-
-
 def test_a_generator_samples_masks_and_rewards():
     spec = as_env_spec(load_object("own_generator.py:DraftGenerator", base=HOME), where="own", args={"bonus": 0.5})
-    weights = []
-
-    async def play(task, model):
-        return await spec.agent_function(task, Face(model, weights))
-
     task = tw.Task("Go.", info={"reward_spec": {"ground_truth": "12"}})
     engine = tw.ScriptedEngine(["a draft", "it is 12"])
-    (found,) = tw.rollout(play, [task], engine, renderer=renderer("bpe"), limits=tw.Limits(turns=4, turn_tokens=64))
+    limits = tw.Limits(turns=4, turn_tokens=64)
+    (found,) = tw.rollout(spec.agent_function, [task], engine, renderer=renderer("bpe"), limits=limits)
     assert found.error is None, found.error
     assert found.reward == 0.5
-    assert [turn.reward for turn in found.turns] == [None, 0.5] or [turn.reward for turn in found.turns] == [0.0, 0.5]
-    assert [set(given) for _, given in weights] == [{0.0}, {1.0}]
-    assert [reply.ids for reply, _ in weights] == [
-        tuple(renderer("bpe").encode_reply("a draft")),
-        tuple(renderer("bpe").encode_reply("it is 12")),
-    ]
+    assert [turn.reward or 0.0 for turn in found.turns] == [0.0, 0.5]
+    replies = [renderer("bpe").encode_reply(text) for text in ("a draft", "it is 12")]
+    assert found.turns[0].weights == (0.0,) * len(replies[0])
+    (row,) = found.samples()
+    assert [i for i, weight in zip(row.ids, row.weights, strict=True) if weight] == replies[1]
     second = renderer("bpe").decode(found.prompt_ids(1))
     assert second.endswith("a draft<|im_end|>\n<|im_start|>user\nAgain.<|im_end|>\n<|im_start|>assistant\n")
     assert found.metrics["generate/drafts"] == 2
