@@ -109,7 +109,7 @@ EXEMPTIONS = (
     Exemption(
         "new keys",
         "config.json",
-        r"(config|origins) (env\.\d+\.(columns|effects)|rollout\.(max_retries|max_failed|environments)|train\.eps"
+        r"(config|origins) (env\.\d+\.(columns|effects|faithful)|rollout\.(max_retries|max_failed|environments)|train\.eps"
         r"|schedule\..*|engine\.in_flight|model\.(revision|parser)|(rollout|eval)\.min_p|train\.(lr_warmup_steps|entropy"
         r"|clip_cap|data_epochs|reference_every|overlong_filter|group_filter))",
     ),
