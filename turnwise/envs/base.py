@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -218,6 +219,12 @@ class SupportsSnapshot(Protocol):
     def restore(self, state: Any) -> Any:
         """Restore a state from `snapshot`."""
         ...
+
+
+@lru_cache(maxsize=256)
+def implements(kind: type, protocol: Any) -> bool:
+    """Whether a class has the methods of a protocol; an `isinstance` for each episode costs 10 us."""
+    return issubclass(kind, protocol)
 
 
 @runtime_checkable

@@ -121,15 +121,13 @@ class TurnwiseRollout:
         args, phase = trainer.args, "train" if trainer.model.training else "eval"
         sampling = Sampling(temperature=args.temperature, top_p=args.top_p, top_k=max(args.top_k or 0, 0))
         samples: dict[str, int] = {}
-        episodes = []
+        episodes, rules = [], EnvRules()
         for task in tasks:
             sample = samples[task.id] = samples.get(task.id, -1) + 1
             rank = int(trainer.accelerator.process_index)
             key = EpisodeKey(phase, self._calls, task.id, sample + rank * len(tasks))
             spec = self.spec
-            episodes.append(
-                EpisodeSpec(task, key, spec.factory, spec.agent_function, spec.max_turns, EnvRules(), spec.group_reward)
-            )
+            episodes.append(EpisodeSpec(task, key, spec.factory, spec.agent_function, spec.max_turns, rules, spec.group_reward))
         self._calls += 1
         async with self._rollout.stream() as stream:
             return await stream.submit(episodes, sampling=sampling)

@@ -165,13 +165,14 @@ def make_episode_specs(
     group_reward = env.group_reward if isinstance(env, HasGroupReward) else None
     rows: list[EpisodeSpec] = []
     counts: Counter[str] = Counter()
+    rules = rules or EnvRules()
+    max_turns = getattr(env, "max_turns", None)
     for task in tasks:
         if not isinstance(task, Task):
             raise UsageError(f"tasks must be turnwise.Task objects, not {type(task).__name__}: write Task({task!r:.60})")
         for sample in range(counts[task.id], counts[task.id] + samples):
             key = EpisodeKey(phase, step, task.id, sample)
-            max_turns = getattr(env, "max_turns", None)
-            rows.append(EpisodeSpec(task, key, make, play, max_turns, rules or EnvRules(), group_reward))
+            rows.append(EpisodeSpec(task, key, make, play, max_turns, rules, group_reward))
         counts[task.id] += samples
     return rows
 

@@ -10,13 +10,13 @@ from dataclasses import replace
 from functools import partial
 from inspect import isawaitable, iscoroutinefunction
 from types import NoneType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import orjson
 
 from turnwise.config import EnvRules
 from turnwise.envs import Action, Env, InlineObservation, Step
-from turnwise.envs.base import NeedsDecoder, NeedsLimits, SupportsSnapshot, as_step
+from turnwise.envs.base import NeedsDecoder, NeedsLimits, SupportsSnapshot, as_step, implements
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.envs.user_code import RemoteException, failure_of, retryable
 from turnwise.errors import EnvError, InvalidAction, ProcessDied, words
@@ -258,10 +258,10 @@ class EnvSession:
                 await self._deadline.wait(env.start(), START_S)
                 self.process = env
         self._env, self._step_is_async, self._owner = env, _is_async(env.step), recorder.session
-        if isinstance(env, NeedsLimits):
-            env.set_limits(recorder.limits)
-        if isinstance(env, NeedsDecoder):
-            env.set_decoder(recorder.decode_text)
+        if implements(type(env), NeedsLimits):
+            cast(NeedsLimits, env).set_limits(recorder.limits)
+        if implements(type(env), NeedsDecoder):
+            cast(NeedsDecoder, env).set_decoder(recorder.decode_text)
         opening = await self.call(env.reset, self._task, seed=recorder.seed & 0x7FFFFFFF)
         messages = self._task.messages if opening is None else as_messages(opening)
         if self.can_retry:  # a later reset is compared with stored media: the environment may draw on the same canvas again
