@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import inspect
 import pickle
+import subprocess
 import sys
 
 import pytest
@@ -275,3 +276,23 @@ def test_nothing_is_left_of_a_file_that_raises(folder):
     with pytest.raises(ConfigError):
         resolve_env("raises.py:X", base=folder)
     assert not {name for name in set(sys.modules) - before if name.startswith("turnwise_user")}
+
+
+def test_faithful_is_refused_where_no_adapter_reads_it():
+    with pytest.raises(ConfigError, match="faithful has no effect"):
+        resolve_env(EnvConfig(use="hop", faithful=True))
+    with pytest.raises(ConfigError, match="faithful has no effect"):
+        resolve_env(EnvConfig(use="gym:FrozenLake-v1", faithful=True, args={"actions": ["left"]}))
+
+
+def test_an_object_of_ours_imports_no_registry():
+    code = (
+        "import sys, turnwise as tw\n"
+        "async def play(task, model): return 1.0\n"
+        "tw.as_env_spec(play, tasks=[tw.Task('x', id=str(n)) for n in range(5)])\n"
+        "print([name for name in sys.modules if name.startswith('turnwise.compat.')])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "turnwise.compat.skyrl" in done.stdout
+    for name in ("gym", "reasoning_gym", "textarena", "registries"):
+        assert f"turnwise.compat.{name}'" not in done.stdout

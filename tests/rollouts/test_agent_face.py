@@ -185,12 +185,15 @@ def test_sampling_of_one_call():
     assert row.samplings[row.mask.index(1)].min_p == 0.1
 
 
-@pytest.mark.parametrize("given", [{"top_p": 0.0}, {"top_k": -1}, {"temperature": -1.0}, {"min_p": 2.0}])
+@pytest.mark.parametrize("given", [{"top_p": 0.0}, {"top_k": -1}, {"temperature": -1.0}, {"min_p": 1.0}])
 def test_sampling_out_of_range_is_refused(given):
     async def play(task, model):
         await model.generate(task.messages, **given)
 
-    assert "generate: {" in play_with(play).error.message
+    (name,) = given
+    message = play_with(play).error.message
+    assert message.startswith("generate: ")
+    assert f"{name} must be" in message
 
 
 def test_ids_that_follow_a_reply_are_observations():

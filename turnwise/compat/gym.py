@@ -6,18 +6,15 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from turnwise.compat.registries import call_with_args, library, registered_id, with_functions
+from turnwise.compat.registries import call_with_args, library, with_functions
 from turnwise.envs.adapters.gym import gym_env
 from turnwise.envs.foreign import ForeignObject, Framework, Registered
 
 
 def adapt(found: ForeignObject) -> Any:
     """Make the factory of an id; `[env.args]` are the arguments of `tw.gym_env`."""
-    id = registered_id(found, "gym")
-    if id is None:
-        return None
     given = with_functions(found.args, ("action", "observation", "tasks"), found)
-    return call_with_args(partial(gym_env, id), given, found.where)
+    return call_with_args(partial(gym_env, found.target.id), given, found.where)
 
 
 def find(id: str) -> Registered | None:

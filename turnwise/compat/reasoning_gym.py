@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from turnwise.compat.registries import call_with_args, library, registered_id
+from turnwise.compat.registries import call_with_args, library
 from turnwise.envs.base import Action, Env, Step
 from turnwise.envs.foreign import ForeignObject, Framework, Registered
 from turnwise.envs.scripted_play import Speak
@@ -21,14 +21,11 @@ _DRAWS = 16  # rows drawn for one task at most, where a dataset repeats its ques
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-def adapt(found: ForeignObject) -> ReasoningGymFactory | None:
+def adapt(found: ForeignObject) -> ReasoningGymFactory:
     """Make the factory of a dataset; `[env.args]` are the fields of its configuration, and `system`."""
-    id = registered_id(found, "reasoning_gym")
-    if id is None:
-        return None
     args = dict(found.args)
     system = args.pop("system", None)
-    factory = ReasoningGymFactory(id, system, args)
+    factory = ReasoningGymFactory(found.target.id, system, args)
     call_with_args(factory.configuration, {}, found.where)
     return factory
 

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from turnwise.envs.foreign import ForeignObject, Registered
+from turnwise.envs.foreign import ForeignObject
 from turnwise.envs.resolve import load_object
 from turnwise.errors import ConfigError
 
@@ -18,12 +18,6 @@ def library(name: str, package: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(f"{name}: cannot be imported ({error}); pip install {package}") from error
-
-
-def registered_id(found: ForeignObject, framework: str) -> str | None:
-    """Return the id of an object that `find` of this framework returned; None for any other."""
-    target = found.target
-    return target.id if isinstance(target, Registered) and target.framework == framework else None
 
 
 def with_functions(args: Mapping[str, Any], names: tuple[str, ...], found: ForeignObject) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from turnwise.compat.common import attribute_config, derives_from, import_object
 from turnwise.compat.skyrl_generator import extras_of, make_agent_function
 from turnwise.config import Limits
 from turnwise.envs.base import Action, Env, Scores, Step
-from turnwise.envs.foreign import ForeignObject, Framework
+from turnwise.envs.foreign import ForeignObject, Framework, refuse_faithful
 from turnwise.envs.user_code import describe_value, number_of
 from turnwise.envs.user_imports import import_foreign, public_name
 from turnwise.errors import ConfigError, EnvError, suggest_or_list
@@ -25,6 +25,7 @@ CALLED = "SkyRL-Gym calls it as {}(env_config=..., extras=...)"
 def adapt(found: ForeignObject) -> Any:
     """Make a factory of a `BaseTextEnv` class or of an entry of the registry, or an agent function of a generator class."""
     if any(derives_from(found.target, package, "GeneratorInterface") for package in ("skyrl", "skyrl_train")):
+        refuse_faithful(found)
         return make_agent_function(found.target, found.args, found.where)
     target, given = found.target, {}
     if _is_spec(target):

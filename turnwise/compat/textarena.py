@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from turnwise.compat.registries import call_with_args, library, registered_id, with_functions
+from turnwise.compat.registries import call_with_args, library, with_functions
 from turnwise.envs.adapters.gym import seed_of, seeded_tasks
 from turnwise.envs.base import Action, Env, Step
 from turnwise.envs.foreign import ForeignObject, Framework, Registered
@@ -36,11 +36,9 @@ def random_opponent(seen: str, rng: random.Random) -> str:
     return rng.choice([text for line in lines[-6:] for text in line]) if lines else "[0]"
 
 
-def adapt(found: ForeignObject) -> TextArenaFactory | None:
+def adapt(found: ForeignObject) -> TextArenaFactory:
     """Make the factory of a game; `[env.args]` are those of its class, and `seat`, `players`, `opponent`, `system`."""
-    id = registered_id(found, "textarena")
-    if id is None:
-        return None
+    id = found.target.id
     args = with_functions(found.args, ("opponent",), found)
     own = {key: args.pop(key) for key in ("seat", "players", "opponent", "system") if key in args}
     opponent = own.get("opponent", "random")

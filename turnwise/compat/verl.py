@@ -277,25 +277,25 @@ def function_tool(entry: Any) -> Tool:
     )
 
 
-def _registries() -> list[dict[str, Any]]:
+def _registry() -> dict[str, Any]:
+    """Return the registry of function tools; empty where no file imported it."""
     module = loaded_foreign("verl.tools.function_tool")
-    return [] if module is None else [module.FUNCTION_TOOL_REGISTRY]
+    registry: dict[str, Any] = {} if module is None else module.FUNCTION_TOOL_REGISTRY
+    return registry
 
 
 def _registered(target: Any) -> Any:
-    entries = (entry for registry in _registries() for entry in registry.values())
-    return next((entry for entry in entries if entry.fn is target), None) if callable(target) else None
+    return next((entry for entry in _registry().values() if entry.fn is target), None) if callable(target) else None
 
 
 def _function_tools(path: Path, where: str) -> tuple[Any, ...]:
-    before = [(registry, dict(registry)) for registry in _registries()]
-    for registry, _ in before:
-        registry.clear()  # verl has one registry for all files, and refuses the names of another file
+    before = dict(_registry())
+    _registry().clear()  # verl has one registry for all files, and refuses the names of another file
     try:
         name = load_user_module(path, str(path)).__name__
     finally:
-        for registry, known in before:
-            registry.update({**known, **registry})
+        registry = _registry()
+        registry.update({**before, **registry})
     found = _tools_of_module(name)
     if not found:
         raise ConfigError(f"{where}: {path} has no @function_tool; decorate a function")
@@ -305,7 +305,7 @@ def _function_tools(path: Path, where: str) -> tuple[Any, ...]:
 @functools.cache
 def _tools_of_module(name: str) -> tuple[Any, ...]:
     """Return the function tools of a module in verl's order, by name. Cached: a later file may register the same names."""
-    entries = [entry for registry in _registries() for entry in registry.values() if entry.fn.__module__ == name]
+    entries = [entry for entry in _registry().values() if entry.fn.__module__ == name]
     return tuple(sorted(entries, key=lambda entry: str(entry.name)))
 
 

@@ -12,8 +12,10 @@ from typing import Any
 
 from turnwise.errors import ConfigError, did_you_mean
 
-FRAMEWORKS: tuple[str, ...] = ("gym", "reasoning_gym", "skyrl", "textarena", "verl")
-"""Modules of `turnwise.compat`, each with a `FRAMEWORK`. Named, not imported: a run imports none that it does not need."""
+RECOGNIZING = ("skyrl", "verl")
+"""Frameworks whose adapter is asked about every object that is no `tw.Env` class."""
+FRAMEWORKS = (*RECOGNIZING, "gym", "reasoning_gym", "textarena")
+"""Modules of `turnwise.compat`, each with a `FRAMEWORK`; the others are imported only for `name:id`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ the object is not of this framework. Raises `ConfigError` where it is, and canno
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """What `Framework.find` may return for an id that `[env.args]` complete."""
+    """What `Framework.find` may return for an id that `[env.args]` complete: only that framework's adapter is asked."""
 
     framework: str
     id: str
@@ -82,11 +84,11 @@ def load_registered(name: str, id: str) -> Any:
 
 
 def adapters() -> Iterator[Adapter]:
-    """Yield our adapters, then those of installed packages.
+    """Yield our adapters that recognize objects, then those of installed packages.
 
     Packages register an `Adapter` as an entry point of the group `turnwise.environments`.
     """
-    for name in FRAMEWORKS:
+    for name in RECOGNIZING:
         yield framework(name).adapt
     for point in entry_points(group="turnwise.environments"):
         yield point.load()
@@ -94,5 +96,14 @@ def adapters() -> Iterator[Adapter]:
 
 def adapt(found: ForeignObject) -> Any:
     """Convert an object by the first adapter that knows it; None where none does."""
+    if isinstance(found.target, Registered):
+        refuse_faithful(found)
+        return framework(found.target.framework).adapt(found)
     made = (adapter(found) for adapter in adapters())
     return next((one for one in made if one is not None), None)
+
+
+def refuse_faithful(found: ForeignObject) -> None:
+    """Raise `ConfigError` for `faithful` where it has no effect."""
+    if found.faithful:
+        raise ConfigError(f"{found.where}: faithful has no effect on it; it is for code of SkyRL and verl")

@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 from turnwise.config.schema import EnvConfig
 from turnwise.envs.base import Env
-from turnwise.envs.foreign import FRAMEWORKS, ForeignObject, adapt, load_registered
+from turnwise.envs.foreign import FRAMEWORKS, ForeignObject, adapt, load_registered, refuse_faithful
 from turnwise.envs.spec import EnvSpec, Play
 from turnwise.envs.tasks import TaskSource, make_task_source
 from turnwise.envs.tools.schema import flatten, pydantic_hint, schema_error
@@ -95,11 +95,13 @@ def as_env_spec(
     if isinstance(target, EnvSpec):
         return target
     where = where or getattr(target, "__name__", None) or type(target).__name__
-    adapted = None
+    found, adapted = ForeignObject(target, where, dict(args or {}), Path(base), faithful), None
     if not (inspect.isclass(target) and issubclass(target, Env)):
-        adapted = adapt(ForeignObject(target, where, dict(args or {}), Path(base), faithful))
-        if adapted is not None:
-            target, args = adapted, {}
+        adapted = adapt(found)
+    if adapted is None:
+        refuse_faithful(found)
+    else:
+        target, args = adapted, {}
     if _is_play(target):
         if args:
             raise ConfigError(f"{where} is a play function and takes no [env.args]; remove {', '.join(args)}")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from turnwise.config import Limits
 from turnwise.engines import Sampling, StopText
+from turnwise.envs.user_code import scalar
 from turnwise.errors import MediaError, UsageError
 from turnwise.renderers import Branch, ChatRenderer, Extend, SampledReply
 from turnwise.renderers.base import vision_of
@@ -172,7 +173,7 @@ class Model:
         if number is None:
             raise UsageError("weigh: the reply is not of this episode; pass what model.generate returned")
         size = len(reply.ids)
-        found = (float(weights),) * size if isinstance(weights, (int, float)) else tuple(float(weight) for weight in weights)
+        found = tuple(map(float, weights)) if isinstance(weights, Iterable) else (float(weights),) * size
         if len(found) != size:
             raise UsageError(f"weigh: {len(found)} weights for {size} sampled ids; give one weight, or one for each id")
         if not all(math.isfinite(weight) and weight >= 0 for weight in found):
@@ -201,13 +202,12 @@ class Model:
         await asyncio.gather(*abandoned, return_exceptions=True)
 
     def _sampling_with(self, **given: Any) -> Sampling:
-        changed = {name: value for name, value in given.items() if value is not None}
+        changed = {name: scalar(value) for name, value in given.items() if value is not None}
         if not changed:
             return self._sampling
         sampling = replace(self._sampling, **changed)
-        if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0 or not 0 <= sampling.min_p <= 1:
-            bounds = "temperature and top_k are at least 0, top_p is over 0 and at most 1, min_p is from 0 to 1"
-            raise UsageError(f"generate: {changed}: {bounds}")
+        if fault := sampling.fault():
+            raise UsageError(f"generate: {fault}")
         return sampling
 
     async def _place_media(

@@ -415,9 +415,9 @@ def advantages(
     it would shrink the advantages of the few that did.
 
     Args:
+        groups: of any sizes; failed trajectories and those without a reward are excluded from the baseline.
         own: replaces the formula of `kind`; a group whose advantages are all 0 has no signal.
         keep: groups for which it returns False are `FILTERED`.
-        groups: of any sizes; failed trajectories and those without a reward are excluded from the baseline.
         min_group: minimum usable trajectories; smaller groups are dropped and counted. `batch` drops none.
         on_failure: effect of a failed trajectory on its group: `drop_group` trains none of it, `survivors` compares the
             others. Both bias: the first towards tasks that seldom fail, the second towards behavior that seldom does.

@@ -392,6 +392,7 @@ class TrainingRun:
         proof = asyncio.create_task(self._probe(version))
         if config.schedule.mode != "async":
             await proof
+        self.watch.waiting("")
         gate.resume()
         began = time.monotonic()
         try:
@@ -491,6 +492,7 @@ class TrainingRun:
         """Send the trainer's weights to the engine; raise `SyncError` unless its fingerprint and its samples show them."""
         await self._send_weights(version)
         await self._probe(version)
+        self.watch.waiting("")
 
     async def _send_weights(self, version: int) -> None:
         self.watch.waiting("weight update")
@@ -502,7 +504,6 @@ class TrainingRun:
                 f"{self.parts.engine.version}): it would sample from a policy that is not being trained"
             )
         self._version = version
-        self.watch.waiting("")
 
     async def _probe(self, version: int) -> None:
         probe = self.parts.trainer.take_probe()

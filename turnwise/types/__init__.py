@@ -27,7 +27,7 @@ from turnwise.types.messages import (
     read_part,
 )
 from turnwise.types.outcomes import Failure, FailureKind, Status, StopReason
-from turnwise.types.sampling import Sampling, SamplingDistribution
+from turnwise.types.sampling import Sampling, SamplingDistribution, is_finite_number
 from turnwise.types.trajectory import FAILED_ATTEMPT, EpisodeKey, Group, Origin, Sample, Span, Task, Trajectory, Turn
 
 __all__ = [
@@ -65,6 +65,7 @@ __all__ = [
     "as_messages",
     "ids_with_media_keys",
     "is_audio",
+    "is_finite_number",
     "is_image_object",
     "is_media",
     "limit_pixels",

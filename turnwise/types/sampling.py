@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from itertools import groupby
+from math import isfinite
 from typing import Any
 
 
@@ -25,6 +26,18 @@ class Sampling:
         """Return the arguments to repeat it; parameters newer than old journals only if they are set."""
         row = {name: value for name, value in asdict(self).items() if name != "banned_ids"}
         return row if self.min_p else {name: value for name, value in row.items() if name != "min_p"}
+
+    def fault(self) -> str:
+        """Return which parameter is out of range; empty if none is."""
+        if not is_finite_number(self.temperature) or self.temperature < 0:
+            return f"temperature must be at least 0, not {self.temperature!r:.80}"
+        if not is_finite_number(self.top_p) or not 0 < self.top_p <= 1:
+            return f"top_p must be over 0 and at most 1, not {self.top_p!r:.80}"
+        if type(self.top_k) is not int or not 0 <= self.top_k < 2**31:
+            return f"top_k must be 0 (all) or a number of ids, not {self.top_k!r:.80}"
+        if not is_finite_number(self.min_p) or not 0 <= self.min_p < 1:
+            return f"min_p must be at least 0 and under 1, not {self.min_p!r:.80}"
+        return ""
 
     @property
     def is_unmodified(self) -> bool:
@@ -76,3 +89,8 @@ def _runs(ids: Iterable[int]) -> Iterable[tuple[int, int]]:
     for _, pairs in groupby(enumerate(ids), key=lambda pair: pair[1] - pair[0]):
         run = [i for _, i in pairs]
         yield run[0], run[-1]
+
+
+def is_finite_number(value: Any) -> bool:
+    """Whether a value is a finite int or float, and neither a boolean nor of another type."""
+    return type(value) in (int, float) and isfinite(value)

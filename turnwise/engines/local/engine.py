@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
-from math import isfinite
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from turnwise.engines.local.scheduler import Scheduler
 from turnwise.engines.local.vision import ContextMedia, auto_class
 from turnwise.engines.local.weights import check_weights, copy_weights
 from turnwise.errors import BackendContractError, EngineError, ModelError
-from turnwise.types import Sampling, ids_with_media_keys
+from turnwise.types import ids_with_media_keys, is_finite_number
 
 _log = logging.getLogger(__name__)
 Command = Callable[[], Any]
@@ -158,19 +157,6 @@ def ids_of(request: Request) -> tuple[list[int], str]:
     return ids, ""
 
 
-def _sampling_fault(sampling: Sampling) -> str:
-    temperature, top_p, top_k, min_p = sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p
-    if not _is_number(temperature) or (temperature != 0 and not MIN_TEMPERATURE <= temperature <= 1 / MIN_TEMPERATURE):
-        return f"the temperature must be 0 or from {MIN_TEMPERATURE:g} to {1 / MIN_TEMPERATURE:g}, not {temperature!r:.80}"
-    if not _is_number(top_p) or not 0 < top_p <= 1:
-        return f"top_p must be over 0 and at most 1, not {top_p!r:.80}"
-    if type(top_k) is not int or not 0 <= top_k < 2**31:
-        return f"top_k must be 0 (all) or a number of ids, not {top_k!r:.80}"
-    if not _is_number(min_p) or not 0 <= min_p < 1:
-        return f"min_p must be at least 0 and under 1, not {min_p!r:.80}"
-    return ""
-
-
 def fault_of(request: Request, vocabulary: int) -> str:
     """Return what is wrong with a request apart from its context, or an empty string."""
     if type(request.max_tokens) is not int or request.max_tokens < 1:
@@ -183,7 +169,10 @@ def fault_of(request: Request, vocabulary: int) -> str:
         return f"routes_from must be a position, not {request.routes_from!r:.80}"
     if request.stop_text is not None and not isinstance(request.stop_text, StopText):
         return f"stop_text must be a StopText, not {request.stop_text!r:.80}"
-    if fault := _sampling_fault(request.sampling):
+    temperature = request.sampling.temperature
+    if not is_finite_number(temperature) or (temperature != 0 and not MIN_TEMPERATURE <= temperature <= 1 / MIN_TEMPERATURE):
+        return f"the temperature must be 0 or from {MIN_TEMPERATURE:g} to {1 / MIN_TEMPERATURE:g}, not {temperature!r:.80}"
+    if fault := request.sampling.fault():
         return fault
     banned = request.banned_ids
     if not banned:
@@ -194,10 +183,6 @@ def fault_of(request: Request, vocabulary: int) -> str:
     if low < 0 or high >= vocabulary:
         return f"banned_ids: id {low if low < 0 else high} is not in the vocabulary of {vocabulary} ids"
     return "banned_ids: every id of the vocabulary is banned" if len(banned) == vocabulary else ""
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and isfinite(value)
 
 
 def _reject_bool(one: Any) -> bool:

@@ -145,18 +145,20 @@ class BaseVisionProcessor(VisionProcessor):
 
     def place(self, ids: Sequence[int], media: Sequence[Media]) -> tuple[list[int], tuple[MediaPlacement, ...]]:
         out: list[int] = []
-        rest = list(ids)
+        done = 0
         for one in media:
             block = self.block(one)
-            first = next((at for at, token in enumerate(block.ids) if token in self.pad_ids), 0)
-            at = next((at for at, token in enumerate(rest) if token in self.pad_ids), -1)
-            start = at - first
-            if start >= 0 and tuple(rest[start : start + len(block.ids)]) == block.ids:
-                out, rest = [*out, *rest[:start], block.ids[first]], rest[start + len(block.ids) :]
-            else:  # a compact placeholder; `expand` checks its kind
-                out, rest = [*out, *rest[: at + 1]], rest[at + 1 :]
+            pad = next((at for at in range(done, len(ids)) if ids[at] in self.pad_ids), None)
+            if pad is None:  # `expand` refuses them
+                break
+            start = pad - next(at for at, token in enumerate(block.ids) if token in self.pad_ids)
+            end = start + len(block.ids)
+            if start < done or tuple(ids[start:end]) != block.ids:  # a compact placeholder; `expand` checks its kind
+                start, end = pad, pad + 1
+            out += (*ids[done:start], ids[pad])
+            done = end
         try:
-            return self.expand([*out, *rest], media)
+            return self.expand([*out, *ids[done:]], media)
         except TemplateError:
             raise MediaError(
                 f"{_pads(ids, self.pad_ids)} placeholders among {len(ids)} ids do not fit {len(media)} images or videos: write "
