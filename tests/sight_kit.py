@@ -44,6 +44,7 @@ class Gallery:
     """
 
     def __init__(self, directory: Path) -> None:
+        self.path = directory
         self.module, self.renderer = load_model_and_renderer(directory, directory, ModelConfig())
         assert self.renderer.vision is not None
         self.vision, self.store = self.renderer.vision, MediaStore()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,12 +15,16 @@ from turnwise.config import ModelConfig
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.tokens import LOOPBACK, path_of
 from turnwise.errors import ConfigError, SyncError
+from turnwise.media import MediaStore
+from turnwise.renderers.vision import PixelCache, VisionProcessor
 from turnwise.training.model.models import device_and_dtype, load
 from turnwise.training.setup import load_model_and_renderer, score_with_model, unique_weights
 from turnwise.training.weight_transfer import GroupWeightReceiver, Rows
+from turnwise.types import Image, MediaPlacement
 
 if TYPE_CHECKING:
     from turnwise.engines.server import EngineService, Formats
+    from turnwise.engines.server.routes import PlaceImages
 
 
 def make_service(
@@ -78,8 +85,26 @@ def make_service(
         ),
         decode=renderer.decode,
         end_ids=frozenset(renderer.stop_ids),
+        place=None if renderer.vision is None else _image_finder(engine, renderer.vision),
+        experts=engine.records_experts,
     )
     return app, engine
+
+
+def _image_finder(engine: LocalEngine, vision: VisionProcessor) -> PlaceImages:
+    """Give an engine a store of images, and return what stores data URLs there and finds them among ids.
+
+    The store is a temporary directory, since replies may wait for longer than any cache holds.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="turnwise-images-"))
+    weakref.finalize(engine, shutil.rmtree, directory, ignore_errors=True)
+    store = MediaStore(directory)
+    engine.add_pixel_source(PixelCache(vision, store))
+
+    def place(ids: Sequence[int], urls: Sequence[str]) -> tuple[list[int], tuple[MediaPlacement, ...]]:
+        return vision.place(ids, [store.put(Image(url)) for url in urls])
+
+    return place
 
 
 async def serve(

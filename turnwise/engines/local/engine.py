@@ -321,6 +321,11 @@ class LocalEngine:
         """Number of drafted ids that were sampled."""
         return self._scheduler.accepted
 
+    @property
+    def records_experts(self) -> bool:
+        """Whether replies can hold the experts of each id: a mixture of experts whose layers have one number of them."""
+        return bool(self._model.recording)
+
     def add_pixel_source(self, pixels: Any) -> None:
         """Add a source of pixel values; earlier sources remain while their owners keep them."""
         seen = self._scheduler.seen

@@ -146,6 +146,8 @@ class VllmEngine(LoraServerEngine):
         self.routes: frozenset[str] = frozenset()
         self.drafts = False
         """Whether the server decodes speculatively; set by `open`."""
+        self.takes_pictures = False
+        """Whether the server says that it takes images, as `turnwise serve` does; set by `open`."""
         self._allowed_last: tuple[frozenset[int], list[int]] | None = None
         self.images = VllmImages(self)
 
@@ -156,6 +158,7 @@ class VllmEngine(LoraServerEngine):
         if model is None:
             raise EngineError(f"{self.display_name} serves {[row.get('id') for row in listed]}, not {self.model!r}")
         self.model = model["id"]
+        self.takes_pictures = "image" in (model.get("modalities") or ())
         if self.context is None and type(model.get("max_model_len")) is int:
             self.context = model["max_model_len"]
         page = await self.http.page("/openapi.json", CONTROL_S)

@@ -118,7 +118,9 @@ class VllmImages:
 
     async def supports_images(self) -> bool:
         """Return whether the server processes images; False when it cannot render (no route, no template)."""
-        return bool(await self._probe_pixel_format(f"data:image/png;base64,{PROBE_IMAGE}", CONTROL_S))
+        return self._engine.takes_pictures or bool(
+            await self._probe_pixel_format(f"data:image/png;base64,{PROBE_IMAGE}", CONTROL_S)
+        )
 
     def _media_fields(self, request: Request, names: Sequence[str], have: Collection[str]) -> dict[str, Any]:
         """Return processed images beside expanded ids.

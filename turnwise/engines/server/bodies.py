@@ -4,7 +4,7 @@ sampling distribution or response form (`NEUTRAL`)."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -15,6 +15,8 @@ Name = Annotated[str, Field(max_length=200)]
 Version = Name | int
 Size = Annotated[int, Field(ge=0, lt=2**48)]
 Words = list[Annotated[str, Field(max_length=300)]]
+Item = TypeVar("Item")
+Pictures = Annotated[list[Item], Field(max_length=1000)]
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens", "min_new_tokens"), (0,)),
     **dict.fromkeys(("repetition_penalty", "n", "best_of"), (1,)),
@@ -70,10 +72,18 @@ class Completion(Settings):
     prompt_logprobs: int | None = None
 
 
+class Picture(Body):
+    """Image among the ids of `/inference/v1/generate`."""
+
+    type: Annotated[str, Field(pattern="^image_url$")]
+    url: str
+
+
 class TokensIn(Body):
     """Body of `/inference/v1/generate`."""
 
     token_ids: list[Id]
+    content_parts: Pictures[Picture] = []
     sampling_params: Settings
     model: Name | None = None
     request_id: Name | None = None
@@ -83,6 +93,10 @@ class Generate(Body):
     """Body of SGLang's `/generate`."""
 
     input_ids: list[Id]
+    image_data: Pictures[str] | str | None = None
+    """Data URLs, in the order of their placeholders."""
+    return_routed_experts: bool = False
+    routed_experts_start_len: Annotated[int, Field(ge=0)] = 0
     sampling_params: Settings | None = None
     rid: Name | None = None
     logprob_start_len: int | None = None

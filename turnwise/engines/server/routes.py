@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 import uuid
+from base64 import b64encode
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -15,8 +17,8 @@ from turnwise import __version__
 from turnwise.engines.base import Generation, Request, StopText
 from turnwise.engines.server import bodies
 from turnwise.engines.server.http import MAX_WEIGHTS, Call, Endpoint, HttpError, Table
-from turnwise.errors import EngineError, UsageError
-from turnwise.types import Sampling
+from turnwise.errors import EngineError, MediaError, UsageError
+from turnwise.types import ROUTES, MediaPlacement, Sampling
 
 DEFAULT_GROUP = "weight_update_group"
 """Name that SGLang gives an unnamed group."""
@@ -48,6 +50,8 @@ class WeightReceiver(Protocol):
 PARTS = ("weights", "kv_cache")
 MODES = ("abort", "wait")
 Formats = Literal["vllm", "sglang"]
+PlaceImages = Callable[[Sequence[int], Sequence[str]], tuple[list[int], tuple[MediaPlacement, ...]]]
+"""Returns the ids, with each placeholder expanded, and the blocks of the images. Raises `MediaError`."""
 ServiceHandler = Callable[["EngineService", Call], Awaitable[Any]]
 _ROUTES: list[tuple[tuple[Formats, ...], str, str, Callable[..., Endpoint]]] = []
 """Formats, method, path, and what makes the endpoint of a handler."""
@@ -86,6 +90,10 @@ class EngineService:
     decode: Callable[[Sequence[int]], str]
     end_ids: frozenset[int]
     """Stop ids unless a request sets others."""
+    place: PlaceImages | None = None
+    """Finds images, given as data URLs, among ids; None where the model takes no images."""
+    experts: bool = False
+    """Whether the model is a mixture of experts, whose choices replies can hold."""
     name: str = field(default="default", init=False)
     released: set[str] = field(default_factory=set, init=False)
     """Parts whose memory is released: `weights`, `kv_cache`."""
@@ -120,9 +128,16 @@ class EngineService:
     # One reply
 
     async def _sample(
-        self, name: str, ids: list[int], given: bodies.Settings | None, max_tokens: int | None, session: str
+        self,
+        name: str,
+        ids: list[int],
+        given: bodies.Settings | None,
+        max_tokens: int | None,
+        session: str,
+        media: tuple[MediaPlacement, ...] = (),
+        routes_from: int | None = None,
     ) -> tuple[Generation, str]:
-        """Sample one reply; return it with the name of the weights that sampled it."""
+        """Sample one reply, with its experts from `routes_from` on; return it with the name of the weights that sampled it."""
         given, space = given or bodies.Settings(), self._reply_space(ids)
         stops = frozenset(given.stop_token_ids or ()) | (frozenset() if given.ignore_eos else self.end_ids)
         seed = given.seed if given.seed is not None else given.sampling_seed
@@ -147,6 +162,9 @@ class EngineService:
             banned_ids=frozenset(given.logit_bias or ()),
             stop_text=stop_text,
             reply_position=sampled,
+            media=media,
+            extras=frozenset() if routes_from is None else frozenset([ROUTES]),
+            routes_from=routes_from or 0,
         )
         await self._sampling_allowed.wait()
         if name in self._running:
@@ -164,6 +182,17 @@ class EngineService:
         finally:
             task.cancel()
             del self._running[name]
+
+    async def _place(self, ids: list[int], urls: Sequence[str]) -> tuple[list[int], tuple[MediaPlacement, ...]]:
+        """Return ids with their images, whose placeholders are expanded."""
+        if not urls:
+            return ids, ()
+        if self.place is None:
+            raise HttpError(400, f"{len(urls)} images, and a model without vision")
+        try:
+            return await asyncio.to_thread(self.place, ids, urls)
+        except MediaError as error:
+            raise HttpError(400, str(error)) from None
 
     def _reply_space(self, ids: list[int]) -> int:
         """Return how many new ids fit after a context; reject an invalid context."""
@@ -192,7 +221,9 @@ class EngineService:
 
     @_vllm("/v1/models", method="GET")
     async def _vllm_models(self, call: Call) -> Any:
-        return {"data": [{"id": self.model, "parent": None, "max_model_len": self.engine.context}]}
+        modalities = ["text", "image"] if self.place else ["text"]
+        row = {"id": self.model, "parent": None, "max_model_len": self.engine.context, "modalities": modalities}
+        return {"data": [row]}
 
     @_vllm("/weight_info", method="GET")
     async def _vllm_weights(self, call: Call) -> Any:
@@ -224,11 +255,16 @@ class EngineService:
     async def _vllm_generate(self, call: Call) -> Any:
         body: bodies.TokensIn = call.body
         self._check(body, body.model)
-        ids, given, name = body.token_ids, body.sampling_params, body.request_id or uuid.uuid4().hex
-        reply, weights = await self._sample(name, ids, given, given.max_tokens, call.headers.get("x-session-id", ""))
+        given, name = body.sampling_params, body.request_id or uuid.uuid4().hex
+        ids, media = await self._place(body.token_ids, [part.url for part in body.content_parts])
+        # As in vLLM, no request asks for experts: a server that has them sends all.
+        routes_from, session = 0 if self.experts else None, call.headers.get("x-session-id", "")
+        reply, weights = await self._sample(name, ids, given, given.max_tokens, session, media, routes_from)
         content = [{"token_id": one, "logprob": p} for one, p in zip(reply.ids, reply.logprobs, strict=True)]
         choice = {"index": 0, "token_ids": reply.ids, "finish_reason": reply.finish, "logprobs": {"content": content}}
         choice["weight_versions"] = [{"version": weights, "start": 0, "end": len(reply.ids)}]
+        if (found := _experts_of(reply)) is not None:
+            choice["routed_experts"] = b64encode(_npy(found)).decode()
         return {"request_id": name, "prompt_token_ids": ids, "choices": [choice]} | _usage(ids, reply)
 
     @_vllm("/inference/v1/abort_requests", bodies.Aborts, changes=True)
@@ -306,7 +342,8 @@ class EngineService:
 
     @_sglang("/model_info", method="GET")
     async def _sglang_model(self, call: Call) -> Any:
-        return {"model_path": self.model, "served_model_name": self.model, "weight_version": self.name}
+        model = {"model_path": self.model, "served_model_name": self.model, "weight_version": self.name}
+        return model | {"has_image_understanding": self.place is not None}
 
     @_sglang("/server_info", method="GET")
     async def _sglang_server(self, call: Call) -> Any:
@@ -316,13 +353,24 @@ class EngineService:
     async def _sglang_generate(self, call: Call) -> Any:
         body: bodies.Generate = call.body
         self._check(body)
-        ids, given, name = body.input_ids, body.sampling_params, body.rid or uuid.uuid4().hex
+        given, name = body.sampling_params, body.rid or uuid.uuid4().hex
+        urls = [body.image_data] if isinstance(body.image_data, str) else body.image_data or ()
+        ids, media = await self._place(body.input_ids, urls)
+        if body.return_routed_experts and not self.experts:
+            raise HttpError(400, "return_routed_experts: the model is no mixture of experts")
+        if body.routed_experts_start_len >= len(ids) > 0:
+            raise HttpError(400, f"routed_experts_start_len = {body.routed_experts_start_len} of {len(ids)} ids")
         meta: dict[str, Any] = {}
+        if body.logprob_start_len == 0 and media:
+            raise HttpError(400, "logprob_start_len = 0: not supported with images")
         if body.logprob_start_len == 0:
             scores = [None, *(await self._score_ids(ids))]
             meta["input_token_logprobs"] = [[score, one, None] for one, score in zip(ids, scores, strict=True)]
         session, max_tokens = call.headers.get("x-smg-routing-key", ""), given.max_new_tokens if given else None
-        reply, weights = await self._sample(name, ids, given, max_tokens, session)
+        routes_from = body.routed_experts_start_len if body.return_routed_experts else None
+        reply, weights = await self._sample(name, ids, given, max_tokens, session, media, routes_from)
+        if (found := _experts_of(reply)) is not None:
+            meta["routed_experts"] = b64encode(found.astype("<i4").tobytes()).decode()
         meta |= {
             "id": name,
             "finish_reason": {"type": reply.finish},
@@ -449,6 +497,22 @@ class EngineService:
         task = self._running.get(name.removeprefix("generate-tokens-"))
         if task is not None:
             task.cancel()
+
+
+def _experts_of(reply: Generation) -> Any:
+    """Return the experts of a reply, an array [positions, layers, k]; None where it ended before a pass."""
+    from numpy import asarray
+
+    return asarray(reply.extras[ROUTES][1]) if ROUTES in reply.extras else None
+
+
+def _npy(array: Any) -> bytes:
+    """Return an array as an .npy file."""
+    from numpy import save
+
+    file = BytesIO()
+    save(file, array, allow_pickle=False)
+    return file.getvalue()
 
 
 def _usage(ids: Sequence[int], reply: Generation) -> dict[str, Any]:
