@@ -147,7 +147,7 @@ class VllmEngine(LoraServerEngine):
         self.drafts = False
         """Whether the server decodes speculatively; set by `open`."""
         self.takes_pictures = False
-        """Whether the server says that it takes images, as `turnwise serve` does; set by `open`."""
+        """Whether the server reports that it takes images, as `turnwise serve` does; set by `open`."""
         self._allowed_last: tuple[frozenset[int], list[int]] | None = None
         self.images = VllmImages(self)
 

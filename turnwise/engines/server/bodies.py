@@ -72,7 +72,7 @@ class Completion(Settings):
     prompt_logprobs: int | None = None
 
 
-class Picture(Body):
+class PicturePart(Body):
     """Image among the ids of `/inference/v1/generate`."""
 
     type: Annotated[str, Field(pattern="^image_url$")]
@@ -83,7 +83,7 @@ class TokensIn(Body):
     """Body of `/inference/v1/generate`."""
 
     token_ids: list[Id]
-    content_parts: Pictures[Picture] = []
+    content_parts: Pictures[PicturePart] = []
     sampling_params: Settings
     model: Name | None = None
     request_id: Name | None = None
