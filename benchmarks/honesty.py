@@ -40,7 +40,7 @@ class Shuffled:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)
 
-    def step(self, groups: Sequence[Any], *, step: int, steps: int) -> Any:
+    def step(self, groups: Sequence[Any], *, step: int, **given: Any) -> Any:
         """Train on copies of the groups; what is recorded keeps the true rewards."""
         rewards = [t.reward for group in groups for t in group.trajectories]
         random.Random(f"{self._seed}/{step}").shuffle(rewards)
@@ -51,7 +51,7 @@ class Shuffled:
             for twin in twins:
                 twin.reward = next(dealt)
             shuffled.append(replace(group, trajectories=twins))
-        return self._trainer.step(shuffled, step=step, steps=steps)
+        return self._trainer.step(shuffled, step=step, **given)
 
 
 def control(seed: int, out: Path) -> dict[str, Any]:

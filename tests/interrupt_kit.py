@@ -35,9 +35,17 @@ class Interrupter(Sampler):
 
 def interrupted(model: Any, after: Callable[[int, int], bool], **options: Any) -> LocalEngine:
     """A local engine that interrupts replies."""
+    engine = LocalEngine(model, **options)
+    interrupt(engine, after)
+    return engine
+
+
+def interrupt(engine: LocalEngine, after: Callable[[int, int], bool]) -> Interrupter:
+    """Let an engine interrupt its replies from now on."""
     sampler = Interrupter(after)
-    sampler.engine = LocalEngine(model, sampler=sampler, **options)
-    return sampler.engine
+    sampler.engine = engine
+    engine._scheduler.sampler = sampler
+    return sampler
 
 
 async def whole(generate: Generate, request: Request, between: Callable[[], Awaitable[Any]] | None = None) -> Generation:

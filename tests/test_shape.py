@@ -43,7 +43,10 @@ FOREIGN = {
     "compat/textarena.py": "close env game_info",
     # optional hooks of what a user writes: environments, factories, play functions, tools, policies
     "compat/skyrl.py": "get_metrics",
+    "compat/slime.py": "close format_observation reset response_length samples step",
+    "compat/swift.py": "messages response rollout_infos step",
     "compat/verl.py": "execute tool_schema",
+    "compat/verl_loop.py": "response_ids",
     "compat/verl_tools.py": "image model_dump",
     "envs/isolation/fork_server.py": "max_turns",
     "envs/resolve.py": "tasks",

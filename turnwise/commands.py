@@ -228,12 +228,12 @@ def _rollout(resolved: ResolvedConfig, specs: Sequence[EnvSpec], checkpoint: str
 
 
 def _last(path: Path) -> Path:
-    """Return the last checkpoint of a run, or the directory itself."""
+    """Return the checkpoint with the policy of a run, or the directory itself."""
     from turnwise.training.checkpoint import Checkpoints
 
     if not (path / "checkpoints").is_dir():
         return path
-    latest = Checkpoints(path / "checkpoints", path).newest()
+    latest = Checkpoints(path / "checkpoints", path).policy()
     if latest is None:
         raise ModelError(f"{path}: the run has no checkpoint yet; train it further with --resume {path}")
     return latest.path
@@ -278,6 +278,19 @@ def serve_model(model: Path, formats: str, note: Callable[[str], None], **settin
     from turnwise.training.server import serve
 
     run_sync(serve(_last(model), formats, note, **settings))  # type: ignore[arg-type]
+
+
+def pack_model(model: Path, out: Path, kind: str | None = None, size: int | None = None) -> None:
+    """Write a model directory, a checkpoint or a run (its last checkpoint) as a packed directory.
+
+    `kind` and `size` (int4: inputs per scale, fp8: side of a block) are by default those of the run.
+    """
+    from turnwise.training.model.packed import quant_of, write_packed
+
+    source = _last(model)
+    changed: dict[str, Any] = {} if kind is None else {"kind": kind}
+    changed |= {} if size is None else {"group": size, "block": size}
+    write_packed(source, out, replace(quant_of(source), **changed))
 
 
 def check_template(renderer: ChatRenderer, history: str = "append") -> list[Finding]:

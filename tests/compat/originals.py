@@ -8,7 +8,7 @@ from pathlib import Path
 
 FIRST = ["antlr4-python3-runtime==4.9.3"]
 """Packages that must come before those of the environment, which has another version."""
-ORIGINALS = ["skyrl-gym==0.4.0", "skyrl==0.3.0", "trl==1.16.0", "verl==0.9.1"]
+ORIGINALS = ["ms-swift==4.6.0", "skyrl-gym==0.4.0", "skyrl==0.3.0", "trl==1.16.0", "verl==0.9.1"]
 NEEDED = [
     "accelerate",
     "aiohappyeyeballs",
@@ -19,16 +19,23 @@ NEEDED = [
     "cachetools",
     "cloudpickle",
     "codetiming",
+    "dacite",
     "datasets",
     "dill",
+    "einops",
     "fastapi",
     "frozenlist",
     "func_timeout",
+    "httpcore",
+    "httpx",
     "hydra-core",
     "idna",
     "importlib_metadata",
     "jaxtyping",
+    "json_repair",
     "loguru",
+    "modelscope",
+    "modelscope_hub",
     "msgpack",
     "multidict",
     "multiprocess",
@@ -38,6 +45,8 @@ NEEDED = [
     "propcache",
     "psutil",
     "protobuf",
+    "pybase64",
+    "pylatexenc",
     "python-dateutil",
     "pytz",
     "pyvers",

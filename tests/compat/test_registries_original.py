@@ -22,6 +22,10 @@ PACKAGES = {
         "python-dotenv",
         "websockets",
         "requests",
+        "urllib3",
+        "idna",
+        "certifi",
+        "charset_normalizer",
     ],
 }
 RUNNER = Path(__file__).with_name("check_registry.py")

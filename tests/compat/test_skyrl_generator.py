@@ -99,6 +99,10 @@ def test_replies_to_messages_are_found_in_order():
             {"response_ids": [[2]], "loss_masks": [[1]], "rewards": [1.0], "rollout_logprobs": [[-1.5]]},
             r"rollout_logprobs\[0\] is -1\.5, the engine's is -0\.5",
         ),
+        (
+            {"response_ids": [[2]], "loss_masks": [[1]], "rewards": [1.0], "rollout_logprobs": [[]]},
+            "rollout_logprobs has 0 values for 1 response_ids",
+        ),
     ],
 )
 def test_wrong_outputs_are_named(output, words):

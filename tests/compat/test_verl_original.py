@@ -245,3 +245,34 @@ def test_a_video_file_of_a_tool_is_decoded(verl, tmp_path):
     reds = [frame.getpixel((16, 16))[0] for frame in video.frames]
     assert reds == sorted(reds)
     assert reds[-1] > 150
+
+
+@pytest.mark.parametrize(
+    "use", ["guess_loop.py:GuessLoop", "verl.experimental.agent_loop.single_turn_agent_loop:SingleTurnAgentLoop"]
+)
+def test_loops_on_verls_own_base_class_with_a_real_model(verl, use, tmp_path):
+    from outbound_kit import make_model
+
+    from turnwise.config import ModelConfig
+    from turnwise.config.schema import EnvConfig
+    from turnwise.engines.local import LocalEngine
+    from turnwise.envs.resolve import resolve_env
+    from turnwise.training import load_model_and_renderer
+
+    model, own = load_model_and_renderer(*[make_model(tmp_path / "m")] * 2, ModelConfig())
+    args = {"hf_model_type": "qwen3"} | ({} if use.startswith("guess") else {"reward": "plain_loop.py:compute_score"})
+    spec = resolve_env(EnvConfig(use=use, args=args), base=HOME)
+    row = {"reward_model": {"ground_truth": "100"}, "data_source": "guess", "extra_info": {}}
+    found = tw.rollout(
+        spec.agent_function,
+        [tw.Task(f"Guess {number}.", "100", info=row) for number in range(16)],
+        LocalEngine(model, renderer=own),
+        renderer=own,
+        limits=tw.Limits(turns=3, turn_tokens=24, on_turn_length="continue"),
+    )
+    assert [one.error for one in found] == [None] * 16
+    assert any(len(one.turns) > 1 and one.reward is not None for one in found) == use.startswith("guess")
+    for trajectory in found:
+        (sample,) = trajectory.samples()
+        end = trajectory.turns[0].context + 3 * 24  # where the loop cuts its response
+        assert sum(sample.weights) == sum(sample.mask[:end]) or trajectory.reward is None, "it ended by a control token"

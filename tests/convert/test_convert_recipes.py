@@ -96,6 +96,15 @@ def test_the_environment_of_a_custom_loop_is_played_by_ours(files):
     assert recipe["limits"]["turns"] == 3
 
 
+def test_columns_of_metadata_and_tools(files):
+    line = "train.py --hf-checkpoint model --prompt-data train.jsonl --num-rollout 3 --metadata-key {} --tool-key {}"
+    renamed = of(line.format("meta", "functions"), folder=files)
+    assert table(renamed)["env"][0]["columns"] == {"metadata": "meta", "tools": "functions"}
+    assert {kinds(renamed)[key] for key in ("metadata-key", "tool-key")} == {"mapped"}
+    named = of(line.format("metadata", "tools"), folder=files)  # rows may lack a column that has its own name
+    assert "columns" not in table(named)["env"][0]
+
+
 def test_a_python_launcher_is_read_and_not_run(tmp_path):
     text = f"""
 import os

@@ -103,7 +103,9 @@ WRONG = {
     "no ids": WELL | {"prompt": []},
     "an empty stop text": WELL | {"stop": [""]},
     "stops that are numbers": WELL | {"stop": [1]},
-    "two answers": WELL | {"n": 2},
+    "no answers": WELL | {"n": 0},
+    "too many answers": WELL | {"n": 65},
+    "the best of two answers": WELL | {"best_of": 2},
     "a stream": WELL | {"stream": True},
     "some ids alone": WELL | {"allowed_token_ids": [3]},
 }
@@ -118,6 +120,20 @@ def test_a_wrong_body_is_told_so_and_everybody_else_is_answered_as_before(runnin
     assert json.loads(body)["error"]
     assert well(running) == before
     assert ask(running, "GET", "/health")[0] == 200
+
+
+def test_several_answers_of_one_request_are_those_of_requests_with_the_seeds_that_follow(running):
+    def choices(**given):
+        status, body = ask(running, "POST", "/v1/completions", json.dumps(WELL | given).encode())
+        assert status == 200, body
+        return [(one["token_ids"], one["logprobs"]) for one in json.loads(body)["choices"]]
+
+    singly = [choices(seed=seed)[0] for seed in (7, 8, 9)]
+    assert choices(seed=7, n=3) == singly
+    assert len(choices(n=2)) == 2
+    assert len({str(one) for one in singly}) == 3
+    tokens = {"token_ids": WELL["prompt"], "sampling_params": {"n": 2}}
+    assert ask(running, "POST", "/inference/v1/generate", json.dumps(tokens).encode())[0] == 400
 
 
 def test_requests_that_are_no_http_are_refused_and_no_other_suffers(running):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("torch")
-from interrupt_kit import Interrupter, leaky, whole
+from interrupt_kit import interrupt, leaky, whole
 from test_remote_fleet import QUICK, directories, question, weights  # noqa: F401
 from test_remote_serve import CLIENTS, PROMPT, TEXTS, beginning, directory, run  # noqa: F401
 
@@ -39,9 +39,7 @@ def test_interrupted_replies_of_a_server_have_the_bits_of_others(directory, kind
     cuts: set[int] = set()
 
     async def work(client, app, url):
-        sampler = Interrupter(lambda _, position: position in cuts)
-        sampler.engine = app.engine
-        app.engine._scheduler.sampler = sampler
+        sampler = interrupt(app.engine, lambda _, position: position in cuts)
         loop, pending = asyncio.get_running_loop(), []
 
         @settings(max_examples=15, deadline=None)

@@ -34,11 +34,11 @@ def directory(tmp_path_factory):
     return create_tiny_model(ModelConfig(hidden=32, layers=1), TEXTS, tmp_path_factory.mktemp("served") / "model", seed=3)
 
 
-def run(directory, kind, work, token="", speculate=0, **options):
+def run(directory, kind, work, token="", speculate=0, context=200, **options):
     """Do work(client, app, url) beside a server."""
 
     async def all_of_it():
-        app, engine = make_service(directory, context=200, device="cpu", speculate=speculate)
+        app, engine = make_service(directory, context=context, device="cpu", speculate=speculate)
         server = JsonHttpServer(app.routes(kind), host="127.0.0.1", port=0, token=token)
         await server.start()
         client = CLIENTS[kind](server.url, **options)

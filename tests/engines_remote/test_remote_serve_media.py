@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
 
 import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 import torch
-from interrupt_kit import Interrupter, whole
+from interrupt_kit import interrupt, whole
 from sight_kit import Gallery
-from test_remote_serve import CLIENTS, TEXTS
+from test_remote_serve import CLIENTS, TEXTS, run
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import turnwise as tw
@@ -21,8 +26,7 @@ from turnwise.config import Limits, ModelConfig
 from turnwise.engines import Request
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.remote import probe_server
-from turnwise.engines.server import JsonHttpServer
-from turnwise.training import create_tiny_model, load_model_and_renderer, make_service
+from turnwise.training import create_tiny_model, load_model_and_renderer
 
 LIMITS = Limits(turns=3, turn_tokens=12, on_turn_length="continue")
 pytestmark = pytest.mark.filterwarnings("ignore:local engine. on this machine the last bits:UserWarning")
@@ -57,31 +61,7 @@ def moe(tmp_path_factory):
     return directory
 
 
-def serve(directory, kind, work, speculate=0, **options):
-    """Await work(client, app, url) beside a server."""
-
-    async def main():
-        app, engine = make_service(directory, context=1024, device="cpu", speculate=speculate)
-        server = JsonHttpServer(app.routes(kind), host="127.0.0.1", port=0)
-        await server.start()
-        client = CLIENTS[kind](server.url, **options)
-        try:
-            async with asyncio.timeout(100):
-                return await work(client, app, server.url)
-        finally:
-            await client.close()
-            await server.close()
-            await engine.close()
-
-    return asyncio.run(main())
-
-
-def interrupt(engine, after):
-    """Let an engine interrupt its replies."""
-    sampler = Interrupter(after)
-    sampler.engine = engine
-    engine._scheduler.sampler = sampler
-    return sampler
+serve = partial(run, context=1024)
 
 
 def rows(trajectory):
@@ -101,7 +81,7 @@ def test_episodes_with_images_are_those_of_the_local_engine(vlm, kind, speculate
 
     local = LocalEngine(vlm.module, renderer=vlm.renderer, context=1024)
     plain = tw.rollout(world.factory, world.tasks("train", 6), local, **options)
-    found, interruptions, counts = serve(vlm.path, kind, work, speculate)
+    found, interruptions, counts = serve(vlm.path, kind, work, speculate=speculate)
     assert len(found) == len(plain) == 18
     assert [rows(one) for one in found] == [rows(one) for one in plain]
     assert bool(interruptions) is cut
@@ -128,9 +108,11 @@ def test_images_of_a_server_are_seen(vlm, kind):
     assert made[0].logprobs != made[1].logprobs
 
 
-@pytest.mark.parametrize("kind", CLIENTS)
+@pytest.mark.parametrize(
+    ("kind", "options"), [("vllm", {"route": "generate"}), ("vllm", {"route": "completions"}), ("sglang", {})]
+)
 @pytest.mark.parametrize("speculate", [0, 4])
-def test_experts_of_every_fed_id_across_interruptions(moe, kind, speculate):
+def test_experts_of_every_fed_id_across_interruptions(moe, kind, options, speculate):
     model, renderer = load_model_and_renderer(moe, moe, ModelConfig())
     never = frozenset(renderer.stop_ids)  # SGLang's clients leave its own end ids in force
     request = Request(list(range(20, 29)), 24, frozenset(), 5, "a", extras=frozenset(["routes"]), banned_ids=never)
@@ -140,7 +122,7 @@ def test_experts_of_every_fed_id_across_interruptions(moe, kind, speculate):
         sampler = interrupt(app.engine, lambda *_: True)
         return first, await whole(client.generate, request), sampler.interruptions
 
-    plain, found, interruptions = serve(moe, kind, work, speculate)
+    plain, found, interruptions = serve(moe, kind, work, speculate=speculate, **options)
 
     async def local():
         engine = LocalEngine(model, context=1024)
@@ -175,7 +157,7 @@ def test_routes_from_a_position_on(moe):
 def test_pictures_that_do_not_fit_are_refused(vlm, moe):
     import httpx2
 
-    png = base64.b64encode(vlm.store.png_bytes(vlm.image(1))).decode()
+    picture = f"data:image/png;base64,{base64.b64encode(vlm.store.png_bytes(vlm.image(1))).decode()}"
     pad = min(vlm.vision.pad_ids)
 
     def asked(ids, *urls):
@@ -184,29 +166,46 @@ def test_pictures_that_do_not_fit_are_refused(vlm, moe):
     async def work(client, app, url):
         told = []
         async with httpx2.AsyncClient(trust_env=False) as http:
-            for body in (
-                asked([20, pad], "/etc/hostname"),
-                asked([20, pad], "http://127.0.0.1/x.png"),
-                asked([20, pad], "data:image/png;base64,AAAA"),
-                asked([20], f"data:image/png;base64,{png}"),
-                asked([20, pad, pad], f"data:image/png;base64,{png}"),
-                asked([20, pad]),
-                asked([20, pad], f"data:image/png;base64,{png}") | {"logprob_start_len": 0},
-                asked([20]) | {"return_routed_experts": True},
+            for body, reason in (
+                (asked([20, pad], "/etc/hostname"), "an image"),
+                (asked([20, pad], "http://127.0.0.1/x.png"), "an image"),
+                (asked([20, pad], "data:image/png;base64,AAAA"), "3 bytes, which is no image"),
+                (asked([20], picture), "0 placeholders among 1 ids do not fit 1 images"),
+                (asked([20, pad, pad], picture), "2 placeholders among 3 ids do not fit 1 images"),
+                (asked([20, pad]), "1 image placeholders belong to none of 0 images"),
+                (asked([20, pad], picture) | {"logprob_start_len": 0}, "not supported with images"),
+                (asked([20, pad], picture) | {"video_data": [picture]}, "video_data"),
+                (asked([20]) | {"return_routed_experts": True}, "no mixture of experts"),
             ):
                 answer = await http.post(f"{url}/generate", json=body)
-                told.append((answer.status_code, answer.json()["error"]))
-            fine = await http.post(f"{url}/generate", json=asked([20, pad, 21], f"data:image/png;base64,{png}"))
+                told.append((answer.status_code, reason, answer.json()["error"]))
+            fine = await http.post(f"{url}/generate", json=asked([20, pad, 21], picture))
         return told, fine.status_code
 
     told, fine = serve(vlm.path, "sglang", work)
-    assert {status for status, _ in told} == {400}, told
-    assert "a model without vision" not in str(told)
+    for status, reason, error in told:
+        assert status == 400
+        assert reason in error
     assert fine == 200
 
     async def blind(client, app, url):
         async with httpx2.AsyncClient(trust_env=False) as http:
-            answer = await http.post(f"{url}/generate", json=asked([20], f"data:image/png;base64,{png}"))
+            answer = await http.post(f"{url}/generate", json=asked([20], picture))
             return answer.status_code, answer.json()["error"]
 
     assert serve(moe, "sglang", blind) == (400, "1 images, and a model without vision")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_ends_leaves_no_images(vlm, number, tmp_path):
+    command = [sys.executable, "-m", "turnwise.cli.main", "serve", str(vlm.path), "--port", "0", "--device", "cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}) as server:
+        try:
+            assert server.stdout.readline().startswith("http://")
+            kept = list(tmp_path.glob("turnwise-images-*"))
+            server.send_signal(number)
+            assert server.wait(60) == 0
+        finally:
+            server.kill()
+    assert len(kept) == 1
+    assert not kept[0].exists()

@@ -133,6 +133,8 @@ PLANTED = [
     (plant(reset=lambda self, task: "hi"), "error", "reset raised TypeError"),
     (plant(close=raises(OSError("gone"))), "warning", "close raised OSError: gone on an environment that was never reset"),
     (plant(solver=staticmethod(lambda messages, rng: "no")), "error", "The solver has the reward 0.0"),
+    (plant(reward=lambda self, trajectory: -float(int(trajectory.task.id, 16) % 4 == 0)), "warning",
+     "The solver has the reward 1 on"),
     (plant(solver=staticmethod(raises(IndexError("list index out of range")))), "error", "The solver raised IndexError"),
     (plant(tools=[{"name": "f"}]), "error", 'is not {"type": "function"'),
     (plant(tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]), "error",

@@ -202,7 +202,13 @@ def test_sources_of_both_splits():
 @pytest.mark.parametrize("prompt", ["problem", "query"])
 @pytest.mark.parametrize(
     "answer",
-    [{"label": 7}, {"solution": 7}, {"ground_truth": 7}, {"reward_spec": {"method": "rule", "ground_truth": 7}}],
+    [
+        {"label": 7},
+        {"solution": 7},
+        {"response": 7},
+        {"ground_truth": 7},
+        {"reward_spec": {"method": "rule", "ground_truth": 7}},
+    ],
     ids=lambda answer: next(iter(answer)),
 )
 def test_the_columns_of_other_systems_are_read(tmp_path, prompt, answer):
@@ -223,6 +229,36 @@ def test_columns_are_mapped_and_must_be_there(tmp_path):
         load_tasks([{"prompt": "a", "lable": 1}, {"prompt": "b", "label": 1}], columns={"answer": "lable"})
     with pytest.raises(TaskError, match=r"is a tw.Task already"):
         load_tasks([Task("a")], columns=columns)
+
+
+def test_a_conversation_that_ends_with_a_reference_reply(tmp_path):
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6?"}]
+    full = [*asked, {"role": "assistant", "content": "It is 7."}]
+    opening = (Message("system", "Be brief."), Message("user", "6?"))
+    (task,) = load_tasks([{"messages": full}])
+    assert (task.messages, task.answer) == (opening, "It is 7.")
+    (task,) = load_tasks([{"messages": full, "solution": "7"}])
+    assert (task.messages, task.answer) == (opening, "7")
+    (task,) = load_tasks([{"talk": full, "gold": "8"}], columns={"prompt": "talk", "answer": "gold"})
+    assert (task.messages, task.answer) == (opening, "8")
+    shot = [*full, {"role": "user", "content": "8?"}]
+    (task,) = load_tasks([{"messages": shot}])
+    assert (len(task.messages), task.answer) == (4, None)
+    (task,) = load_tasks([{"prompt": full}])  # TRL and verl continue the message of such a prompt
+    assert (len(task.messages), task.answer) == (3, None)
+
+
+def test_columns_of_metadata_and_tools(tmp_path):
+    row = {"text": "6?", "label": "7", "meta": {"level": 3}, "functions": ["add"]}
+    columns = {"prompt": "text", "metadata": "meta", "tools": "functions"}
+    (task,) = load_tasks(write(tmp_path / "rows.jsonl", [row]), columns=columns)
+    assert (task.answer, task.info) == ("7", {"label": "7", "metadata": {"level": 3}, "tools": ["add"]})
+    with pytest.raises(TaskError, match=r"line 1: no column 'mata', which columns.metadata names; did you mean 'meta'"):
+        load_tasks(tmp_path / "rows.jsonl", columns={"prompt": "text", "metadata": "mata"})
+    with pytest.raises(
+        TaskError, match=r"line 1: no column 'xyzzy', which columns.metadata names;.*text, label, meta, functions"
+    ):
+        load_tasks(tmp_path / "rows.jsonl", columns={"prompt": "text", "metadata": "xyzzy"})
 
 
 def test_a_recipe_maps_columns(tmp_path):

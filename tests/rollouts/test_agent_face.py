@@ -9,14 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_kit import bpe, renderer
+from transformers import AutoModelForCausalLM
 from vision_kit import tiny_vlm_directory
 
 import turnwise as tw
-from turnwise.config import TrainConfig
+from turnwise.config import ModelConfig, TrainConfig
 from turnwise.engines import Generation
+from turnwise.engines.local import LocalEngine
+from turnwise.errors import UsageError
 from turnwise.records.run_dir import RunDir
 from turnwise.records.serialization import rebuild_trajectories
 from turnwise.renderers import CHATML, load_renderer
+from turnwise.training import create_tiny_model
 from turnwise.training.advantages import WEIGHED
 from turnwise.training.algorithms.settings import resolve_settings
 from turnwise.training.loss import Objective
@@ -183,6 +187,63 @@ def test_sampling_of_one_call():
     assert replies[1].raw_text == "four<|im_end|>"
     (row,) = found.samples()
     assert row.samplings[row.mask.index(1)].min_p == 0.1
+
+
+def several(path, generate):
+    """Play an episode that asks for four replies to one prompt and continues the third, with a real model."""
+    kept = []
+
+    async def play(task, model):
+        replies = await generate(model, task.messages)
+        kept.extend(reply.ids for reply in replies)
+        await model.generate([*task.messages, replies[2].message, tw.Message("user", "On.")])
+        return 1.0
+
+    engine = LocalEngine(AutoModelForCausalLM.from_pretrained(path), slots=8)
+    given = {"renderer": tw.load_renderer(path), "limits": tw.Limits(turn_tokens=12, on_turn_length="continue"), "seed": 5}
+    (found,) = tw.rollout(play, [TASK], engine, **given)
+    assert found.error is None, found.error
+    return found, kept
+
+
+def test_several_replies_of_one_call(tmp_path):
+    path = create_tiny_model(ModelConfig(hidden=32, layers=1), ["alpha kilo tango zulu"] * 20, tmp_path / "m")
+
+    async def at_once(model, prompt):
+        return await model.generate(prompt, n=4)
+
+    async def in_turn(model, prompt):
+        return [await model.generate(prompt) for _ in range(4)]
+
+    found, ids = several(path, at_once)
+    other, same = several(path, in_turn)
+    assert ids == same
+    assert len(set(ids)) == 4  # each draws from a seed of its own
+    rows, others = (sorted((row.ids, row.mask, row.logprobs) for row in one.samples()) for one in (found, other))
+    assert rows == others
+    assert len(rows) == 4
+    assert sum(sum(mask) for _, mask, _ in rows) == found.sampled_tokens
+    assert found.branches == other.branches
+
+
+def test_several_replies_are_a_list_and_at_least_one():
+    async def play(task, model):
+        assert [reply.text for reply in await model.generate(task.messages, n=1)] == ["one and two"]
+        with pytest.raises(UsageError, match="n must be at least 1, not 0"):
+            await model.generate(task.messages, n=0)
+        return 1.0
+
+    assert play_with(play).error is None
+
+
+def test_an_error_of_one_reply_is_that_of_the_call():
+    async def play(task, model):
+        await model.generate(task.messages, n=5)
+
+    found = play_with(play)
+    assert found.error.type == "EngineError"
+    assert "the script has 3 replies" in found.error.message
+    assert len(found.turns) == 3
 
 
 @pytest.mark.parametrize("given", [{"top_p": 0.0}, {"top_k": -1}, {"temperature": -1.0}, {"min_p": 1.0}])

@@ -54,6 +54,12 @@ CASES = [
     ("entropy collapsed", {"entropy": 0.02}, {"entropy": 0.02, "success": 1.0}),
     ("one part of the reward dominates", {"rewards_spread": {"a": 0.97, "b": 0.03}}, {"rewards_spread": {"a": 0.9, "b": 0.1}}),
     ("one part of the reward dominates", {"rewards_spread": {"a": 0.5, "b": 0.0}}, {"rewards_spread": {"a": 0.5}}),
+    (
+        "calls fail",
+        {"tool_calls": {"add": 6}, "malformed_calls": {"no_json": 4}},
+        {"tool_calls": {"add": 8}, "malformed_calls": {"no_json": 2}},
+    ),
+    ("calls fail", {"tool_calls": {"add": 10}, "tool_mistakes": {"raised": 3}}, {"tool_calls": {"add": 10}}),
 ]
 
 
@@ -67,6 +73,37 @@ def test_a_diagnosis_fires_and_does_not(name, fault, beside):
     )
     assert name not in names(silent)
     assert name not in names(run(**fault) + run(count=LAST)), "it is over"
+
+
+DONE = {"success_after": 0.5, "success_after_ci": [0.4, 0.6], "n_eval": 100, "turns_after": 2.0, "single_turn_best": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "beside"),
+    [
+        ("reinforcement made it worse", {"rolled_back": "warmed"}, {"rolled_back": ""}),
+        ("what is learned does not carry over", {"success_after": 0.2}, {"success_after": 0.21}),
+        ("few held-out episodes", {"n_eval": 19}, {"n_eval": 20}),
+        ("no better than one reply", {"turns_after": 1.5}, {"turns_after": 1.6}),
+        ("no better than one reply", {"turns_after": 1.0}, {"turns_after": 1.0, "success_after_ci": [0.51, 0.6]}),
+    ],
+)
+def test_a_diagnosis_of_a_finished_run_fires_and_does_not(name, fault, beside):
+    assert names(run(), DONE) == []
+    assert names(run(), DONE | fault) == [name]
+    assert names(run(), DONE | beside) == []
+
+
+def test_a_run_in_which_nothing_changes():
+    steps = [HEALTHY | {"trajectories": 128, "success": 0.3, "gradient_agreement": 0.01} for _ in range(diagnosis.FLAT_STEPS)]
+    (found,) = diagnose(steps)
+    assert found.name == "nothing changes"
+    assert "do not agree (0.01)" in found.fault
+    assert "too small" in diagnose([row | {"gradient_agreement": 0.3} for row in steps])[0].fault
+    assert names(steps[1:]) == []
+    rising = [row | {"success": 0.3 + 0.01 * number} for number, row in enumerate(steps)]
+    assert names(rising) == []
+    assert names([row | {"success": 0.97} for row in steps]) == []
 
 
 def test_a_few_steps_are_no_evidence():

@@ -7,6 +7,7 @@ import json
 import keyword
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -74,7 +75,9 @@ def add_check(subparsers: Any) -> None:
     engine = "a vLLM, SGLang or llama.cpp server: check its handling of ids and logprobs"
     parser.add_argument("--engine", metavar="URL", help=engine)
     parser.add_argument("--key-env", metavar="NAME", help="the environment variable that holds the server's API key")
-    parser.add_argument("--recipe", metavar="FILE", type=Path, help="a recipe: check its keys, values and files")
+    parser.add_argument(
+        "--recipe", metavar="FILE", type=Path, help="a recipe: check keys, values and files, and load its environments"
+    )
 
 
 def run_check(args: argparse.Namespace) -> int:
@@ -94,11 +97,7 @@ def run_check(args: argparse.Namespace) -> int:
         raise UsageError(f"--algorithm is for turnwise check {LEARN}; leave it out")
     failed = 0
     if args.recipe is not None:
-        from turnwise.config import load
-
-        resolved = load(args.recipe, args.overrides, envs=builtin_envs())
-        count = sum(origin != "default" for origin in resolved.origins.values())
-        print(f"ok    {args.recipe}: {count} keys set, {len(resolved.origins) - count} defaults")
+        _recipe(args)
     if args.env == LEARN:
         failed += show(commands.check_learning(args.algorithm, args.model))
     elif args.env is not None:
@@ -111,6 +110,18 @@ def run_check(args: argparse.Namespace) -> int:
     if args.engine is not None:
         failed += _engine(commands.check_engine(args.engine, args.key_env), as_json=args.json)
     return 1 if failed else 0
+
+
+def _recipe(args: argparse.Namespace) -> None:
+    """Check a recipe and load its environments; raise `ConfigError` for what cannot be used."""
+    from turnwise.config import load
+    from turnwise.envs.resolve import resolve_env
+
+    resolved = load(args.recipe, args.overrides, envs=builtin_envs())
+    count = sum(origin != "default" for origin in resolved.origins.values())
+    print(f"ok    {args.recipe}: {count} keys set, {len(resolved.origins) - count} defaults")
+    for env in resolved.config.env:
+        print(f"ok    environment {resolve_env(env, play=resolved.config.rollout.function).name}")
 
 
 def _engine(found: ServerCapabilities, *, as_json: bool) -> int:
@@ -295,13 +306,40 @@ def add_serve(subparsers: Any) -> None:
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """Serve until Ctrl-C."""
+    """Serve until Ctrl-C or SIGTERM, which end it alike, so that it leaves no files."""
     from turnwise import commands
 
     if args.speculate < 0:
         raise UsageError(f"--speculate {args.speculate}: must be at least 0; 0 disables drafts")
     settings = {name: vars(args)[name] for name in ("host", "port", "context", "device", "speculate")}
     settings["token"] = os.environ.get("TURNWISE_SERVE_TOKEN", "")
-    with suppress(KeyboardInterrupt):
-        commands.serve_model(args.model, args.formats, partial(print, flush=True), **settings)
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        with suppress(KeyboardInterrupt):
+            commands.serve_model(args.model, args.formats, partial(print, flush=True), **settings)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return 0
+
+
+def add_pack(subparsers: Any) -> None:
+    """Register the command."""
+    help = "write a model in int4 or fp8, as other engines read it"
+    parser = add_command(subparsers, "pack", help, run_pack)
+    model = "a model directory, a checkpoint or a run (its last checkpoint)"
+    parser.add_argument("model", metavar="DIR", type=Path, help=model)
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="directory to write")
+    parser.add_argument("--kind", choices=("int4", "fp8"), help="number format (default: the run's quant.kind)")
+    size = "inputs per scale (int4) or side of a block (fp8); default: the run's, or 128"
+    parser.add_argument("--size", metavar="N", type=int, help=size)
+
+
+def run_pack(args: argparse.Namespace) -> int:
+    """Write the packed directory and print its name."""
+    from turnwise import commands
+
+    if args.size is not None and (args.size < 8 or args.size % 8):
+        raise UsageError(f"--size {args.size}: must be a multiple of 8")
+    commands.pack_model(args.model, args.out, args.kind, args.size)
+    print(args.out)
     return 0

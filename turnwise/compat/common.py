@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from turnwise.envs.user_imports import import_foreign, public_name
@@ -61,3 +61,11 @@ def import_object(name: str, where: str) -> Any:
     if not hasattr(found, attribute):
         raise ConfigError(f"{where}: the module {module} has no {attribute!r}")
     return getattr(found, attribute)
+
+
+def accepted(method: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a method takes."""
+    parameters = inspect.signature(method).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return dict(given)
+    return {key: value for key, value in given.items() if key in parameters}

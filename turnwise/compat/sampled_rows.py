@@ -22,8 +22,16 @@ class EngineCall:
     reply: Any
 
 
-def read_output(output: Any, calls: Sequence[EngineCall], weigh: Callable[[Any, list[float]], None]) -> Scores:
+def read_output(
+    output: Any,
+    calls: Sequence[EngineCall],
+    weigh: Callable[[Any, list[float]], None],
+    mask_name: str = "loss_masks",
+    logprobs_name: str = "rollout_logprobs",
+) -> Scores:
     """Read the episode's rows of a `GeneratorOutput`: set the weights of the replies, return the rewards.
+
+    Errors call masks and logprobs by the names that the user's code has for them.
 
     Raises:
         EnvError: for rows of different lengths, a mask that trains ids which the engine did not sample, or logprobs other than
@@ -37,9 +45,9 @@ def read_output(output: Any, calls: Sequence[EngineCall], weigh: Callable[[Any, 
     for row in range(rows):
         prompt, response, mask, reward, logprobs = (_of_row(output, key, row) for key in _ROW)
         if mask is None or len(mask) != len(response):
-            raise EnvError(f"row {row}: {len(response)} response_ids and {len(mask or ())} loss_masks; give one for each id")
+            raise EnvError(f"row {row}: {len(response)} response_ids and {len(mask or ())} {mask_name}; give one for each id")
         placed = _places(calls, list(prompt or ()), list(response))
-        _check_mask(mask, logprobs, placed, calls, row)
+        _check_mask(mask, logprobs, placed, calls, (f"row {row}: {mask_name}", f"row {row}: {logprobs_name}"))
         for number, start in placed.items():
             ids = calls[number].reply.ids
             found = [float(one) for one in mask[start : start + len(ids)]]
@@ -92,18 +100,24 @@ def _places(calls: Sequence[EngineCall], prompt: list[int], response: list[int])
 
 
 def _check_mask(
-    mask: Sequence[Any], logprobs: Sequence[Any] | None, placed: Mapping[int, int], calls: Sequence[EngineCall], row: int
+    mask: Sequence[Any],
+    logprobs: Sequence[Any] | None,
+    placed: Mapping[int, int],
+    calls: Sequence[EngineCall],
+    names: tuple[str, str],
 ) -> None:
+    if logprobs is not None and len(logprobs) != len(mask):
+        raise EnvError(f"{names[1]} has {len(logprobs)} values for {len(mask)} response_ids; give one for each id")
     sampled = {start + at: one for number, start in placed.items() for at, one in enumerate(calls[number].reply.logprobs)}
     for at, one in enumerate(mask):
         if not one:
             continue
         if at not in sampled:
-            raise EnvError(f"row {row}: loss_masks[{at}] is {one}, and the engine did not sample that id there; write 0")
+            raise EnvError(f"{names[0]}[{at}] is {one}, and the engine did not sample that id there; write 0")
         if logprobs is None or sampled[at] is None:
             continue
         if abs((number_of(logprobs[at]) or 0.0) - sampled[at]) > LOGPROB_TOLERANCE:
-            raise EnvError(f"row {row}: rollout_logprobs[{at}] is {logprobs[at]}, the engine's is {sampled[at]}; pass it on")
+            raise EnvError(f"{names[1]}[{at}] is {logprobs[at]}, the engine's is {sampled[at]}; pass it on")
 
 
 def _metrics(output: Mapping[str, Any]) -> dict[str, float]:

@@ -152,4 +152,4 @@ class SkyRLEnv(Env):
             self._env.close()
 
 
-FRAMEWORK = Framework("skyrl", adapt, lambda name: _registry().get(name), lambda: _registry())
+FRAMEWORK = Framework("skyrl", adapt, lambda name: _registry().get(name), lambda: _registry(), "skyrl-gym")

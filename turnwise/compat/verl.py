@@ -1,4 +1,5 @@
-"""verl: tools (`BaseTool`, `@function_tool`, MCP), interactions and `compute_score` of users, without its agent loop."""
+"""verl: tools (`BaseTool`, `@function_tool`, MCP), interactions and `compute_score` of users, without its agent loop; and agent
+loops of users (`AgentLoopBase`)."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.compat.common import derives_from, import_object
+from turnwise.compat.verl_loop import make_agent_function
 from turnwise.compat.verl_tools import (
     FunctionSource,
     Interaction,
@@ -22,7 +24,7 @@ from turnwise.compat.verl_tools import (
     VerlOptions,
     dumped_schema,
 )
-from turnwise.envs.foreign import ForeignObject, Framework
+from turnwise.envs.foreign import ForeignObject, Framework, refuse_faithful
 from turnwise.envs.resolve import load_object
 from turnwise.envs.tools.mcp import McpTools, mcp_tools
 from turnwise.envs.tools.results import ResultLimit
@@ -47,9 +49,14 @@ KEEPS: Mapping[str, Literal["start", "ends", "end"]] = {"left": "end", "right": 
 """verl names the side that is kept after a cut `left` for the end of the text."""
 
 
-def adapt(found: ForeignObject) -> VerlFactory | None:
-    """Make a factory of tools and interactions: of paths, a YAML file, a class, or a registered function."""
+def adapt(found: ForeignObject) -> Any:
+    """Make a factory of tools and interactions (of paths, a YAML file, a class, or a registered function), or an agent function
+    of a loop."""
     target, args = found.target, dict(found.args)
+    if derives_from(target, "verl", "AgentLoopBase"):
+        refuse_faithful(found)
+        reward = _reward_function(args.pop("reward", None), found)
+        return make_agent_function(target, args, reward, found.where)
     registered = _registered(target)
     if isinstance(target, Path) and target.suffix in (".yaml", ".yml"):
         key = "interaction_config_path" if "interaction" in _yaml(target, found.where) else "tool_config_path"
@@ -150,7 +157,7 @@ class _Arguments:
         cut = ResultLimit(32_768, "start") if length is None else ResultLimit(length, KEEPS[side])
         options = VerlOptions(
             faithful=faithful,
-            reward=self._reward(),
+            reward=_reward_function(args.get("reward"), self._found),
             interactions=dict(interactions),
             max_parallel_calls=numbers["max_parallel_calls"] or (1 if faithful else None),
             max_user_turns=numbers["max_user_turns"],
@@ -158,17 +165,6 @@ class _Arguments:
             truncate_side=side,
         )
         return VerlFactory(args.get("system"), None, None, None, None, None, None, parse_tools(tools, None, cut), options)
-
-    def _reward(self) -> Callable[..., Any] | None:
-        named = self._args.get("reward")
-        if named is None or callable(named):
-            return named
-        use = f"{named}:compute_score" if str(named).endswith(".py") else str(named)
-        if ".py" not in use:
-            found: Callable[..., Any] = import_object(use, f"{self._found.where}: reward")
-            return found
-        loaded: Callable[..., Any] = load_object(use, base=self._found.base)
-        return loaded
 
     def _path(self, key: str) -> Path | None:
         named = self._args.get(key)
@@ -178,6 +174,19 @@ class _Arguments:
         if not path.is_file():
             raise ConfigError(f"{self._found.where}: {key} = {str(named)!r}: no such file; check the path")
         return path
+
+
+def _reward_function(named: Any, found: ForeignObject) -> Callable[..., Any] | None:
+    """Return the reward function that `[env.args]` names."""
+    if named is None or callable(named):
+        given: Callable[..., Any] | None = named
+        return given
+    use = f"{named}:compute_score" if str(named).endswith(".py") else str(named)
+    if ".py" not in use:
+        imported: Callable[..., Any] = import_object(use, f"{found.where}: reward")
+        return imported
+    loaded: Callable[..., Any] = load_object(use, base=found.base)
+    return loaded
 
 
 def _yaml(path: Path, where: str) -> Mapping[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +10,7 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
+from turnwise.compat.common import accepted
 from turnwise.config import Limits
 from turnwise.envs.base import Action, Scores, Step
 from turnwise.envs.rewards.workers import run_isolated
@@ -31,14 +31,6 @@ def dumped_schema(schema: Any) -> dict[str, Any]:
         found: dict[str, Any] = schema.model_dump(exclude_unset=True, exclude_none=True)
         return found
     return dict(schema) if isinstance(schema, Mapping) else {}
-
-
-def accepted(method: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a method takes."""
-    parameters = inspect.signature(method).parameters
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        return dict(given)
-    return {key: value for key, value in given.items() if key in parameters}
 
 
 @dataclass(slots=True)
@@ -399,7 +391,7 @@ class VerlEnv(ToolEnv):
             call = partial(function, **accepted(function, self._score_arguments(trajectory)))
             name = getattr(function, "__name__", "compute_score")
             found = await run_isolated(name, call) if isolated else await call_user(call, {})
-            scores = _read_score(found)
+            scores = read_score(found)
         if not self._options.faithful:
             for instance in self.instances:
                 scores = scores.with_added(await instance.reward())
@@ -454,7 +446,7 @@ def _their_result(value: Any, name: str) -> ToolResult:
     return ToolResult(content, reward, metrics)
 
 
-def _read_score(value: Any) -> Scores:
+def read_score(value: Any) -> Scores:
     """Read the value of `compute_score`: a number, or a dict with `score` and other values."""
     if not isinstance(value, Mapping):
         return Scores(as_number(value, "compute_score"))

@@ -330,9 +330,34 @@ def _parse(dotted: str, text: str) -> Any:
 
 
 def _absolute(key: str, value: Any, folder: Path) -> Any:
+    if key == "env.args":
+        return _absolute_files(value, folder)
+    if key == "env.use" and isinstance(value, str) and ":" in value:  # framework:file
+        prefix, _, file = value.partition(":")
+        return f"{prefix}:{_absolute_files(file, folder)}" if "." not in prefix else _absolute_path(key, value, folder)
+    return _absolute_path(key, value, folder)
+
+
+def _absolute_path(key: str, value: Any, folder: Path) -> Any:
     kind = path_kind(key)
     is_path = kind is not None and isinstance(value, str) and value.lower() != "none" and kind.is_path(value)
     return str((folder / Path(value).expanduser()).resolve()) if is_path else value
+
+
+def _absolute_files(value: Any, folder: Path) -> Any:
+    """Make the names of files next to the recipe absolute, `file.py:Name` included; other settings of an environment stay."""
+    if isinstance(value, Mapping):
+        return {key: _absolute_files(inner, folder) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_absolute_files(inner, folder) for inner in value]
+    if not isinstance(value, str):
+        return value
+    name, colon, rest = value.rpartition(":") if ".py:" in value else (value, "", "")
+    try:
+        found = bool(Path(name).suffix) and (folder / name).is_file()
+    except (OSError, ValueError):  # a text that no file system takes for a name
+        return value
+    return f"{(folder / name).resolve()}{colon}{rest}" if found else value
 
 
 def _wrong_value(dotted: str, value: Any, where: str) -> str:

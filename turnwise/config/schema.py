@@ -96,7 +96,7 @@ def truncation_key(rollout: RolloutConfig) -> tuple[str, str] | None:
     return key, "SGLang returns logprobs of the distribution before truncation, not of the sampled one; leave it out"
 
 
-COLUMNS = ("prompt", "answer", "id", "images", "videos", "env")
+COLUMNS = ("prompt", "answer", "id", "images", "videos", "env", "metadata", "tools")
 """Contents that `[env] columns` can name."""
 HISTORY_MODES = ("append", "inline", "template")
 HISTORY_POLICIES = ("keep_images", "downscale_images", "drop_reasoning")
@@ -114,6 +114,7 @@ PARSERS = (
 TRACKERS = ("trackio", "wandb", "tensorboard")
 LOSS_SCALES = ("default", "last_round")
 DType = Literal["auto", "float32", "bfloat16"]
+QuantKind = Literal["none", "int4", "fp8"]
 OnInvalid = Literal["observe", "resample"]
 RejectedReplies = Literal["trained", "untrained"]
 Isolation = Literal["thread", "process"]
@@ -310,7 +311,8 @@ class EnvConfig(EnvRules):
     return_multi_modal_inputs: Annotated[bool, Needs("env.tasks given")] = True
     """Whether images are read with the dataset's rows; if false, each is read when an episode uses it."""
     columns: Annotated[Mapping[str, Any], Needs("env.tasks given", "env.eval_tasks given")] = field(default_factory=dict)
-    """Columns of `tasks` by content (`prompt`, `answer`, `id`, `images`, `videos`, `env`): `{ answer = "meta.gold" }`."""
+    """Columns of `tasks` by content (`prompt`, `answer`, `id`, `images`, `videos`, `env`, `metadata`, `tools`):
+    `{ answer = "meta.gold" }`."""
     faithful: bool = False
     """Whether another framework's user code meets that framework's behavior where ours differs on purpose (docs/compat.md)."""
     args: Mapping[str, Any] = field(default_factory=dict)
@@ -408,20 +410,21 @@ class WarmupConfig:
     dataset: Annotated[str | None, PathKind.DATA] = None
     """Conversations to train on instead: JSONL, Parquet or Arrow rows with `messages` and optionally `tools`; none records
     demonstrations."""
-    steps: Annotated[PositiveInt, WARMED_UP] = 400
+    steps: Annotated[PositiveInt, WARMED_UP] = 500
     """Maximum steps."""
     batch: Annotated[PositiveInt, WARMED_UP] = 32
     """Episodes per step."""
     lr: Annotated[PositiveFloat, WARMED_UP] = 4e-3
     """Peak learning rate, with cosine decay to a tenth."""
-    gate_success: Annotated[Fraction, WARMED_UP] = 0.15
-    """Success rate of sampled episodes on training tasks that ends the warmup; a lower rate at the last step stops the run."""
+    gate_success: Annotated[Fraction | None, WARMED_UP] = None
+    """Success rate of sampled episodes on training tasks that ends the warmup; a lower rate at the last step stops the run.
+    None is 0.75 of the demonstrations' own; a lower rate then stops the run only where rewards do not differ."""
     gate_loss: Annotated[PositiveFloat | None, WARMED_UP] = None
     """Maximum supervised loss per sampled token that is required too; none requires no loss."""
-    gate_every: Annotated[PositiveInt, WARMED_UP] = 100
+    gate_every: Annotated[PositiveInt, WARMED_UP] = 50
     """Steps between gate evaluations."""
-    gate_tasks: Annotated[PositiveInt, WARMED_UP] = 64
-    """Tasks per gate evaluation."""
+    gate_tasks: Annotated[PositiveInt, WARMED_UP] = 128
+    """Tasks per gate evaluation; one that passes is repeated with other samples."""
 
 
 @accepts_old_names
@@ -436,6 +439,8 @@ class TrainConfig:
     algorithm: Annotated[str, PathKind.OBJECT, Check(algorithm_error, only_training=True)] = "grpo"
     """Algorithm: `grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, `gspo`, `cispo` or
     `file.py:function`. It sets the keys below that are none."""
+    stop_success: Annotated[Fraction | None, bounds(gt=0)] = None
+    """Success rate of a step's episodes, averaged over 5 steps, that ends reinforcement early; none takes all steps."""
     lr: NonNegativeFloat = 1e-3
     """Learning rate."""
     schedule: Schedule = "linear"
@@ -574,6 +579,29 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QuantConfig:
+    """Low precision: the weights that the trainer computes with and the engine samples from."""
+
+    kind: QuantKind = "none"
+    """Number format of linear layers: `int4` (codes -7..7, a scale per group of inputs), `fp8` (e4m3, a scale per square block)
+    or `none`. Checkpoints hold full-precision weights."""
+    group: Annotated[PositiveInt, bounds(ge=8), Needs("quant.kind = int4")] = 128
+    """Inputs per scale of int4; 32 suits tiny models."""
+    block: Annotated[PositiveInt, Needs("quant.kind = fp8")] = 128
+    """Side of a block with one scale, and channels per scale of an activation."""
+    activations: Annotated[bool, Needs("quant.kind = fp8")] = True
+    """Whether activations are rounded to fp8 too (W8A8); false rounds weights only. Emulated: products are not computed in
+    fp8."""
+    scale_dtype: Annotated[DType, Needs("quant.kind = int4")] = "auto"
+    """Data type of int4 scales; `auto` is the model's."""
+    train: Annotated[bool, Needs("quant.kind = int4 | fp8")] = True
+    """Whether the trainer computes on the same grid; false quantizes the engine only, which needs `train.correction`."""
+    skip: Annotated[tuple[str, ...], Needs("quant.kind = int4 | fp8")] = ("lm_head",)
+    """Layers kept in full precision, by the ends of their names, besides embeddings, norms, routers, vision tower and output
+    head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
     """Held-out evaluation before and after reinforcement."""
 
@@ -639,6 +667,7 @@ class RunConfig:
     train: TrainConfig = TrainConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     lora: LoraConfig = LoraConfig()
+    quant: QuantConfig = QuantConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     track: TrackConfig = TrackConfig()

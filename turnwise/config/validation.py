@@ -80,7 +80,7 @@ def validate(
             raise error(f"{prefix}.{name}".removeprefix("."), value, why)
     rules = [_model_rules(config.model), _template_rules(config, templates)]
     rules += [] if has_objects else [_env_rules(config, envs, file)]
-    rules += [_file_rules(config), _engine_rules(config, training), _play_rules(config)]
+    rules += [_file_rules(config), _engine_rules(config, training), _play_rules(config), _quant_rules(config, training)]
     rules += [_training_rules(config)] if training else []
     for key, why in chain.from_iterable(rules):
         value = _value(config, key)
@@ -225,6 +225,27 @@ def _engine_rules(config: RunConfig, training: bool) -> Broken:
         yield "engine.kind", f'{why}; train with "vllm", "sglang" or "local"'
     if training and engine.missing_logprobs == "recompute" and config.train.old_logprobs == "engine":
         yield "engine.missing_logprobs", 'needs train.old_logprobs = "trainer", since the engine\'s are missing'
+
+
+def _quant_rules(config: RunConfig, training: bool) -> Broken:
+    quant, kind = config.quant, config.engine.kind
+    if quant.kind == "none":
+        return
+    if kind in ("chat", "llamacpp"):
+        yield "quant.kind", f'engine.kind = "{kind}" takes no weights; quantize the model at the server, and leave this out'
+    if quant.kind == "int4" and quant.group % 8:
+        yield "quant.group", "must be a multiple of 8, the codes in one packed number"
+    if not training:
+        return
+    if config.lora.rank:
+        why = "with lora.rank the base alone would be quantized, and the engine has the merged weights; set lora.rank = 0"
+        yield "quant.kind", why
+    if not quant.train and config.train.correction == "none":
+        yield "quant.train", 'trains another policy than the engine samples from; set train.correction, such as "tis"'
+    if kind != "local" and (not quant.train or (quant.kind == "fp8" and quant.activations)):
+        key = "activations" if quant.train else "train"
+        why = "is for the local engine: a server gets weights on the grid, and its logprobs must equal the trainer's"
+        yield f"quant.{key}", f"{why}; set quant.{key} = {str(not quant.train).lower()}"
 
 
 def _update_rules(config: RunConfig) -> Broken:

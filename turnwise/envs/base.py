@@ -97,6 +97,8 @@ class Action:
     """Number of tokens, without the end token."""
     raw_source: Callable[[], str] | None = field(default=None, repr=False, compare=False)
     """Computes `raw` on demand, since few environments use it."""
+    end_token: str = ""
+    """Text of the token that ended the reply; empty if the reply was cut or ended with a stop text."""
 
     @property
     def raw(self) -> str:

@@ -197,7 +197,7 @@ def _file(name: str, source: ImageSource, where: str) -> Image:
 
 PROMPTS = ("messages", "prompt", "question", "problem", "query")
 """Columns of the prompt; the first one present is used."""
-ANSWERS = ("answer", "reward_model.ground_truth", "reward_spec.ground_truth", "ground_truth", "label", "solution")
+ANSWERS = ("answer", "reward_model.ground_truth", "reward_spec.ground_truth", "ground_truth", "label", "solution", "response")
 """Columns of the answer; the first one present is used. All but `answer` also stay in `task.info`."""
 
 _ROWS_SUFFIXES = (".jsonl", ".parquet", ".arrow")
@@ -207,6 +207,9 @@ def task_from_row(
     row: Mapping[str, Any], where: str, source: ImageSource | None = None, columns: Mapping[str, str] | None = None
 ) -> Task:
     """Read one row: the prompt from one of `PROMPTS`, the answer from one of `ANSWERS`, and `id`; the rest is info.
+
+    A conversation in `messages` or in a mapped column that ends with the assistant's text ends with a reference reply: it is no
+    part of the prompt, and the answer of a row without one.
 
     For columns of images and their positions in the prompt see `turnwise.envs.datasets.with_images`.
 
@@ -223,14 +226,18 @@ def task_from_row(
     for column in (columns or {}).values():
         rest.pop(column, None)
     rest |= {ours: mapped[ours] for ours in mapped if ours not in ("prompt", "answer")}
-    given = (rest.pop(column) for column in PROMPTS if rest.get(column) is not None)
-    prompt = mapped["prompt"] if "prompt" in mapped else next(given, None)
+    column = next((column for column in PROMPTS if rest.get(column) is not None), "")
+    prompt = mapped["prompt"] if "prompt" in mapped else rest.pop(column, None)
+    reference = None
+    if "prompt" in mapped or column == "messages":
+        prompt, reference = _without_reference(prompt)
     if prompt is None or prompt == "" or prompt == []:
         near = next((f"; {column}: {hint}" for column in rest if (hint := did_you_mean(str(column), PROMPTS, 0.6))), "")
         have = ", ".join(map(str, rest)) or "none"
         raise TaskError(f"{where}: no prompt; give the row one of the columns {', '.join(PROMPTS)} (it has {have}){near}")
     name, env = rest.pop("id", None), rest.pop("env", None)
     answer = next((found for column in ANSWERS if (found := _at(rest, column)) is not None), None)
+    answer = reference if answer is None else answer
     if "answer" in mapped:
         answer = mapped["answer"]
     else:
@@ -243,6 +250,14 @@ def task_from_row(
         return Task(prompt, answer, id=label, images=images, info=rest, env=env if isinstance(env, str) else "")
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise TaskError(f"{where}: the prompt is not a string or a list of chat messages: {error}") from error
+
+
+def _without_reference(prompt: Any) -> tuple[Any, Any]:
+    """Return a conversation without the reference reply that ends it, and that reply's content."""
+    last = prompt[-1] if isinstance(prompt, (list, tuple)) and len(prompt) > 1 else None
+    if not isinstance(last, Mapping) or last.get("role") != "assistant" or last.get("tool_calls"):
+        return prompt, None
+    return prompt[:-1], last.get("content")
 
 
 def _mapped_column(row: Mapping[str, Any], column: str, ours: str, where: str) -> Any:

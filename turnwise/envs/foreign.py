@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from turnwise.errors import ConfigError, did_you_mean
 
-RECOGNIZING = ("skyrl", "verl")
+RECOGNIZING = ("skyrl", "verl", "swift", "slime", "trl")
 """Frameworks whose adapter is asked about every object that is no `tw.Env` class."""
-FRAMEWORKS = (*RECOGNIZING, "gym", "reasoning_gym", "textarena")
+FRAMEWORKS = (*RECOGNIZING, "gym", "reasoning_gym", "textarena", "textworld")
 """Modules of `turnwise.compat`, each with a `FRAMEWORK`; the others are imported only for `name:id`."""
 
 
@@ -57,6 +58,8 @@ class Framework:
     """Object registered under an id; None for an unknown one."""
     ids: Callable[[], Iterable[str]] | None = None
     """Registered ids, for suggestions."""
+    package: str = ""
+    """Package whose import registers ids; they are unknown without it."""
 
 
 @cache
@@ -77,6 +80,10 @@ def load_registered(name: str, id: str) -> Any:
         raise ConfigError(f"{name}:{id}: {name} has no registry; write file.py:Name or package.module:Name")
     made = found.find(id) if id else None
     if made is None:
+        if found.package and find_spec(found.package.replace("-", "_")) is None:
+            raise ConfigError(
+                f"{name}:{id}: {name} has no {id!r}, and {found.package} is not installed; pip install {found.package}"
+            )
         known = list(found.ids()) if found.ids is not None else []
         near = did_you_mean(id, known, 0.6) or f"it has {len(known)} ids" + (", such as " + ", ".join(known[:8])) * bool(known)
         raise ConfigError(f"{name}:{id}: {name} has no {id!r}; {near}")
@@ -106,4 +113,4 @@ def adapt(found: ForeignObject) -> Any:
 def refuse_faithful(found: ForeignObject) -> None:
     """Raise `ConfigError` for `faithful` where it has no effect."""
     if found.faithful:
-        raise ConfigError(f"{found.where}: faithful has no effect on it; it is for code of SkyRL and verl")
+        raise ConfigError(f"{found.where}: faithful has no effect on it; it is for code of SkyRL, verl and TRL")

@@ -15,7 +15,7 @@ from turnwise.envs.base import EnvFactory
 from turnwise.envs.scripted_play import ScriptedEpisode, Speak, play_scripted, run
 from turnwise.envs.tasks import TaskSource, check_disjoint
 from turnwise.errors import ConfigError
-from turnwise.types import Message, Task
+from turnwise.types import Message, Task, Tools
 
 Play = Callable[[Task, Any], Awaitable[Any]]  # agent function, ``async def play(task, model) -> reward``
 
@@ -108,8 +108,11 @@ class EnvSpec:
 
         return run(play_all())
 
-    def texts(self, n: int = 500, seed: int = 0) -> list[str]:
-        """Return sample texts for tokenizer training: `texts_function`, else tasks, tool schemas and demonstrations."""
+    def texts(self, n: int = 500, seed: int = 0, render: Callable[[Tools], str] | None = None) -> list[str]:
+        """Return sample texts for tokenizer training: `texts_function`, else tasks, tools and demonstrations.
+
+        `render` returns a template's text for tools; without it only their schemas are in the texts.
+        """
         if self.texts_function is not None:
             return list(self.texts_function(n, seed))
         if self.factory is None or (self.demonstrator or self.solver) is None:
@@ -120,7 +123,8 @@ class EnvSpec:
             texts.extend(message.text for turn in played.trajectory.turns for message in turn.messages)
             texts.extend(played.replies)
             schemas.update(dict.fromkeys(json.dumps(dict(tool), ensure_ascii=False) for tool in played.tools))
-        return [*schemas, *texts]
+        prompts = [render([json.loads(schema) for schema in schemas])] * 2 if render is not None and schemas else []
+        return [*prompts, *schemas, *texts]  # twice, since pairs that occur once are not merged
 
     both = Renamed("train_and_eval_tasks")
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from turnwise.config import Limits
 from turnwise.engines import Sampling, StopText
@@ -93,6 +93,7 @@ class Model:
         self._media_intake = AgentMediaIntake(recorder.media_intake, recorder.limits.env_s)
         self._closed = False
 
+    @overload
     async def generate(
         self,
         messages: Messages | Sequence[int],
@@ -107,7 +108,41 @@ class Model:
         stop: Sequence[str] = (),
         stop_ids: Sequence[int] = (),
         media: Sequence[Any] = (),
-    ) -> Reply:
+        n: None = None,
+    ) -> Reply: ...
+    @overload
+    async def generate(
+        self,
+        messages: Messages | Sequence[int],
+        *,
+        agent: str = "main",
+        tools: Tools = (),
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        stop: Sequence[str] = (),
+        stop_ids: Sequence[int] = (),
+        media: Sequence[Any] = (),
+        n: int,
+    ) -> list[Reply]: ...
+    async def generate(
+        self,
+        messages: Messages | Sequence[int],
+        *,
+        agent: str = "main",
+        tools: Tools = (),
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        stop: Sequence[str] = (),
+        stop_ids: Sequence[int] = (),
+        media: Sequence[Any] = (),
+        n: int | None = None,
+    ) -> Reply | list[Reply]:
         """Sample a reply to a conversation, or to ids.
 
         A conversation with unchanged earlier replies of this episode continues them with their sampled ids.
@@ -124,18 +159,45 @@ class Model:
             stop_ids: ids that end the reply, besides the model's end tokens.
             media: images of a prompt of ids, in the order of their placeholders: a placeholder as the template writes it, or
                 the ids that it expands to.
+            n: number of replies, sampled at once; returns a list. Each continues the prompt as a branch of its own.
 
         Raises:
             LimitReached: when no token is left for a reply, or the reply broke a limit. Uncaught, it ends the episode.
             EngineError, TimeoutError: when the engine fails; leave them uncaught.
             MediaError: for an image that cannot be used, or placeholders that do not fit the images.
-            UsageError: for no messages, `max_tokens` under 1, an empty stop text, sampling parameters out of range, `media`
-                with messages, or a call after the function's return.
+            UsageError: for no messages, `max_tokens` or `n` under 1, an empty stop text, sampling parameters out of range,
+                `media` with messages, or a call after the function's return.
         """
+        given: dict[str, Any] = {"agent": agent, "tools": tools, "max_tokens": max_tokens, "stop": stop, "stop_ids": stop_ids}
+        given |= {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "media": media}
+        if n is None:
+            return await self._generate_one(messages, **given)
+        if n < 1:
+            raise UsageError(f"generate: n must be at least 1, not {n}")
+        calls = [asyncio.ensure_future(self._generate_one(messages, **given)) for _ in range(n)]
+        try:
+            return list(await asyncio.gather(*calls))
+        finally:
+            for one in calls:  # those that are left after an error
+                one.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+
+    async def _generate_one(
+        self,
+        messages: Messages | Sequence[int],
+        *,
+        agent: str,
+        tools: Tools,
+        max_tokens: int | None,
+        stop: Sequence[str],
+        stop_ids: Sequence[int],
+        media: Sequence[Any],
+        **sampling_given: float | None,
+    ) -> Reply:
         if self._closed:
             raise UsageError("the episode is over: its agent function has returned")
         stop_text = self._stop_text(stop) if stop else None
-        sampling = self._sampling_with(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+        sampling = self._sampling_with(**sampling_given)
         async with self._path_lock:  # paths are found in call order, even if one call decodes images
             prompt = await self._media_intake(messages)
             placed: tuple[MediaPlacement, ...] = ()
@@ -160,6 +222,19 @@ class Model:
         ids = tuple(i for span in spans for i in span.ids)
         logprobs = tuple(p for span in spans for p in span.logprobs or ())
         return Reply(turn.reply, ids, logprobs, turn.finish, self._recorder.renderer.decode(ids))
+
+    async def render(self, messages: Messages, replies: Mapping[int, Sequence[int]], tools: Tools = ()) -> list[int]:
+        """Return the prompt ids of a conversation whose assistant messages have given ids, by their index.
+
+        A last message of the assistant stays open: its ids end the prompt, and the next reply continues them.
+        """
+        prompt = await self._media_intake(messages)
+        assert not isinstance(prompt, list)
+        opened = replies.get(len(prompt) - 1)
+        known = [SampledReply(number, tuple(ids), -1) for number, ids in sorted(replies.items())]
+        if opened is not None:
+            prompt, known = prompt[:-1], known[:-1]
+        return [*self._recorder.render_conversation(prompt, known, tools).ids, *(opened or ())]
 
     def weigh(self, reply: Reply, weights: float | Sequence[float]) -> None:
         """Set the training weight of a reply, or of each of its ids: 0 is not trained (reason `weighed`), 1 is the default.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from turnwise.envs import Action, Env, InlineObservation, Scores, Step
@@ -14,7 +14,7 @@ from turnwise.envs.tool_env import ToolEnv
 from turnwise.envs.user_code import as_number
 from turnwise.errors import EnvError, InvalidAction, RewardError, words
 from turnwise.media import has_media
-from turnwise.renderers import Branch, Extend
+from turnwise.renderers import Branch, Extend, Renderer
 from turnwise.renderers.base import Decode, cut_ids
 from turnwise.rollouts.conversation import ConversationPath, reply_decoder, reply_text
 from turnwise.rollouts.env_session import EnvSession
@@ -53,8 +53,9 @@ async def _attempt(session: EnvSession, recorder: Recorder, deadline: Deadline) 
         turn = await recorder.generate(path, deadline)
         began = time.monotonic()
         recorder.enter_phase("step", began)
-        size = len(path.ids) - turn.context - (path.ids[-1] in recorder.renderer.stop_ids)
-        action = Action(turn.reply.text, turn.reply, turn.finish == "length", size, partial(_raw_text, recorder, turn))
+        end = _end_text(recorder.renderer, path.ids[-1])  # type: ignore[arg-type]  # hashed by identity
+        size = len(path.ids) - turn.context - bool(end)
+        action = Action(turn.reply.text, turn.reply, turn.finish == "length", size, partial(_raw_text, recorder, turn), end)
         try:
             # Most episodes have neither retries nor effects; they skip the coroutine of `EnvSession.step`.
             step = as_step(await (session.step(action, turn) if session.can_recover else session.call_step(action)))
@@ -162,6 +163,12 @@ def _kept(decode: Decode, reply: Sequence[int], inline: InlineObservation) -> tu
         return inline.keep_tokens, ""
     assert inline.keep_chars is not None
     return cut_ids(decode, reply, inline.keep_chars)
+
+
+@lru_cache(maxsize=256)
+def _end_text(renderer: Renderer, last: int) -> str:
+    """Return the text of the last id of a reply if it is an end token; else an empty text."""
+    return renderer.decode([last]) if last in renderer.stop_ids else ""
 
 
 def _raw_text(recorder: Recorder, turn: Turn) -> str:

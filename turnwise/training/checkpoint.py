@@ -114,11 +114,21 @@ class Checkpoints:
             return None
         return (name, score) if read_checkpoint(self.root / name) is not None else None
 
-    def mark_best(self, name: str, score: float) -> None:
-        """Mark a checkpoint as the best, so that it is kept; raise `TraceError` when the mark cannot be written."""
+    def policy(self) -> Checkpoint | None:
+        """Return the checkpoint to play: the newest, or the best where the run ended with a worse policy; raise as `newest`."""
+        best = self.best()
+        if best is not None and json.loads((self.root / BEST_FILE).read_text(encoding="utf-8")).get("rolled_back"):
+            return read_checkpoint(self.root / best[0])
+        return self.newest()
+
+    def mark_best(self, name: str, score: float, *, rolled_back: bool = False) -> None:
+        """Mark a checkpoint as the best, so that it is kept, and with `rolled_back` as the policy of the run.
+
+        Raises `TraceError` when the mark cannot be written.
+        """
         draft = self.root / f".{BEST_FILE}.tmp"
         try:
-            draft.write_text(json.dumps({"name": name, "score": score}) + "\n", encoding="utf-8")
+            draft.write_text(json.dumps({"name": name, "score": score, "rolled_back": rolled_back}) + "\n", encoding="utf-8")
             _flush(draft)
             os.replace(draft, self.root / BEST_FILE)
         except OSError as error:

@@ -32,6 +32,8 @@ class EvalResult:
     stops: dict[str, int] = field(default_factory=dict)
     by_env: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Per environment: (episodes with a reward, successes)."""
+    differing: float = 0.0
+    """Share of rewarded episodes whose reward is not the most common one."""
     images: int = 0
     """Images and videos in the trajectories."""
 
@@ -83,6 +85,7 @@ def summarize(trajectories: Sequence[Trajectory], threshold: float = 1.0) -> Eva
         counts=tuple((len(row), sum(reward >= threshold for reward in row)) for row in by_task.values()),
         stops=dict(Counter(str(t.stop) for t in trajectories)),
         by_env=by_env,
+        differing=1.0 - max(Counter(rewards).values()) / len(rewards) if rewards else 0.0,
         images=sum(len(span.media) for t in trajectories for span in t.spans),
     )
 

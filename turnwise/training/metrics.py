@@ -164,7 +164,7 @@ def no_signal_reason(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def summary_of(config: RunConfig, success: Mapping[str, Any], resumes: int, progress: Mapping[str, Any]) -> dict[str, Any]:
     """Build the content of summary.json from `success_figures`, the number of resumes and further entries of the run."""
-    summary = dict(success) | {"rl_steps": config.train.steps} | dict(progress)
+    summary = dict(success) | dict(progress)
     summary |= {"resumed": resumes, "seed": config.seed, "versions": versions(), "machine": hardware()}
     if resumes:
         summary["times_cover"] = (

@@ -61,8 +61,11 @@ from turnwise.training.task_plan import (
 )
 from turnwise.training.trainer.checks import check_fingerprints
 from turnwise.training.trainer.memory import report_memory
-from turnwise.training.warmup import demonstrations, learning_rate, sample_demos, unmet_gate
+from turnwise.training.warmup import SIGNAL, Gate, cut_note, demonstrations, learning_rate, sample_demos
 from turnwise.types import ROUTES, EpisodeKey, StopReason, Trajectory
+
+STOP_STEPS = 5
+"""Steps over which the success that ends reinforcement is averaged."""
 
 
 class TrainingRun:
@@ -108,8 +111,12 @@ class TrainingRun:
         self.rows: set[tuple[Any, ...]] = set()
         self.spent = (0.0, 0.0)
         """Wall-clock and CPU seconds of earlier processes, each up to its last metrics row."""
+        self.step_success: dict[int, float] = {}
+        """Success of the episodes of each step so far, steps counted from 1."""
         for row in read_json_lines(run.path / "metrics.jsonl"):
             self.rows.add(_row_name(row))
+            if row.get("phase") == "train":
+                self.step_success[row["step"]] = row["success"]
             self.spent = (row.get("time_s", 0.0), row.get("cpu_s", 0.0))
         self.trained: set[int] = set()
         """Steps that the journal records as trained."""
@@ -165,13 +172,23 @@ class TrainingRun:
                 if self.cursor["phase"] == "warmup":
                     await self._warm_up()
                 before = await self._evaluate("before", 0)
+                self._keep_best(0, before)
                 await self._reinforce()
-                after = await self._evaluate("after", self.config.train.steps)
-                self._keep_best(self.config.train.steps, after)
+                steps = int(self.cursor["step"])
+                after = await self._evaluate("after", steps)
+                self._keep_best(steps, after)
+                rolled_back = self._roll_back(after)
         finally:
             await self.parts.engine.close()
         wall, cpu = self._times()
-        known = {"warmup_steps": self.cursor["warmed"], "best": self.checkpoints.best(), "wall_s": wall, "cpu_s": cpu}
+        known = {
+            "rl_steps": steps,
+            "warmup_steps": self.cursor["warmed"],
+            "best": self.checkpoints.best(),
+            "wall_s": wall,
+            "cpu_s": cpu,
+        }
+        known |= {"rolled_back": rolled_back} if rolled_back else {}
         known |= {"failed_plays": sum(self.failed_plays.values())} if self.failed_plays else {}
         resumed_turns = self.resumed_turns + self.rollout.resumed_turns
         known |= {"resumed_turns": resumed_turns} if resumed_turns else {}
@@ -280,13 +297,26 @@ class TrainingRun:
 
     def _keep_best(self, step: int, scores: Mapping[str, EvalResult]) -> None:
         """Keep the checkpoint of an evaluated policy if none scored higher; of equals, the later."""
-        best, name = self.checkpoints.best(), f"step-{step:05d}"
-        if not self.config.checkpoint.keep_best or "sampled" not in scores or not step:
+        best, name = self.checkpoints.best(), f"step-{step:05d}" if step else "warmed"
+        if not self.config.checkpoint.keep_best or "sampled" not in scores or not (step or self.cursor["warmed"]):
             return
         if best is None or scores["sampled"].success >= best[1]:
-            if not (self.checkpoints.root / name).exists():
+            if step and not (self.checkpoints.root / name).exists():
                 self._save(name, phase="reinforce", step=step)
             self.checkpoints.mark_best(name, scores["sampled"].success)
+
+    def _roll_back(self, after: Mapping[str, EvalResult]) -> str:
+        """Make the best checkpoint the policy of the run where the last one is worse by more than chance; return its name."""
+        best, last = self.checkpoints.best(), after.get("sampled")
+        if best is None or last is None or best[1] <= last.ci[1]:
+            return ""
+        name, score = best
+        self.checkpoints.mark_best(name, score, rolled_back=True)
+        self.watch.note(
+            f"the last policy succeeds in {last.success:.0%} of held-out episodes, that of checkpoint {name} in {score:.0%}: "
+            f"the run keeps {name} for eval, rollout and serve; lower train.lr, or set train.gradient_signal_steps"
+        )
+        return name
 
     # Warm-up
 
@@ -300,9 +330,14 @@ class TrainingRun:
         self.watch.phase("warm-up", warmup.steps, "steps")
         store = self.rollout.media_intake.store
         renderer, note = self.parts.renderer, self.watch.note
-        demos = await demonstrations(self.env_specs, self.plan.train, renderer, config, self.history, store, note)
+        demos = await demonstrations(self.env_specs, self.plan, renderer, config, self.history, store, note)
         demo_reward = sum(t.reward or 0.0 for t in demos) / len(demos)
-        missing = "the gate was not evaluated yet"
+        gate = Gate.of(config, demos)
+        if gate.demo_success is not None:
+            note(f"{gate.demo_success:.0%} of {len(demos)} demonstrations succeed; the warm-up's gate is {gate.success:.0%}")
+        if cut := cut_note(config, demos):
+            note(cut)
+        missing, differing = "the gate was not evaluated yet", 0.0
         losses: list[float] = list(self.cursor.get("losses", ()))
         while step < warmup.steps:
             await release_engine_memory(self.parts.engine, config)
@@ -312,31 +347,39 @@ class TrainingRun:
             self._row({"phase": "warmup", "step": step, "demo_reward": demo_reward} | figures)
             self.watch.progress(step, figures)
             if step % warmup.gate_every == 0 or step == warmup.steps:
-                missing = await self._check_gate(step, sum(losses) / len(losses))
+                missing, differing = await self._check_gate(gate, step, sum(losses) / len(losses))
                 if not missing or step == warmup.steps:
                     break
                 self._save("warmup", phase="warmup", step=step, losses=losses)
-        if missing:
+        if missing and (gate.demo_success is None or differing < SIGNAL):
             raise TurnwiseError(
                 f"the warm-up ended after {step} steps without meeting its gate: {missing}. Reinforcement would have nothing "
                 "to build on: raise warmup.steps or warmup.demos, or lower the gate if the demonstrations allow no more"
             )
+        if missing:
+            note(f"the warm-up's gate is not met ({missing}); going on, since {differing:.0%} of rewards differ")
         # Reinforcement starts with fresh moments: those of cross entropy have another scale.
         self.parts.trainer.reset_optimizer()
         self.parts.trainer.reference()
         self._save("warmed", phase="reinforce", step=0, warmed=step, losses=[])
 
-    async def _check_gate(self, step: int, loss: float) -> str:
-        """Play some training tasks and return the unmet gate conditions; empty when the gate is met."""
+    async def _check_gate(self, gate: Gate, step: int, loss: float) -> tuple[str, float]:
+        """Play some training tasks; return the unmet gate conditions, empty when the gate is met twice, and the share of
+        episodes whose reward differs from the others'."""
         await self._sync(step)
-        episodes = self.config.warmup.gate_tasks
-        tasks = self.plan.preview(episodes)
-        samples = math.ceil(episodes / len(tasks))
-        result = await self._score(tasks, "gate", step, samples, sampling_of(self.config.rollout))
-        missing = unmet_gate(self.config, result, loss)
-        row = {"phase": "gate", "step": step, "loss": loss, "gate_passed": not missing} | dict(self.measured)
-        self._row(row | result.row() | self._failed_plays("gate", step))
-        return missing
+        missing, differing = "", 0.0
+        for name in ("gate", "gate-again"):
+            if missing:
+                break
+            episodes = self.config.warmup.gate_tasks
+            tasks = self.plan.preview(episodes)
+            samples = math.ceil(episodes / len(tasks))
+            result = await self._score(tasks, name, step, samples, sampling_of(self.config.rollout))
+            missing, differing = gate.unmet(result, loss), result.differing
+            row = {"phase": "gate", "step": step, "loss": loss, "gate_passed": not missing} | dict(self.measured)
+            row |= {"name": "again"} if name == "gate-again" else {}
+            self._row(row | result.row() | self._failed_plays(name, step))
+        return missing, differing
 
     # Reinforcement
 
@@ -349,6 +392,11 @@ class TrainingRun:
         try:
             for step in range(first, steps):
                 await batches.settle()
+                if self._is_learned(step):
+                    self.watch.note(f"reinforcement ends after {step} steps: train.stop_success is reached")
+                    if not (self.checkpoints.root / f"step-{step:05d}").exists():
+                        self._save(f"step-{step:05d}", phase="reinforce", step=step)
+                    break
                 if config.eval.every and step and step % config.eval.every == 0:
                     await self._stream.gate.hold()
                     self._keep_best(step, await self._evaluate(f"step-{step}", step, greedy=False))
@@ -360,6 +408,12 @@ class TrainingRun:
                     self._save(f"step-{step + 1:05d}", phase="reinforce", step=step + 1)
         finally:
             await batches.close()
+
+    def _is_learned(self, steps: int) -> bool:
+        """Return whether the last of so many steps reached `train.stop_success`."""
+        last = [self.step_success.get(step, 0.0) for step in range(steps - STOP_STEPS + 1, steps + 1)]
+        goal = self.config.train.stop_success
+        return goal is not None and steps >= STOP_STEPS and sum(last) / STOP_STEPS >= goal
 
     def _batches(self, first: int) -> Batches:
         """Return the source of batches that `schedule.mode` names, from a step on."""
@@ -410,6 +464,7 @@ class TrainingRun:
         row = await self._train(trajectories, step, rollout_s) | {"tools_offered": self.rollout.tools_offered}
         row |= {"groups_refilled": refilled} if self.parts.trainer.objective.settings.refill else {}
         row |= self._failed_plays("train", step)
+        self.step_success[step + 1] = row["success"]
         self._row(row)
         self.watch.progress(step + 1, row)
         self.rollout.drop_recorded(trajectories)

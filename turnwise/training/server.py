@@ -18,6 +18,8 @@ from turnwise.errors import ConfigError, SyncError
 from turnwise.media import MediaStore
 from turnwise.renderers.vision import PixelCache, VisionProcessor
 from turnwise.training.model.models import device_and_dtype, load
+from turnwise.training.model.packed import quant_of
+from turnwise.training.model.quantize import quantize_for_sampling
 from turnwise.training.setup import load_model_and_renderer, score_with_model, unique_weights
 from turnwise.training.weight_transfer import GroupWeightReceiver, Rows
 from turnwise.types import Image, MediaPlacement
@@ -40,6 +42,7 @@ def make_service(
         ) from None
     config = ModelConfig(path=str(source), device=device)
     model, renderer = load_model_and_renderer(source, source, config)
+    model = quantize_for_sampling(model, quant_of(source))
     engine = LocalEngine(model, renderer=renderer, context=context, speculate=speculate)
     own, lock = model.state_dict(), threading.Lock()  # scoring and weight updates run in threads
 

@@ -24,6 +24,7 @@ from turnwise.errors import ConfigError
 from turnwise.media import MediaStore
 from turnwise.renderers.chat_renderer import ChatRenderer
 from turnwise.renderers.control_text import ControlText
+from turnwise.renderers.template import ChatTemplate, find_source
 from turnwise.renderers.vision import PixelCache
 from turnwise.rollouts.api import run_sync
 from turnwise.training.algorithms import BUILT_IN
@@ -31,11 +32,26 @@ from turnwise.training.distributed import ProcessRanks
 from turnwise.training.forward.batch import Ranks
 from turnwise.training.model.directory import ADAPTER_FILE, base_model_of, read_json, renderer_of
 from turnwise.training.model.lora import WEIGHTS_FILE, Adapter, add_lora, load_adapter
-from turnwise.training.model.models import copy_extras, create_tiny_model, device_and_dtype, load, read_tensors
+from turnwise.training.model.models import (
+    copy_extras,
+    create_tiny_model,
+    device_and_dtype,
+    load,
+    read_tensors,
+    tiny_template,
+)
+from turnwise.training.model.quantize import (
+    grid_of,
+    on_grid,
+    quantize_for_sampling,
+    quantize_for_training,
+    quantized_names,
+)
 from turnwise.training.model.weights import Weights, tied_names
 from turnwise.training.trainer.leader import RankZeroTrainer, follow_rank_zero
 from turnwise.training.trainer.trainer import Trainer
 from turnwise.training.weight_transfer import GroupWeightPacker, RequestWeightPacker
+from turnwise.types import Message, Tools
 
 if TYPE_CHECKING:
     from turnwise.engines.remote import Fleet, RemoteEngine
@@ -96,6 +112,7 @@ def make_eval_engine(config: RunConfig, source: Path, model: nn.Module, renderer
         return connect_fixed_servers(config, renderer)
     if config.engine.kind == "local":
         return _local(config, model, renderer)
+    model = quantize_for_sampling(model, config.quant)
     directory = Path(tempfile.mkdtemp(prefix="turnwise-"))
     base = base_model_of(source)
     lora = config.engine.update == "lora" and base is not None
@@ -107,6 +124,7 @@ def make_eval_engine(config: RunConfig, source: Path, model: nn.Module, renderer
 
 
 def _local(config: RunConfig, model: nn.Module, renderer: ChatRenderer) -> LocalEngine:
+    model = quantize_for_sampling(model, config.quant)
     return LocalEngine(model, renderer=renderer, context=config.limits.context, speculate=config.engine.speculate)
 
 
@@ -246,7 +264,12 @@ def model_directory(config: RunConfig, env_specs: Sequence[EnvSpec], run: Path) 
         draft = run / ".model.writing"
         shutil.rmtree(draft, ignore_errors=True)
         if named is None:
-            texts = [text for env_spec in env_specs for text in env_spec.texts(TEXTS, config.seed)]
+            template = ChatTemplate(find_source(config.model.template or tiny_template(config.model))[0])
+
+            def render(tools: Tools) -> str:
+                return template.try_render([Message("user", "")], tools) or ""
+
+            texts = [text for env_spec in env_specs for text in env_spec.texts(TEXTS, config.seed, render)]
             create_tiny_model(config.model, texts, draft, seed=config.seed)
         else:
             model, _ = load(named, *device_and_dtype(config.model))
@@ -294,6 +317,8 @@ def build_components(
         assert isinstance(trainer, RankZeroTrainer)
         return trainer.expected(ids)  # the model's own forward pass needs all ranks
 
+    if config.quant.train and config.engine.kind != "local":  # a server's logprobs are compared with the trainer's
+        quantize_for_training(model, config.quant)
     # The engine comes first: a local one copies weights that the trainer then wraps or shards.
     engine = make_engine(config, source, model, renderer, run, expected_logprobs if ranks.size > 1 else None)
     media = MediaStore(run / "media")
@@ -335,7 +360,10 @@ def _trainer(
             add_lora(model, config.lora, seed=config.seed)
         else:
             load_adapter(model, weights)
-    return (Trainer if ranks.size == 1 else RankZeroTrainer)(
+    stages = [] if (grid := grid_of(config.quant)) is None else [on_grid(grid, quantized_names(model, config.quant))]
+    if config.quant.train:
+        quantize_for_training(model, config.quant)
+    trainer = (Trainer if ranks.size == 1 else RankZeroTrainer)(
         model,
         resolved_train_config(config),
         temperature=config.rollout.temperature,
@@ -349,6 +377,8 @@ def _trainer(
         pixels=pixels,
         on_note=on_note,
     )
+    trainer.transforms.extend(stages)
+    return trainer
 
 
 def sampling_of(config: RolloutConfig | EvalConfig) -> Sampling:

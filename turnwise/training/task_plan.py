@@ -88,6 +88,7 @@ class TaskPlan:
         `TaskError` when one has no training tasks, or a task is on both sides."""
         self._seed = seed
         self._groups = groups
+        self._restricted = False
         shares = _shares([env_spec.weight for env_spec in env_specs], held_out)
         self.train: list[TaskChoice] = []
         self.held_out: list[TaskChoice] = []
@@ -119,8 +120,21 @@ class TaskPlan:
         shares = _shares(self._weights, max(len(self._lanes), min(count, int(limit))))
         return [choice for lane, share in zip(self._lanes, shares, strict=True) for choice in lane[:share]]
 
+    def demonstrated(self, env_spec: EnvSpec, count: int) -> list[TaskChoice]:
+        """Return `count` training tasks of an environment for demonstrations, or all of a finite source; how many steps the
+        run has does not change them."""
+        lane = next(lane for lane in self._lanes if lane[0].env_spec is env_spec)
+        if self._restricted:
+            return lane
+        held_out = {choice.task.id for choice in self.held_out}
+        tasks = env_spec.tasks("train", count, self._seed)
+        if len(self._lanes) > 1:
+            tasks = [replace(task, id=f"{env_spec.name}/{task.id}") for task in tasks]
+        return [TaskChoice(env_spec, task) for task in tasks if task.id not in held_out] or lane
+
     def restrict_to(self, fits: set[str]) -> None:
         """Drop every task whose id is not in `fits`. Raises `TaskError` when an environment has no training task left."""
+        self._restricted = True
         self._lanes = [[choice for choice in lane if choice.task.id in fits] for lane in self._lanes]
         if not all(self._lanes):
             raise TaskError("no training task of an environment has a first prompt within limits.prompt_tokens; raise it")

@@ -24,7 +24,7 @@ from turnwise.renderers.chat_renderer import ChatRenderer
 from turnwise.renderers.history import History
 from turnwise.rollouts import EpisodeSpec, Rollout
 from turnwise.training.evaluation import EvalResult
-from turnwise.training.task_plan import TaskChoice
+from turnwise.training.task_plan import TaskPlan
 from turnwise.types import EpisodeKey, Message, StopReason, Task, Trajectory
 from turnwise.types.messages import as_messages
 
@@ -192,7 +192,7 @@ def encode_as_sampled(renderer: ChatRenderer, conversation: DatasetConversation,
 
 async def demonstrations(
     env_specs: Sequence[EnvSpec],
-    choices: Sequence[TaskChoice],
+    plan: TaskPlan,
     renderer: ChatRenderer,
     config: RunConfig,
     history: History,
@@ -205,17 +205,16 @@ async def demonstrations(
         path, limit = Path(config.warmup.dataset), config.warmup.demos
         return await conversations(path, renderer, limits=config.limits, history=history, limit=limit, media=media, note=note)
     speakers = {env_spec.name: env_spec.demonstrator or env_spec.solver for env_spec in env_specs}
-    usable = [c for c in choices if speakers[c.env_spec.name] is not None and c.env_spec.factory is not None]
+    usable = [one for one in env_specs if speakers[one.name] is not None and one.factory is not None]
     if not usable:
         raise ConfigError("warmup.demos is over 0 but no environment has a demonstrator or solver; set warmup.demos = 0")
     found: list[Trajectory] = []
-    total = sum(env_spec.weight for env_spec in {choice.env_spec.name: choice.env_spec for choice in usable}.values())
-    for env_spec in env_specs:
+    total = sum(env_spec.weight for env_spec in usable)
+    for env_spec in usable:
         speaker = speakers[env_spec.name]
-        own = [choice for choice in usable if choice.env_spec is env_spec]
-        if not own or speaker is None:
-            continue
+        assert speaker is not None
         count = max(1, round(config.warmup.demos * env_spec.weight / total))
+        own = plan.demonstrated(env_spec, count)
         rollout = Rollout(
             ScriptedEngine(speaker),
             renderer,
@@ -237,6 +236,40 @@ async def demonstrations(
     return good
 
 
+LIMIT_KEYS = {
+    StopReason.MAX_TURNS: "turns",
+    StopReason.TURN_LENGTH: "turn_tokens",
+    StopReason.EPISODE_TOKENS: "episode_tokens",
+    StopReason.CONTEXT: "context",
+}
+"""Keys of `[limits]` by the stop reason that they cause."""
+CUT = 0.1
+"""Share of demonstrations cut at a limit from which on it is reported."""
+
+
+def cut_note(config: RunConfig, demos: Sequence[Trajectory]) -> str:
+    """Describe the limit that cuts most demonstrations; empty if it cuts few."""
+    stops = Counter(t.stop for t in demos if t.stop in LIMIT_KEYS)
+    if not stops:
+        return ""
+    (reason, count), *_ = stops.most_common(1)
+    if reason is None or count < CUT * len(demos):
+        return ""
+    key = LIMIT_KEYS[reason]
+    limit = f"limits.{key} = {getattr(config.limits, key)}"
+    if reason is StopReason.MAX_TURNS and max(len(t.turns) for t in demos if t.stop is reason) < config.limits.turns:
+        limit = "the environment's max_turns"
+    return f"{count / len(demos):.0%} of the demonstrations are cut at {limit}; raise it, or what they show has no end"
+
+
+GATE_SHARE = 0.75
+"""Share of the demonstrations' success that the warm-up must reach by default; 0.9 was too strict for one of six tasks."""
+NO_DEMONSTRATOR = 0.15
+"""Gate of a warm-up on conversations, whose success is unknown."""
+SIGNAL = 0.02
+"""Share of episodes whose reward differs from the most common one from which on reinforcement has something to learn from."""
+
+
 def sample_demos(demos: Sequence[Trajectory], config: RunConfig, step: int) -> list[Trajectory]:
     """Draw the demonstrations of one step uniformly (buckets by length would favor middle lengths)."""
     return random.Random(f"{config.seed}/warmup/{step}").choices(demos, k=config.warmup.batch)
@@ -250,12 +283,33 @@ def learning_rate(config: RunConfig, step: int) -> float:
     return warmup.lr * rise * fall
 
 
-def unmet_gate(config: RunConfig, score: EvalResult, loss: float) -> str:
-    """Describe the unmet gate conditions; empty if the gate is met."""
-    warmup = config.warmup
-    missing = []
-    if score.success < warmup.gate_success:
-        missing.append(f"success is {score.success:.2f}, warmup.gate_success {warmup.gate_success:g}")
-    if warmup.gate_loss is not None and loss > warmup.gate_loss:
-        missing.append(f"loss is {loss:.3f}, warmup.gate_loss {warmup.gate_loss:g}")
-    return " and ".join(missing)
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What a policy must reach for the warm-up to end."""
+
+    success: float
+    """Success rate of sampled episodes."""
+    loss: float | None
+    """Maximum loss per sampled token."""
+    demo_success: float | None
+    """Success rate of the demonstrations, if the gate is relative to it."""
+
+    @classmethod
+    def of(cls, config: RunConfig, demos: Sequence[Trajectory]) -> Gate:
+        """Return the gate of a run, relative to its demonstrations unless the recipe sets it."""
+        warmup = config.warmup
+        rewards = [t.reward for t in demos if t.reward is not None]
+        if warmup.gate_success is not None or not rewards:  # conversations of a dataset have no rewards
+            return cls(NO_DEMONSTRATOR if warmup.gate_success is None else warmup.gate_success, warmup.gate_loss, None)
+        success = sum(reward >= config.eval.success for reward in rewards) / len(rewards)
+        return cls(GATE_SHARE * success, warmup.gate_loss, success)
+
+    def unmet(self, score: EvalResult, loss: float) -> str:
+        """Describe the unmet conditions; empty if the gate is met."""
+        missing = []
+        if score.success < self.success:
+            of = "" if self.demo_success is None else f" ({GATE_SHARE:g} of the demonstrations' {self.demo_success:.2f})"
+            missing.append(f"success is {score.success:.2f}, the gate {self.success:.2g}{of}")
+        if self.loss is not None and loss > self.loss:
+            missing.append(f"loss is {loss:.3f}, warmup.gate_loss {self.loss:g}")
+        return " and ".join(missing)

@@ -29,6 +29,11 @@ MISMATCH_MIN = 1e-4  # mean mismatch in nats below which growth is ignored; floa
 ENTROPY_LEFT = 0.05  # share of the initial entropy below which exploration has ended
 DOMINATES = 0.95  # share of the spread of all reward parts at which one part dominates
 GATE_EVALS = 2  # number of failed gate evaluations after which the warmup is reported while it runs
+MALFORMED = 0.3  # minimum share of calls that cannot be parsed or are answered by an error to report them
+NOT_CARRIED = 0.3  # minimum lead of success on training tasks over held-out ones to report it
+FEW_HELD_OUT = 20  # number of held-out episodes below which success on them means little
+FLAT_STEPS = 20  # number of steps without a change after which it is reported
+NOISE = 0.05  # mean gradient agreement below which gradients count as noise
 UNSOLVED = 0.95  # success at which ties are no fault: the tasks are solved
 
 
@@ -189,7 +194,108 @@ def warmup_gate_unmet(rows: DiagnosisInput) -> Diagnosis | None:
     )
 
 
-DIAGNOSES = (warmup_gate_unmet, blind, tied, truncated, tool_unused, mismatch, entropy, dominated)
+def worse(rows: DiagnosisInput) -> Diagnosis | None:
+    """Reinforcement made it worse: the run went back to an earlier policy."""
+    kept, score = rows.summary.get("rolled_back"), pair(rows.summary.get("success_after_ci"))
+    if not kept or score is None:
+        return None
+    return Diagnosis(
+        "reinforcement made it worse",
+        f"The last policy's held-out success is at most {100 * score[1]:.0f}%, under that of checkpoint {kept}, which the run "
+        "keeps.",
+        "Lower train.lr, scale it by evidence (train.gradient_signal_steps = 20), or check that the reward measures success.",
+    )
+
+
+def not_carried(rows: DiagnosisInput) -> Diagnosis | None:
+    """Training high and held-out low: success on training tasks leads by `NOT_CARRIED`."""
+    after, train = number(rows.summary.get("success_after")), _mean(rows.last, "success")
+    if after is None or len(rows.last) < LAST or train - after < NOT_CARRIED:
+        return None
+    return Diagnosis(
+        "what is learned does not carry over",
+        f"Training tasks succeed in {100 * train:.0f}%, held-out ones in {100 * after:.0f}%.",
+        "Train on more and more different tasks, or hold out tasks whose answers also occur in training.",
+    )
+
+
+def few_held_out(rows: DiagnosisInput) -> Diagnosis | None:
+    """Few held-out episodes: under `FEW_HELD_OUT`."""
+    n = number(rows.summary.get("n_eval"))
+    if not n or n >= FEW_HELD_OUT:
+        return None
+    return Diagnosis(
+        "few held-out episodes",
+        f"{n:.0f} held-out episodes say little: one more success changes the rate by {100 / n:.0f} points.",
+        "Give the environment more held-out tasks, or play each more often (eval.samples).",
+    )
+
+
+def one_reply(rows: DiagnosisInput) -> Diagnosis | None:
+    """No better than one reply: success after reinforcement is at `single_turn_best`, in at most one and a half turns."""
+    best, turns = number(rows.summary.get("single_turn_best")), number(rows.summary.get("turns_after"))
+    low, high = pair(rows.summary.get("success_after_ci")) or (1.0, 0.0)
+    if not best or turns is None or turns > 1.5 or not low <= best <= high:
+        return None
+    return Diagnosis(
+        "no better than one reply",
+        f"Success is what one reply reaches at best ({100 * best:.0f}%), in {turns:.1f} turns: the policy answers at once.",
+        "Warm it up on demonstrations that use more turns, or reward the steps that lead to the answer.",
+    )
+
+
+def malformed(rows: DiagnosisInput) -> Diagnosis | None:
+    """Calls fail: `MALFORMED` of the calls cannot be parsed, or are answered by an error."""
+    bad = sum_tables(rows.last, "malformed_calls") + sum_tables(rows.last, "tool_mistakes")
+    calls = sum(sum_tables(rows.last, "tool_calls").values()) + sum(sum_tables(rows.last, "malformed_calls").values())
+    if len(rows.last) < LAST or not calls or sum(bad.values()) < MALFORMED * calls:
+        return None
+    kind, count = bad.most_common(1)[0]
+    return Diagnosis(
+        "calls fail",
+        f"{sum(bad.values()):.0f} of {calls:.0f} calls in the last {LAST} steps cannot be used, mostly {kind} ({count:.0f}).",
+        "More demonstrations (warmup.demos) and warm-up steps teach the form; check it with turnwise check --model.",
+    )
+
+
+def flat(rows: DiagnosisInput) -> Diagnosis | None:
+    """Nothing changes: over `FLAT_STEPS` steps, success of training episodes rose by no more than chance, tasks unsolved."""
+    if len(rows.train) < FLAT_STEPS or tied(rows) is not None or truncated(rows) is not None:
+        return None
+    recent = rows.train[-FLAT_STEPS:]
+    halves = recent[: FLAT_STEPS // 2], recent[FLAT_STEPS // 2 :]
+    means = [_mean(half, "success") for half in halves]
+    episodes = max(_mean(recent, "trajectories") * len(halves[0]), 1.0)
+    chance = 2 * (2 * max(means[0] * (1 - means[0]), 0.01) / episodes) ** 0.5
+    if max(means) >= UNSOLVED or means[1] - means[0] > chance or not _sum(recent, "trajectories"):
+        return None
+    agreement = _mean(recent, "gradient_agreement")
+    why, remedy = "gradients agree, so steps are too small", "Raise train.lr."
+    if agreement < NOISE:
+        why, remedy = f"gradients of different steps do not agree ({agreement:.2f})", "Use larger or more groups (rollout)."
+    return Diagnosis(
+        "nothing changes",
+        f"Success of training episodes went from {100 * means[0]:.0f}% to {100 * means[1]:.0f}% in {FLAT_STEPS} steps: {why}.",
+        remedy,
+    )
+
+
+DIAGNOSES = (
+    warmup_gate_unmet,
+    worse,
+    not_carried,
+    blind,
+    tied,
+    truncated,
+    tool_unused,
+    malformed,
+    one_reply,
+    mismatch,
+    entropy,
+    dominated,
+    flat,
+    few_held_out,
+)
 
 
 def _sum(rows: Sequence[Row], name: str) -> float:

@@ -125,6 +125,8 @@ RULES: dict[str, Any] = {
     "eval-prompt-data": _eval_data,
     "input-key": "env.columns.prompt",
     "label-key": "env.columns.answer",
+    "metadata-key": unless_off("env.columns.metadata", ("metadata",)),
+    "tool-key": unless_off("env.columns.tools", ("tools",)),
     "multimodal-keys": _multimodal,
     "custom-generate-function-path": _generate,
     "custom-config-path": _custom_config,
@@ -199,8 +201,6 @@ _TRAINED = "each sampled token of a group counts by its rules; see train.group_f
 NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "apply-chat-template": ("the model's template is always applied", (True,)),
     "rollout-shuffle": ("tasks are always shuffled, by the seed", (True,)),
-    "metadata-key": ("every other column of a row reaches the environment under its own name", ("metadata",)),
-    "tool-key": ("every other column of a row reaches the environment under its own name", ("tools",)),
     "eval-input-key": ("held-out tasks have the columns of the training tasks", ("prompt",)),
     "eval-label-key": ("held-out tasks have the columns of the training tasks", ()),
     "eval-tool-key": ("held-out tasks have the columns of the training tasks", ()),

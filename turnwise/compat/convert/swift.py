@@ -28,6 +28,7 @@ COLUMNS = {
     **dict.fromkeys(("solution", "answer", "response"), "answer"),
     "images": "images",
     "videos": "videos",
+    "tools": "tools",
     "id": "id",
 }
 

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from turnwise.engines.base import Generation, Request, StopText
 from turnwise.engines.local.batch import ActiveCall, Outcome, caused_error
 from turnwise.engines.local.batch_invariance import calibrate_batch_invariance
 from turnwise.engines.local.model import EngineModel
+from turnwise.engines.local.quantization import from_directory
 from turnwise.engines.local.sampling import Sampler
 from turnwise.engines.local.scheduler import Scheduler
-from turnwise.engines.local.vision import ContextMedia, auto_class
+from turnwise.engines.local.vision import ContextMedia
 from turnwise.engines.local.weights import check_weights, copy_weights
 from turnwise.errors import BackendContractError, EngineError, ModelError
 from turnwise.types import ids_with_media_keys, is_finite_number
@@ -280,8 +280,7 @@ class LocalEngine:
             EngineError: when the model is not supported.
         """
         try:
-            kind = auto_class(AutoConfig.from_pretrained(Path(path), local_files_only=True))
-            model = kind.from_pretrained(Path(path), dtype=options.get("dtype") or "auto", local_files_only=True)
+            model = from_directory(Path(path), options.get("dtype") or "auto")
         except (OSError, ValueError) as error:
             raise ModelError(f"{path}: not a causal model that transformers can load: {error}") from error
         return cls(model, **options)

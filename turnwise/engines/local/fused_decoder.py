@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import Linear
 
 from turnwise.engines.local.batch import RowMedia
 from turnwise.engines.local.kv_cache import KVCache
+from turnwise.engines.local.quantization import WeightGrid, input_grid
 from turnwise.engines.local.sampling import round_up_rows
 from turnwise.engines.local.vision import ImageFeatures, SplitVLM
 
@@ -47,6 +49,12 @@ class FusedLayer:
     eps: float
     head_eps: float
     scale: float
+    grid: WeightGrid | None
+    """Grid to which the inputs of the four products are rounded; None for none."""
+
+    def inputs(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the inputs of a product, rounded where the layer's modules round them."""
+        return rows if self.grid is None else self.grid.round_inputs(rows)
 
 
 class FusedDecoder:
@@ -119,7 +127,7 @@ class FusedDecoder:
         count = len(rows)
         normed = self._buffer("normed", *stream.shape)
         call.add_and_norm(flat, change, rows, layer.first, layer.eps, _flat(normed))
-        qkv = torch.mm(normed, layer.qkv.T, out=self._buffer("qkv", count, layer.qkv.shape[0]))
+        qkv = torch.mm(layer.inputs(normed), layer.qkv.T, out=self._buffer("qkv", count, layer.qkv.shape[0]))
         keys, values = self.cache.blocks(number, self.kv, self.size)
         mixed = self._buffer("mixed", count, self.heads * self.size)
         scores = self._buffer("scores", self.heads // self.kv, self.cache.capacity)
@@ -129,12 +137,12 @@ class FusedDecoder:
         stores = _flat(keys), _flat(values)
         call.attend(_flat(qkv), *norms, *angles, *stores, *sizes, layer.scale, _flat(scores), _flat(mixed))
         added = self._buffer("added", *stream.shape)
-        torch.mm(mixed, layer.output.T, out=added)
+        torch.mm(layer.inputs(mixed), layer.output.T, out=added)
         call.add_and_norm(flat, _flat(added), rows, layer.second, layer.eps, _flat(normed))
-        both = torch.mm(normed, layer.both.T, out=self._buffer("both", count, layer.both.shape[0]))
+        both = torch.mm(layer.inputs(normed), layer.both.T, out=self._buffer("both", count, layer.both.shape[0]))
         gated = self._buffer("gated", count, layer.down.shape[1])
         call.swiglu(_flat(both), count, layer.down.shape[1], _flat(gated))
-        return _flat(torch.mm(gated, layer.down.T, out=added))
+        return _flat(torch.mm(layer.inputs(gated), layer.down.T, out=added))
 
     def _buffer(self, name: str, rows: int, size: int) -> torch.Tensor:
         """Return a reusable buffer for an intermediate result."""
@@ -207,6 +215,9 @@ def is_supported(module: Any, tower: SplitVLM | None = None) -> bool:
             and all(p.dtype == torch.float32 and p.device.type == "cpu" for p in module.parameters())
             and not any(width % 16 for width in widths)
             and queries % keys == 0
+            and all(
+                len({input_grid(module) for module in layer.modules() if isinstance(module, Linear)}) == 1 for layer in layers
+            )
             and all((a.head_dim, a.q_proj.out_features, a.k_proj.out_features) == (size, queries, keys) for a in attention)
             and all(getattr(a, "sliding_window", None) is None for a in attention)
             and rope not in ("dynamic", "longrope")
@@ -306,6 +317,7 @@ def _layer(layer: Any) -> FusedLayer:
         eps=float(layer.input_layernorm.variance_epsilon),
         head_eps=head_eps,
         scale=float(attention.scaling),
+        grid=input_grid(attention.q_proj),
     )
 
 

@@ -4,7 +4,7 @@ sampling distribution or response form (`NEUTRAL`)."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -15,13 +15,12 @@ Name = Annotated[str, Field(max_length=200)]
 Version = Name | int
 Size = Annotated[int, Field(ge=0, lt=2**48)]
 Words = list[Annotated[str, Field(max_length=300)]]
-Item = TypeVar("Item")
-Pictures = Annotated[list[Item], Field(max_length=1000)]
+PICTURES = Field(max_length=1000)
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens", "min_new_tokens"), (0,)),
     **dict.fromkeys(("repetition_penalty", "n", "best_of"), (1,)),
     **dict.fromkeys(("use_beam_search", "stream", "echo"), (False,)),
-    **dict.fromkeys(("bad_words", "image_data", "content_parts"), ([],)),
+    **dict.fromkeys(("bad_words", "image_data", "video_data", "audio_data", "content_parts"), ([],)),
     "features": ({}, []),
     "allowed_token_ids": (),
     "lora_path": (),
@@ -68,6 +67,7 @@ class Completion(Settings):
     """Body of `/v1/completions`."""
 
     prompt: list[Id]
+    n: Annotated[int, Field(ge=1, le=64)] | None = None
     model: Name | None = None
     prompt_logprobs: int | None = None
 
@@ -83,7 +83,7 @@ class TokensIn(Body):
     """Body of `/inference/v1/generate`."""
 
     token_ids: list[Id]
-    content_parts: Pictures[PicturePart] = []
+    content_parts: Annotated[list[PicturePart], PICTURES] = []
     sampling_params: Settings
     model: Name | None = None
     request_id: Name | None = None
@@ -93,7 +93,7 @@ class Generate(Body):
     """Body of SGLang's `/generate`."""
 
     input_ids: list[Id]
-    image_data: Pictures[str] | str | None = None
+    image_data: Annotated[list[str], PICTURES] | str | None = None
     """Data URLs, in the order of their placeholders."""
     return_routed_experts: bool = False
     routed_experts_start_len: Annotated[int, Field(ge=0)] = 0

@@ -215,6 +215,11 @@ class EngineService:
 
     # vLLM
 
+    @property
+    def _all_experts(self) -> int | None:
+        """First position whose experts replies hold: no request asks for them, and a server that has them sends all."""
+        return 0 if self.experts else None
+
     @_vllm("/version", method="GET")
     async def _vllm_version(self, call: Call) -> Any:
         return {"version": f"turnwise-{__version__}"}
@@ -238,18 +243,30 @@ class EngineService:
             scores = await self._score_ids(ids)
             scored = [None, *({str(one): {"logprob": score}} for one, score in zip(ids[1:], scores, strict=True))]
         name = f"cmpl-{call.headers.get('x-request-id') or uuid.uuid4().hex}"
-        reply, _ = await self._sample(name, ids, body, body.max_tokens, call.headers.get("x-session-id", ""))
-        choice = {
-            "index": 0,
-            "text": self.decode(reply.ids),
-            "token_ids": reply.ids,
-            "prompt_token_ids": ids,
-            "finish_reason": reply.finish,
-            "stop_reason": None,
-            "logprobs": {"token_logprobs": reply.logprobs},
-            "prompt_logprobs": scored,
-        }
-        return {"id": name, "model": self.model, "choices": [choice]} | _usage(ids, reply)
+        session = call.headers.get("x-session-id", "")
+        sampled = await asyncio.gather(
+            *(
+                self._sample(
+                    name if not at else f"{at}_{name}", ids, settings, body.max_tokens, session, routes_from=self._all_experts
+                )
+                for at, settings in enumerate(_settings_of_each(body))
+            )
+        )
+        choices = [
+            {
+                "index": index,
+                "text": self.decode(reply.ids),
+                "token_ids": reply.ids,
+                "prompt_token_ids": ids,
+                "finish_reason": reply.finish,
+                "stop_reason": None,
+                "logprobs": {"token_logprobs": reply.logprobs},
+                "prompt_logprobs": scored,
+            }
+            | _npy_experts(reply)
+            for index, (reply, _) in enumerate(sampled)
+        ]
+        return {"id": name, "model": self.model, "choices": choices} | _usage(ids, *(reply for reply, _ in sampled))
 
     @_vllm("/inference/v1/generate", bodies.TokensIn)
     async def _vllm_generate(self, call: Call) -> Any:
@@ -257,14 +274,12 @@ class EngineService:
         self._check(body, body.model)
         given, name = body.sampling_params, body.request_id or uuid.uuid4().hex
         ids, media = await self._place(body.token_ids, [part.url for part in body.content_parts])
-        # As in vLLM, no request asks for experts: a server that has them sends all.
-        routes_from, session = 0 if self.experts else None, call.headers.get("x-session-id", "")
-        reply, weights = await self._sample(name, ids, given, given.max_tokens, session, media, routes_from)
+        session = call.headers.get("x-session-id", "")
+        reply, weights = await self._sample(name, ids, given, given.max_tokens, session, media, self._all_experts)
         content = [{"token_id": one, "logprob": p} for one, p in zip(reply.ids, reply.logprobs, strict=True)]
         choice = {"index": 0, "token_ids": reply.ids, "finish_reason": reply.finish, "logprobs": {"content": content}}
         choice["weight_versions"] = [{"version": weights, "start": 0, "end": len(reply.ids)}]
-        if (found := _experts_of(reply)) is not None:
-            choice["routed_experts"] = b64encode(_npy(found)).decode()
+        choice |= _npy_experts(reply)
         return {"request_id": name, "prompt_token_ids": ids, "choices": [choice]} | _usage(ids, reply)
 
     @_vllm("/inference/v1/abort_requests", bodies.Aborts, changes=True)
@@ -361,9 +376,9 @@ class EngineService:
         if body.routed_experts_start_len >= len(ids) > 0:
             raise HttpError(400, f"routed_experts_start_len = {body.routed_experts_start_len} of {len(ids)} ids")
         meta: dict[str, Any] = {}
-        if body.logprob_start_len == 0 and media:
-            raise HttpError(400, "logprob_start_len = 0: not supported with images")
         if body.logprob_start_len == 0:
+            if media:
+                raise HttpError(400, "logprob_start_len = 0: not supported with images")
             scores = [None, *(await self._score_ids(ids))]
             meta["input_token_logprobs"] = [[score, one, None] for one, score in zip(ids, scores, strict=True)]
         session, max_tokens = call.headers.get("x-smg-routing-key", ""), given.max_new_tokens if given else None
@@ -500,26 +515,35 @@ class EngineService:
 
 
 def _experts_of(reply: Generation) -> Any:
-    """Return the experts of a reply, an array [positions, layers, k]; None where it ended before a pass."""
+    """Return the experts of a reply, an array [positions, layers, k]; None where it has none."""
     from numpy import asarray
 
     return asarray(reply.extras[ROUTES][1]) if ROUTES in reply.extras else None
 
 
-def _npy(array: Any) -> bytes:
-    """Return an array as an .npy file."""
+def _npy_experts(reply: Generation) -> dict[str, str]:
+    """Return the field of a vLLM choice with the experts of a reply, an .npy file in base64; empty where it has none."""
     from numpy import save
 
+    if (experts := _experts_of(reply)) is None:
+        return {}
     file = BytesIO()
-    save(file, array, allow_pickle=False)
-    return file.getvalue()
+    save(file, experts, allow_pickle=False)
+    return {"routed_experts": b64encode(file.getvalue()).decode()}
 
 
-def _usage(ids: Sequence[int], reply: Generation) -> dict[str, Any]:
+def _settings_of_each(body: bodies.Completion) -> list[bodies.Completion]:
+    """Return the settings of each of `n` replies: seeds that follow the given one, as vLLM's do."""
+    seeds = [None if body.seed is None else body.seed + number for number in range(body.n or 1)]
+    return [body.model_copy(update={"seed": seed}) for seed in seeds]
+
+
+def _usage(ids: Sequence[int], *replies: Generation) -> dict[str, Any]:
     """Return the fields of a vLLM response that count ids."""
-    usage = {"prompt_tokens": len(ids), "completion_tokens": len(reply.ids), "total_tokens": len(ids) + len(reply.ids)}
-    found: dict[str, Any] = {"usage": usage | {"prompt_tokens_details": {"cached_tokens": reply.cached_tokens}}}
-    if reply.drafted:
-        drafts = {"num_draft_tokens": reply.drafted, "num_accepted_draft_tokens": reply.accepted}
+    count = sum(len(reply.ids) for reply in replies)
+    usage = {"prompt_tokens": len(ids), "completion_tokens": count, "total_tokens": len(ids) + count}
+    found: dict[str, Any] = {"usage": usage | {"prompt_tokens_details": {"cached_tokens": replies[0].cached_tokens}}}
+    if drafted := sum(reply.drafted for reply in replies):
+        drafts = {"num_draft_tokens": drafted, "num_accepted_draft_tokens": sum(reply.accepted for reply in replies)}
         found["metrics"] = {"speculative_decoding": drafts}
     return found

@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from turnwise.config import ModelConfig
 from turnwise.config.launch import local_rank, world_size
-from turnwise.engines.local.vision import auto_class, split_vlm
+from turnwise.engines.local.quantization import from_directory
+from turnwise.engines.local.vision import split_vlm
 from turnwise.errors import ConfigError, ModelError
 from turnwise.renderers.template import template_source
 from turnwise.training.model.directory import ADAPTER_FILE, base_model_of, read_json, token_count
@@ -197,6 +198,11 @@ class ModelInfo:
     """Number of tokenizer ids; never more than `vocabulary`."""
 
 
+def tiny_template(config: ModelConfig) -> str:
+    """Return the name of a tiny model's chat template."""
+    return "qwen_vl" if config.vision else "chatml"
+
+
 def create_tiny_model(config: ModelConfig, texts: Iterable[str], directory: str | Path, *, seed: int = 0) -> Path:
     """Create a tokenizer from texts that the model will read and write, and a Qwen3 with random weights, as a model directory.
 
@@ -207,7 +213,7 @@ def create_tiny_model(config: ModelConfig, texts: Iterable[str], directory: str 
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(texts, VISION_TOKENS if config.vision else ())
-    write_tokenizer(tokenizer, directory, template_source("qwen_vl" if config.vision else "chatml"), TINY_CONTEXT)
+    write_tokenizer(tokenizer, directory, template_source(tiny_template(config)), TINY_CONTEXT)
     with silence_transformers(), torch.random.fork_rng(devices=[]):
         from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
@@ -255,19 +261,9 @@ def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None
     _check_directory(root)
     dtype = dtype or (torch.float32 if device.startswith("cpu") else torch.bfloat16)
     with silence_transformers():
-        from transformers import AutoConfig
-
         try:
-            kind = auto_class(AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False))
             # sdpa is exact enough (3.8e-6 in float32 against eager) and has a fused kernel on CPU and CUDA.
-            model, report = kind.from_pretrained(
-                root,
-                dtype=dtype,
-                attn_implementation="sdpa",
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
+            model, report = from_directory(root, dtype, attn_implementation="sdpa", output_loading_info=True)
         except Exception as error:  # transformers raises nearly anything for a broken directory
             reason = " ".join(str(error).split())[:300]
             raise ModelError(f"{root}: transformers cannot load it as a causal language model: {reason}") from error

@@ -38,6 +38,7 @@ from turnwise.training.model.models import (
     freeze_vision,
     read_tensors,
 )
+from turnwise.training.model.quantize import rounds_activations
 from turnwise.training.model.reference import ReferencePolicy
 from turnwise.training.model.weights import Transform, Weights, clone_tensors, tied_names
 from turnwise.training.trainer.checks import (
@@ -105,6 +106,7 @@ class Trainer:
             )
         # Dropout off: the trained policy must equal the sampled one. Gradients flow all the same.
         self.model = model.eval()
+        self._rounded_inputs = rounds_activations(model)
         self.config = config
         self.objective = Objective(config, resolve_settings(config))
         self.temperature = temperature
@@ -275,7 +277,7 @@ class Trainer:
 
     def _check_start(self, batch: TrainingBatch, start_n: Tensor, step_metrics: StepMetrics) -> None:
         batch.start_n = start_n
-        check_mismatch(batch, self.config, self.dtype, self.distribution)
+        check_mismatch(batch, self.config, self.dtype, self.distribution, rounded_inputs=self._rounded_inputs)
         current_n = batch.current_n
         step_metrics.start.append((start_n[current_n], batch.engine_n[current_n]))
 

@@ -1,0 +1,170 @@
+"""Ten small tasks of `examples/`, each trained with the recipe that `turnwise init` writes, and with shuffled rewards.
+
+    python benchmarks/first_try.py [--quick] [--only NAME ...] [--set KEY=VALUE ...] [--jobs N]
+
+A task is learned if held-out success is at least 0.8 of its solver's, and reinforcement closed at least half of the gap between
+the policy before it and the solver. With rewards shuffled among the episodes of each step (the control) none may be learned (a
+gain over 0.1), and none broken (a loss over 0.1). Last line JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+TASKS = {
+    "sort_swaps": "SortSwaps",
+    "stack_machine": "StackMachine",
+    "unit_conversion": "env",
+    "file_system": "FileSystem",
+    "battleship": "Battleship",
+    "mastermind": "Mastermind",
+    "calendar_slot": "env",
+    "text_edit": "TextEdit",
+    "haggling": "Haggling",
+    "zoom_count": "ZoomCount",
+}
+IMAGES = ("zoom_count",)
+HEADER = "| task | seed | demonstrations | before | after | solver | steps | CPU s | gate | |"
+OF_SOLVER, OF_GAP, DRIFT = 0.8, 0.5, 0.1
+
+
+def recipe_of(name: str, folder: Path) -> Path:
+    """Write what `turnwise init` writes, with the example in place of its environment; return the recipe."""
+    words = [sys.executable, "-m", "turnwise", "init", name]
+    subprocess.run(words, cwd=folder, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    recipe = folder / name / "recipe.toml"
+    text = recipe.read_text()
+    use = next(line for line in text.splitlines() if line.startswith("use = "))
+    recipe.write_text(text.replace(use, f'use = "{ROOT}/examples/{name}.py:{TASKS[name]}"'))
+    return recipe
+
+
+def train(recipe: Path, seed: int, out: Path, overrides: Sequence[str], shuffled: bool) -> dict[str, Any]:
+    """Train in this process; return the summary, or the error that stopped the run."""
+    from honesty import Shuffled
+
+    from turnwise.config import load
+    from turnwise.errors import TurnwiseError
+    from turnwise.records import NullListener, RunDir
+    from turnwise.training import TrainingRun
+    from turnwise.training.task_plan import make_env_specs
+
+    config = replace(load(recipe, [f"--{one}" for one in overrides]).config, seed=seed)
+    with RunDir(out) as directory:
+        try:
+            run = TrainingRun(config, make_env_specs(config), directory, NullListener())
+            if shuffled:
+                run.parts.trainer = Shuffled(run.parts.trainer, seed)  # type: ignore[assignment]
+            return asyncio.run(run.play())
+        except TurnwiseError as error:
+            return {"error": str(error)}
+
+
+def solver_success(name: str, seed: int = 0, n: int = 128) -> float:
+    """Success of the solver on held-out tasks."""
+    import turnwise as tw
+    from turnwise.config.schema import EnvConfig
+    from turnwise.envs import resolve_env
+
+    spec = resolve_env(EnvConfig(use=f"{ROOT}/examples/{name}.py:{TASKS[name]}"))
+    assert spec.factory is not None
+    assert spec.solver is not None
+    found = tw.rollout(spec.factory, spec.tasks("eval", n, seed), engine=tw.ScriptedEngine(spec.solver))
+    return sum(one.reward == 1.0 for one in found) / len(found)
+
+
+def run_one(name: str, seed: int, shuffled: bool, overrides: Sequence[str]) -> dict[str, Any]:
+    """Train a task in a process of its own; return a row."""
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = recipe_of(name, Path(folder))
+        given = [*overrides, *(["model.vision=true"] if name in IMAGES else [])]
+        words = [sys.executable, __file__, "--child", name, str(seed), str(recipe), f"{folder}/run", str(int(shuffled)), *given]
+        done = subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return {"task": name, "seed": seed, "shuffled": shuffled, "error": done.stderr[-300:]}
+        return {"task": name, "seed": seed, "shuffled": shuffled, **json.loads(done.stdout.splitlines()[-1])}
+
+
+def child(name: str, seed: str, recipe: str, out: str, shuffled: str, *overrides: str) -> None:
+    """Train one task and print its row."""
+    summary = train(Path(recipe), int(seed), Path(out), overrides, bool(int(shuffled)))
+    gates = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+    row = {
+        key: summary.get(key) for key in ("success_before", "success_after", "turns_after", "warmup_steps", "cpu_s", "error")
+    }
+    row["demos"] = next((one["demo_reward"] for one in gates if one["phase"] == "warmup"), None)
+    row["gate"] = [round(one["success"], 2) for one in gates if one["phase"] == "gate"]
+    row["steps"] = sum(one["phase"] == "train" for one in gates)
+    row["solver"] = solver_success(name)
+    print(json.dumps(row))
+
+
+def judge(row: dict[str, Any]) -> str:
+    """Return what became of a run."""
+    if row.get("error") or row["success_after"] is None:
+        return "stopped"
+    before, after, best = row["success_before"], row["success_after"], row["solver"]
+    if row["shuffled"]:
+        return "learned" if after - before > DRIFT else "broken" if before - after > DRIFT else "flat"
+    return "learned" if after >= OF_SOLVER * best and after - before >= OF_GAP * (best - before) else "not learned"
+
+
+def line(row: dict[str, Any]) -> str:
+    """Return a row of the table."""
+    keys = "demos", "success_before", "success_after", "solver"
+    shares = [f"{100 * row[key]:.0f}" if row.get(key) is not None else "-" for key in keys]
+    control = " shuffled" if row["shuffled"] else ""
+    told = f" | {row['error'][:110]}" if row.get("error") else ""
+    rest = f"{row.get('warmup_steps')} + {row.get('steps')} | {row.get('cpu_s') or 0:.0f} | {row.get('gate')}"
+    return f"| {row['task']}{control} | {row['seed']} | {' | '.join(shares)} | {rest} | {judge(row)}{told} |"
+
+
+def main() -> None:
+    """Run all tasks and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="seed 0 alone")
+    parser.add_argument("--only", nargs="*", choices=tuple(TASKS), default=tuple(TASKS))
+    parser.add_argument("--seeds", nargs="*", type=int, default=(0, 1, 2))
+    parser.add_argument("--without-control", action="store_true")
+    parser.add_argument("--set", nargs="*", default=(), metavar="KEY=VALUE")
+    parser.add_argument("--jobs", type=int, default=2)
+    args = parser.parse_args()
+    seeds = (0,) if args.quick else tuple(args.seeds)
+    kinds = (False,) if args.without_control else (False, True)
+    work = [(name, seed, kind) for kind in kinds for seed in seeds for name in args.only]
+    print(f"{HEADER}\n|{'---|' * HEADER.count(' | ')}")
+    rows = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for row in pool.map(lambda one: run_one(*one, args.set), work):
+            rows.append(row)
+            print(line(row), flush=True)
+    learned = {name: all(judge(r) == "learned" for r in rows if r["task"] == name and not r["shuffled"]) for name in args.only}
+    control = [judge(row) for row in rows if row["shuffled"]]
+    found = {
+        "tasks": len(learned),
+        "learned_first_try": sum(learned.values()),
+        "cpu_s_max": max((row.get("cpu_s") or 0.0) for row in rows),
+        "control_learned": control.count("learned"),
+        "control_broken": control.count("broken"),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        child(*sys.argv[2:])
+    else:
+        main()

@@ -1,0 +1,123 @@
+"""What two settings of the other frameworks choose between is the same here: batched generation, and when images are read."""
+
+import asyncio
+import json
+import time
+
+import pytest
+import torch
+from stand_ins_kit import USERS
+from transformers import AutoModelForCausalLM
+from vision_kit import tiny_vlm_directory
+
+import turnwise as tw
+from turnwise.config import Limits, ModelConfig, TrainConfig
+from turnwise.config.schema import EnvConfig
+from turnwise.engines.local import LocalEngine
+from turnwise.envs import load_tasks
+from turnwise.envs.resolve import resolve_env
+from turnwise.rollouts import Rollout, make_episode_specs
+from turnwise.training import Trainer, create_tiny_model, load_model_and_renderer
+
+WORDS = ["Guess a number. alpha kilo tango zulu 1 2 3 4 5 6 7 8 9 higher lower"] * 20
+
+
+class Counted(LocalEngine):
+    """Counts calls, and those in flight at once."""
+
+    calls = flying = most = 0
+
+    async def generate(self, request):
+        self.calls += 1
+        self.flying += 1
+        self.most = max(self.most, self.flying)
+        try:
+            return await super().generate(request)
+        finally:
+            self.flying -= 1
+
+
+@pytest.mark.parametrize("use", ["skyrl/guess.py:GuessEnv", "trl/guess.py:Guess"])
+def test_batched_generation_equals_one_at_a_time(use, tmp_path, capsys):
+    """SkyRL's `generator.batched`: the engine batches calls in flight, whose draws depend on their own seeds alone."""
+    path = create_tiny_model(ModelConfig(hidden=64, layers=2), WORDS, tmp_path / "m")
+    spec = resolve_env(EnvConfig(use=use), base=USERS)
+    info = {"secret": 4, "reward_spec": {"ground_truth": 4}, "extra_info": {"max_turns": 2}}
+    tasks = [tw.Task(f"Guess {number}.", "4", id=str(number), info=info) for number in range(32)]
+    rows, costs = {}, {}
+    for concurrency in (32, 1):
+        engine = Counted(AutoModelForCausalLM.from_pretrained(path), slots=32)
+        limits = Limits(turns=2, turn_tokens=24, on_turn_length="continue")
+        began = time.perf_counter()
+        found = tw.rollout(
+            spec.factory, tasks, engine, renderer=tw.load_renderer(path), limits=limits, seed=3, concurrency=concurrency
+        )
+        costs[concurrency] = 1000 * (time.perf_counter() - began) / engine.calls
+        assert [one.error for one in found] == [None] * 32
+        assert engine.most == concurrency
+        rows[concurrency] = {one.task.id: [(row.ids, row.mask, row.logprobs) for row in one.samples()] for one in found}
+    assert rows[1] == rows[32]
+    with capsys.disabled():
+        print(f"\n{use}: {costs[32]:.2f} ms a call batched, {costs[1]:.2f} ms one at a time")
+
+
+def leaves(value):
+    """Yield the tensors of nested arguments."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from leaves(inner)
+
+
+class Sees(tw.Env):
+    """One turn on the row."""
+
+    def reset(self, task, *, seed=None):
+        return None
+
+    def step(self, action):
+        return tw.Step(reward=1.0, terminated=True)
+
+
+def run(rollout, tasks):
+    async def play():
+        return await rollout.play(make_episode_specs(Sees, tasks, phase="train", step=0))
+
+    return asyncio.run(play())
+
+
+def test_images_read_with_their_rows_or_later_are_the_same_inputs(tmp_path):
+    """verl's `data.return_multi_modal_inputs`."""
+    from PIL import Image
+
+    for number in range(4):
+        Image.effect_noise((64 + 32 * number, 64), 80).convert("RGB").save(tmp_path / f"{number}.png")
+    asked = [{"prompt": f"<image> What is {n}?", "images": [f"{n}.png"], "answer": str(n)} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    directory = tiny_vlm_directory(tmp_path / "vlm")
+    kept = {}
+    for read in (True, False):
+        tasks = load_tasks(tmp_path / "rows.jsonl", return_multi_modal_inputs=read)
+        model, renderer = load_model_and_renderer(directory, directory, ModelConfig())
+        rollout = Rollout(
+            LocalEngine(model, renderer=renderer), renderer, limits=Limits(turn_tokens=12, on_turn_length="continue")
+        )
+        found = run(rollout, tasks)
+        trainer = Trainer(model, TrainConfig(), banned_ids=renderer.banned_ids, pixels=rollout.pixels)
+        inputs = []
+        sees = next(module for name, module in model.named_modules() if name.endswith("visual"))
+        hook = sees.register_forward_pre_hook(lambda _, args, given, kept=inputs: kept.append((args, given)), with_kwargs=True)
+        scored = trainer.logprobs(found)
+        hook.remove()
+        kept[read] = [[(row.ids, row.mask, row.logprobs) for row in one.samples()] for one in found], scored, inputs
+    (ids, scored, inputs), (other_ids, other_scored, other_inputs) = kept[True], kept[False]
+    assert ids == other_ids
+    assert all(map(torch.equal, *(map(torch.as_tensor, some) for some in (scored, other_scored))))
+    assert inputs
+    tensors = [list(leaves(one)) for one in inputs]
+    others = [list(leaves(one)) for one in other_inputs]
+    assert any(one.is_floating_point() and one.numel() > 1000 for row in tensors for one in row)  # the pixel values
+    assert all(
+        torch.equal(one, two) for row, same in zip(tensors, others, strict=True) for one, two in zip(row, same, strict=True)
+    )

@@ -1,0 +1,181 @@
+"""How a run finds its own footing: a gate relative to its demonstrations, an early end, and the way back to a better policy."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+import turnwise as tw
+from turnwise.config import Limits, RunConfig, WarmupConfig
+from turnwise.envs.resolve import as_env_spec
+from turnwise.errors import TurnwiseError
+from turnwise.training.checkpoint import Checkpoints
+from turnwise.training.evaluation import EvalResult, summarize
+from turnwise.training.task_plan import TaskPlan
+from turnwise.training.warmup import GATE_SHARE, NO_DEMONSTRATOR, Gate, cut_note
+from turnwise.types import StopReason, Trajectory
+
+TINY = {"hidden": 16, "heads": 1, "kv_heads": 1, "layers": 1}
+
+
+class Echo(tw.Env):
+    """Say the word of the task."""
+
+    def reset(self, task, *, seed=None):
+        self.word = task.info["word"]
+        return f"say {self.word}"
+
+    def step(self, action):
+        return tw.Step(reward=self.pay(action.text.strip()), terminated=True)
+
+    def pay(self, said):
+        return float(said == self.word)
+
+    @staticmethod
+    def tasks(split, n, seed):
+        rng = random.Random(f"{split} {seed} {n}")  # another number of tasks is another list
+        return [tw.Task(info={"word": rng.choice("abcd"), "number": f"{split} {rng.random()}"}) for _ in range(n)]
+
+    @staticmethod
+    def solver(messages, rng):
+        return messages[-1].text.split()[-1]
+
+
+class Coin(Echo):
+    """Pays half of what is said, whatever it is; its demonstrations say what is always paid."""
+
+    def pay(self, said):
+        return float(said == self.word or len(said) % 2)
+
+
+class Spoiled(Echo):
+    """Pays until the first reinforcement step was trained."""
+
+    spoiled = False
+
+    def pay(self, said):
+        return float(not Spoiled.spoiled)
+
+    def reward(self, trajectory):
+        Spoiled.spoiled |= trajectory.key.phase == "train" and trajectory.key.step == 1
+        return 0.0
+
+
+def train(env, out, **sections):
+    """Train a tiny model for a few steps; return the summary and the notes of the journal."""
+    given = {
+        "limits": {"turns": 1, "turn_tokens": 4, "on_turn_length": "continue"},
+        "rollout": {"groups": 2, "group_size": 4},
+        "warmup": {"demos": 8, "steps": 2, "batch": 4, "gate_every": 2, "gate_tasks": 16},
+        "train": {"steps": 3, "lr": 0.0},
+        "eval": {"tasks": 16, "greedy": False},
+    }
+    merged = {name: {**value, **sections.get(name, {})} for name, value in given.items()}
+    tw.train(model=tw.tiny(**TINY), env=env, out=out, display="none", **merged)
+    return json.loads((out / "summary.json").read_text())
+
+
+def demo(reward, stop=StopReason.DONE):
+    found = Trajectory(tw.Task("t"), key=None)
+    found.reward, found.stop = reward, stop
+    return found
+
+
+def test_a_gate_is_relative_to_the_demonstrations_unless_it_is_given():
+    demos = [demo(1.0), demo(0.0), demo(1.0), demo(0.0)]
+    gate = Gate.of(RunConfig(), demos)
+    assert gate.demo_success == 0.5
+    assert gate.success == GATE_SHARE * 0.5
+    given = RunConfig(warmup=WarmupConfig(demos=1, gate_success=0.2))
+    assert (Gate.of(given, demos).success, Gate.of(given, demos).demo_success) == (0.2, None)
+    assert Gate.of(RunConfig(), [demo(None)]).success == NO_DEMONSTRATOR
+    score = EvalResult(n=10, successes=3, turns=1.0, reward=0.3, failed=0, counts=())
+    assert "success is 0.30, the gate 0.38 (0.75 of the demonstrations' 0.50)" in gate.unmet(score, 0.0)
+
+
+def test_rewards_that_differ_are_counted():
+    assert summarize([demo(1.0), demo(0.0), demo(0.0), demo(0.5)]).differing == 0.5
+    assert summarize([demo(1.0)] * 3).differing == 0.0
+    assert summarize([]).differing == 0.0
+
+
+def test_demonstrations_do_not_depend_on_the_steps():
+    spec = as_env_spec(Echo)
+    plans = [TaskPlan([spec], steps=steps, groups=2, held_out=4, seed=0) for steps in (1, 50)]
+    few, many = ([choice.task.id for choice in plan.demonstrated(spec, 20)] for plan in plans)
+    assert few == many
+    assert len(set(few)) == 20
+    assert [choice.task.id for choice in plans[0].train] != [choice.task.id for choice in plans[1].train][:2]
+
+
+@pytest.mark.parametrize(
+    ("stop", "says"),
+    [
+        (StopReason.TURN_LENGTH, "limits.turn_tokens = 8;"),
+        (StopReason.CONTEXT, "limits.context = "),
+        (StopReason.MAX_TURNS, "the environment's max_turns;"),
+        (StopReason.DONE, ""),
+    ],
+)
+def test_demonstrations_that_a_limit_cuts(stop, says):
+    config = RunConfig(limits=Limits(turn_tokens=8))
+    assert says in cut_note(config, [demo(0.0, stop)] * 2 + [demo(1.0)] * 8)
+    assert not cut_note(config, [demo(0.0, stop)] + [demo(1.0)] * 19)
+
+
+def test_a_missed_gate_goes_on_where_rewards_differ(tmp_path):
+    summary = train(Coin, tmp_path / "run")
+    assert summary["warmup_steps"] == 2
+    gates = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["gate_passed"] for row in gates if row["phase"] == "gate"] == [False]
+
+
+def test_a_missed_gate_stops_the_run_where_all_rewards_are_equal(tmp_path):
+    class Nothing(Echo):
+        solved = True
+
+        @staticmethod
+        def solver(messages, rng):
+            return messages[-1].text.split()[-1] * 2
+
+        def pay(self, said):
+            return float(said == self.word * 2)
+
+    with pytest.raises(TurnwiseError, match=r"the gate 0.75 \(0.75 of the demonstrations' 1.00\)"):
+        train(Nothing, tmp_path / "run")
+
+
+def test_a_gate_that_is_met_is_asked_again(tmp_path):
+    class Paid(Echo):
+        def pay(self, said):
+            return 1.0
+
+    train(Paid, tmp_path / "run", train={"steps": 1})
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(row.get("name"), row["gate_passed"]) for row in rows if row["phase"] == "gate"] == [(None, True), ("again", True)]
+
+
+def test_reinforcement_ends_once_the_success_is_reached(tmp_path):
+    class Paid(Echo):
+        def pay(self, said):
+            return 1.0
+
+    summary = train(Paid, tmp_path / "run", train={"steps": 9, "lr": 0.0, "stop_success": 0.9})
+    assert summary["rl_steps"] == 5
+    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").glob("step-*"))] == ["step-00005"]
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    tw.train(model=tw.tiny(**TINY), env=Paid, out=tmp_path / "run", display="none", resume=True)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_a_run_goes_back_to_the_policy_before_reinforcement(tmp_path):
+    Spoiled.spoiled = False
+    summary = train(Spoiled, tmp_path / "run")
+    assert summary["success_before"] > 0.8 > summary["success_after"] == 0.0
+    assert summary["best"] == ["warmed", summary["success_before"]]
+    assert summary["rolled_back"] == "warmed"
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", tmp_path)
+    assert checkpoints.policy().path.name == "warmed"
+    assert checkpoints.newest().path.name == "step-00003"

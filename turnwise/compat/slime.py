@@ -1,0 +1,365 @@
+"""slime and Miles: interaction environments (`build_env`), custom generate functions, and their rewards."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from turnwise.compat.common import accepted, attribute_config, derives_from, import_object
+from turnwise.compat.sampled_rows import read_output
+from turnwise.compat.slime_engine import EPISODE, HOST, PORT, EngineServer, GenerateState
+from turnwise.config import Limits
+from turnwise.envs.base import Action, Env, Scores, Step
+from turnwise.envs.foreign import ForeignObject, Framework, refuse_faithful
+from turnwise.envs.resolve import load_object
+from turnwise.envs.user_code import as_number, call_user, describe_value
+from turnwise.envs.user_imports import import_foreign
+from turnwise.errors import ConfigError, EnvError, RewardError, suggest_or_list
+from turnwise.types import Message, Task, Trajectory
+
+ARGUMENTS = ("custom_config_path", "custom_rm_path", "rm_type", "reward_key", "eval_reward_key", "args")
+"""Keys of `[env.args]`; `args` has further arguments of the run, over those of the file."""
+RM_TYPES = ("math", "boxed_math", "f1")
+GENERATE = ("args", "sample", "sampling_params")
+ROLLOUT_PARAMETERS = ("args", "rollout_id")
+STATUSES = {"COMPLETED": "completed", "TRUNCATED": "truncated", "ABORTED": "aborted", "FAILED": "failed"}
+
+
+def adapt(found: ForeignObject) -> Any:
+    """Make a factory of `build_env`, or an agent function of a generate function."""
+    target = found.target
+    names = _parameters(target)
+    if names[:2] == ROLLOUT_PARAMETERS or (inspect.isclass(target) and derives_from(target, "miles", "RolloutFn")):
+        raise ConfigError(
+            f"{found.where} plays all samples of a step (--rollout-function-path), which our loop replaces; name what it calls "
+            "for each sample: its generate function, or build_env"
+        )
+    of_slime = inspect.iscoroutinefunction(target) and names[: len(GENERATE)] == GENERATE
+    miles = inspect.iscoroutinefunction(target) and len(names) == 1 and _is_miles(target)
+    build = names[:2] == ("sample", "args") and not inspect.iscoroutinefunction(target)
+    if not (of_slime or miles or build):
+        return None
+    refuse_faithful(found)
+    for key in found.args:
+        if key not in ARGUMENTS:
+            raise ConfigError(f"{found.where} has no argument {key!r}; {suggest_or_list(key, ARGUMENTS)}")
+    settings, score = _settings(found), _score_function(found)
+    if not build:
+        return _agent_function(target, settings, score, miles, found.where)
+    return SlimeFactory(target, settings, score, found.where)
+
+
+def _parameters(target: Any) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(target).parameters) if inspect.isfunction(target) else ()
+    except (TypeError, ValueError):
+        return ()
+
+
+def _is_miles(target: Any) -> bool:
+    (parameter,) = inspect.signature(target).parameters.values()
+    hint = parameter.annotation
+    return (hint if isinstance(hint, str) else getattr(hint, "__name__", "")).rpartition(".")[2] == "GenerateFnInput"
+
+
+def _settings(found: ForeignObject) -> dict[str, Any]:
+    """Return the arguments of the run: the YAML file's, then those of `args`."""
+    settings: dict[str, Any] = {}
+    if (named := found.args.get("custom_config_path")) is not None:
+        path = found.base / str(named)
+        import yaml  # type: ignore[import-untyped]
+
+        try:
+            read = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"{found.where}: custom_config_path = {named}: cannot be read ({error})") from None
+        if not isinstance(read, Mapping):
+            raise ConfigError(f"{found.where}: custom_config_path = {named}: expected keys and values")
+        settings |= read
+    keys = {key: found.args[key] for key in ("reward_key", "eval_reward_key") if found.args.get(key) is not None}
+    return settings | dict(found.args.get("args") or {}) | keys
+
+
+Score = Callable[[Any, Any], Any]
+"""An asynchronous reward of `(args, sample)`; None where the recipe names none."""
+
+
+def _score_function(found: ForeignObject) -> Score | None:
+    named, kind = found.args.get("custom_rm_path"), found.args.get("rm_type")
+    if named is not None:
+        function = load_object(named, base=found.base) if ".py:" in str(named) else import_object(str(named), found.where)
+
+        async def custom(args: Any, sample: Any) -> Any:
+            return await call_user(function, accepted(function, {"args": args, "sample": sample}))
+
+        return custom
+    if kind is None:
+        return None
+    if kind not in RM_TYPES:
+        raise ConfigError(
+            f"{found.where}: rm_type = {kind!r}; {suggest_or_list(str(kind), RM_TYPES)}, or custom_rm_path = file.py:function"
+        )
+
+    async def built_in(args: Any, sample: Any) -> float:
+        return _f1(sample) if kind == "f1" else _math(sample)
+
+    return built_in
+
+
+def _math(sample: Any) -> float:
+    grade = import_foreign("slime.rollout.rm_hub").grade_answer_verl
+    return float(grade(sample.response, sample.label))
+
+
+def _f1(sample: Any) -> float:
+    """Return the F1 of the words of a response and of the label, without case and punctuation."""
+    given, right = (_words(text) for text in (sample.response, sample.label))
+    shared = sum(min(given.count(word), right.count(word)) for word in set(given))
+    return 2 * shared / (len(given) + len(right)) if shared else 0.0
+
+
+def _words(text: Any) -> list[str]:
+    kept = "".join(char if char.isalnum() or char.isspace() else " " for char in str(text).lower())
+    return [word for word in kept.split() if word not in ("a", "an", "the")]
+
+
+def _arguments(settings: Mapping[str, Any], limits: Limits) -> Any:
+    """Return `args`: what our limits say in slime's names, then the user's."""
+    known: dict[str, Any] = {
+        "max_turns": limits.turns,
+        "rollout_max_response_len": limits.episode_tokens or limits.turns * limits.turn_tokens,
+        "rollout_max_context_len": limits.context,
+        "rollout_temperature": 1.0,
+        "partial_rollout": False,
+        "apply_chat_template": True,
+        "apply_chat_template_kwargs": {},
+        "reward_key": None,
+        "eval_reward_key": None,
+        "hf_checkpoint": None,
+        "use_rollout_routing_replay": False,
+        "sglang_router_ip": HOST,
+        "sglang_router_port": PORT,
+    }
+    return attribute_config({**known, **settings})
+
+
+def _sample(task: Task, prompt: Any) -> Any:
+    """Return a new `Sample` of a task."""
+    info = dict(task.info)
+    metadata = dict(info.pop("metadata", None) or {})
+    if (tools := info.pop("tools", None)) is not None:
+        metadata.setdefault("tools", tools)
+    images = list(task.images)
+    return import_foreign("slime.utils.types").Sample(
+        group_index=0,
+        index=0,
+        prompt=prompt,
+        label=task.answer,
+        metadata={**info, **metadata},
+        multimodal_inputs={"images": images} if images else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SlimeFactory:
+    """Factory of one kind of interaction environment."""
+
+    build: Callable[..., Any]
+    settings: Mapping[str, Any]
+    score: Score | None
+    where: str
+
+    def __call__(self) -> SlimeEnv:
+        return SlimeEnv(self)
+
+    def __repr__(self) -> str:
+        return f"slime:{self.where}"
+
+
+class SlimeEnv(Env):
+    """One episode with an interaction environment. Its methods are synchronous, so each call runs in a thread."""
+
+    def __init__(self, factory: SlimeFactory) -> None:
+        self._factory = factory
+        self._limits = Limits()
+        self._env: Any = None
+        self._sample: Any = None
+        self._earned: float | None = None
+        self._decode: Callable[..., str] = str
+
+    def set_limits(self, limits: Limits) -> None:
+        """Keep the limits: `args`."""
+        self._limits = limits
+
+    def set_decoder(self, decode: Callable[..., str]) -> None:
+        """Keep the decoder, for the response that rewards read."""
+        self._decode = decode
+
+    @property
+    def _args(self) -> Any:
+        return _arguments(self._factory.settings, self._limits)
+
+    def reset(self, task: Task, *, seed: int | None = None) -> list[Message]:
+        """Build the environment of the row, and reset it; the row has the opening."""
+        factory = self._factory
+        self._sample = _sample(task, [message.to_dict() for message in task.messages])
+        self._env = factory.build(**accepted(factory.build, {"sample": self._sample, "args": self._args}))
+        if not callable(getattr(self._env, "step", None)):
+            raise EnvError(f"{factory.where} returned {describe_value(self._env)}; return an environment with reset and step")
+        if callable(getattr(self._env, "reset", None)):
+            self._env.reset()
+        return list(task.messages)
+
+    def step(self, action: Action) -> Step:
+        """Pass the text of a reply, with its end token, to the environment."""
+        found = self._env.step(action.raw + action.end_token)
+        if not isinstance(found, tuple) or len(found) != 3:
+            raise EnvError(f"{self._factory.where}: step returned {describe_value(found)}; return (observation, done, info)")
+        observation, done, info = found
+        info = dict(info) if isinstance(info, Mapping) else {}
+        reward = as_number(info["reward"], "info['reward']") if info.get("reward") is not None else None
+        if reward is not None:
+            self._earned = (self._earned or 0.0) + reward
+        if done:
+            return Step(None, reward or 0.0, True, info=_plain_info(info))
+        message = self._env.format_observation(observation) if hasattr(self._env, "format_observation") else observation
+        return Step(_message(message, self._factory.where), reward or 0.0, info=_plain_info(info))
+
+    async def reward(self, trajectory: Trajectory) -> Scores:
+        """Call the recipe's reward with the finished sample."""
+        factory = self._factory
+        if factory.score is None:
+            if self._earned is None and self._sample.reward is None:
+                raise RewardError(
+                    f"{factory.where}: nothing rewards the episode; give [env.args] custom_rm_path or rm_type, or return "
+                    "info['reward'] from step"
+                )
+            return _read_reward(self._sample.reward if self._sample.reward is not None else 0.0, self._args)
+        sample = self._finish(trajectory)
+        return _read_reward(await factory.score(self._args, sample), self._args)
+
+    def _finish(self, trajectory: Trajectory) -> Any:
+        """Return the sample with what was generated."""
+        sample, turns = self._sample, trajectory.turns
+        path = list(trajectory.path(turns[-1].spans[-1])) if turns and turns[-1].spans else []
+        start = turns[0].context if turns else len(path)
+        cut = trajectory.stop is not None and trajectory.stop.status.value == "truncated"
+        vars(sample).update(
+            tokens=path,
+            response_length=len(path) - start,
+            response=self._decode(path[start:]),
+            status=type(sample).Status.TRUNCATED if cut else type(sample).Status.COMPLETED,
+        )
+        return sample
+
+    def close(self) -> None:
+        """Close the environment if it was made."""
+        if self._env is not None and callable(getattr(self._env, "close", None)):
+            self._env.close()
+
+
+def _message(found: Any, where: str) -> Message:
+    """Read what `format_observation` returned; a list of texts alone becomes text, which text-only templates take."""
+    if not isinstance(found, Mapping) or "content" not in found:
+        raise EnvError(f"{where}: format_observation returned {describe_value(found)}; return a message with role and content")
+    content = found["content"]
+    if isinstance(content, list) and all(isinstance(one, Mapping) and one.get("type") == "text" for one in content):
+        content = "".join(str(one.get("text", "")) for one in content)
+    return Message.of({**found, "content": content})
+
+
+def _plain_info(info: Mapping[str, Any]) -> dict[str, Any]:
+    return {str(key): value for key, value in info.items() if isinstance(value, (str, int, float, bool)) or value is None}
+
+
+def _read_reward(value: Any, args: Any) -> Scores:
+    """Read a reward: a number, or a dict from which `reward_key` names one; the other numbers are parts."""
+    if not isinstance(value, Mapping):
+        return Scores(as_number(value, "the reward"))
+    key = args.reward_key
+    if key is None or key not in value:
+        raise RewardError(f"the reward is a dict ({', '.join(map(str, value))}); name one by [env.args] reward_key")
+    parts = {str(name): float(one) for name, one in value.items() if isinstance(one, (int, float))}
+    return Scores(as_number(value[key], f"the reward {key!r}"), parts=parts)
+
+
+def _agent_function(
+    generate: Callable[..., Any], settings: Mapping[str, Any], score: Score | None, miles: bool, where: str
+) -> Callable[[Task, Any], Any]:
+    """Make an agent function of a custom generate function."""
+
+    async def play(task: Task, model: Any) -> Scores:
+        server = EngineServer(model)
+        token = EPISODE.set(server)
+        try:
+            args = _arguments(settings, model.limits)
+            sample = _sample(task, _prompt(task, model, args))
+            found = await _call(generate, args, sample, server, miles)
+            samples = list(found) if isinstance(found, (list, tuple)) else [found]
+            if not samples or not all(hasattr(one, "response_length") for one in samples):
+                raise EnvError(f"{where} returned {describe_value(found)}; return a Sample, or a list of them")
+            rewards = [await _reward_of(one, args, score, where) for one in samples]
+        finally:
+            EPISODE.reset(token)
+        scores = read_output(_rows(samples), server.calls, model.weigh, "loss_mask", "rollout_log_probs")
+        own = None if any(one.own is None for one in rewards) else sum(one.own or 0.0 for one in rewards) / len(rewards)
+        statuses = [STATUSES.get(one.status.name, "completed") for one in samples]
+        worst = max(statuses, key=list(STATUSES.values()).index)
+        return replace(scores, own=own, parts=rewards[-1].parts, status=worst)  # type: ignore[arg-type]
+
+    return play
+
+
+async def _call(generate: Callable[..., Any], args: Any, sample: Any, server: EngineServer, miles: bool) -> Any:
+    params = server.sampling_params()
+    if miles:
+        module = import_foreign("miles.rollout.base_types")
+        output = await generate(module.GenerateFnInput(GenerateState(args), sample, params, False))
+        return getattr(output, "samples", output)
+    if "evaluation" in inspect.signature(generate).parameters:
+        return await generate(args, sample, params, evaluation=False)
+    return await generate(args, sample, params)
+
+
+def _prompt(task: Task, model: Any, args: Any) -> Any:
+    """Return `sample.prompt`: the rendered conversation, or its messages with `apply_chat_template = false`."""
+    messages = [message.to_dict() for message in task.messages]
+    if not args.apply_chat_template:
+        return messages
+    tools = task.info.get("tools") or (task.info.get("metadata") or {}).get("tools")
+    return model.tokenizer.apply_chat_template(messages, tokenize=False, tools=tools, add_generation_prompt=True)
+
+
+def _rows(samples: list[Any]) -> dict[str, Any]:
+    """Return samples as rows of ids, masks and logprobs."""
+    rows: dict[str, Any] = {"prompt_token_ids": [], "response_ids": [], "loss_masks": [], "rollout_logprobs": []}
+    for sample in samples:
+        if sample.multimodal_train_inputs is not None:
+            raise EnvError("multimodal_train_inputs are the trainer's to compute; give images as image_data, and leave it None")
+        start, length = len(sample.tokens) - sample.response_length, sample.response_length
+        mask = [1] * length if sample.loss_mask is None else list(sample.loss_mask)
+        rows["prompt_token_ids"].append(list(sample.tokens[:start]))
+        rows["response_ids"].append(list(sample.tokens[start:]))
+        rows["loss_masks"].append([0] * len(mask) if sample.remove_sample else mask)
+        logprobs = sample.rollout_log_probs
+        rows["rollout_logprobs"].append(list(logprobs) if logprobs else [None] * length)
+    rows["rewards"] = [0.0] * len(samples)
+    if all(one is None for row in rows["rollout_logprobs"] for one in row):
+        rows["rollout_logprobs"] = None
+    return rows
+
+
+async def _reward_of(sample: Any, args: Any, score: Score | None, where: str) -> Scores:
+    if sample.status.name in ("ABORTED", "FAILED"):
+        return Scores(0.0)
+    value = sample.reward
+    if value is None and score is not None:
+        value = await score(args, sample)
+    if value is None:
+        raise RewardError(f"{where}: the sample has no reward; set it, or give [env.args] custom_rm_path or rm_type")
+    return _read_reward(value, args)
+
+
+FRAMEWORK = Framework("slime", adapt)

@@ -1,0 +1,130 @@
+"""The engine as slime's and Miles' user code calls it: a server's `/generate` by `post`, and the state of the rollout."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+from urllib.parse import urlsplit
+
+from turnwise.compat.sampled_rows import EngineCall
+from turnwise.errors import EnvError
+
+HOST, PORT = "turnwise.invalid", 1
+"""Address of the rollout servers in `args`; no name of that domain is ever resolved."""
+EPISODE: ContextVar[EngineServer | None] = ContextVar("turnwise_slime_episode", default=None)
+"""The servers of the episode that runs."""
+FINISH = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+def server_of(url: str) -> EngineServer | None:
+    """Return the engine that an address means; None for other addresses."""
+    return EPISODE.get() if urlsplit(url).hostname == HOST else None
+
+
+def current_server(what: str) -> EngineServer:
+    """Return the servers of the episode that runs; raise `EnvError` outside of one."""
+    if (found := EPISODE.get()) is None:
+        raise EnvError(f"{what} is used outside of an episode; make it in generate")
+    return found
+
+
+class GenerateState:
+    """Tokenizer, sampling parameters and arguments of the rollout."""
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.processor = None  # images belong in image_data; the trainer computes its own inputs
+        self.semaphore = asyncio.Semaphore(1 << 16)  # the engine has its own limit
+        self.aborted = False
+        self.pendings: set[Any] = set()
+        self.remaining_batch_size = 0
+        self.dp_rank = 0
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return current_server("GenerateState").model.tokenizer
+
+    @property
+    def sampling_params(self) -> dict[str, Any]:
+        """Parameters of each call."""
+        return current_server("GenerateState").sampling_params()
+
+
+class EngineServer:
+    """The model of an episode, as a server with SGLang's `/generate`; keeps the calls in order."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.calls: list[EngineCall] = []
+        self._known: dict[str, list[int]] = {}
+        """Ids of contexts with their replies, by text."""
+
+    def sampling_params(self) -> dict[str, Any]:
+        """Return what slime gives to a generate function; the run's settings apply where a call has none."""
+        return {
+            "max_new_tokens": self.model.limits.turn_tokens,
+            "stop": None,
+            "stop_token_ids": None,
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+            "spaces_between_special_tokens": False,
+        }
+
+    async def answer(self, url: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        """Answer a request.
+
+        Raises:
+            EnvError: for another route than `/generate`, or a body without ids or text.
+        """
+        if urlsplit(url).path.rstrip("/") != "/generate":
+            raise EnvError(f"{urlsplit(url).path}: the rollout servers have only /generate here")
+        ids, text = payload.get("input_ids"), payload.get("text")
+        if ids is None and not isinstance(text, str):
+            raise EnvError("/generate needs input_ids or text")
+        context = self._ids_of(str(text)) if ids is None else [int(one) for one in ids]
+        reply = await self.model.generate(context, **_options(payload))
+        self.calls.append(EngineCall(context, reply))
+        if isinstance(text, str):
+            self._known[text + reply.raw_text] = [*context, *reply.ids]
+        logprobs = [[one, token, None] for one, token in zip(reply.logprobs, reply.ids, strict=True)]
+        meta = {
+            "id": str(len(self.calls)),
+            "finish_reason": {"type": FINISH.get(reply.finish, reply.finish)},
+            "prompt_tokens": len(context),
+            "completion_tokens": len(reply.ids),
+            "cached_tokens": 0,
+            "weight_version": "default",
+        }
+        if payload.get("return_logprob"):
+            meta["output_token_logprobs"] = logprobs
+        return {"text": reply.raw_text, "output_ids": list(reply.ids), "meta_info": meta}
+
+    def _ids_of(self, text: str) -> list[int]:
+        """Return the ids of a text, those that were sampled where it begins with a known one."""
+        known = max((one for one in self._known if text.startswith(one)), key=len, default="")
+        rest = self.model.tokenizer(text[len(known) :], add_special_tokens=False)["input_ids"] if text != known else []
+        return [*self._known.get(known, ()), *rest]
+
+
+def _options(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request's parameters by our names; those of the run where there are none."""
+    sampling = payload.get("sampling_params") or {}
+    top_k = sampling.get("top_k")
+    found = {
+        "max_tokens": sampling.get("max_new_tokens"),
+        "temperature": sampling.get("temperature"),
+        "top_p": sampling.get("top_p"),
+        "top_k": None if top_k is None else max(0, top_k),
+        "min_p": sampling.get("min_p"),
+        "stop": _several(sampling.get("stop"), str),
+        "stop_ids": _several(sampling.get("stop_token_ids"), int),
+        "media": tuple(payload.get("image_data") or ()),
+    }
+    return {key: value for key, value in found.items() if value not in (None, ())}
+
+
+def _several(value: Any, kind: type) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, kind) else tuple(value or ()) if isinstance(value, Sequence) else ()

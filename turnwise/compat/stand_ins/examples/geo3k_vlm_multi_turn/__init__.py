@@ -1,0 +1,1 @@
+"""Names that user code imports from the examples of slime and Miles."""

@@ -1,0 +1,5 @@
+"""Rewards of Miles by name, as slime's."""
+
+from slime.rollout.rm_hub import extract_answer, grade_answer_verl
+
+__all__ = ["extract_answer", "grade_answer_verl"]

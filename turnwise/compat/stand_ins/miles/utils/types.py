@@ -1,0 +1,5 @@
+"""Samples of Miles' rollouts: those of slime."""
+
+from slime.utils.types import Sample
+
+__all__ = ["Sample"]

@@ -1,0 +1,1 @@
+"""Names that user code imports from slime."""

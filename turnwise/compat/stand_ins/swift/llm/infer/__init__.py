@@ -1,0 +1,1 @@
+"""Names of release 3.6."""

@@ -1,0 +1,304 @@
+"""Schedulers of several turns, by name."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+from swift.infer_engine.protocol import RolloutInferRequest, RolloutOutput
+from swift.rewards.orm import MathAccuracy
+from swift.template import Messages
+from swift.utils import remove_response
+
+from .gym_env import Env, envs
+
+__all__ = ["MathTipsMultiTurnScheduler", "MathTipsScheduler", "Messages", "MultiTurnScheduler", "multi_turns"]
+
+Request, Choice = RolloutInferRequest, Any
+
+
+class RolloutScheduler:
+    """One turn. A scheduler is one object for all trajectories, which differ in `infer_request.uuid`."""
+
+    infer_engine: Any = None
+    max_turns: int | None = None
+    _tokenizer: Any = None
+
+    def __init__(self, infer_engine: Any = None, max_turns: int | None = None, *args: Any, **kwargs: Any) -> None:
+        self.infer_engine, self.max_turns = infer_engine, max_turns
+        self._tokenizer = kwargs.get("tokenizer")
+
+    async def on_trajectory_start(self, requests: list[Request]) -> None:
+        """Called before the first turn; may change the requests."""
+
+    async def on_turn_end(self, infer_request: Request, response_choice: Choice, current_turn: int) -> dict[str, Any]:
+        """Called after each reply; `done` replaces `check_finished`, `rollout_infos` reach the reward."""
+        return {}
+
+    async def run(self, infer_request: Request, request_config: Any, **kwargs: Any) -> Any:
+        """Play a trajectory."""
+        response = await self.infer_engine.infer_async(infer_request, request_config, **kwargs)
+        ids = list(response.choices[0].token_ids)
+        return RolloutOutput(
+            response,
+            infer_request.messages,
+            response_token_ids=[ids],
+            response_loss_mask=[[1] * len(ids)],
+            rollout_infos={"num_turns": 1},
+        )
+
+    @property
+    def engine(self) -> Any:
+        """The engine."""
+        return self.infer_engine
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer given to the constructor, else the engine's."""
+        if self._tokenizer is not None:
+            return self._tokenizer
+        return None if self.infer_engine is None else self.infer_engine.tokenizer
+
+
+class MultiTurnScheduler(RolloutScheduler):
+    """Several turns: `step` makes the next request, `check_finished` ends; or `run` is replaced."""
+
+    async def run(self, infer_request: Request, request_config: Any, **kwargs: Any) -> Any:
+        """Play a trajectory by `step` and `check_finished`."""
+        request, turn = infer_request, 1
+        rows = _Rows()
+        await _awaited(self.on_trajectory_start([request]))
+        remove_response(request.messages)
+        while True:
+            response = await self.infer_engine.infer_async(request, request_config, **kwargs)
+            choice = response.choices[0]
+            continued = self._append(request.messages, choice.message.content, turn)
+            backed = self._as_text(request.messages)
+            ended = await _awaited(self.on_turn_end(request, choice, turn)) or {}
+            rows.infos.update(ended.get("rollout_infos") or {})
+            stop = ended.get("done", self.check_finished(request, choice, turn))
+            for message, ids in backed:
+                message["content"] = ids
+            if stop or (self.max_turns and turn >= self.max_turns):
+                rows.add(choice, {}, continued)
+                rows.infos["num_turns"] = turn
+                return rows.output(response, request.messages)
+            own = list(choice.token_ids)
+            made = _as_dict(self.step(request, choice, turn))
+            request = made["infer_request"]
+            rows.add(choice, made, continued, own)
+            if "response_token_ids" in made:
+                last = next((one for one in reversed(request.messages) if one["role"] == "assistant" and one["content"]), None)
+                if last is not None:
+                    last["content"] = list(rows.ids[-1])
+            turn += 1
+
+    def step(self, infer_request: Request, response_choice: Choice, current_turn: int) -> Any:
+        """Return the next request; as `{"infer_request": ...}` with `response_token_ids`, `response_loss_mask`, ... too."""
+        raise NotImplementedError("implement step, or replace run")
+
+    def check_finished(self, infer_request: Request, response_choice: Choice, current_turn: int) -> bool:
+        """Return whether the trajectory is over: at a cut reply, and after `max_turns`."""
+        return response_choice.finish_reason == "length" or bool(self.max_turns and current_turn >= self.max_turns)
+
+    def _append(self, messages: list[dict[str, Any]], completion: str, turn: int) -> bool:
+        """Append a reply, to the last message if that is the assistant's; return whether it is."""
+        if turn > 1 and not messages[-1]["content"]:
+            messages.pop()
+        if messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": completion})
+            return False
+        self._as_text(messages[-1:])
+        messages[-1]["content"] += completion
+        return True
+
+    def _as_text(self, messages: list[dict[str, Any]]) -> list[tuple[dict[str, Any], list[int]]]:
+        """Decode contents that are ids; return them, to be restored."""
+        found = [(one, one["content"]) for one in messages if one["role"] == "assistant" and _are_ids(one["content"])]
+        for message, ids in found:
+            message["content"] = self.tokenizer.decode(ids, skip_special_tokens=False)
+        return found
+
+    @staticmethod
+    def _extract_logprobs_from_choice(response_choice: Choice) -> list[float]:
+        return [one["logprob"] for one in (response_choice.logprobs or {}).get("content", ())]
+
+
+class _Rows:
+    """What the turns of a trajectory add up to."""
+
+    def __init__(self) -> None:
+        self.ids: list[list[int]] = []
+        self.masks: list[list[int]] = []
+        self.logprobs: list[list[float]] = []
+        self.infos: dict[str, Any] = {}
+        self._edited = self._implied = False
+        """Whether a turn continued ids that `step` did not give, so that texts alone say what was kept; and its last answer."""
+
+    def add(self, choice: Choice, made: dict[str, Any], continued: bool, own: list[int] | None = None) -> None:
+        self._edited = self._edited or (continued and self._implied)
+        self._implied = "response_token_ids" not in made
+        ids = list(made.get("response_token_ids", own if own is not None else list(choice.token_ids)))
+        mask = list(made.get("response_loss_mask") or [1] * len(ids))
+        if len(mask) != len(ids):
+            raise ValueError(f"step returned {len(ids)} response_token_ids and {len(mask)} of response_loss_mask")
+        known = list(made.get("rollout_logprobs") or MultiTurnScheduler._extract_logprobs_from_choice(choice))
+        self.infos.update(made.get("rollout_infos") or {})
+        for rows, new in ((self.ids, ids), (self.masks, mask), (self.logprobs, known)):
+            if continued and rows:
+                rows[-1].extend(new)
+            else:
+                rows.append(new)
+
+    def output(self, response: Any, messages: list[dict[str, Any]]) -> Any:
+        if self._edited:
+            return RolloutOutput(response, messages, rollout_infos=self.infos)
+        complete = sum(map(sum, self.masks)) == sum(map(len, self.logprobs))
+        return RolloutOutput(response, messages, self.ids, self.masks, self.infos, self.logprobs if complete else [])
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _are_ids(content: Any) -> bool:
+    return isinstance(content, list) and bool(content) and isinstance(content[0], int)
+
+
+def _as_dict(made: Any) -> dict[str, Any]:
+    """Return what `step` made as a dict; releases before 3.8 had a request, or one with a dict."""
+    if isinstance(made, dict):
+        return made
+    request, infos = made if isinstance(made, tuple) else (made, {})
+    return {"infer_request": request, "rollout_infos": dict(infos)}
+
+
+class MathTipsScheduler(MultiTurnScheduler):
+    """Once, if the answer is wrong: go back to the thoughts, and say there that it seems to be wrong."""
+
+    tips_prompt = "But wait... It seems I made a mistake,"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.acc_func = kwargs.get("acc_function") or MathAccuracy()
+
+    def check_finished(self, infer_request: Request, response_choice: Choice, current_turn: int) -> bool:
+        last = infer_request.messages[-1]["content"]
+        right = self.tips_prompt in last or self.acc_func([last], [infer_request.data_dict["solution"]])[0] == 1
+        return right or super().check_finished(infer_request, response_choice, current_turn)
+
+    def step(self, infer_request: Request, response_choice: Choice, current_turn: int) -> dict[str, Any]:
+        text, ids = response_choice.message.content, list(response_choice.token_ids)
+        cut = min((text.index(tag) for tag in ("<answer>", "</think>") if tag in text), default=len(text))
+        if cut < len(text):
+            ids = next(
+                (ids[:n] for n in range(1, len(ids) + 1) if len(self.tokenizer.decode(ids[:n])) >= cut),
+                ids,
+            )
+        tips = list(self.tokenizer.encode(self.tips_prompt, add_special_tokens=False))
+        infer_request.messages[-1]["content"] = text[:cut] + self.tips_prompt
+        return {
+            "infer_request": infer_request,
+            "response_token_ids": ids + tips,
+            "response_loss_mask": [1] * len(ids) + [0] * len(tips),
+            "rollout_logprobs": self._extract_logprobs_from_choice(response_choice)[: len(ids)],
+        }
+
+
+class MathTipsMultiTurnScheduler(MultiTurnScheduler):
+    """Once, if the answer is wrong: say so in a new turn (release 3.6)."""
+
+    tips_prompt = "The answer is not correct, It seems You made a mistake, you need to recheck very carefully."
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.acc_func = kwargs.get("acc_function") or MathAccuracy()
+
+    def check_finished(self, infer_request: Request, response_choice: Choice, current_turn: int) -> bool:
+        if self.tips_prompt in infer_request.messages[-2]["content"]:
+            return True
+        content = response_choice.message.content
+        if self.acc_func([content], [infer_request.data_dict["solution"]])[0] == 1:
+            return True
+        return super().check_finished(infer_request, response_choice, current_turn)
+
+    def step(self, infer_request: Request, response_choice: Choice, current_turn: int) -> Any:
+        infer_request.messages.append({"role": "user", "content": self.tips_prompt})
+        return {"infer_request": infer_request}
+
+
+class ThinkingModelTipsScheduler(MathTipsMultiTurnScheduler):
+    """The same, with a row for each turn that has no thoughts but those of its last reply."""
+
+    async def run(self, infer_request: Request, request_config: Any, **kwargs: Any) -> Any:
+        outputs, turn = [], 1
+        while True:
+            response = await self.infer_engine.infer_async(infer_request, request_config, **kwargs)
+            choice = response.choices[0]
+            infer_request.messages.append({"role": "assistant", "content": choice.message.content})
+            rows = copy.deepcopy(infer_request.messages)
+            for one in rows[:-1]:
+                if one["role"] == "assistant" and isinstance(one["content"], str):
+                    one["content"] = one["content"].split("</think>")[-1].strip()
+            infos = {"num_turns": turn}
+            outputs.append(RolloutOutput(response, rows, [list(choice.token_ids)], rollout_infos=infos))
+            if self.check_finished(infer_request, choice, turn):
+                return outputs
+            infer_request = self.step(infer_request, choice, turn)["infer_request"]
+            turn += 1
+
+
+class GYMScheduler(MultiTurnScheduler):
+    """Turns of an environment of `envs`, named by `env_config` of the row or by `gym_env`."""
+
+    def __init__(self, infer_engine: Any = None, max_turns: int | None = None, **kwargs: Any) -> None:
+        super().__init__(infer_engine, max_turns, **kwargs)
+        self.gym_env_name = kwargs.get("gym_env")
+        self._envs: dict[Any, Env] = {}
+        self._step_rewards: dict[Any, list[float]] = {}
+        self._pending_obs: dict[Any, Any] = {}
+
+    async def on_trajectory_start(self, requests: list[Request]) -> None:
+        for request in requests:
+            env = self._create_env((request.data_dict or {}).get("env_config") or {})
+            observation, _, system = await _awaited(env.reset(request))
+            request.messages = [{"role": "system", "content": system}] if system else []
+            request.messages.append({"role": "user", "content": observation})
+            self._envs[request.uuid], self._step_rewards[request.uuid] = env, []
+
+    async def on_turn_end(self, infer_request: Request, response_choice: Choice, current_turn: int) -> dict[str, Any]:
+        uuid = infer_request.uuid
+        observation, reward, done, _ = await _awaited(self._envs[uuid].step(copy.deepcopy(infer_request.messages)))
+        rewards = self._step_rewards[uuid]
+        rewards.append(float(reward))
+        self._pending_obs[uuid] = observation
+        infos = {"total_reward": sum(rewards), "step_rewards": list(rewards), "gym_done": done}
+        if done:
+            await self._close_and_remove(uuid)
+        return {"done": done, "rollout_infos": infos}
+
+    async def _close_and_remove(self, uuid: Any) -> None:
+        env = self._envs.pop(uuid, None)
+        self._step_rewards.pop(uuid, None)
+        self._pending_obs.pop(uuid, None)
+        if env is not None:
+            await _awaited(env.close())
+
+    def step(self, infer_request: Request, response_choice: Choice, current_turn: int) -> dict[str, Any]:
+        infer_request.messages.append({"role": "user", "content": self._pending_obs.pop(infer_request.uuid)})
+        return {"infer_request": infer_request}
+
+    def _create_env(self, env_config: dict[str, Any]) -> Any:
+        name = env_config.get("name", self.gym_env_name)
+        if name not in envs:
+            raise ValueError(f"no environment {name!r}; registered: {', '.join(envs)}")
+        return envs[name](env_config)
+
+
+multi_turns: dict[str, Any] = {
+    "math_tip_trick": MathTipsScheduler,
+    "math_tip_trick_multi_turn": MathTipsMultiTurnScheduler,
+    "gym_scheduler": GYMScheduler,
+    "thinking_tips_scheduler": ThinkingModelTipsScheduler,
+}

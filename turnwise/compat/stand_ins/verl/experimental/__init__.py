@@ -1,0 +1,1 @@
+"""Modules of verl that are not released as stable."""

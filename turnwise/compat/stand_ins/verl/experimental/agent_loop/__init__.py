@@ -1,0 +1,5 @@
+"""Agent loops."""
+
+from .agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
+
+__all__ = ["AgentLoopBase", "AgentLoopMetrics", "AgentLoopOutput", "register"]

@@ -1,0 +1,366 @@
+"""ms-swift: schedulers (`MultiTurnScheduler`, by class or registered name), Gym environments, and rewards by name."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from turnwise.compat.common import attribute_config, derives_from
+from turnwise.compat.swift_engine import PROTOCOL, Episode, InferEngine, given_image, set_weights
+from turnwise.compat.swift_scales import LossScales
+from turnwise.envs.base import Scores
+from turnwise.envs.foreign import ForeignObject, Framework, Registered, refuse_faithful
+from turnwise.envs.resolve import load_object
+from turnwise.envs.user_code import as_number, describe_value, load_user_module, number_of
+from turnwise.envs.user_imports import STAND_INS, import_foreign
+from turnwise.errors import ConfigError, EnvError, LimitReached, suggest_or_list
+from turnwise.types import Message, Task
+
+OWN = ("external_plugins", "reward_funcs", "reward_weights", "gym_env", "use_gym_env", "system", "loss_scale")
+"""`[env.args]` that are flags of ms-swift; others are arguments of the scheduler."""
+
+
+def adapt(found: ForeignObject) -> SchedulerEpisodes | None:
+    """Make an agent function of a scheduler, of a registered name, or of a Gym environment."""
+    target, args = found.target, dict(found.args)
+    named = target.id if isinstance(target, Registered) else None
+    if named is None and not _is_scheduler(target) and not derives_from(target, "swift", "Env"):
+        return None
+    refuse_faithful(found)
+    _load_plugins(args, found)
+    if named is not None:
+        target = _registered("multi_turns", "swift.rollout.multi_turn", named, found.where)
+    elif derives_from(target, "swift", "Env"):
+        _registry("envs", "swift.rollout.gym_env")[target.__name__] = target
+        args.setdefault("gym_env", target.__name__)
+        target = _registered("multi_turns", "swift.rollout.multi_turn", "gym_scheduler", found.where)
+    scheduler = _complete(target, found.where)
+    missing = sorted(getattr(scheduler, "__abstractmethods__", ()))
+    if missing or (_is_base(scheduler.run) and _is_base(getattr(scheduler, "step", None))):
+        raise ConfigError(f"{found.where} lacks {' and '.join(missing) or 'step'}; a scheduler has step, or its own run")
+    for hook, count in (("step", 3), ("check_finished", 3), ("run", 2)):
+        try:
+            if hasattr(scheduler, hook):
+                inspect.signature(getattr(scheduler, hook)).bind(*range(count + 1))
+        except TypeError as error:
+            raise ConfigError(f"{found.where}.{hook}: {error}; ms-swift calls it with {count} arguments") from None
+    return SchedulerEpisodes(scheduler, args, _rewards(args, found), _scales(args, found))
+
+
+def _is_scheduler(target: Any) -> bool:
+    """Whether a class is a scheduler by base class, or by the arguments of its `step`."""
+    if derives_from(target, "swift", "RolloutScheduler"):
+        return True
+    step = vars(target).get("step") if inspect.isclass(target) else None
+    inherited = next((vars(base)["step"] for base in getattr(target, "__mro__", ()) if "step" in vars(base)), step)
+    if not inspect.isclass(target) or not inspect.isfunction(inherited):
+        return False
+    names = list(inspect.signature(inherited).parameters)[1:4]
+    return len(names) == 3 and names[0] == "infer_request" and names[2] == "current_turn"
+
+
+def _complete(target: Any, where: str) -> Any:
+    """Return a scheduler class; one without ms-swift's base, such as the one that its guide of 3.6 prints, gets ours."""
+    if derives_from(target, "swift", "RolloutScheduler"):
+        return target
+    base = importlib.import_module(f"{STAND_INS}.swift.rollout.multi_turn").MultiTurnScheduler
+    return type(target.__name__, (target, base), {"__module__": target.__module__, "__doc__": target.__doc__})
+
+
+def _is_base(method: Any) -> bool:
+    """Whether a method is that of `MultiTurnScheduler` or `RolloutScheduler` itself."""
+    return getattr(method, "__qualname__", "").partition(".")[0] in ("MultiTurnScheduler", "RolloutScheduler") and str(
+        getattr(method, "__module__", "")
+    ).endswith("swift.rollout.multi_turn")
+
+
+def _load_plugins(args: Mapping[str, Any], found: ForeignObject) -> None:
+    given = args.get("external_plugins") or ()
+    for name in [given] if isinstance(given, str) else given:
+        path = Path(str(name))
+        load_user_module(path if path.is_absolute() else found.base / path, str(name))
+
+
+def _registry(name: str, module: str) -> dict[str, Any]:
+    """Return a registry, that of the framework or ours."""
+    found: dict[str, Any] = getattr(import_foreign(module), name)
+    return found
+
+
+def _registered(name: str, module: str, key: str, where: str) -> Any:
+    """Return what is registered under a name; a built-in of release 3.6 that the installed one dropped is ours."""
+    known = dict(getattr(importlib.import_module(f"{STAND_INS}.{module}"), name)) | _registry(name, module)
+    if key not in known:
+        raise ConfigError(
+            f"{where}: {name} has no {key!r}; {suggest_or_list(key, list(known))}; files that register it belong to "
+            "external_plugins under [env.args]"
+        )
+    return known[key]
+
+
+def _rewards(args: Mapping[str, Any], found: ForeignObject) -> list[tuple[str, Any, float]]:
+    """Return the reward functions with names and weights."""
+    given = args.get("reward_funcs") or ()
+    names = [given] if isinstance(given, str) else list(given)
+    weights = list(args.get("reward_weights") or [1.0] * len(names))
+    if len(weights) not in (len(names), len(names) + 1):
+        raise ConfigError(
+            f"{found.where}: {len(names)} reward_funcs and {len(weights)} reward_weights; give one for each, and at most one "
+            "more, for the environment"
+        )
+    made = []
+    for name, weight in zip(names, weights, strict=False):
+        if ".py:" in name:
+            target = load_object(name, base=found.base)
+        else:
+            target = _registered("orms", "swift.rewards.orm", name, found.where)
+        if inspect.isclass(target):
+            own = attribute_config({key: value for key, value in args.items() if key not in OWN})
+            try:
+                target = _made_reward(target, own)
+            except Exception as error:
+                raise ConfigError(f"{found.where}: {name} cannot be made: {type(error).__name__}: {error}") from error
+        if not callable(target):
+            raise ConfigError(f"{found.where}: {name} is {describe_value(target)}; a reward is called with completions")
+        made.append((name.rpartition(":")[2], target, float(weight)))
+    return made
+
+
+def _made_reward(target: Any, args: Any) -> Any:
+    """Make a reward with `args`, if its constructor takes them."""
+    parameters = inspect.signature(target).parameters
+    takes = "args" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return target(args=args) if takes else target()
+
+
+def _scales(args: Mapping[str, Any], found: ForeignObject) -> LossScales | None:
+    """Return the loss scales that `loss_scale` names: `[strategy+]name[+name]`, a name also as `file.py:Name`."""
+    named = args.get("loss_scale")
+    if named is None:
+        return None
+    names = str(named).split("+")
+    strategy = names.pop(0) if names[0] in ("default", "last_round") else "default"
+    if names[:1] == ["all"]:
+        raise ConfigError(f"{found.where}: loss_scale {named!r}: only replies are trained; write default or last_round")
+    chain = []
+    for name in names:
+        if ".py:" in name:
+            target = load_object(name, base=found.base)
+        else:
+            target = _registered("loss_scale_map", "swift.loss_scale", name, found.where)
+        chain.append(target(strategy))
+    return LossScales(strategy == "last_round", chain)
+
+
+@dataclass
+class SchedulerEpisodes:
+    """Agent function of a scheduler: one object for all episodes, over one engine that knows whose call it is."""
+
+    scheduler: Any
+    args: Mapping[str, Any]
+    rewards: Sequence[tuple[str, Any, float]]
+    scales: LossScales | None = None
+    _made: dict[int, Any] = field(default_factory=dict)
+    _engine: InferEngine = field(default_factory=InferEngine)
+
+    async def __call__(self, task: Task, model: Any) -> Scores:
+        """Play one episode."""
+        episode = Episode(model, f"chatcmpl-{uuid4().hex}")
+        self._engine.enter(episode)
+        scheduler = self._shared(model.limits.turns)
+        request = self._request(task, episode.id)
+        columns = dict(request.data_dict)
+        try:
+            made = await scheduler.run(request, import_foreign(PROTOCOL).RequestConfig())
+        except LimitReached:
+            made = episode.cut()
+            if not made:
+                raise
+        outputs = list(made) if isinstance(made, (list, tuple)) else [made]
+        if not outputs or not all(hasattr(one, "response") and hasattr(one, "rollout_infos") for one in outputs):
+            raise EnvError(f"run returned {describe_value(made)}; return a RolloutOutput, or a list of them")
+        set_weights(outputs, episode, self.scales)
+        rows = [self._row(output, request, columns, episode) for output in outputs]
+        return await self._score(rows[-1], rows, len(episode.calls))
+
+    def __repr__(self) -> str:
+        return f"swift:{self.scheduler.__name__}"
+
+    def _shared(self, turns: int) -> Any:
+        """Return the scheduler, made at the first episode of a run."""
+        if turns not in self._made:
+            own = {key: value for key, value in self.args.items() if key not in OWN or key == "gym_env"}
+            self._made[turns] = make_scheduler(self.scheduler, self._engine, turns, own)
+        return self._made[turns]
+
+    def _request(self, task: Task, uuid: str) -> Any:
+        """Return the request of a row."""
+        columns = copy.deepcopy(dict(task.info))
+        if task.answer is not None and task.answer not in columns.values():  # `solution` and others stay as they are
+            columns.setdefault("answer", task.answer)
+        messages, images = _messages(task.messages)
+        if messages and messages[-1]["role"] == "user":
+            columns.setdefault("problem", messages[-1]["content"])
+        if self.args.get("system") and not (messages and messages[0]["role"] == "system"):
+            messages.insert(0, {"role": "system", "content": self.args["system"]})
+        media = {key: list(columns.pop(key, None) or ()) for key in ("audios", "videos")}
+        tools, objects = columns.pop("tools", None), columns.pop("objects", None) or {}
+        return import_foreign(PROTOCOL).RolloutInferRequest(
+            messages=messages, images=images, tools=tools, objects=objects, data_dict=columns, uuid=uuid, **media
+        )
+
+    def _row(self, output: Any, request: Any, columns: Mapping[str, Any], episode: Episode) -> dict[str, Any]:
+        """Return what a reward is called with for one row."""
+        choice = output.response.choices[0]
+        messages = output.messages
+        if messages is None:
+            messages = [*request.messages, {"role": "assistant", "content": choice.message.content}]
+        decode = episode.model.tokenizer.decode
+        texts = [
+            {**one, "content": decode(one["content"])} if isinstance(one["content"], list) and _ids(one["content"]) else one
+            for one in messages
+        ]
+        media = {key: getattr(request, key) for key in ("images", "audios", "videos", "objects", "tools")}
+        return {
+            **columns,
+            **{key: value for key, value in media.items() if value},
+            "messages": texts,
+            "prompt_id": str(request.uuid),
+            "request_id": str(request.uuid),
+            "finish_reason": choice.finish_reason,
+            "is_truncated": choice.finish_reason == "length",
+            "rollout_infos": output.rollout_infos,
+            "response_token_ids": output.response_token_ids,
+            "multi_turn_infos": {**episode.infos, "num_turns": output.rollout_infos.get("num_turns")},
+        }
+
+    async def _score(self, row: dict[str, Any], rows: list[dict[str, Any]], turns: int) -> Scores:
+        """Return the weighted rewards, and those of the environment's steps."""
+        infos = row["rollout_infos"]
+        completions = [row["messages"][-1]["content"]]
+        columns: dict[str, Any] = {key: [value] for key, value in row.items()}
+        columns |= {"trainer_state": None, "trajectory_inputs": {row["request_id"]: rows}}
+        parts: dict[str, float] = {}
+        own = 0.0
+        for name, function, weight in self.rewards:
+            made = await _call_reward(function, completions, columns)
+            made = [None] if made is None else made
+            if not isinstance(made, (list, tuple)) or len(made) != 1:
+                raise EnvError(
+                    f"the reward {name} returned {describe_value(made)} for 1 completion; return a list of one number"
+                )
+            if (value := as_number(made[0], f"the reward {name}")) is not None:
+                parts[name] = value
+                own += weight * value
+        if self.rewards and not parts:
+            return Scores(None)
+        weights = list(self.args.get("reward_weights") or ())
+        gym = float(weights[-1]) if len(weights) > len(self.rewards) else 1.0
+        total = number_of(infos.get("total_reward")) if self.args.get("use_gym_env", True) else None
+        steps = [gym * (as_number(one, "step_rewards") or 0.0) for one in infos.get("step_rewards") or ()]
+        by_turn = tuple(steps) if len(steps) == turns and total is not None else ()
+        own += 0.0 if by_turn or total is None else gym * total
+        metrics = {f"environment/{key}": float(found) for key, one in infos.items() if (found := number_of(one)) is not None}
+        return Scores(own, by_turn, parts, metrics, "truncated" if row["is_truncated"] else "completed")
+
+
+def make_scheduler(target: Any, engine: InferEngine, turns: int, args: Mapping[str, Any]) -> Any:
+    """Make a scheduler with the arguments that its constructor takes."""
+    parameters = inspect.signature(target).parameters
+    given = {"infer_engine": engine, "max_turns": turns, **args}
+    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        for key in args:
+            if key not in parameters:
+                raise ConfigError(f"{target.__name__} has no argument {key!r}; {suggest_or_list(key, list(parameters))}")
+        given = {key: value for key, value in given.items() if key in parameters}
+    made: Any = target(**given)
+    if made.infer_engine is None:
+        made.infer_engine = engine
+    if not made.max_turns:
+        made.max_turns = turns
+    if _is_base(target.run):
+        made.step = partial(_dict_of_step, made.step, engine)
+        made.on_turn_end = _recorded(_awaitable(made.on_turn_end), engine)
+        made.on_trajectory_start = _awaitable(made.on_trajectory_start)
+    return made
+
+
+def _dict_of_step(
+    step: Callable[..., Any], engine: InferEngine, infer_request: Any, choice: Any, current_turn: int
+) -> dict[str, Any]:
+    """Return what `step` made as a dict: until release 3.8 it was a request, or one with a dict for the reward."""
+    made = step(infer_request, choice, current_turn)
+    if isinstance(made, dict):
+        return made
+    request, given = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
+    if not hasattr(request, "messages") or not isinstance(given, Mapping):
+        raise EnvError(f"step returned {describe_value(made)}; return a request, (request, dict) or a dict with infer_request")
+    for key, value in given.items():
+        engine.episode.infos.setdefault(key, []).append(value)
+    return {"infer_request": request, "rollout_infos": dict(given)}
+
+
+def _awaitable(hook: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(hook)
+    async def call(*args: Any) -> Any:
+        made = hook(*args)
+        return await made if inspect.isawaitable(made) else made
+
+    return call
+
+
+def _recorded(hook: Callable[..., Any], engine: InferEngine) -> Callable[..., Any]:
+    """Return a hook whose `rollout_infos` are kept for an episode that a limit ends."""
+
+    async def call(*args: Any) -> dict[str, Any]:
+        made = dict(await hook(*args) or {})
+        engine.episode.rollout_infos.update(made.get("rollout_infos") or {})
+        return made
+
+    return call
+
+
+async def _call_reward(function: Any, completions: list[Any], columns: dict[str, Any]) -> Any:
+    """Call a reward, as ms-swift does on the thread of the loop; a synchronous one may run a loop of its own."""
+    call = function if inspect.isroutine(function) else type(function).__call__
+    names = list(inspect.signature(call).parameters)
+    bound = function if inspect.isroutine(function) or names[:1] != ["completions"] else call  # printed without self
+    loop = asyncio.get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        made = bound(completions, **columns)
+    finally:
+        asyncio._set_running_loop(loop)
+    return await made if inspect.isawaitable(made) else made
+
+
+def _messages(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Return messages whose media are `<image>` in texts, and the images."""
+    rows, images = [], list[Any]()
+    for message in messages:
+        row = message.to_dict()
+        if not isinstance(message.content, str):
+            texts = [part if isinstance(part, str) else "<image>" for part in message.content]
+            images += [given_image(part) for part in message.content if not isinstance(part, str)]
+            row["content"] = "".join(texts)
+        rows.append(row)
+    return rows, images
+
+
+def _ids(content: list[Any]) -> bool:
+    return bool(content) and isinstance(content[0], int)
+
+
+def _names() -> list[str]:
+    return list(_registry("multi_turns", "swift.rollout.multi_turn"))
+
+
+FRAMEWORK = Framework("swift", adapt, lambda name: Registered("swift", name), _names)

@@ -1,0 +1,299 @@
+"""The engine that ms-swift's schedulers call, over ours: the ids of a request, and which of them are trained."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from turnwise.compat.swift_scales import LossScales
+from turnwise.envs.user_imports import import_foreign
+from turnwise.errors import EnvError
+from turnwise.types import Image, ImageRef
+
+PROTOCOL = "swift.infer_engine.protocol"
+
+
+class InferEngine:
+    """`infer_engine` of a scheduler, which is one object for all episodes: each call goes to the episode that makes it."""
+
+    engine = None
+
+    def __init__(self) -> None:
+        self._episode: ContextVar[Episode] = ContextVar("episode")
+
+    def enter(self, episode: Episode) -> None:
+        """Send the calls of the current task, and of those that it starts, to an episode."""
+        self._episode.set(episode)
+
+    @property
+    def episode(self) -> Episode:
+        """The episode of the current task."""
+        return self._episode.get()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the run."""
+        return self.episode.model.tokenizer
+
+    async def infer_async(self, infer_request: Any, request_config: Any = None, **_: Any) -> Any:
+        """Sample a reply to a request."""
+        return await self.episode.infer(infer_request, request_config)
+
+
+class Episode:
+    """One trajectory: its calls, and the ids of the texts that they made."""
+
+    def __init__(self, model: Any, id: str) -> None:
+        self.model, self.id = model, id
+        self.calls: list[tuple[list[int], Any]] = []
+        """Ids of the message before each reply, and the reply."""
+        self.queries: list[tuple[int, Any]] = []
+        """For each call, the number of messages of the user, and the last one."""
+        self.infos: dict[str, list[Any]] = {}
+        """What each `step` of release 3.6 returned besides its request."""
+        self.rollout_infos: dict[str, Any] = {}
+        """What the hooks returned so far."""
+        self._last: tuple[Any, Any] | None = None
+        """Request and response of the last call."""
+        self._known: list[tuple[str, list[int], Any]] = []
+        """Text and ids of each message of the assistant so far; its reply if that is the complete message."""
+
+    async def infer(self, request: Any, config: Any) -> Any:
+        """Sample a reply: to the messages where all replies are unchanged, else to their ids."""
+        messages = [dict(message) for message in request.messages]
+        if len(messages) > 1 and messages[-1]["role"] == "assistant" and not messages[-1]["content"]:
+            messages.pop()  # an empty one is the place of the next reply
+        media = _place_images(messages, list(request.images or ()))
+        tools = tuple(_plain_tool(tool) for tool in request.tools or ())
+        opened = self._open(messages[-1]["content"]) if messages[-1]["role"] == "assistant" else []
+        own, edited = self._own(messages[: len(messages) - bool(opened)])
+        options = _options(config)
+        if opened or edited:
+            ids = {number: found[1] for number, found in own.items()} | ({len(messages) - 1: opened} if opened else {})
+            for number in ids:
+                messages[number]["content"] = "x"  # its ids are used
+            prompt = await self.model.render(messages, ids, tools)
+            reply = await self.model.generate(prompt, tools=tools, media=media, **options)
+        else:
+            known = [own[number][2].message if number in own else message for number, message in enumerate(messages)]
+            reply = await self.model.generate(known, tools=tools, **options)
+        text = self._text(reply)
+        before = self.model.tokenizer.decode(opened) if opened else ""
+        self.calls.append((opened, reply))
+        asked = [message["content"] for message in request.messages if message["role"] == "user"]
+        self.queries.append((len(asked), asked[-1] if asked else None))
+        self._known.append((before + text, [*opened, *reply.ids], None if opened else reply))
+        response = _response(reply, text, self.id)
+        self._last = request, response
+        return response
+
+    def cut(self) -> list[Any]:
+        """Return the row of an episode that a limit ended, as far as it was played; none before the first reply."""
+        if self._last is None:
+            return []
+        request, response = self._last
+        messages = list(request.messages)
+        while messages and (messages[-1]["role"] != "assistant" or not messages[-1]["content"]):
+            messages.pop()
+        response = replace(response, choices=[replace(response.choices[0], finish_reason="length")])
+        infos = {**self.rollout_infos, "num_turns": len(self.calls)}
+        return [import_foreign(PROTOCOL).RolloutOutput(response=response, messages=messages, rollout_infos=infos)]
+
+    def rows(self) -> list[tuple[list[int], list[int]]]:
+        """Return ids and masks of the messages as they were continued, for a scheduler that does not say them."""
+        rows: list[tuple[list[int], list[int]]] = []
+        for opened, reply in self.calls:
+            ids, sampled = [*opened, *reply.ids], [1] * len(reply.ids)
+            if opened and rows:
+                kept = _shared(rows[-1][0], opened)
+                rows[-1] = ids, [*rows[-1][1][:kept], *[0] * (len(opened) - kept), *sampled]
+            else:
+                rows.append((ids, [0] * len(opened) + sampled))
+        return rows
+
+    def scaled(self, scales: LossScales) -> Iterator[list[float]]:
+        """Yield the loss scales of each reply's ids."""
+        last = max((number for number, _ in self.queries), default=0)
+        for (opened, reply), (number, query) in zip(self.calls, self.queries, strict=True):
+            if scales.last_round and number < last:
+                yield [0.0] * len(reply.ids)
+                continue
+            ids = list(reply.ids)
+            ends = self._without_end(ids) != ids
+            yield scales.weights(self.model.tokenizer.decode, opened, ids, ends, query)
+
+    def _text(self, reply: Any) -> str:
+        """Return the text of a reply without its end token."""
+        return str(self.model.tokenizer.decode(self._without_end(list(reply.ids))))
+
+    def _without_end(self, ids: list[int]) -> list[int]:
+        return ids[:-1] if ids and ids[-1] in self.model.tokenizer.all_special_ids else ids
+
+    def _open(self, content: Any) -> list[int]:
+        """Return the ids of a message that is continued: those of a known text as far as it is the same, then the text's."""
+        if isinstance(content, list):
+            return list(content)
+        tokenizer = self.model.tokenizer
+        kept: list[int] = []
+        text = ""
+        for known, ids, _ in reversed(self._known):
+            if _shared(known, content) > len(text):
+                found, decoded = self._cut(self._without_end(ids), content)
+                if len(decoded) > len(text):
+                    kept, text = found, decoded
+        return [*kept, *tokenizer.encode(content[len(text) :], add_special_tokens=False)]
+
+    def _cut(self, ids: list[int], content: str) -> tuple[list[int], str]:
+        """Return the most ids whose text begins a content, and that text."""
+        decode = self.model.tokenizer.decode
+        for size in range(len(ids), 0, -1):
+            if content.startswith(text := decode(ids[:size])):
+                return ids[:size], text
+        return [], ""
+
+    def _own(self, messages: Sequence[Mapping[str, Any]]) -> tuple[dict[int, tuple[str, list[int], Any]], bool]:
+        """Return the messages that this episode sampled, by index, and whether one of them is not a reply as it was."""
+        found: dict[int, tuple[str, list[int], Any]] = {}
+        left = list(self._known)
+        edited = False
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            content = message["content"]
+            at = 0 if isinstance(content, str) else 1
+            same = next((place for place, one in enumerate(left) if one[at] == content), None)
+            if same is not None:
+                found[number] = left[same]
+                edited = edited or left[same][2] is None
+                del left[: same + 1]
+            elif isinstance(content, list) and content and isinstance(content[0], int):
+                found[number], edited = ("", list(content), None), True
+        return found, edited
+
+
+def set_weights(outputs: Sequence[Any], episode: Episode, scales: LossScales | None = None) -> None:
+    """Set the weights of the replies by `response_token_ids` and `response_loss_mask`, times the loss scales.
+
+    Ids that the outputs lack are not trained.
+
+    Raises:
+        EnvError: for a mask of another length than its ids, or one that trains an id which the engine did not sample.
+    """
+    given = [row for output in outputs for row in _rows_of(output)] or list(episode.rows())
+    weights = [[0.0] * len(reply.ids) for _, reply in episode.calls]
+    sampled: list[set[int]] = [set() for _ in given]
+    last = -1
+    for number, (opened, reply) in enumerate(episode.calls):
+        start, ids = len(opened), list(reply.ids)
+        order = [*range(last if start else last + 1, len(given)), *range(len(given))]
+        row = next((row for row in order if row >= 0 and _continues(given[row][0], opened, ids)), None)
+        if row is None:
+            continue
+        last = row
+        kept, mask = given[row]
+        for at in range(_shared(kept[start:], ids)):
+            sampled[row].add(start + at)
+            weights[number][at] = max(weights[number][at], float(1 if mask is None else mask[start + at]))
+    for row, (_, mask) in enumerate(given):
+        for at, one in enumerate(mask or ()):
+            if one and at not in sampled[row]:
+                raise EnvError(
+                    f"response_loss_mask[{row}][{at}] is {one}, and the engine did not sample that id there; write 0"
+                )
+    if scales is not None:
+        weights = [[a * b for a, b in zip(*pair, strict=True)] for pair in zip(weights, episode.scaled(scales), strict=True)]
+    for (_, reply), found in zip(episode.calls, weights, strict=True):
+        if any(one != 1.0 for one in found):
+            episode.model.weigh(reply, found)
+
+
+def _rows_of(output: Any) -> Iterator[tuple[list[int], list[int] | None]]:
+    """Yield ids and mask of each message that an output has."""
+    masks = list(output.response_loss_mask or ())
+    for turn, ids in enumerate(output.response_token_ids or ()):
+        if masks and (turn >= len(masks) or len(masks[turn]) != len(ids)):
+            raise EnvError(f"turn {turn}: {len(ids)} response_token_ids and another number of response_loss_mask")
+        yield list(ids), list(masks[turn]) if masks else None
+
+
+def _continues(row: list[int], opened: list[int], ids: list[int]) -> bool:
+    start = len(opened)
+    return row[:start] == opened and row[start : start + 1] == ids[:1]
+
+
+def _shared(first: Sequence[Any], second: Sequence[Any]) -> int:
+    return next((at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+
+
+def _place_images(messages: list[dict[str, Any]], images: list[Any]) -> list[Any]:
+    """Replace `<image>` in texts by the images, in order; return those that were placed."""
+    placed: list[Any] = []
+    for message in messages:
+        content = message["content"]
+        if message["role"] == "assistant" or not isinstance(content, str) or "<image>" not in content or not images:
+            continue
+        texts = content.split("<image>")
+        parts: list[Any] = [texts[0]]
+        for text in texts[1:]:
+            if len(placed) == len(images):
+                raise EnvError(f"the messages have more <image> than the request has images ({len(images)})")
+            placed.append(_image(images[len(placed)]))
+            parts += [placed[-1], text]
+        message["content"] = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts if part != ""]
+    return placed
+
+
+def given_image(part: Any) -> Any:
+    """Return an image of a row as ms-swift gives it to user code: a path, base64 text, or the object of a library."""
+    value = part.value if isinstance(part, Image) else part
+    if isinstance(value, Path):
+        return str(value)
+    return b64encode(value).decode("ascii") if isinstance(value, bytes) else value
+
+
+def _image(value: Any) -> Any:
+    """Return an image of a request as a part of a message: also a path, base64 text, or a dict with one of them."""
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, str) and not value.startswith("data:"):
+        is_path = len(value) < 4096 and Path(value).is_file()
+        value = Path(value) if is_path else f"data:image;base64,{value}"
+    return value if isinstance(value, (Image, ImageRef)) else Image(value)
+
+
+def _plain_tool(tool: Any) -> Any:
+    return tool if "function" in tool else {"type": "function", "function": tool}
+
+
+def _options(config: Any) -> dict[str, Any]:
+    """Return the sampling parameters that a scheduler set, by our names."""
+    if config is None:
+        return {}
+    top_k = config.top_k
+    given = {
+        "max_tokens": config.max_tokens,
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": None if top_k is None else max(0, top_k),
+        "min_p": config.min_p,
+        "stop": tuple(config.stop or ()),
+    }
+    return {key: value for key, value in given.items() if value not in (None, ())}
+
+
+def _response(reply: Any, text: str, id: str) -> Any:
+    protocol = import_foreign(PROTOCOL)
+    known = [{"logprob": one} for one in reply.logprobs if one is not None]
+    choice = protocol.ChatCompletionResponseChoice(
+        index=0,
+        message=protocol.ChatMessage(role="assistant", content=text, tool_calls=None),
+        finish_reason=reply.finish,
+        logprobs={"content": known} if len(known) == len(reply.ids) else None,
+        token_ids=list(reply.ids),
+    )
+    usage = protocol.UsageInfo(0, len(reply.ids), len(reply.ids))
+    return protocol.ChatCompletionResponse(model="", choices=[choice], usage=usage, id=id)

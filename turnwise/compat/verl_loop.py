@@ -1,0 +1,166 @@
+"""A user's own `AgentLoopBase` of verl as an agent function: one loop for each episode, over our engine."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from turnwise.compat.common import accepted, attribute_config
+from turnwise.compat.sampled_rows import EngineCall, read_output
+from turnwise.compat.verl_tools import read_score
+from turnwise.config import Limits
+from turnwise.envs.base import Scores
+from turnwise.envs.user_code import call_user, describe_value
+from turnwise.envs.user_imports import import_foreign
+from turnwise.errors import ConfigError, EnvError, suggest_or_list
+from turnwise.types import Task
+
+GIVEN = ("trainer_config", "server_manager", "tokenizer", "processor", "dataset_cls", "data_config", "hf_model_type", "tools")
+"""Arguments of the constructor that verl gives."""
+SETTINGS = ("rollout", "data", "hf_model_type")
+"""Arguments of `[env.args]` that are parts of verl's configuration."""
+
+
+def make_agent_function(
+    target: Any, args: Mapping[str, Any], reward: Callable[..., Any] | None, where: str
+) -> Callable[[Task, Any], Awaitable[Scores]]:
+    """Make an agent function of a loop class; arguments of its constructor that verl does not give come from `args`."""
+    parameters = inspect.signature(target).parameters
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    named = [key for key, one in parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    own = {key: value for key, value in args.items() if key not in SETTINGS}
+    for key in own:
+        if key in GIVEN or (key not in named and not takes_any):
+            known = [one for one in (*named, *SETTINGS, "reward") if one not in GIVEN or one in SETTINGS]
+            raise ConfigError(f"{where} has no argument {key!r}; {suggest_or_list(key, known)}")
+    for key in named:
+        if key not in (*GIVEN, *own) and parameters[key].default is inspect.Parameter.empty:
+            raise ConfigError(f"{where} needs the argument {key!r}; give it under [env.args]")
+    if missing := sorted(getattr(target, "__abstractmethods__", ())):
+        raise ConfigError(f"{where} lacks {' and '.join(missing)}; an agent loop has async run(sampling_params, **kwargs)")
+    module = import_foreign("verl.experimental.agent_loop.agent_loop")
+
+    async def play(task: Task, model: Any) -> Scores:
+        server = ServerManager(model)
+        config = {"actor_rollout_ref": {"rollout": _rollout_config(model.limits, args.get("rollout") or {})}}
+        given = {
+            "trainer_config": module.DictConfigWrap(attribute_config(config)),
+            "server_manager": server,
+            "tokenizer": model.tokenizer,
+            "processor": None,
+            "dataset_cls": None,
+            "data_config": module.DictConfigWrap(attribute_config(dict(args.get("data") or {}))),
+            "hf_model_type": args.get("hf_model_type"),
+            "tools": module.ToolListWrap([]),
+        }
+        loop = target(**({key: value for key, value in given.items() if takes_any or key in named} | own))
+        output = await loop.run({"logprobs": True}, **_row(task))
+        ids = getattr(output, "response_ids", None)  # of a class of verl
+        if not ids:
+            raise EnvError(f"run returned {describe_value(output)}; return an AgentLoopOutput with response_ids")
+        score = output.reward_score
+        scores = Scores(score) if score is not None else await _computed(reward, task, model, list(ids), where)
+        rows = {
+            "prompt_token_ids": [output.prompt_ids],
+            "response_ids": [ids],
+            "loss_masks": [output.response_mask],
+            "rewards": [0.0],
+            "rollout_logprobs": [output.response_logprobs] if output.response_logprobs else None,
+        }
+        found = read_output(rows, server.calls, model.weigh, "response_mask", "response_logprobs")
+        return replace(found.with_added(scores.own), parts=scores.parts)
+
+    return play
+
+
+def _rollout_config(limits: Limits, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of verl's rollout configuration loops read, by our limits."""
+    multi_turn = {
+        "max_user_turns": None,
+        "max_assistant_turns": limits.turns,
+        "max_parallel_calls": 1,
+        "max_tool_response_length": 256,
+        "tool_response_truncate_side": "middle",
+        "format": "hermes",
+    }
+    config = {
+        "prompt_length": limits.prompt_tokens or limits.context or 1 << 20,
+        "response_length": limits.episode_tokens or limits.turns * limits.turn_tokens,
+        "full_determinism": False,
+        "calculate_log_probs": True,
+    }
+    return {**config, **given, "multi_turn": {**multi_turn, **(given.get("multi_turn") or {})}}
+
+
+def _row(task: Task) -> dict[str, Any]:
+    """Return the columns of a task's row, as verl's dataset gives them to a loop."""
+    row = dict(task.info)
+    extra = dict(row.get("extra_info") or {})
+    row.setdefault("reward_model", {"ground_truth": task.answer})
+    for key in ("tools_kwargs", "interaction_kwargs"):
+        row.setdefault(key, extra.get(key) or {})
+    return row | {
+        "raw_prompt": [message.to_dict() for message in task.messages],
+        "extra_info": extra,
+        "index": extra.get("index", 0),
+    }
+
+
+async def _computed(reward: Callable[..., Any] | None, task: Task, model: Any, ids: list[int], where: str) -> Scores:
+    """Return the score of an episode whose loop gave none."""
+    if reward is None:
+        raise EnvError(f'{where}: run returned no reward_score; give [env.args] reward = "file.py:compute_score"')
+    given = {
+        "data_source": task.info.get("data_source"),
+        "solution_str": model.tokenizer.decode(ids, skip_special_tokens=True),
+        "ground_truth": task.answer,
+        "extra_info": dict(task.info.get("extra_info") or {}),
+    }
+    return read_score(await call_user(partial(reward, **accepted(reward, given)), {}))
+
+
+class ServerManager:
+    """The engine as verl's loops call it; keeps the calls in order."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._output: Any = import_foreign("verl.workers.rollout.replica").TokenOutput
+        self.calls: list[EngineCall] = []
+
+    async def generate(
+        self,
+        request_id: Any,
+        *,
+        prompt_ids: list[int],
+        sampling_params: Mapping[str, Any],
+        image_data: list[Any] | None = None,
+        video_data: list[Any] | None = None,
+        **_: Any,
+    ) -> Any:
+        """Sample a reply to ids."""
+        if video_data:
+            raise EnvError("the loop gives videos to generate; give their frames as images")
+        ids = [int(one) for one in prompt_ids]
+        top_k = sampling_params.get("top_k")
+        options = {
+            "max_tokens": sampling_params.get("max_tokens") or sampling_params.get("max_new_tokens"),
+            "temperature": sampling_params.get("temperature"),
+            "top_p": sampling_params.get("top_p"),
+            "top_k": None if top_k is None else max(0, top_k),
+            "min_p": sampling_params.get("min_p"),
+            "stop": tuple(sampling_params.get("stop") or ()),
+            "stop_ids": tuple(sampling_params.get("stop_token_ids") or ()),
+            "media": tuple(image_data or ()),
+        }
+        reply = await self._model.generate(ids, **{key: value for key, value in options.items() if value not in (None, ())})
+        self.calls.append(EngineCall(ids, reply))
+        return self._output(
+            token_ids=list(reply.ids),
+            log_probs=[one or 0.0 for one in reply.logprobs],
+            stop_reason="aborted" if reply.finish == "abort" else "completed",
+            num_preempted=0,
+            extra_fields={},
+        )

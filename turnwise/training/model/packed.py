@@ -1,0 +1,70 @@
+"""Packed model directories: codes and scales in the layouts of compressed-tensors (int4) and transformers (fp8 blocks)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from turnwise.config import QuantConfig
+from turnwise.config.dump import load_run_config
+from turnwise.errors import ConfigError
+from turnwise.training.model.directory import base_model_of, read_json
+from turnwise.training.model.models import copy_extras, load
+from turnwise.training.model.quantize import grid_of, packed, quantized_names
+from turnwise.training.model.weights import Weights, clone_tensors, tied_names
+
+
+def quant_of(source: Path) -> QuantConfig:
+    """Return the `[quant]` of the run that a checkpoint belongs to; the default for any other directory."""
+    run = source.absolute().parent.parent
+    if source.absolute().parent.name == "checkpoints" and (run / "config.json").is_file():
+        return load_run_config(run).config.quant
+    return QuantConfig()
+
+
+def write_packed(source: Path, directory: Path, config: QuantConfig) -> None:
+    """Write a model directory or checkpoint as a packed directory; raise `ConfigError` if it exists or nothing is quantized."""
+    config = replace(config, activations=False)  # files hold weights
+    grid = grid_of(config)
+    if grid is None:
+        raise ConfigError(f'{source}: quant.kind is "none"; choose --kind int4 or fp8')
+    if directory.exists():
+        raise ConfigError(f"{directory}: already exists; choose another --out")
+    settings = read_json((base_model_of(source) or source) / "config.json", "it is no Hugging Face model directory")
+    model, _ = load(source, "cpu", {"bfloat16": torch.bfloat16}.get(settings.get("dtype", ""), torch.float32))
+    names = quantized_names(model, config)
+    weights = _per_expert(clone_tensors(model, tied_names(model)), names)
+    separate = frozenset(name for name in names if name.endswith(".weight")) | frozenset(_expert_names(model, names))
+    tensors = {name: tensor.contiguous() for name, tensor in packed(grid, separate)(weights)}
+    kept = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and f"{name}.weight" not in names]
+    directory.mkdir(parents=True)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    text = json.dumps(settings | {"quantization_config": grid.config(kept)}, indent=2)
+    (directory / "config.json").write_text(text + "\n", encoding="utf-8")
+    copy_extras(source, directory)
+
+
+def _per_expert(weights: Weights, names: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights with the names of files: stacked experts one by one, gate and up projections apart."""
+    for name, tensor in weights:
+        if name not in names or name.endswith(".weight"):
+            yield name, tensor
+            continue
+        stem, _, last = name.rpartition(".")
+        if last not in ("gate_up_proj", "down_proj"):
+            raise ConfigError(f"{name}: no packed layout is known for these experts; add experts to quant.skip")
+        for number, matrix in enumerate(tensor):
+            parts = [matrix] if last == "down_proj" else matrix.chunk(2)
+            for own, part in zip(("down_proj",) if len(parts) == 1 else ("gate_proj", "up_proj"), parts, strict=True):
+                yield f"{stem}.{number}.{own}.weight", part
+
+
+def _expert_names(model: nn.Module, names: frozenset[str]) -> Iterator[str]:
+    stacked = ((name, tensor) for name, tensor in model.state_dict().items() if name in names and tensor.dim() == 3)
+    return (name for name, _ in _per_expert(stacked, names))
