@@ -66,7 +66,10 @@ def repository(tmp_path):
         ("import importlib; VALUE = importlib.import_module('.base', __package__).VALUE", ".words"),
     ],
 )
-def test_a_file_imports_what_its_source_tree_has(repository, imports, late):
+def test_a_file_imports_what_its_source_tree_has(repository, imports, late, tmp_path_factory, monkeypatch):
+    elsewhere = tmp_path_factory.mktemp("working-directory")  # has a folder `examples` too, without `game`
+    (elsewhere / "examples" / "other").mkdir(parents=True)
+    monkeypatch.syspath_prepend(elsewhere)
     text = ENV.format(imports=imports, late=late).replace(
         "import WORD", "import V as WORD" if late == ".deep.x" else "import WORD"
     )

@@ -30,11 +30,13 @@ def import_foreign(name: str) -> ModuleType:
     Raises:
         ImportError: the framework's, where none of them has it.
     """
+    new = _top(name) not in sys.modules
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if not _lacks(error, name):
             raise
+        _forget_folder(name, new)
         names = [f"{STAND_INS}.{name}"] if _has_stand_in(name) else []
         names += [f"{_register(home)}.{name}" for home in _HOMES if _places(home, name)]
         if not names:
@@ -108,8 +110,9 @@ def _import(
         if not base.startswith((_PACKAGE, STAND_INS)):
             return builtins.__import__(name, dict(globals, __name__=f"{base}._", __spec__=None), locals, names, level)
         return _named(importlib.util.resolve_name("." * level + name, base), "", names)
-    top = name.partition(".")[0]
-    if top not in sys.stdlib_module_names and top not in sys.modules:
+    top = _top(name)
+    new = top not in sys.modules
+    if top not in sys.stdlib_module_names and new:
         own = _own_package(globals, name)
         if own is not None:
             return _named(f"{own}.{name}", own, names)
@@ -118,6 +121,7 @@ def _import(
     except ModuleNotFoundError as error:
         if not _lacks(error, name):
             raise
+        _forget_folder(name, new)
         if _has_stand_in(name):
             found = _named(f"{STAND_INS}.{name}", STAND_INS, names)
             return found if names or top not in sys.modules else _Overlay(sys.modules[top], found)
@@ -128,6 +132,20 @@ def _import(
     if any(not hasattr(found, one) for one in names if one != "*") and _has_stand_in(name):
         return _Overlay(found, _named(f"{STAND_INS}.{name}", STAND_INS, names))
     return found
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _forget_folder(name: str, new: bool) -> None:
+    """Take out of `sys.modules` what a failed import found for the first part of its name, if that is a bare folder.
+
+    A folder `examples` in the working directory, which Python takes for a package, shall not hide another one.
+    """
+    if new and (found := sys.modules.get(_top(name))) is not None and getattr(found, "__file__", None) is None:
+        for one in [one for one in sys.modules if f"{one}.".startswith(f"{_top(name)}.")]:
+            del sys.modules[one]
 
 
 def _named(full: str, package: str, names: tuple[str, ...]) -> Any:
@@ -163,7 +181,7 @@ def _own_package(globals: Mapping[str, Any], name: str) -> str | None:
     root, _, inner = str(globals.get("__package__") or "").partition(".")
     if not root.startswith(_PACKAGE):
         return None
-    top = name.partition(".")[0]
+    top = _top(name)
     if inner.partition(".")[0] == top:
         return root
     folder = Path(str(globals.get("__file__") or "")).parent
@@ -183,7 +201,7 @@ def _around(globals: Mapping[str, Any], name: str) -> str | None:
     file = Path(str(globals.get("__file__") or "")).resolve()
     inside = True
     for folder in file.parents:
-        on_path = folder / name.partition(".")[0] in file.parents
+        on_path = folder / _top(name) in file.parents
         if (inside or on_path) and _places(folder, name):
             return _register(folder)
         inside = inside and not any((folder / mark).exists() for mark in _PROJECT)
