@@ -207,6 +207,7 @@ def _rollout(resolved: ResolvedConfig, specs: Sequence[EnvSpec], checkpoint: str
     if engine != "local":
         raise ConfigError(f"--engine {engine}: unknown engine; choose local (configured by [engine]) or scripted")
     from turnwise.training.checkpoint import read_checkpoint
+    from turnwise.training.model.packed import quant_of
     from turnwise.training.setup import connect_fixed_servers, load_model_and_renderer, make_eval_engine, sampling_of
 
     options["sampling"] = sampling_of(config.rollout)
@@ -223,6 +224,8 @@ def _rollout(resolved: ResolvedConfig, specs: Sequence[EnvSpec], checkpoint: str
     if checkpoint and not given and read_checkpoint(source) is not None:
         # A run's checkpoint uses the template and arguments it was trained with.
         model = replace(model, template=None, template_args={})
+    if config.engine.kind == "local" and resolved.origins.get("quant.kind", "default") == "default":
+        config = replace(config, quant=quant_of(source))  # a checkpoint plays as it was trained
     loaded, renderer = load_model_and_renderer(source, source, model, config.rollout.control_text)
     return Rollout(make_eval_engine(config, source, loaded, renderer), renderer, **options)
 

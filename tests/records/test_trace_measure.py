@@ -196,6 +196,7 @@ def test_the_documented_table_is_the_table():
 
 SELDOM = {
     "kl": "needs a reference policy",
+    "codes_changed": "needs quantized weights",
     "peak_gpu_memory_mib": "needs a GPU",
     "failed_plays": "needs an outage",
     "failed_play_tokens": "needs an outage",

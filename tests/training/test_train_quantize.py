@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from turnwise.engines.local.quantization import WeightGrid, packed_grid, unpack
 from turnwise.errors import ConfigError
 from turnwise.training.model.quantize import (
     GridLinear,
-    on_grid,
+    OnGrid,
     packed,
     quantize_for_sampling,
     quantize_for_training,
@@ -197,7 +198,7 @@ def test_stages_put_named_weights_on_the_grid_or_into_packed_tensors():
     model, quant = qwen(), QUANTS["int4"]
     grid, names = WeightGrid("int4", 32), quantized_names(model, QUANTS["int4"])
     weights = dict(model.state_dict())
-    plain = dict(on_grid(grid, names)(iter(weights.items())))
+    plain = dict(OnGrid(grid, names)(iter(weights.items())))
     assert all(torch.equal(plain[name], quantize_for_sampling(model, quant).state_dict()[name]) for name in weights)
     small = dict(packed(grid, names)(iter(weights.items())))
     assert all(torch.equal(tensor, plain[name]) for name, tensor in unpack(small, grid, torch.float32))
@@ -223,7 +224,7 @@ def test_the_fused_engine_gives_the_logprobs_of_the_trainers_layers(quant):
                 parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
         grid = WeightGrid("int4", 32) if quant.kind == "int4" else WeightGrid("fp8", 64)
         unique = {name: t for name, t in trained.state_dict().items() if name != "lm_head.weight"}
-        await engine.update(on_grid(grid, quantized_names(model, quant))(iter(unique.items())), 1)
+        await engine.update(OnGrid(grid, quantized_names(model, quant))(iter(unique.items())), 1)
         return reply, await engine.generate(replace(request, session="b"))
 
     before, after = asyncio.run(play())
@@ -236,6 +237,29 @@ def test_the_fused_engine_gives_the_logprobs_of_the_trainers_layers(quant):
     assert sorted(gaps)[-2] < 1e-3
     assert max(gaps) < (0.1 if quant == QUANTS["fp8"] else 1e-4)
     assert before.ids != after.ids
+
+
+def test_a_fused_pass_that_rounds_is_taken_for_any_weights_and_one_that_omits_a_rounding_is_not(monkeypatch):
+    from turnwise.engines.local import LocalEngine
+    from turnwise.engines.local.fused_decoder import FusedLayer
+
+    def fused(seed):
+        model, generator = qwen(), torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        return LocalEngine(quantize_for_sampling(model, QUANTS["fp8"]), context=128).fused
+
+    assert all(fused(seed) for seed in range(12))
+    own = FusedLayer.inputs
+    for skipped in range(4):
+        calls = itertools.count()
+
+        def inputs(layer, rows, skipped=skipped, calls=calls):
+            return rows if next(calls) % 4 == skipped else own(layer, rows)
+
+        monkeypatch.setattr(FusedLayer, "inputs", inputs)
+        assert not any(fused(seed) for seed in range(3))
 
 
 RECIPE = '[[env]]\nuse = "hop"\n[quant]\nkind = "int4"\ngroup = 32\n'
@@ -328,10 +352,20 @@ def test_a_resumed_trainer_goes_on_with_the_same_bits(tmp_path, tiny_dir, quant)
 
 
 @pytest.mark.parametrize(
-    ("gaps", "passes"),
-    [([0.0], True), ([0.02] * 10, True), ([0.02] * 11, False), ([0.09], True), ([0.4], False), ([0.6], False)],
+    ("gaps", "count", "passes"),
+    [
+        ([0.0], 1000, True),
+        ([0.01] * 50, 1000, True),
+        ([0.01] * 51, 1000, False),
+        ([0.09], 1000, True),
+        ([0.4], 1000, False),
+        ([0.6], 1000, False),
+        ([0.01] * 25, 100, True),
+        ([0.01] * 26, 100, False),
+        ([0.2], 100, False),
+    ],
 )
-def test_with_rounded_activations_a_few_ids_may_differ_and_no_more(gaps, passes):
+def test_with_rounded_activations_a_few_ids_may_differ_and_no_more(gaps, count, passes):
     from types import SimpleNamespace
 
     from turnwise.config import TrainConfig
@@ -339,7 +373,6 @@ def test_with_rounded_activations_a_few_ids_may_differ_and_no_more(gaps, passes)
     from turnwise.training import LogitDistribution
     from turnwise.training.trainer.checks import check_mismatch
 
-    count = 1000
     engine = torch.full((count,), -1.0, dtype=torch.float64)
     start = engine.clone()
     start[: len(gaps)] += torch.tensor(gaps, dtype=torch.float64)

@@ -119,6 +119,7 @@ gradient_agreement | cosine | cosine of a step's first gradient with those befor
 advantage_abs | 1 | mean absolute advantage | to 0: rewards tie
 lr | 1 | learning rate | nothing
 optimizer_steps | count | optimizer steps | 0: no group gave a signal | updates
+codes_changed | count | codes of quantized weights that the step's updates changed, with `[quant]` | 0 in most steps: updates are below the rounding step, raise `train.lr`
 trajectories | count | trajectories of the step | nothing
 trajectories_trained | count | trajectories with an advantage | 0: nothing was learned in the step
 groups_refilled | count | groups played in place of others without signal, with `train.refill` | near `rollout.groups` times `refill`: nearly all tasks are solved or hopeless

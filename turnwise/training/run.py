@@ -130,6 +130,7 @@ class TrainingRun:
         self.resumed_turns = 0
         """Turns of interrupted episodes that earlier processes took from the journal."""
         self._interrupted: dict[EpisodeKey, RecordedEpisode] = {}
+        self._codes_reported = False
         self._version = 0
         """Policy version of the last weight update."""
         self.stream_record = StreamRecord()
@@ -477,10 +478,21 @@ class TrainingRun:
         metrics, token_records = work() if mode == "sync" else await off_loop(work)
         if summary := trainer.layout.summary():
             self.watch.note(summary)
+        self._report_codes(step, metrics)
         if step not in self.trained:
             self.run.journal.append({"e": "trained", "step": step, "episodes": len(trajectories)})
         row = {"phase": "train", "step": step + 1} | step_row(trajectories, metrics, rollout_s, self.config.eval.success)
         return row | write_token_records(self.run.path, step, *token_records)
+
+    def _report_codes(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Report the first step whose update changed no code of the quantized weights."""
+        if self._codes_reported or metrics.get("codes_changed") != 0 or not metrics["optimizer_steps"]:
+            return
+        self._codes_reported = True
+        self.watch.note(
+            f"step {step + 1} changed no code of the quantized weights: its update is below their rounding step, and only "
+            "their scales and other weights changed; if most steps do so (codes_changed in metrics.jsonl), raise train.lr"
+        )
 
     async def _play_accepted(self, choices: Sequence[TaskChoice], step: int) -> list[Trajectory]:
         """Play the groups of a step, and continue with those that failed for good."""

@@ -41,8 +41,8 @@ from turnwise.training.model.models import (
     tiny_template,
 )
 from turnwise.training.model.quantize import (
+    OnGrid,
     grid_of,
-    on_grid,
     quantize_for_sampling,
     quantize_for_training,
     quantized_names,
@@ -360,7 +360,7 @@ def _trainer(
             add_lora(model, config.lora, seed=config.seed)
         else:
             load_adapter(model, weights)
-    stages = [] if (grid := grid_of(config.quant)) is None else [on_grid(grid, quantized_names(model, config.quant))]
+    stages = [] if (grid := grid_of(config.quant)) is None else [OnGrid(grid, quantized_names(model, config.quant))]
     if config.quant.train:
         quantize_for_training(model, config.quant)
     trainer = (Trainer if ranks.size == 1 else RankZeroTrainer)(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -165,13 +166,21 @@ def rounds_activations(model: nn.Module) -> bool:
     return any(isinstance(module, GridLinear) and module.grid.activations for module in model.modules())
 
 
-def on_grid(grid: WeightGrid, names: frozenset[str]) -> Transform:
-    """Create a transform for `Trainer.transforms` that places the named matrices on the grid."""
+@dataclass(frozen=True, slots=True)
+class OnGrid:
+    """Transform for `Trainer.transforms` that places the named matrices on the grid."""
 
-    def stage(weights: Weights) -> Weights:
-        return ((name, grid.on_grid(tensor) if name in names else tensor) for name, tensor in weights)
+    grid: WeightGrid
+    names: frozenset[str]
 
-    return stage
+    def __call__(self, weights: Weights) -> Weights:
+        """Yield the weights, named matrices on the grid."""
+        return ((name, self.grid.on_grid(tensor) if name in self.names else tensor) for name, tensor in weights)
+
+    def codes(self, weights: Weights) -> dict[str, Tensor]:
+        """Return the codes of the named matrices, one byte each, on the CPU."""
+        named = ((name, tensor) for name, tensor in weights if name in self.names)
+        return {name: self.grid.codes(tensor)[0].view(torch.uint8).cpu() for name, tensor in named}
 
 
 def packed(grid: WeightGrid, names: frozenset[str]) -> Transform:

@@ -38,7 +38,7 @@ from turnwise.training.model.models import (
     freeze_vision,
     read_tensors,
 )
-from turnwise.training.model.quantize import rounds_activations
+from turnwise.training.model.quantize import OnGrid, rounds_activations
 from turnwise.training.model.reference import ReferencePolicy
 from turnwise.training.model.weights import Transform, Weights, clone_tensors, tied_names
 from turnwise.training.trainer.checks import (
@@ -180,6 +180,7 @@ class Trainer:
                 batch.reference_n = self._score_reference(batch)
         probe = WeightSyncProbe.before(step_credits.credits, self._at_temperature_one, self.device) if batches else None
         # Updates.
+        codes = self._codes()
         for _ in range(config.epochs):
             for batch in batches:
                 self._update(batch, lr, step_metrics, step)
@@ -192,9 +193,16 @@ class Trainer:
             | self.layout.figures()
             | {"lr": lr * self.signal.share, "optimizer_steps": float(len(step_metrics.updates))}
         )
+        if codes:
+            metrics["codes_changed"] = float(sum(int((codes[name] != now).sum()) for name, now in self._codes().items()))
         seconds = time.perf_counter() - began
         metrics |= {"train_s": seconds, "tokens_per_s": metrics["tokens_trained"] * config.epochs / seconds}
         return StepResult(metrics, (step_credits.credits, batches))
+
+    def _codes(self) -> dict[str, Tensor]:
+        """Return the codes of quantized weights by name; empty without `[quant]`."""
+        stage = next((stage for stage in self.transforms if isinstance(stage, OnGrid)), None)
+        return {} if stage is None else stage.codes(clone_tensors(self.model, self._tied))
 
     def step_credits(self, groups: Sequence[Group]) -> StepCredits:
         """Return the credits that `step` would train groups with, and the account of every sampled id."""

@@ -1,0 +1,85 @@
+"""Runs with `[quant]`: killed and resumed, played without a trainer, in bfloat16, and updates that change no code."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from long_world import LONG
+from test_kill_resume import benchmark
+from test_lora_run import RECIPE, rows
+
+from turnwise.cli.main import main
+from turnwise.engines.local import LocalEngine
+from turnwise.training import setup
+from turnwise.training.model.models import load
+from turnwise.training.model.packed import quant_of
+from turnwise.training.model.quantize import quantize_for_sampling, quantized_names
+
+KINDS = {"int4": 'kind = "int4"\ngroup = 32\n', "fp8": 'kind = "fp8"\nblock = 32\n'}
+
+
+@pytest.fixture(params=KINDS)
+def recipe(request: Any, tmp_path: Path) -> Path:
+    path = tmp_path / "quant.toml"
+    plain = RECIPE.replace("kl = 0.01\n", "").replace("[lora]\nrank = 4\n", "")
+    path.write_text(f"{plain}[quant]\n{KINDS[request.param]}")
+    (tmp_path / "long.py").write_text(LONG)
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, kind: str) -> None:
+    bench = benchmark()
+    recipe = bench.RECIPE.replace("steps = 16", "steps = 5") + f"[quant]\n{KINDS[kind]}"
+    outcome = bench.compare(tmp_path, list(bench.instants(3, 0.9, random.Random(0))), recipe)
+    assert outcome.kills, "no kill landed"
+    assert outcome.good
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_plays_a_checkpoint_without_a_trainer_plays_the_grid(
+    tmp_path: Path, recipe: Path, monkeypatch: Any, dtype: str
+) -> None:
+    from turnwise.training.server import make_service
+
+    out = tmp_path / "run"
+    assert main(["train", str(recipe), "--out", str(out), "--display", "none", "--model.dtype", dtype]) == 0
+    assert all(row["codes_changed"] > 0 for row in rows(out, "train") if row["optimizer_steps"])
+    checkpoint = out / "checkpoints" / "step-00003"
+    model, quant = load(checkpoint, dtype=getattr(torch, dtype))[0], quant_of(checkpoint)
+    want, names = quantize_for_sampling(model, quant).state_dict(), quantized_names(model, quant)
+    assert any(not torch.equal(want[name], model.state_dict()[name]) for name in names)
+    made: list[Any] = []
+
+    class Recorded(LocalEngine):
+        def __init__(self, model: Any, **options: Any) -> None:
+            super().__init__(model, **options)
+            made.append(model)
+
+    monkeypatch.setattr(setup, "LocalEngine", Recorded)
+    assert main(["eval", "--run", str(out)]) == 0
+    words = ["--model.path", str(checkpoint), "--model.dtype", dtype]
+    assert main(["rollout", str(recipe), *words]) == 0
+    plain = tmp_path / "plain.toml"
+    plain.write_text(recipe.read_text().partition("[quant]")[0])
+    assert main(["rollout", str(plain), *words]) == 0
+    assert main(["rollout", str(plain), *words, "--quant.kind", "none"]) == 0
+    assert len(made) == 4
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in made.pop().state_dict().items())
+    made += [make_service(checkpoint)[1]._model.module] if dtype == "float32" else []
+    for model in made:
+        assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_step_that_changes_no_code_is_reported_once(tmp_path: Path, recipe: Path, capsys: Any) -> None:
+    out = tmp_path / "run"
+    assert main(["train", str(recipe), "--out", str(out), "--display", "plain", "--train.lr", "1e-12"]) == 0
+    still = [row for row in rows(out, "train") if row["optimizer_steps"]]
+    assert len(still) > 1
+    assert [row["codes_changed"] for row in still] == [0.0] * len(still)
+    reported = capsys.readouterr()
+    assert (reported.out + reported.err).count("changed no code of the quantized weights") == 1
