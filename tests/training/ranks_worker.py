@@ -7,14 +7,16 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import nn
 from train_kit import M, P, chain, random_groups
 
-from turnwise.config import LoraConfig, TrainConfig
+from turnwise.config import LoraConfig, QuantConfig, TrainConfig
 from turnwise.config.schema import ALGORITHMS
 from turnwise.errors import TurnwiseError
-from turnwise.training import Checkpoints, Trainer, add_lora
+from turnwise.training import Checkpoints, Ranks, Trainer, add_lora
 from turnwise.training.distributed import ProcessRanks
 from turnwise.training.model import models
+from turnwise.training.model.quantize import OnGrid, grid_of, quantize_for_training, quantized_names
 from turnwise.training.trainer.leader import RankZeroTrainer, follow_rank_zero
 from turnwise.types import Group, Task
 
@@ -26,7 +28,10 @@ CASES = {
     "gspo": {"algorithm": "gspo", "minibatches": 2, "epochs": 2, "kl": 0.1, "correction": "tis", "gradient_signal_steps": 5},
     "lora": {"kl": 0.1},
     "bfloat16": {},
+    "int4": {},
+    "fp8": {},
 }
+QUANT = {"int4": QuantConfig(kind="int4", group=8), "fp8": QuantConfig(kind="fp8", block=8)}
 CASES |= {name: {"algorithm": name} for name in ALGORITHMS if name not in CASES}
 
 
@@ -46,7 +51,17 @@ def make(case: str, source: Path, ranks: ProcessRanks) -> Trainer:
     if case.startswith("lora"):
         add_lora(model, LoraConfig(rank=4), seed=1)
     config = TrainConfig(lr=1e-3, max_mismatch=1e9, micro_tokens=64, **CASES[case])
-    return Trainer(model, config, seed=3, ranks=ranks)
+    return trainer_of(case, model, config, ranks)
+
+
+def trainer_of(case: str, model: nn.Module, config: TrainConfig, ranks: Ranks) -> Trainer:
+    quant = QUANT.get(case, QuantConfig())
+    names = quantized_names(model, quant)
+    quantize_for_training(model, quant)
+    trainer = Trainer(model, config, seed=3, ranks=ranks)
+    if grid := grid_of(quant):
+        trainer.transforms.append(OnGrid(grid, names))
+    return trainer
 
 
 def play(case: str, source: Path, out: Path, ranks: ProcessRanks) -> None:

@@ -22,6 +22,8 @@ from turnwise.training.model import models
 from turnwise.training.model.lora import load_adapter
 
 HERE = Path(__file__).parent
+ROUGH = ("bfloat16", "fp8")
+"""bfloat16 rounds each rank's part of a gradient before they are added; fp8's activations cross boundaries."""
 ROOT = HERE.parents[1]
 
 
@@ -58,8 +60,7 @@ def apart(sent, expected):
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_come_to_what_one_process_comes_to(both, case):
     two, one = (json.loads((path / f"{case}.json").read_text()) for path in both)
-    # bfloat16 rounds each rank's part of a gradient before they are added.
-    tolerance = 2e-2 if case == "bfloat16" else 1e-5
+    tolerance = 2e-2 if case in ROUGH else 1e-5
     for mine, theirs in zip([*two["warm"], *two["steps"]], [*one["warm"], *one["steps"]], strict=True):
         assert mine.keys() == theirs.keys()
         # Terms of a policy loss are of the size of the advantages and cancel; relative to them, not to what is left.
@@ -70,7 +71,7 @@ def test_two_ranks_come_to_what_one_process_comes_to(both, case):
     # For one rank alone; a single trajectory is the mean of its batch, and so without signal where advantages are whitened.
     assert two["steps"][3]["tokens_trained"] == (0 if case.startswith("reinforce_pp") else 3)
     assert two["steps"][4]["tokens_trained"] == 0
-    assert apart(*(torch.load(path / f"{case}.pt") for path in both)) < (1e-2 if case == "bfloat16" else 1e-5)
+    assert apart(*(torch.load(path / f"{case}.pt") for path in both)) < (2e-2 if case in ROUGH else 1e-5)
 
 
 def resumed(case, source, path, ranks=None):
@@ -81,12 +82,12 @@ def resumed(case, source, path, ranks=None):
         load_adapter(model, path)
     else:
         model = models.load(path, dtype=trainer.dtype)[0]
-    trainer = Trainer(model, trainer.config, seed=3)
+    trainer = ranks_worker.trainer_of(case, model, trainer.config, Ranks())
     trainer.load(path)
     return trainer
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "bfloat16"])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ROUGH])
 def test_one_process_goes_on_from_what_two_ranks_saved(both, tiny_dir, case):
     two, one = both
     trainer = resumed(case, tiny_dir, two / case / f"step-{HALF}")
