@@ -7,8 +7,9 @@ identity (straight-through estimator: Bengio et al., arXiv 1308.3432).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -164,6 +165,20 @@ def quantized_names(model: nn.Module, config: QuantConfig) -> frozenset[str]:
 def rounds_activations(model: nn.Module) -> bool:
     """Return whether a layer computes with rounded inputs."""
     return any(isinstance(module, GridLinear) and module.grid.activations for module in model.modules())
+
+
+@contextmanager
+def plain_inputs(model: nn.Module) -> Iterator[None]:
+    """Compute without rounded activations in this context."""
+    rounded = [module for module in model.modules() if isinstance(module, GridLinear) and module.grid.activations]
+    grids = [module.grid for module in rounded]
+    try:
+        for module, grid in zip(rounded, grids, strict=True):
+            module.grid = replace(grid, activations=False)
+        yield
+    finally:
+        for module, grid in zip(rounded, grids, strict=True):
+            module.grid = grid
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from turnwise.training.model.models import (
     freeze_vision,
     read_tensors,
 )
-from turnwise.training.model.quantize import OnGrid, rounds_activations
+from turnwise.training.model.quantize import OnGrid, plain_inputs, rounds_activations
 from turnwise.training.model.reference import ReferencePolicy
 from turnwise.training.model.weights import Transform, Weights, clone_tensors, tied_names
 from turnwise.training.trainer.checks import (
@@ -285,7 +285,14 @@ class Trainer:
 
     def _check_start(self, batch: TrainingBatch, start_n: Tensor, step_metrics: StepMetrics) -> None:
         batch.start_n = start_n
-        check_mismatch(batch, self.config, self.dtype, self.distribution, rounded_inputs=self._rounded_inputs)
+
+        def rounding_effect() -> float:
+            with plain_inputs(self.model):
+                changed_n = self._score(batch) - start_n
+            return float(changed_n[batch.current_n].abs().mean())
+
+        effect = rounding_effect if self._rounded_inputs else None
+        check_mismatch(batch, self.config, self.dtype, self.distribution, rounding_effect=effect)
         current_n = batch.current_n
         step_metrics.start.append((start_n[current_n], batch.engine_n[current_n]))
 
