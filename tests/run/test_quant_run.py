@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from long_world import LONG
-from test_kill_resume import benchmark
+from test_kill_resume import ROOT, benchmark
 from test_lora_run import RECIPE, rows
 
 from turnwise.cli.main import main
@@ -111,73 +112,12 @@ def test_a_vision_language_model_is_quantized_in_its_text_model(tmp_path: Path, 
     assert main(["eval", "--run", str(out)]) == 0
 
 
-def mixture(directory: Path) -> Path:
-    """A mixture of 8 experts of which 2 are taken, as a model directory."""
-    from test_real_models import make
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    make("Qwen3Moe", directory)
-    config = AutoConfig.from_pretrained(directory)
-    config.hidden_size, config.moe_intermediate_size, config.intermediate_size, config.head_dim = 64, 64, 64, 16
-    config.num_attention_heads = config.num_key_value_heads = 4
-    config.num_experts, config.num_experts_per_tok, config.num_hidden_layers = 8, 2, 2
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    return directory
-
-
-LENGTH = """\
-import turnwise as tw
-
-class Length(tw.Env):
-    def reset(self, task, *, seed=None):
-        return None
-
-    def step(self, action):
-        return tw.Step(None, reward=min(1.0, len(action.text) / 40), terminated=True)
-
-    @staticmethod
-    def tasks(split, n, seed):
-        return [tw.Task(f"Say {split} {number}.") for number in range(n)]
-"""
-EXPERTS = """\
-[[env]]
-use = "length.py:Length"
-[limits]
-turns = 1
-turn_tokens = 8
-on_turn_length = "continue"
-[rollout]
-groups = 4
-group_size = 8
-sanity = "off"
-[warmup]
-demos = 0
-[train]
-steps = 20
-lr = 1e-2
-schedule = "constant"
-routing_replay = "replay"
-[eval]
-tasks = 4
-[quant]
-"""
-
-
-@pytest.mark.filterwarnings("ignore:local engine. on this machine the last bits:UserWarning")
-@pytest.mark.parametrize("quant", [KINDS["int4"], KINDS["fp8"] + "activations = false\n"], ids=["int4", "fp8"])
-def test_a_mixture_of_experts_learns_with_its_experts_replayed(tmp_path: Path, quant: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mixture_of_experts_learns_with_its_experts_replayed(tmp_path: Path, monkeypatch: Any, kind: str) -> None:
     """Each expert on its own grid, trained with the experts that the engine took."""
-    model, out, recipe = mixture(tmp_path / "model"), tmp_path / "run", tmp_path / "moe.toml"
-    (tmp_path / "length.py").write_text(LENGTH)
-    recipe.write_text(EXPERTS + quant)
-    assert main(["train", str(recipe), "--out", str(out), "--model.path", str(model), "--display", "none"]) == 0
-    found = rows(out, "train")
-    assert max(row["mismatch_max"] for row in found if "mismatch_max" in row) < 1e-4
-    first, last = (sum(row["reward"] for row in part) / 5 for part in (found[:5], found[-5:]))
-    assert last > first + 0.1, (first, last)
-    checkpoint = out / "checkpoints" / "step-00020"
-    before, after = load(model)[0], load(checkpoint)[0]
-    experts = [name for name in quantized_names(after, quant_of(checkpoint)) if "experts" in name]
-    assert len(experts) == 4
-    assert all(not torch.equal(before.state_dict()[name], after.state_dict()[name]) for name in experts)
+    benchmark()  # which the next one imports
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    found = importlib.import_module("low_precision").experts(kind, tmp_path)
+    assert found["reward_last"] > found["reward_first"] + 0.1
+    assert found["mismatch_max"] < 1e-4
+    assert found["stacked"] == found["stacked_changed"] == 4
