@@ -9,10 +9,11 @@ finished run in DIR is used again.
 
 `mismatch_*` and `ess_min` are the extremes of steps, `share_over_1e3` is of all trained ids. `cpu_s_ratio` compares the CPU
 time of the 80 steps, since warm-ups end at different steps. `kl_grid` is the mean KL(full precision || grid) over the ids of
-the last steps of a run's own episodes. `stale` counts updates after which an engine that kept the weights of before is found by the
-probe, and one that has the new ones is not. `resume_bits_equal` compares runs that were killed with undisturbed ones.
-`experts_*` train a mixture of experts with its experts replayed. Exports are read back and compared with the trainer's grid,
-bit for bit; `transformers_bits_equal` is null without compressed-tensors (int4). fp8 products are emulated. Last line JSON.
+the last steps of a run's own episodes. `stale` counts updates after which the probe finds an engine that kept the weights of
+before, and does not refuse one that has the new ones. `resume_bits_equal` compares runs that were killed with undisturbed
+ones. `experts_*` train a mixture of experts with its experts replayed. Exports are read back and compared with the trainer's
+grid, bit for bit; `transformers_bits_equal` is null without compressed-tensors (int4). fp8 products are emulated. Last line
+JSON.
 """
 
 from __future__ import annotations
