@@ -9,11 +9,11 @@ finished run in DIR is used again.
 
 `mismatch_*` and `ess_min` are the extremes of steps, `share_over_1e3` is of all trained ids. `cpu_s_ratio` compares the CPU
 time of the 80 steps, since warm-ups end at different steps. `kl_grid` is the mean KL(full precision || grid) over the ids of
-the last steps of a run's own episodes. `stale` counts updates after which the probe finds an engine that kept the weights of
-before, and does not refuse one that has the new ones. `resume_bits_equal` compares runs that were killed with undisturbed
-ones. `experts_*` train a mixture of experts with its experts replayed. Exports are read back and compared with the trainer's
-grid, bit for bit; `transformers_bits_equal` is null without compressed-tensors (int4). fp8 products are emulated. Last line
-JSON.
+the last steps' episodes, those of the environment included, and over sampled ids. `stale` counts updates after which the
+probe finds an engine that kept the weights of before, and does not refuse one that has the new ones. `resume_bits_equal`
+compares runs that were killed with undisturbed ones. `experts_*` train a mixture of experts with its experts replayed. Exports
+are read back and compared with the trainer's grid, bit for bit; `transformers_bits_equal` is null without compressed-tensors
+(int4). fp8 products are emulated. Last line JSON.
 """
 
 from __future__ import annotations
@@ -120,21 +120,23 @@ def checkpoint_of(run: Path) -> Path:
     return max((run / "checkpoints").glob("step-*"))
 
 
-def kl_grid(run: Path, steps: int = 5) -> float:
-    """Return the mean KL(full-precision weights || grid) in nats, per sampled id of the last steps' episodes (chains)."""
+def kl_grid(run: Path, steps: int = 5) -> dict[str, float]:
+    """Return the mean KL(full-precision weights || grid) in nats over the last steps' episodes (chains)."""
     source = checkpoint_of(run)
     model, _ = load(source)
     on_grid = quantize_for_sampling(model, quant_of(source))
     episodes = trained_spans(run)
-    last, total, count = max(step for step, _, _ in episodes), 0.0, 0
+    last = max(step for step, _, _ in episodes)
+    found: dict[str, list[torch.Tensor]] = {"all_ids": [], "sampled_ids": []}
     for spans in (spans for (step, _, _), spans in episodes.items() if step > last - steps):
         ids = torch.tensor([[one for span in spans for one in span[1]]])
         sampled = torch.tensor([span[2] is not None for span in spans for _ in span[1]])[1:]
         with torch.no_grad():
-            full, rounded = (m(ids, use_cache=False).logits[0, :-1][sampled].log_softmax(-1) for m in (model, on_grid))
-        total += float((full.exp() * (full - rounded)).sum())
-        count += int(sampled.sum())
-    return total / count
+            full, rounded = (m(ids, use_cache=False).logits[0, :-1].log_softmax(-1) for m in (model, on_grid))
+        kl = (full.exp() * (full - rounded)).sum(-1)
+        found["all_ids"].append(kl)
+        found["sampled_ids"].append(kl[sampled])
+    return {name: float(torch.cat(parts).mean()) for name, parts in found.items()}
 
 
 def stale(run: Path, updates: int = 10) -> dict[str, int]:
