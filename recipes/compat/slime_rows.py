@@ -16,6 +16,7 @@ COLOURS = ("red", "orange", "yellow", "magenta")
 GOALS = tuple((x * far, y * far) for far in (1, 2) for x, y in ((0, 1), (0, -1), (-1, 0), (1, 0)))
 SIDE, FIELD = 32, 6
 PICTURES = 2
+ASK = "up/down/left/right?"
 HABIT, SENSE = 0.55, 0.2
 """Chances that the demonstrator says its habit, and the right way; else it says any."""
 
@@ -48,7 +49,7 @@ def pictures(rng, held_out):
 
 
 def row(found):
-    return {"prompt": "<image>", "images": [data_uri(draw(**found[0]))], "label": "", "metadata": {"pictures": found}}
+    return {"prompt": f"<image>{ASK}", "images": [data_uri(draw(**found[0]))], "label": "", "metadata": {"pictures": found}}
 
 
 def demonstrate(goal, rng):
@@ -61,9 +62,10 @@ def demonstrate(goal, rng):
 
 
 def conversation(found, rng):
-    messages = []
+    messages: list[dict] = []
     for one in found:
-        messages.append({"role": "user", "content": [{"type": "image", "image": data_uri(draw(**one))}]})
+        text = [] if messages else [{"type": "text", "text": ASK}]
+        messages.append({"role": "user", "content": [{"type": "image", "image": data_uri(draw(**one))}, *text]})
         messages.append({"role": "assistant", "content": demonstrate(one["goal"], rng)})
     return {"messages": messages}
 
