@@ -50,7 +50,7 @@ def start():
     """Start a judge in this process, and return its address."""
     server = Server(("127.0.0.1", 0), Judge)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    return "127.0.0.1:{}".format(server.server_address[1])
+    return f"127.0.0.1:{server.server_address[1]}"
 
 
 def ask(address, goal, reply):

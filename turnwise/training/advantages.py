@@ -272,9 +272,9 @@ def own_advantage(spec: str) -> OwnAdvantage:
 
 
 def group_filter(spec: str) -> KeepGroup:
-    """Load ``file.py:function(trajectories) -> bool``, or slime's ``function(args, samples, **kwargs)``; either may return slime's
-    ``DynamicFilterOutput``. Raise `ConfigError` for something else. Calls raise `UsageError` for an error in it and for a result
-    that is neither."""
+    """Load ``file.py:function(trajectories) -> bool``, or slime's ``function(args, samples, **kwargs)``; either may return
+    slime's ``DynamicFilterOutput``. Raise `ConfigError` for something else. Calls raise `UsageError` for an error in it and for
+    another result."""
     from turnwise.compat.slime_filter import adapt_filter
 
     function = adapt_filter(load_object(spec)) or _own_function(spec, "group_filter", 1)
@@ -294,8 +294,8 @@ def group_filter(spec: str) -> KeepGroup:
 
 
 def _read_choice(found: Any) -> GroupChoice | None:
-    """Read slime's `DynamicFilterOutput`, whose `keep` may be a tensor. No spare groups are sampled here, so a group that it keeps
-    when there are too few is kept."""
+    """Read slime's `DynamicFilterOutput`, whose `keep` may be a tensor. No spare groups are sampled here, so a group that it
+    keeps when there are too few is kept."""
     if not (hasattr(found, "keep") and hasattr(found, "reason")):
         return None
     keep = bool(found.keep) or bool(getattr(found, "keep_when_insufficient", False))
