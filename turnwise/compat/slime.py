@@ -24,8 +24,8 @@ ARGUMENTS = ("custom_config_path", "custom_rm_path", "rm_type", "reward_key", "e
 RM_TYPES = ("math", "boxed_math", "f1")
 GENERATE = ("args", "sample", "sampling_params")
 ROLLOUT_PARAMETERS = ("args", "rollout_id")
-CUT_BY_LENGTH = (StopReason.TURN_LENGTH, StopReason.EPISODE_TOKENS, StopReason.CONTEXT)
-"""Ends before the environment saw the last reply: without a reward so far, it is 0."""
+STEPPED = (StopReason.DONE, StopReason.ENV_TRUNCATED, StopReason.MAX_TURNS)
+"""Ends after the environment saw the last reply. At others, an episode without a reward so far has reward 0."""
 STATUSES = {"COMPLETED": "completed", "TRUNCATED": "truncated", "ABORTED": "aborted", "FAILED": "failed"}
 
 
@@ -249,7 +249,7 @@ class SlimeEnv(Env):
         """Call the recipe's reward with the finished sample."""
         factory = self._factory
         if factory.score is None:
-            if self._earned is None and self._sample.reward is None and trajectory.stop not in CUT_BY_LENGTH:
+            if self._earned is None and self._sample.reward is None and trajectory.stop in STEPPED:
                 raise RewardError(
                     f"{factory.where}: nothing rewards the episode; give [env.args] custom_rm_path or rm_type, or return "
                     "info['reward'] from step"
