@@ -76,7 +76,7 @@ def test_a_function_of_trajectories_may_give_reasons_too(tmp_path):
 @pytest.mark.parametrize("result", ["None", "'yes'", "samples"])
 def test_another_result_is_one_line(tmp_path, result):
     config = TrainConfig(group_filter=write(tmp_path, f"def own(args, samples):\n    return {result}\n"))
-    with pytest.raises(UsageError, match="task 'a': returned .*; return True to train the group"):
+    with pytest.raises(UsageError, match=r"task 'a': returned .*; return True to train the group"):
         Objective(config, resolve_settings(config)).step_credits([group("a", 0.0, 1.0)])
 
 
