@@ -275,7 +275,7 @@ def group_filter(spec: str) -> KeepGroup:
     """Load ``file.py:function(trajectories) -> bool``, or slime's ``function(args, samples, **kwargs)``; either may return
     slime's ``DynamicFilterOutput``. Raise `ConfigError` for something else. Calls raise `UsageError` for an error in it and for
     another result."""
-    from turnwise.compat.slime_filter import adapt_filter
+    from turnwise.compat.slime_filter import adapt_filter, read_choice
 
     function = adapt_filter(load_object(spec)) or _own_function(spec, "group_filter", 1)
 
@@ -283,23 +283,14 @@ def group_filter(spec: str) -> KeepGroup:
         where = f"train.group_filter = {spec!r}, task {trajectories[0].key.task!r}"
         try:
             found = function(list(trajectories))
-            choice = found if isinstance(found, bool) else _read_choice(found)
+            choice = (found, "") if isinstance(found, bool) else read_choice(found)
         except Exception as error:
             raise UsageError(f"{where}: raised {type(error).__name__}: {error}") from error
         if choice is None:
             raise UsageError(f"{where}: returned {found!r:.60}; return True to train the group, False to leave it out")
-        return choice if isinstance(choice, GroupChoice) else GroupChoice(choice)
+        return GroupChoice(*choice)
 
     return keep
-
-
-def _read_choice(found: Any) -> GroupChoice | None:
-    """Read slime's `DynamicFilterOutput`, whose `keep` may be a tensor. No spare groups are sampled here, so a group that it
-    keeps when there are too few is kept."""
-    if not (hasattr(found, "keep") and hasattr(found, "reason")):
-        return None
-    keep = bool(found.keep) or bool(getattr(found, "keep_when_insufficient", False))
-    return GroupChoice(keep, "" if keep else str(found.reason or ""))
 
 
 def _own_function(spec: str, key: str, arguments: int) -> Callable[..., Any]:
