@@ -44,6 +44,7 @@ FOREIGN = {
     # optional hooks of what a user writes: environments, factories, play functions, tools, policies
     "compat/skyrl.py": "get_metrics",
     "compat/slime.py": "close format_observation reset response_length samples step",
+    "compat/slime_filter.py": "keep keep_when_insufficient reason",
     "compat/swift.py": "messages response rollout_infos step",
     "compat/verl.py": "execute tool_schema",
     "compat/verl_loop.py": "response_ids",

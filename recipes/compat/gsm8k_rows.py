@@ -17,16 +17,16 @@ from turnwise.compat.common import import_object
 NAMES = ("Ava", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana", "Ida", "Jon")
 THINGS = ("apples", "books", "coins", "dolls", "eggs", "figs", "hats", "keys")
 TURNS = 3
-RIGHT = 0.2
+RIGHT, VERL_RIGHT = 0.2, 0.3
 TOOL = "calc_gsm8k_reward"
 SCHEMA = {
     "type": "function",
     "function": {
         "name": TOOL,
-        "description": "Calculate the reward of an answer.",
+        "description": "Check.",
         "parameters": {
             "type": "object",
-            "properties": {"answer": {"type": "string", "description": "The answer, a number."}},
+            "properties": {"answer": {"type": "string", "description": "A number."}},
             "required": ["answer"],
         },
     },
@@ -100,15 +100,16 @@ def verl_tool() -> Any:
 
 async def verl_conversation(tool: Any, question: str, first: int, second: int, rng: random.Random) -> dict:
     instance, _ = await tool.create(ground_truth=str(first + second))
-    messages = verl_row(question, first, second)["prompt"]
-    for _ in range(2):
-        answer = guess(first, second, rng)
-        call = {"type": "function", "function": {"name": TOOL, "arguments": {"answer": answer}}}
-        response, _, _ = await tool.execute(instance, {"answer": answer})
-        messages += [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": response.text}]
-        if await tool.calc_reward(instance) == 1.0 or rng.random() < 0.5:
-            break
-    return {"messages": [*messages, {"role": "assistant", "content": say(first, second, answer)}], "tools": [SCHEMA]}
+    answer = guess(first, second, rng, VERL_RIGHT)
+    call = {"type": "function", "function": {"name": TOOL, "arguments": {"answer": answer}}}
+    response, _, _ = await tool.execute(instance, {"answer": answer})
+    messages = [
+        *verl_row(question, first, second)["prompt"],
+        {"role": "assistant", "content": f"{first} + {second}", "tool_calls": [call]},
+        {"role": "tool", "content": response.text},
+        {"role": "assistant", "content": f"#### {answer}"},
+    ]
+    return {"messages": messages, "tools": [SCHEMA]}
 
 
 def write(path: Path, rows: list[dict]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import originals
 import pytest
+from tokenizers import Tokenizer
 
 from turnwise.cli.main import main
 
@@ -56,6 +57,9 @@ def test_verls_recipe_trains(folder, capsys):
     tools = [m["content"] for row in rows for m in row["messages"] if m["role"] == "tool"]
     assert {text.partition("reward=")[2] for text in tools} == {"0.0", "1.0"}
     assert sum(row["phase"] == "train" for row in metrics) == 2
+    tokenizer = Tokenizer.from_file(str(folder / "run" / "model" / "tokenizer.json"))
+    words = ["arguments", "calc", "parameters", "reward"]  # of schemas and calls, in no task
+    assert [len(tokenizer.encode(word).ids) for word in words] == [1] * 4
 
 
 @WITHOUT

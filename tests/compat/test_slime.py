@@ -83,6 +83,12 @@ def test_pictures_reach_a_vision_model(tmp_path):
     assert [len(message.images) for message in found.messages if message.role == "user"] == [0, 1, 1]
 
 
+def test_an_episode_that_is_cut_before_its_first_step_has_reward_0():
+    (found,) = play("judged_env.py:build_env", ["good"], [JUDGED], limits=tw.Limits(turns=2, turn_tokens=2))
+    assert found.error is None, found.error
+    assert (found.stop, found.reward) == ("turn_length", 0.0)
+
+
 def test_episodes_do_not_wait_for_each_other():
     tasks = [tw.Task(f"{number}?", str(number)) for number in range(64)]
 
@@ -105,6 +111,7 @@ def test_episodes_wait_for_a_judge_side_by_side_and_ask_it_again():
     assert {failure.kind for one in found for failure in one.failures} == {"environment"}
 
 
+JUDGED = tw.Task("?", info={"metadata": {"question": "?"}})
 SEARCH = {"args": {"index": {"amber": "seven"}}, "custom_rm_path": f"{HOME}/search_generate.py:reward_func"}
 
 

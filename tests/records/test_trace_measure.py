@@ -208,6 +208,7 @@ SELDOM = {
     "tree_gain": "needs a signal",
     "tree_unique_share": "needs a signal",
     "groups_refilled": "needs train.refill",
+    "groups_filtered.<reason>": "needs a filter of slime",
     "lag_mean": "needs tokens of older policies",
     "lag_max": "needs tokens of older policies",
     "tokens_by_lag.<lag>": "needs tokens of older policies",

@@ -17,20 +17,22 @@ from turnwise.envs.resolve import load_object
 from turnwise.envs.user_code import as_number, call_user, describe_value
 from turnwise.envs.user_imports import import_foreign
 from turnwise.errors import ConfigError, EnvError, RewardError, suggest_or_list
-from turnwise.types import Message, Task, Trajectory
+from turnwise.types import Message, StopReason, Task, Trajectory
 
 ARGUMENTS = ("custom_config_path", "custom_rm_path", "rm_type", "reward_key", "eval_reward_key", "args")
 """Keys of `[env.args]`; `args` has further arguments of the run, over those of the file."""
 RM_TYPES = ("math", "boxed_math", "f1")
 GENERATE = ("args", "sample", "sampling_params")
 ROLLOUT_PARAMETERS = ("args", "rollout_id")
+STEPPED = (StopReason.DONE, StopReason.ENV_TRUNCATED, StopReason.MAX_TURNS)
+"""Ends after the environment saw the last reply. At others, an episode without a reward so far has reward 0."""
 STATUSES = {"COMPLETED": "completed", "TRUNCATED": "truncated", "ABORTED": "aborted", "FAILED": "failed"}
 
 
 def adapt(found: ForeignObject) -> Any:
     """Make a factory of `build_env`, or an agent function of a generate function."""
     target = found.target
-    names = _parameters(target)
+    names = parameter_names(target)
     if names[:2] == ROLLOUT_PARAMETERS or (inspect.isclass(target) and derives_from(target, "miles", "RolloutFn")):
         raise ConfigError(
             f"{found.where} plays all samples of a step (--rollout-function-path), which our loop replaces; name what it calls "
@@ -51,7 +53,8 @@ def adapt(found: ForeignObject) -> Any:
     return SlimeFactory(target, settings, score, found.where)
 
 
-def _parameters(target: Any) -> tuple[str, ...]:
+def parameter_names(target: Any) -> tuple[str, ...]:
+    """Return the names of a function's parameters; none of anything else."""
     try:
         return tuple(inspect.signature(target).parameters) if inspect.isfunction(target) else ()
     except (TypeError, ValueError):
@@ -145,7 +148,7 @@ def _arguments(settings: Mapping[str, Any], limits: Limits) -> Any:
     return attribute_config({**known, **settings})
 
 
-def _sample(task: Task, prompt: Any) -> Any:
+def new_sample(task: Task, prompt: Any) -> Any:
     """Return a new `Sample` of a task."""
     info = dict(task.info)
     metadata = dict(info.pop("metadata", None) or {})
@@ -160,6 +163,21 @@ def _sample(task: Task, prompt: Any) -> Any:
         metadata={**info, **metadata},
         multimodal_inputs={"images": images} if images else None,
     )
+
+
+def finish_sample(sample: Any, trajectory: Trajectory, response: str | Callable[..., str]) -> Any:
+    """Return a sample with what was generated; `response` is its text, or decodes its ids."""
+    turns = trajectory.turns
+    path = list(trajectory.path(turns[-1].spans[-1])) if turns and turns[-1].spans else []
+    start = turns[0].context if turns else len(path)
+    cut = trajectory.stop is not None and trajectory.stop.status.value == "truncated"
+    vars(sample).update(
+        tokens=path,
+        response_length=len(path) - start,
+        response=response if isinstance(response, str) else response(path[start:]),
+        status=type(sample).Status.TRUNCATED if cut else type(sample).Status.COMPLETED,
+    )
+    return sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +222,7 @@ class SlimeEnv(Env):
     def reset(self, task: Task, *, seed: int | None = None) -> list[Message]:
         """Build the environment of the row, and reset it; the row has the opening."""
         factory = self._factory
-        self._sample = _sample(task, [message.to_dict() for message in task.messages])
+        self._sample = new_sample(task, [message.to_dict() for message in task.messages])
         self._env = factory.build(**accepted(factory.build, {"sample": self._sample, "args": self._args}))
         if not callable(getattr(self._env, "step", None)):
             raise EnvError(f"{factory.where} returned {describe_value(self._env)}; return an environment with reset and step")
@@ -231,28 +249,14 @@ class SlimeEnv(Env):
         """Call the recipe's reward with the finished sample."""
         factory = self._factory
         if factory.score is None:
-            if self._earned is None and self._sample.reward is None:
+            if self._earned is None and self._sample.reward is None and trajectory.stop in STEPPED:
                 raise RewardError(
                     f"{factory.where}: nothing rewards the episode; give [env.args] custom_rm_path or rm_type, or return "
                     "info['reward'] from step"
                 )
             return _read_reward(self._sample.reward if self._sample.reward is not None else 0.0, self._args)
-        sample = self._finish(trajectory)
+        sample = finish_sample(self._sample, trajectory, self._decode)
         return _read_reward(await factory.score(self._args, sample), self._args)
-
-    def _finish(self, trajectory: Trajectory) -> Any:
-        """Return the sample with what was generated."""
-        sample, turns = self._sample, trajectory.turns
-        path = list(trajectory.path(turns[-1].spans[-1])) if turns and turns[-1].spans else []
-        start = turns[0].context if turns else len(path)
-        cut = trajectory.stop is not None and trajectory.stop.status.value == "truncated"
-        vars(sample).update(
-            tokens=path,
-            response_length=len(path) - start,
-            response=self._decode(path[start:]),
-            status=type(sample).Status.TRUNCATED if cut else type(sample).Status.COMPLETED,
-        )
-        return sample
 
     def close(self) -> None:
         """Close the environment if it was made."""
@@ -295,7 +299,7 @@ def _agent_function(
         token = EPISODE.set(server)
         try:
             args = _arguments(settings, model.limits)
-            sample = _sample(task, _prompt(task, model, args))
+            sample = new_sample(task, _prompt(task, model, args))
             found = await _call(generate, args, sample, server, miles)
             samples = list(found) if isinstance(found, (list, tuple)) else [found]
             if not samples or not all(hasattr(one, "response_length") for one in samples):

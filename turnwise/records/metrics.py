@@ -123,6 +123,7 @@ codes_changed | count | codes of quantized weights that the step's updates chang
 trajectories | count | trajectories of the step | nothing
 trajectories_trained | count | trajectories with an advantage | 0: nothing was learned in the step
 groups_refilled | count | groups played in place of others without signal, with `train.refill` | near `rollout.groups` times `refill`: nearly all tasks are solved or hopeless
+groups_filtered.<reason> | count | groups that `train.group_filter` left out, by the reason in slime's `DynamicFilterOutput` | near `groups`: the filter leaves too little to train
 trajectories_trained_share | share | `trajectories_trained` over `trajectories` | falls as tasks are solved; at 0 see `groups_no_signal` | used
 mismatch_mean | nats | mean absolute difference between the trainer's and the engine's logprobs, of tokens of the current policy (so are the next five) | rising: engine and trainer compute different policies
 mismatch_p95 | nats | its 95th percentile | as `mismatch_mean`

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from turnwise.config.schema import CreditUnit, OnFailedEpisode, loss_scale_error
 from turnwise.envs.resolve import call_error, load_object
@@ -229,7 +229,16 @@ class GroupMember:
 
 OwnAdvantage = Callable[[Sequence[GroupMember]], bool]
 """Sets the values of a group's members; returns whether one is not 0."""
-KeepGroup = Callable[[Sequence[Trajectory]], bool]
+
+
+class GroupChoice(NamedTuple):
+    """Whether a group is trained, and the filter's reason where it is not."""
+
+    keep: bool
+    reason: str = ""
+
+
+KeepGroup = Callable[[Sequence[Trajectory]], GroupChoice]
 
 
 def own_advantage(spec: str) -> OwnAdvantage:
@@ -263,19 +272,23 @@ def own_advantage(spec: str) -> OwnAdvantage:
 
 
 def group_filter(spec: str) -> KeepGroup:
-    """Load ``file.py:function(trajectories) -> bool``; raise `ConfigError` for something else. Calls raise `UsageError` for an
-    error in it and for a result that is not a truth value."""
-    function = _own_function(spec, "group_filter", 1)
+    """Load ``file.py:function(trajectories) -> bool``, or slime's ``function(args, samples, **kwargs)``; either may return
+    slime's ``DynamicFilterOutput``. Raise `ConfigError` for something else. Calls raise `UsageError` for an error in it and for
+    another result."""
+    from turnwise.compat.slime_filter import adapt_filter, read_choice
 
-    def keep(trajectories: Sequence[Trajectory]) -> bool:
+    function = adapt_filter(load_object(spec)) or _own_function(spec, "group_filter", 1)
+
+    def keep(trajectories: Sequence[Trajectory]) -> GroupChoice:
         where = f"train.group_filter = {spec!r}, task {trajectories[0].key.task!r}"
         try:
             found = function(list(trajectories))
+            choice = (found, "") if isinstance(found, bool) else read_choice(found)
         except Exception as error:
             raise UsageError(f"{where}: raised {type(error).__name__}: {error}") from error
-        if not isinstance(found, bool):
+        if choice is None:
             raise UsageError(f"{where}: returned {found!r:.60}; return True to train the group, False to leave it out")
-        return found
+        return GroupChoice(*choice)
 
     return keep
 
@@ -333,6 +346,8 @@ NO_CONTEXT = "no_context"
 """First id of a path: no earlier position predicts it."""
 MISMATCH = "mismatch"
 """Excluded by a correction: engine and trainer disagree too much about the id or its trajectory."""
+REJECTED = "groups_filtered."
+"""Start of the metrics that count groups by the reason of `train.group_filter`."""
 TRAINED = "trained"
 """Not a reason: ids that carry loss."""
 
@@ -378,6 +393,8 @@ class StepCredits:
     tokens: Counter[str] = field(default_factory=Counter)
     """Sampled ids by outcome: `trained`, or the reason for weight 0. They sum to `sampled`."""
     sampled: int = 0
+    rejected: tuple[str, ...] = ()
+    """Reasons that `train.group_filter` gave, one for each group that it left out with one."""
 
     @property
     def trained(self) -> list[Credit]:
@@ -417,7 +434,7 @@ def advantages(
     Args:
         groups: of any sizes; failed trajectories and those without a reward are excluded from the baseline.
         own: replaces the formula of `kind`; a group whose advantages are all 0 has no signal.
-        keep: groups for which it returns False are `FILTERED`.
+        keep: groups that it does not keep are `FILTERED`.
         min_group: minimum usable trajectories; smaller groups are dropped and counted. `batch` drops none.
         on_failure: effect of a failed trajectory on its group: `drop_group` trains none of it, `survivors` compares the
             others. Both bias: the first towards tasks that seldom fail, the second towards behavior that seldom does.
@@ -431,14 +448,17 @@ def advantages(
     rules = rules or CreditRules()
     min_group = 1 if kind == "batch" else max(min_group, 1)
     found: list[tuple[Trajectory, str | None, GroupMember | None]] = []
+    rejected: list[str] = []
     for group in groups:
         reasons = [exclusion_reason(trajectory) for trajectory in group.trajectories]
         usable = [t for t, reason in zip(group.trajectories, reasons, strict=True) if reason is None]
         dropped = SIBLING_FAILED if on_failure == "drop_group" and FAILED in reasons else None
         dropped = dropped or (GROUP_TOO_SMALL if len(usable) < min_group else None)
         members = [] if dropped else [GroupMember.of(t, rules, by_token=kind == "batch") for t in usable]
-        if members and keep is not None and not keep(usable):
+        choice = keep(usable) if members and keep is not None else GroupChoice(True)
+        if not choice.keep:
             dropped = FILTERED
+            rejected += [choice.reason] if choice.reason else []
         elif members and own is not None:
             dropped = None if own(members) else no_signal
         elif members and kind != "batch" and not set_group_values(members, kind) and kind != "group_batch":
@@ -451,9 +471,8 @@ def advantages(
     found.sort(key=lambda row: sort_key(row[0]))
     included = [member for _, reason, member in found if reason is None and member is not None]
     no_variance = kind in ("batch", "group_batch") and bool(included) and not normalize_batch(included)
-    return count_ids(
-        [_credit(trajectory, NO_SIGNAL if no_variance and not reason else reason, m) for trajectory, reason, m in found]
-    )
+    credits = [_credit(trajectory, NO_SIGNAL if no_variance and not reason else reason, m) for trajectory, reason, m in found]
+    return replace(count_ids(credits), rejected=tuple(rejected))
 
 
 def _credit(trajectory: Trajectory, reason: str | None, member: GroupMember | None) -> Credit:

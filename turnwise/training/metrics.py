@@ -22,7 +22,7 @@ from turnwise.envs.spec import EnvSpec
 from turnwise.records.metrics import MAX_TURNS, rollout_metrics, with_current_metrics
 from turnwise.records.run_dir import JsonLines
 from turnwise.records.serialization import key_row
-from turnwise.training.advantages import Credit
+from turnwise.training.advantages import REJECTED, Credit
 from turnwise.training.evaluation import EvalResult
 from turnwise.training.forward.batch import TrainingBatch
 from turnwise.training.loss import logprob_mismatch
@@ -73,7 +73,8 @@ def step_row(
     untrained = {name[7:]: value for name, value in trained.items() if name.startswith("tokens_") and value}
     for name in ("trained", "sampled", "per_s"):
         untrained.pop(name, None)
-    return {name: value for name, value in trained.items() if not name.startswith("tokens_")} | {
+    rejected = {name.removeprefix(REJECTED): value for name, value in trained.items() if name.startswith(REJECTED)}
+    return {name: value for name, value in trained.items() if not name.startswith(("tokens_", REJECTED))} | {
         "reward": sum(rewards) / n,
         "success": sum(reward >= success for reward in rewards) / n,
         "turns": sum(len(t.turns) for t in trajectories) / max(len(trajectories), 1),
@@ -89,6 +90,7 @@ def step_row(
         "stops": dict(Counter(str(t.stop) for t in trajectories)),
         **_parts(trajectories),
         "untrained": untrained,
+        **({"groups_filtered": rejected} if rejected else {}),
     }
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +22,7 @@ from turnwise.config import EngineConfig, EvalConfig, ModelConfig, RolloutConfig
 from turnwise.config.schema import truncation_key
 from turnwise.engines import Engine, Sampling, SupportsSleep, SupportsWeightUpdate
 from turnwise.engines.local import LocalEngine
+from turnwise.envs.datasets import read_rows
 from turnwise.envs.spec import EnvSpec
 from turnwise.errors import ConfigError
 from turnwise.media import MediaStore
@@ -52,6 +56,7 @@ from turnwise.training.trainer.leader import RankZeroTrainer, follow_rank_zero
 from turnwise.training.trainer.trainer import Trainer
 from turnwise.training.weight_transfer import GroupWeightPacker, RequestWeightPacker
 from turnwise.types import Message, Tools
+from turnwise.types.messages import as_messages
 
 if TYPE_CHECKING:
     from turnwise.engines.remote import Fleet, RemoteEngine
@@ -253,6 +258,20 @@ TEXTS = 500
 """Number of demonstrations whose texts train a tiny model's tokenizer."""
 
 
+def dataset_texts(config: RunConfig, template: ChatTemplate) -> list[str]:
+    """Return conversations with tools of the warm-up's dataset: no task has their schemas and calls, which would be read and
+    written byte by byte."""
+    if config.warmup.dataset is None:
+        return []
+    found: list[str] = []
+    for row, _ in islice(read_rows(Path(config.warmup.dataset)), TEXTS):
+        with suppress(TypeError, ValueError, KeyError, AttributeError):  # the warm-up names what is wrong
+            if tools := row.get("tools"):
+                schemas = json.loads(tools) if isinstance(tools, str) else tools
+                found.append(template.try_render(as_messages(row["messages"]), tuple(schemas)) or "")
+    return found
+
+
 def model_directory(config: RunConfig, env_specs: Sequence[EnvSpec], run: Path) -> Path:
     """Return the initial model's directory: the recipe's, or one created once in the run directory: a tiny model, or the base
     of the recipe's LoRA adapter with the adapter merged in."""
@@ -270,6 +289,7 @@ def model_directory(config: RunConfig, env_specs: Sequence[EnvSpec], run: Path) 
                 return template.try_render([Message("user", "")], tools) or ""
 
             texts = [text for env_spec in env_specs for text in env_spec.texts(TEXTS, config.seed, render)]
+            texts += dataset_texts(config, template)
             create_tiny_model(config.model, texts, draft, seed=config.seed)
         else:
             model, _ = load(named, *device_and_dtype(config.model))

@@ -22,7 +22,8 @@ from torch import Tensor
 from turnwise.config import TrainConfig
 from turnwise.engines import Engine, Generation, Request, Sampling
 from turnwise.errors import SyncError, TurnwiseError, UsageError
-from turnwise.training.advantages import MISMATCH, TRAINED, Credit, StepCredits
+from turnwise.records.metrics import top_counts
+from turnwise.training.advantages import MISMATCH, REJECTED, TRAINED, Credit, StepCredits
 from turnwise.training.forward.batch import MicroBatch, Ranks, TrainingBatch, TrainingRow, padded, rows_of
 from turnwise.training.forward.forward import BANNED_LOGIT, LogitDistribution
 from turnwise.training.loss import PolicyTerms, effective_sample_share, k3, logprob_mismatch
@@ -96,6 +97,7 @@ def accounting_metrics(step_credits: StepCredits, masked: int = 0) -> dict[str, 
         "trajectories": float(len(step_credits.credits)),
         "trajectories_trained": float(len(values)),
         "advantage_abs": math.fsum(map(abs, values)) / len(values) if values else 0.0,
+        **{f"{REJECTED}{reason}": float(n) for reason, n in top_counts(step_credits.rejected).items()},
     }
 
 
