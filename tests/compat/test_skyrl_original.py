@@ -239,7 +239,7 @@ def registered(skyrl):
     ],
 )
 def test_user_files(skyrl, tokenizer, registered, use, row, replies, reward):
-    """The user files of the tests with stand-ins, now of SkyRL-Gym's own base class; trim.py is of another (`postprocessed_action`)."""
+    """The user files of the tests with stand-ins, now of SkyRL-Gym's own base class; trim.py differs on purpose."""
     found, _ = compare(skyrl, tokenizer, registered(use), row, replies, turns=4)
     assert found.reward == pytest.approx(reward)
     assert len(found.turns) == len(replies)
