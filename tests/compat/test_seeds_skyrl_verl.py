@@ -1,13 +1,17 @@
 """The code blocks of the documents of SkyRL's generator and of verl's multi-turn rollouts, as they are written there."""
 
 import json
+import os
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
+from PIL import Image
 from rollout_kit import bpe, renderer
 from stand_ins_kit import USERS
+from transformers import AutoImageProcessor, AutoTokenizer
 from vision_kit import tiny_vlm_directory
 
 import turnwise as tw
@@ -265,6 +269,17 @@ token_ids += tokenizer.encode(curr[len(prev):], add_special_tokens=False)
 loss_mask += [1] * len(token_ids)  # Mask only the new assistant tokens
 """
 
+PROCESSOR = """
+# When using processor
+# Exclude the assistant prompt (e.g., "<|im_start|>assistant") from the loss by setting add_generation_prompt=True
+prev = processor.apply_chat_template(messages[:i], add_generation_prompt=True, tokenize=False)
+prev_model_inputs = processor(text=prev, images=images, videos=videos, return_tensors="pt")[0].tolist()
+curr = processor.apply_chat_template(messages[:i+1], add_generation_prompt=False, tokenize=False)
+curr_model_inputs = processor(text=curr, images=images, videos=videos, return_tensors="pt")[0].tolist()
+token_ids += curr_model_inputs["input_ids"][len(prev_model_inputs["input_ids"]):]
+loss_mask += [1] * len(token_ids)  # Mask only the new assistant tokens
+"""
+
 FIXED_BASE = """
 BASE_CHAT_HISTORY = [
     {"role": "system", "content": "You are a helpful assistant."},
@@ -343,6 +358,71 @@ def test_verl_deltas_of_replies_are_the_ids_that_we_sample(tokenizer):
             newline = tokenizer.encode("\n", add_special_tokens=False)
             assert space["token_ids"] == [*ours, *newline]
             assert space["loss_mask"] == [1] * len(space["token_ids"])
+
+
+class Processor:
+    """The tokenizer and the image processor of a model; its calls return what the document reads: rows that become dicts."""
+
+    def __init__(self, path):
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.images = AutoImageProcessor.from_pretrained(path, backend="pil")
+
+    def apply_chat_template(self, messages, **kwargs):
+        return self.tokenizer.apply_chat_template(messages, **kwargs)
+
+    def __call__(self, text, images, videos, return_tensors):
+        assert (videos, return_tensors) == (None, "pt")
+        sizes = self.images(images=images, return_tensors="pt")["image_grid_thw"].prod(-1) // self.images.merge_size**2
+        pads = iter(sizes.tolist())
+        text = re.sub(r"<\|image_pad\|>", lambda pad: pad.group() * next(pads), text)
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return [SimpleNamespace(tolist=lambda: {"input_ids": ids})]
+
+
+def test_verl_deltas_with_a_processor_are_the_ids_that_we_sample(tmp_path):
+    """The ids of the model's own processor before a reply are our context, and its delta is the reply that we sample."""
+    path = tiny_vlm_directory(tmp_path / "vlm", "qwen3_vl", weights=False)
+    sees, picture = tw.load_renderer(path), Image.new("RGB", (96, 64), (9, 0, 0))
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": "Which color?"}]
+
+    class Look(tw.Env):
+        def reset(self, task, *, seed=None):
+            return [{"role": "user", "content": content}]
+
+        def step(self, action):
+            return tw.Step("Again?", terminated=action.text == "red")
+
+    (found,) = tw.rollout(Look, [tw.Task()], tw.ScriptedEngine(["blue", "red"]), renderer=sees, limits=LIMITS)
+    assert found.error is None, found.error
+    said = [("assistant", "blue"), ("user", "Again?"), ("assistant", "red")]
+    messages = [{"role": "user", "content": content}, *({"role": role, "content": text} for role, text in said)]
+    for turn, i in enumerate((1, 3)):
+        space = {"processor": Processor(path), "messages": messages, "i": i, "images": [picture], "videos": None}
+        space |= {"token_ids": [], "loss_mask": []}
+        exec(PROCESSOR, space)
+        assert space["prev_model_inputs"]["input_ids"] == found.prompt_ids(turn)
+        newline = space["processor"].tokenizer.encode("\n", add_special_tokens=False)
+        assert space["token_ids"] == [*sees.encode_reply(messages[i]["content"]), *newline]
+        assert space["loss_mask"] == [1] * len(space["token_ids"])
+
+
+SEEDS = Path(os.environ.get("TURNWISE_SEEDS") or Path(__file__).parents[2].parent / "shared/seeds")
+BLOCKS = {
+    "skyrl-gym-generator.rst": (CONVERSATION, ONE_MESSAGE, BASE, CUT, OBSERVE),
+    "verl-multi-turn.md": (TOOLS, FUNCTIONS, MEDIA, MESSAGES, DELTA, PROCESSOR, FIXED_BASE),
+}
+
+
+def bare(text):
+    """Return the lines of a text without indentation and empty ones."""
+    return "".join(f"{line.strip()}\n" for line in text.splitlines() if line.strip())
+
+
+@pytest.mark.skipif(not SEEDS.is_dir(), reason="the documents are not beside the checkout")
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_blocks_are_those_of_the_documents(name):
+    text = bare((SEEDS / name).read_text(encoding="utf-8"))
+    assert [block for block in BLOCKS[name] if bare(block) not in text] == []
 
 
 def test_verl_templates_that_strip_reasoning():

@@ -12,10 +12,11 @@ import originals
 import pytest
 import typing_extensions
 from rollout_kit import bpe, renderer
+from stand_ins_kit import USERS
 
 import turnwise as tw
 from turnwise.compat.skyrl import FRAMEWORK
-from turnwise.envs.resolve import as_env_spec
+from turnwise.envs.resolve import as_env_spec, load_object
 from turnwise.renderers import CHATML
 
 pytestmark = pytest.mark.compat
@@ -67,16 +68,18 @@ class Client:
         pass
 
 
-def theirs(skyrl, tokenizer, name, row, replies, *, turns, stop=(), inline=False, settings=None):
+def theirs(skyrl, tokenizer, name, row, replies, *, turns, stop=(), inline=False, settings=None, config=None):
     sampling = skyrl.SamplingParams(stop=list(stop) or None)
-    config = skyrl.GeneratorConfig(
+    generation = skyrl.GeneratorConfig(
         max_turns=turns, max_input_length=4096, sampling_params=sampling, use_conversation_multi_turn=not inline
     )
     client = Client(replies, stop)
     gym = skyrl.SkyRLGymConfig()
+    if config is not None:
+        setattr(gym, name, config)
     for key, value in (settings or {}).items():
         setattr(getattr(gym, name), key, value)
-    generator = skyrl.SkyRLGymGenerator(config, gym, client, tokenizer)
+    generator = skyrl.SkyRLGymGenerator(generation, gym, client, tokenizer)
     prompt = [{"role": "user", "content": "Go."}]
     out = asyncio.run(generator.agent_loop(prompt, name, dict(row), 1024, 4096))
     return out, client.contexts
@@ -99,9 +102,11 @@ def ours(name, row, replies, *, turns, stop=(), inline=False, settings=None):
     return found, sample
 
 
-def compare(skyrl, tokenizer, *args, appended=(), **kwargs):
-    """Compare ids, mask, contexts and rewards; `appended`: the end token that SkyRL puts behind the last reply."""
-    out, contexts = theirs(skyrl, tokenizer, *args, **kwargs)
+def compare(skyrl, tokenizer, *args, appended=(), config=None, **kwargs):
+    """Compare ids, mask, contexts and rewards; `appended`: the end token that SkyRL puts behind the last reply;
+    `config`: settings of an environment of the user's, an object in SkyRL.
+    """
+    out, contexts = theirs(skyrl, tokenizer, *args, config=config, **kwargs)
     found, sample = ours(*args, **kwargs)
     opening = found.turns[0].context
     assert [found.prompt_ids(n) for n in range(len(found.turns))] == contexts
@@ -205,3 +210,58 @@ def test_sql(skyrl, tokenizer, tmp_path):
         skyrl, tokenizer, "text2sql", row, replies, turns=5, stop=stop, settings={"db_path": str(tmp_path)}, appended=end
     )
     assert len(found.turns) == 2
+
+
+@pytest.fixture(scope="module")
+def registered(skyrl):
+    """Returns the id under which SkyRL-Gym's own registry has a class of a user file."""
+    import skyrl_gym
+
+    def add(use):
+        made, name = load_object(use, base=USERS / "skyrl"), f"users_{use.partition('.')[0]}"
+        assert issubclass(made, skyrl_gym.Env)
+        if name not in skyrl_gym.registry:
+            skyrl_gym.register(id=name, entry_point=made)
+        return name
+
+    return add
+
+
+@pytest.mark.parametrize(
+    ("use", "row", "replies", "reward"),
+    [
+        ("digits.py:DigitsEnv", truth("12"), ["so #### 12"], 1.0),
+        ("guess.py:GuessEnv", truth("7"), ["5", "9", "7"], 1.0 + 0.2 / 4),
+        ("guess.py:GuessEnv", truth("7"), ["5", "none", "9", "6"], 0.3 / 4),
+        ("interview.py:InterviewEnv", {"questions": ["Why?", "How?"]}, ["a", "b", "c"], 1.5),
+        ("multiply.py:MultiplyEnv", truth("42"), ["6 * 7", "\\boxed{41}", "\\boxed{42}"], 1.0),
+        ("multiply.py:MultiplyEnv", truth("42"), ["\\boxed{41}"] * 4, 0.5),
+    ],
+)
+def test_user_files(skyrl, tokenizer, registered, use, row, replies, reward):
+    """The user files of the tests with stand-ins, now of SkyRL-Gym's own base class; trim.py differs on purpose."""
+    found, _ = compare(skyrl, tokenizer, registered(use), row, replies, turns=4)
+    assert found.reward == pytest.approx(reward)
+    assert len(found.turns) == len(replies)
+
+
+def test_a_user_file_with_tools_and_stop_texts(skyrl, tokenizer, registered):
+    name = registered("lookup.py:LookupEnv")
+    replies = ["<search>amber</search>", "<search>nil</search>", "<answer>the Baltic</answer>"]
+    row = truth({"target": "the Baltic"})
+    config = load_object("lookup.py:LookupConfig", base=USERS / "skyrl")
+    kwargs = {"turns": 4, "stop": ["</search>", "</answer>"], "appended": (tokenizer.eos_token_id,)}
+    found, _ = compare(skyrl, tokenizer, name, row, replies, config=config(), **kwargs)
+    assert found.reward == 1.0
+    assert len(found.turns) == 3
+
+
+def test_a_user_file_with_a_database(skyrl, tokenizer, registered, tmp_path):
+    (tmp_path / "spider").mkdir()
+    with sqlite3.connect(tmp_path / "spider/shop.sqlite") as connection:
+        connection.executescript("create table sold(n int); insert into sold values (3), (4);")
+    name, row = registered("ledger.py:LedgerEnv"), truth("7", db_id="shop", data="spider")
+    replies = ["<sql>select sum(n) from sold</sql>", "<sql>nonsense</sql>", "<solution>7</solution>"]
+    settings = {"db_path": str(tmp_path)}
+    found, _ = compare(skyrl, tokenizer, name, row, replies, turns=4, config=SimpleNamespace(**settings), settings=settings)
+    assert found.reward == 1.0

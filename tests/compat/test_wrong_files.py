@@ -11,6 +11,8 @@ SKYRL = "from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOu
 GENERATOR = "from skyrl.train.generators.base import GeneratorInterface\n\n\n"
 VERL = "from verl.tools.base_tool import BaseTool\n\n\n"
 TOOLS = 'tools:\n  - class_name: "f.Mine"\n    config: {type: native}\n'
+SWIFT = "from swift.rollout.multi_turn import MultiTurnScheduler\n\n\n"
+GENERATE = "async def generate(args, sample, sampling_params):\n    return sample\n"
 TRL_TOOL = '''
     def play(self, word: str) -> str:
         """
@@ -72,6 +74,46 @@ CASES = {
     "verl: no tool": ("verl:tools", {"f.py": "x = 1\n"}, {"function_tool_path": "f.py"}, "has no @function_tool"),
     "verl: no YAML": ("verl:tools", {"t.yaml": "a: [\n"}, {"tool_config_path": "t.yaml"}, "cannot be read as YAML"),
     "verl: broken": ("f.py:Mine", {"f.py": VERL + "class Mine(BaseTool)\n    pass\n"}, {}, "SyntaxError"),
+    # ms-swift
+    "swift: no file": ("g.py:Mine", {"f.py": "x = 1\n"}, {}, "g.py"),
+    "swift: no plugin": ("swift:gym_scheduler", {}, {"external_plugins": ["p.py"]}, "p.py"),
+    "swift: another name": (
+        "f.py:Min",
+        {"f.py": SWIFT + "class Mine(MultiTurnScheduler):\n    pass\n"},
+        {},
+        "did you mean 'Mine'",
+    ),
+    "swift: unknown id": ("swift:math_tip_tricks", {}, {}, "did you mean 'math_tip_trick'"),
+    "swift: no step": (
+        "f.py:Mine",
+        {"f.py": SWIFT + "class Mine(MultiTurnScheduler):\n    def check_finished(self, *args):\n        return True\n"},
+        {},
+        "Mine lacks step; a scheduler has step, or its own run",
+    ),
+    "swift: signature": (
+        "f.py:Mine",
+        {"f.py": SWIFT + "class Mine(MultiTurnScheduler):\n    def step(self, infer_request):\n        pass\n"},
+        {},
+        "Mine.step: too many positional arguments; ms-swift calls it with 3",
+    ),
+    "swift: broken": ("f.py:Mine", {"f.py": SWIFT + "import nothing_of_that_name\n"}, {}, "nothing_of_that_name"),
+    # slime
+    "slime: no file": ("g.py:build_env", {"f.py": "x = 1\n"}, {}, "g.py"),
+    "slime: no configuration": ("f.py:generate", {"f.py": GENERATE}, {"custom_config_path": "c.yaml"}, "cannot be read"),
+    "slime: another name": ("f.py:generat", {"f.py": GENERATE}, {}, "did you mean 'generate'"),
+    "slime: no reward": ("f.py:generate", {"f.py": GENERATE}, {"custom_rm_path": "f.py:score"}, "f.py has no 'score'"),
+    "slime: signature": (
+        "f.py:generate",
+        {"f.py": "async def generate(args, sample):\n    return sample\n"},
+        {},
+        "a generate function of slime async def generate(args, sample, sampling_params)",
+    ),
+    "slime: broken": (
+        "f.py:generate",
+        {"f.py": "from slime.utils.types import Sample\n\n1 / 0\n"},
+        {},
+        "line 3: ZeroDivisionError",
+    ),
     # TRL
     "trl: no file": ("trl:GRPOTrainer", {}, {"environment_factory": "f.py:Mine"}, "f.py"),
     "trl: another name": (
@@ -133,3 +175,15 @@ def test_files_next_to_the_recipe_are_found_from_any_directory(tmp_path, capsys)
     assert load(Path(path)).config.env[0].args == {**args, "reward_funcs": [f"{tmp_path / 'f.py'}:score"]}
     assert main(["check", "--recipe", path]) == 0
     assert "ok    environment GRPOTrainer" in capsys.readouterr().out
+
+
+def test_an_environment_of_slime_without_step_ends_the_run_by_its_first_episode(tmp_path, capsys):
+    """It is made for each sample, so only an episode shows it."""
+    made = "class Mine:\n    def reset(self):\n        pass\n\n\ndef build_env(sample=None, args=None):\n    return Mine()\n"
+    (tmp_path / "f.py").write_text(made)
+    path = recipe(tmp_path, "f.py:build_env", {"rm_type": "math"})
+    assert main(["train", "--display", "none", path, "--out", str(tmp_path / "run")]) in (1, 2)
+    shown = capsys.readouterr()
+    lines = [line for line in (shown.err + shown.out).splitlines() if "return an environment with reset and step" in line]
+    assert len(lines) == 1, shown.err
+    assert "Traceback" not in shown.err

@@ -235,6 +235,20 @@ def test_swift(files):
     assert kinds(found)["max_turnz"] == "unknown"
 
 
+@pytest.mark.parametrize("scale", ["last_round+mine", "mine"])
+def test_a_loss_scale_of_swift_is_an_argument_of_the_scheduler(scale):
+    found = of(SWIFT.replace("--loss_scale last_round", f"--loss_scale {scale}"))
+    assert table(found)["env"][0]["args"]["loss_scale"] == scale
+    assert "loss_scale" not in table(found)["train"]
+    assert kinds(found)["loss_scale"] == "mapped"
+
+
+def test_a_loss_scale_of_swift_that_trains_prompts_has_no_equivalent():
+    found = of(SWIFT.replace("--loss_scale last_round", "--loss_scale all"))
+    assert "loss_scale" not in table(found)["env"][0]["args"]
+    assert kinds(found)["loss_scale"] == "none"
+
+
 def test_a_yaml_of_swift_with_groups_of_workers():
     text = "rlhf_type: grpo\nmodel: m\ndataset: d.jsonl\nmax_turns: 4\ntrain:\n  gpus: 8\n  lora_rank: 4\n  tuner_type: lora\n"
     recipe = table(of(text, "a.yaml"))

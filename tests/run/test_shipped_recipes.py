@@ -1,6 +1,8 @@
-"""The recipes of the built-in environments, as they are shipped."""
+"""The recipes as they are shipped: of the built-in environments, and of user code of other frameworks."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,14 +14,23 @@ from turnwise.envs import resolve_env
 from turnwise.envs.builtin import BUILTIN
 
 ROOT = Path(__file__).parents[2]
-RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+RECIPES = sorted((ROOT / "recipes").rglob("*.toml"))
 BUILT_IN = ("search", "code", "frozen_lake", "hinted_math")
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_a_recipe_is_short_and_loads(recipe: Path) -> None:
+def test_a_recipe_is_short_and_loads(recipe: Path, tmp_path: Path) -> None:
     written = [line for line in recipe.read_text().splitlines() if line and not line.startswith("#")]
-    assert len(written) <= 25
+    foreign = recipe.parent.name == "compat"
+    assert len(written) <= (35 if foreign else 25)
+    if foreign:  # its rows are made by the script that its first lines name
+        home = Path(shutil.copytree(recipe.parent, tmp_path / "compat"))
+        for name in re.findall(r'"([\w/]+\.jsonl)"', recipe.read_text()):
+            (home / name).parent.mkdir(exist_ok=True)
+            (home / name).touch()
+        recipe = home / recipe.name
+        (script,) = re.findall(r"^# +python recipes/compat/(\w+\.py)", recipe.read_text(), re.MULTILINE)
+        assert (home / script).is_file()
     assert load(recipe, envs=tuple(BUILTIN)).config.env
 
 

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from turnwise.envs.foreign import ForeignObject
+from turnwise.envs.resolve import load_object
 from turnwise.envs.user_imports import import_foreign, public_name
 from turnwise.errors import ConfigError
 
@@ -61,6 +63,13 @@ def import_object(name: str, where: str) -> Any:
     if not hasattr(found, attribute):
         raise ConfigError(f"{where}: the module {module} has no {attribute!r}")
     return getattr(found, attribute)
+
+
+def load_named(named: Any, found: ForeignObject, key: str) -> Any:
+    """Load what `key` of `[env.args]` names, if it is a name: `file.py:Name` from the recipe's directory, or `module:Name`."""
+    if not isinstance(named, str):
+        return named
+    return load_object(named, base=found.base) if ".py:" in named else import_object(named, f"{found.where}: {key}")
 
 
 def accepted(method: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,27 @@ from turnwise.envs.user_code import as_number, describe_value, number_of
 from turnwise.errors import EnvError
 
 LOGPROB_TOLERANCE = 1e-3
+_LENGTHS = ("max_tokens", "max_new_tokens", "max_generate_length")
+
+
+def sampling_options(given: Mapping[str, Any], media: Sequence[Any] | None = None) -> dict[str, Any]:
+    """Return a framework's sampling parameters by our names, without those that leave the choice to the run."""
+    top_k = given.get("top_k")
+    found = {
+        "max_tokens": next((given[name] for name in _LENGTHS if given.get(name)), None),
+        "temperature": given.get("temperature"),
+        "top_p": given.get("top_p"),
+        "top_k": None if top_k is None else max(0, top_k),
+        "min_p": given.get("min_p"),
+        "stop": _several(given.get("stop")),
+        "stop_ids": _several(given.get("stop_token_ids")),
+        "media": _several(media),
+    }
+    return {key: value for key, value in found.items() if value not in (None, ())}
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    return () if value is None or value == "" else (value,) if isinstance(value, (str, int)) else tuple(value)
 
 
 @dataclass(slots=True)

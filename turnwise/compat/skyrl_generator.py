@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from turnwise.compat.common import attribute_config
-from turnwise.compat.sampled_rows import EngineCall, read_output
+from turnwise.compat.sampled_rows import EngineCall, read_output, sampling_options
 from turnwise.config import Limits
 from turnwise.envs.base import Scores
 from turnwise.envs.user_imports import import_foreign, public_name
@@ -102,7 +102,7 @@ class EngineClient:
         """Sample a reply to each prompt, which is given as ids or as messages."""
         by_ids = input_batch.get("prompt_token_ids")
         prompts = by_ids if by_ids is not None else input_batch.get("prompts") or []
-        options = _options(input_batch.get("sampling_params") or {})
+        options = sampling_options(input_batch.get("sampling_params") or {})
         replies = await asyncio.gather(*(self._model.generate(list(prompt), **options) for prompt in prompts))
         for prompt, reply in zip(prompts, replies, strict=True):
             self.calls.append(EngineCall(None if by_ids is None else list(prompt), reply))
@@ -116,18 +116,3 @@ class EngineClient:
 
     async def finish_session(self, session_id: Any) -> None:
         """Do nothing: the episode ends its own session."""
-
-
-def _options(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sampling parameters by our names; those of the run where there are none."""
-    top_k = sampling.get("top_k")
-    found = {
-        "max_tokens": sampling.get("max_tokens") or sampling.get("max_generate_length"),
-        "temperature": sampling.get("temperature"),
-        "top_p": sampling.get("top_p"),
-        "top_k": None if top_k is None else max(0, top_k),
-        "min_p": sampling.get("min_p"),
-        "stop": tuple(sampling.get("stop") or ()),
-        "stop_ids": tuple(sampling.get("stop_token_ids") or ()),
-    }
-    return {key: value for key, value in found.items() if value not in (None, ())}

@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from turnwise.compat.common import accepted, attribute_config, derives_from, import_object
+from turnwise.compat.common import accepted, attribute_config, derives_from, load_named, plain
 from turnwise.compat.sampled_rows import read_output
 from turnwise.compat.slime_engine import EPISODE, HOST, PORT, EngineServer, GenerateState
 from turnwise.config import Limits
 from turnwise.envs.base import Action, Env, Scores, Step
 from turnwise.envs.foreign import ForeignObject, Framework, refuse_faithful
-from turnwise.envs.resolve import load_object
 from turnwise.envs.user_code import as_number, call_user, describe_value
 from turnwise.envs.user_imports import import_foreign
 from turnwise.errors import ConfigError, EnvError, RewardError, suggest_or_list
@@ -92,7 +91,7 @@ Score = Callable[[Any, Any], Any]
 def _score_function(found: ForeignObject) -> Score | None:
     named, kind = found.args.get("custom_rm_path"), found.args.get("rm_type")
     if named is not None:
-        function = load_object(named, base=found.base) if ".py:" in str(named) else import_object(str(named), found.where)
+        function = load_named(named, found, "custom_rm_path")
 
         async def custom(args: Any, sample: Any) -> Any:
             return await call_user(function, accepted(function, {"args": args, "sample": sample}))
@@ -241,9 +240,9 @@ class SlimeEnv(Env):
         if reward is not None:
             self._earned = (self._earned or 0.0) + reward
         if done:
-            return Step(None, reward or 0.0, True, info=_plain_info(info))
+            return Step(None, reward or 0.0, True, info=plain(info))
         message = self._env.format_observation(observation) if hasattr(self._env, "format_observation") else observation
-        return Step(_message(message, self._factory.where), reward or 0.0, info=_plain_info(info))
+        return Step(_message(message, self._factory.where), reward or 0.0, info=plain(info))
 
     async def reward(self, trajectory: Trajectory) -> Scores:
         """Call the recipe's reward with the finished sample."""
@@ -272,10 +271,6 @@ def _message(found: Any, where: str) -> Message:
     if isinstance(content, list) and all(isinstance(one, Mapping) and one.get("type") == "text" for one in content):
         content = "".join(str(one.get("text", "")) for one in content)
     return Message.of({**found, "content": content})
-
-
-def _plain_info(info: Mapping[str, Any]) -> dict[str, Any]:
-    return {str(key): value for key, value in info.items() if isinstance(value, (str, int, float, bool)) or value is None}
 
 
 def _read_reward(value: Any, args: Any) -> Scores:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 from urllib.parse import urlsplit
 
-from turnwise.compat.sampled_rows import EngineCall
+from turnwise.compat.sampled_rows import EngineCall, sampling_options
 from turnwise.errors import EnvError
 
 HOST, PORT = "turnwise.invalid", 1
@@ -85,7 +85,8 @@ class EngineServer:
         if ids is None and not isinstance(text, str):
             raise EnvError("/generate needs input_ids or text")
         context = self._ids_of(str(text)) if ids is None else [int(one) for one in ids]
-        reply = await self.model.generate(context, **_options(payload))
+        options = sampling_options(payload.get("sampling_params") or {}, payload.get("image_data"))
+        reply = await self.model.generate(context, **options)
         self.calls.append(EngineCall(context, reply))
         if isinstance(text, str):
             self._known[text + reply.raw_text] = [*context, *reply.ids]
@@ -107,24 +108,3 @@ class EngineServer:
         known = max((one for one in self._known if text.startswith(one)), key=len, default="")
         rest = self.model.tokenizer(text[len(known) :], add_special_tokens=False)["input_ids"] if text != known else []
         return [*self._known.get(known, ()), *rest]
-
-
-def _options(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request's parameters by our names; those of the run where there are none."""
-    sampling = payload.get("sampling_params") or {}
-    top_k = sampling.get("top_k")
-    found = {
-        "max_tokens": sampling.get("max_new_tokens"),
-        "temperature": sampling.get("temperature"),
-        "top_p": sampling.get("top_p"),
-        "top_k": None if top_k is None else max(0, top_k),
-        "min_p": sampling.get("min_p"),
-        "stop": _several(sampling.get("stop"), str),
-        "stop_ids": _several(sampling.get("stop_token_ids"), int),
-        "media": tuple(payload.get("image_data") or ()),
-    }
-    return {key: value for key, value in found.items() if value not in (None, ())}
-
-
-def _several(value: Any, kind: type) -> tuple[Any, ...]:
-    return (value,) if isinstance(value, kind) else tuple(value or ()) if isinstance(value, Sequence) else ()

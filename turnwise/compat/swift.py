@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from turnwise.compat.common import attribute_config, derives_from
+from turnwise.compat.common import attribute_config, derives_from, load_named
 from turnwise.compat.swift_engine import PROTOCOL, Episode, InferEngine, given_image, set_weights
 from turnwise.compat.swift_scales import LossScales
 from turnwise.envs.base import Scores
 from turnwise.envs.foreign import ForeignObject, Framework, Registered, refuse_faithful
-from turnwise.envs.resolve import load_object
 from turnwise.envs.user_code import as_number, describe_value, load_user_module, number_of
 from turnwise.envs.user_imports import STAND_INS, import_foreign
 from turnwise.errors import ConfigError, EnvError, LimitReached, suggest_or_list
@@ -118,8 +117,8 @@ def _rewards(args: Mapping[str, Any], found: ForeignObject) -> list[tuple[str, A
         )
     made = []
     for name, weight in zip(names, weights, strict=False):
-        if ".py:" in name:
-            target = load_object(name, base=found.base)
+        if ":" in name:
+            target = load_named(name, found, "reward_funcs")
         else:
             target = _registered("orms", "swift.rewards.orm", name, found.where)
         if inspect.isclass(target):
@@ -152,8 +151,8 @@ def _scales(args: Mapping[str, Any], found: ForeignObject) -> LossScales | None:
         raise ConfigError(f"{found.where}: loss_scale {named!r}: only replies are trained; write default or last_round")
     chain = []
     for name in names:
-        if ".py:" in name:
-            target = load_object(name, base=found.base)
+        if ":" in name:
+            target = load_named(name, found, "loss_scale")
         else:
             target = _registered("loss_scale_map", "swift.loss_scale", name, found.where)
         chain.append(target(strategy))

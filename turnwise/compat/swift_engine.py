@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from turnwise.compat.sampled_rows import sampling_options
 from turnwise.compat.swift_scales import LossScales
 from turnwise.envs.user_imports import import_foreign
 from turnwise.errors import EnvError
@@ -71,7 +72,7 @@ class Episode:
         tools = tuple(_plain_tool(tool) for tool in request.tools or ())
         opened = self._open(messages[-1]["content"]) if messages[-1]["role"] == "assistant" else []
         own, edited = self._own(messages[: len(messages) - bool(opened)])
-        options = _options(config)
+        options = {} if config is None else sampling_options(vars(config))
         if opened or edited:
             ids = {number: found[1] for number, found in own.items()} | ({len(messages) - 1: opened} if opened else {})
             for number in ids:
@@ -267,22 +268,6 @@ def _image(value: Any) -> Any:
 
 def _plain_tool(tool: Any) -> Any:
     return tool if "function" in tool else {"type": "function", "function": tool}
-
-
-def _options(config: Any) -> dict[str, Any]:
-    """Return the sampling parameters that a scheduler set, by our names."""
-    if config is None:
-        return {}
-    top_k = config.top_k
-    given = {
-        "max_tokens": config.max_tokens,
-        "temperature": config.temperature,
-        "top_p": config.top_p,
-        "top_k": None if top_k is None else max(0, top_k),
-        "min_p": config.min_p,
-        "stop": tuple(config.stop or ()),
-    }
-    return {key: value for key, value in given.items() if value not in (None, ())}
 
 
 def _response(reply: Any, text: str, id: str) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from turnwise.compat.common import accepted, import_object
+from turnwise.compat.common import accepted, load_named
 from turnwise.compat.trl_env import (
     LIFETIME,
     EnvironmentClass,
@@ -19,7 +19,6 @@ from turnwise.compat.trl_env import (
 )
 from turnwise.envs.adapters.gym import seeded_tasks
 from turnwise.envs.foreign import ForeignObject, Framework
-from turnwise.envs.resolve import load_object
 from turnwise.envs.tools.results import ResultLimit
 from turnwise.envs.tools.schema import ToolSchemaError
 from turnwise.envs.tools.stateful import parse_tools
@@ -98,15 +97,11 @@ def _loaded(found: ForeignObject, key: str, value: Any) -> list[Any]:
 
 
 def _load(found: ForeignObject, key: str, named: Any) -> Any:
-    if not isinstance(named, str):
-        return named
-    if ":" not in named:
+    if isinstance(named, str) and ":" not in named:
         raise ConfigError(
             f'{found.where}: {key} = "{named}"; write file.py:name or package.module:name (a model is no reward here)'
         )
-    if ".py:" in named:
-        return load_object(named, base=found.base)
-    return import_object(named, f"{found.where}: {key}")
+    return load_named(named, found, key)
 
 
 def _tool(function: Any, where: str) -> Tool:

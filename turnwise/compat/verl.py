@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from turnwise.compat.common import derives_from, import_object
+from turnwise.compat.common import derives_from, import_object, load_named
 from turnwise.compat.verl_loop import make_agent_function
 from turnwise.compat.verl_tools import (
     FunctionSource,
@@ -25,7 +25,6 @@ from turnwise.compat.verl_tools import (
     dumped_schema,
 )
 from turnwise.envs.foreign import ForeignObject, Framework, refuse_faithful
-from turnwise.envs.resolve import load_object
 from turnwise.envs.tools.mcp import McpTools, mcp_tools
 from turnwise.envs.tools.results import ResultLimit
 from turnwise.envs.tools.schema import ToolSignature
@@ -178,15 +177,9 @@ class _Arguments:
 
 def _reward_function(named: Any, found: ForeignObject) -> Callable[..., Any] | None:
     """Return the reward function that `[env.args]` names."""
-    if named is None or callable(named):
-        given: Callable[..., Any] | None = named
-        return given
-    use = f"{named}:compute_score" if str(named).endswith(".py") else str(named)
-    if ".py" not in use:
-        imported: Callable[..., Any] = import_object(use, f"{found.where}: reward")
-        return imported
-    loaded: Callable[..., Any] = load_object(use, base=found.base)
-    return loaded
+    use = f"{named}:compute_score" if isinstance(named, str) and named.endswith(".py") else named
+    function: Callable[..., Any] | None = load_named(use, found, "reward")
+    return function
 
 
 def _yaml(path: Path, where: str) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from turnwise.compat.common import accepted, attribute_config
-from turnwise.compat.sampled_rows import EngineCall, read_output
+from turnwise.compat.sampled_rows import EngineCall, read_output, sampling_options
 from turnwise.compat.verl_tools import read_score
 from turnwise.config import Limits
 from turnwise.envs.base import Scores
@@ -144,18 +144,7 @@ class ServerManager:
         if video_data:
             raise EnvError("the loop gives videos to generate; give their frames as images")
         ids = [int(one) for one in prompt_ids]
-        top_k = sampling_params.get("top_k")
-        options = {
-            "max_tokens": sampling_params.get("max_tokens") or sampling_params.get("max_new_tokens"),
-            "temperature": sampling_params.get("temperature"),
-            "top_p": sampling_params.get("top_p"),
-            "top_k": None if top_k is None else max(0, top_k),
-            "min_p": sampling_params.get("min_p"),
-            "stop": tuple(sampling_params.get("stop") or ()),
-            "stop_ids": tuple(sampling_params.get("stop_token_ids") or ()),
-            "media": tuple(image_data or ()),
-        }
-        reply = await self._model.generate(ids, **{key: value for key, value in options.items() if value not in (None, ())})
+        reply = await self._model.generate(ids, **sampling_options(sampling_params, image_data))
         self.calls.append(EngineCall(ids, reply))
         return self._output(
             token_ids=list(reply.ids),

@@ -247,9 +247,10 @@ def _check_play(target: Any, where: str) -> None:
         raise ConfigError(f"{where} is called as play(task, model): {wrong}")
     first = _first_parameter(target)
     if first in _FOREIGN_ARGUMENTS:
+        slime = ", a generate function of slime async def generate(args, sample, sampling_params)" if first == "args" else ""
         raise ConfigError(
             f"{where} takes {first!r} first, as functions of other frameworks do; an agent function is "
-            f"async def {where.rpartition(':')[2]}(task, model)"
+            f"async def {where.rpartition(':')[2]}(task, model){slime}"
         )
 
 

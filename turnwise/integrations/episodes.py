@@ -16,7 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from turnwise.config.schema import EnvConfig, Limits
-from turnwise.engines import Generation, Request, Sampling
+from turnwise.engines import Engine, Generation, Request, Sampling
 from turnwise.envs import EnvSpec, resolve_env
 from turnwise.envs.base import Env
 from turnwise.envs.datasets import task_from_row
@@ -40,6 +40,10 @@ _MODEL_FILES = ("config.json", "generation_config.json", "preprocessor_config.js
 Sample = Callable[[Request], Awaitable[Generation]]
 """Samples one reply by the generate call of a trainer."""
 _SAMPLE: ContextVar[Sample] = ContextVar("turnwise_sample")
+
+
+async def _no_sample(request: Request) -> Generation:
+    raise UsageError("the episodes were opened without an engine, and no generate call was given")
 
 
 class CallEngine:
@@ -313,10 +317,19 @@ class Episodes:
         spec, key = self.spec, EpisodeKey(phase, step, task.id, sample)
         return EpisodeSpec(task, key, spec.factory, spec.agent_function, spec.max_turns, spec.rules, spec.group_reward)
 
-    def open(self, tokenizer: Any, model: str | Path | None, *, groups: bool = False, **lengths: int | None) -> Rollout:
+    def open(
+        self,
+        tokenizer: Any,
+        model: str | Path | None,
+        *,
+        engine: Callable[[Renderer], Engine] | None = None,
+        groups: bool = False,
+        **lengths: int | None,
+    ) -> Rollout:
         """Return the rollout; the first call makes it, with the trainer's tokenizer and lengths where none were given.
 
-        `groups` if the trainer asks for all episodes of a task at once.
+        `engine` makes an engine of ours, which samples in place of the trainer's; `groups` if the trainer asks for all episodes
+        of a task at once.
         """
         if self._rollout is None:
             if self.spec.group_reward is not None and not groups:
@@ -328,12 +341,13 @@ class Episodes:
                 limits = Limits(**{**known, **(limits or {})})
             self.limits = limits
             run = None if self._out is None else RunDir(Path(self._out) / str(os.getpid()))
-            given = {"concurrency": CONCURRENCY, "stop_on_bugs": True, **self._arguments}
-            self._rollout = Rollout(CallEngine(), self.renderer, limits=limits, seed=self.seed, run=run, records=False, **given)
+            given = {"stop_on_bugs": True, **({"concurrency": CONCURRENCY} if engine is None else {}), **self._arguments}
+            samples = CallEngine() if engine is None else engine(self.renderer)
+            self._rollout = Rollout(samples, self.renderer, limits=limits, seed=self.seed, run=run, records=False, **given)
         return self._rollout
 
-    async def play(self, episodes: Sequence[EpisodeSpec], sample: Sample, sampling: Sampling) -> list[Trajectory]:
-        """Play episodes with replies of `sample`, after `open`.
+    async def play(self, episodes: Sequence[EpisodeSpec], sample: Sample | None, sampling: Sampling) -> list[Trajectory]:
+        """Play episodes with replies of `sample`, after `open`; None where that was given an engine.
 
         Raises:
             EngineError: when the trainer's engine failed, which is the trainer's to handle.
@@ -342,7 +356,7 @@ class Episodes:
         assert self._rollout is not None
         shared = self._streams.setdefault(asyncio.get_running_loop(), _SharedStream(self._rollout))
         async with shared.use() as stream:
-            token = _SAMPLE.set(sample)  # the submission's tasks inherit it
+            token = _SAMPLE.set(sample or _no_sample)  # the submission's tasks inherit it
             try:
                 submission = stream.submit(episodes, sampling=sampling)
             finally:

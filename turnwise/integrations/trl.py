@@ -14,15 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from turnwise.config.schema import Limits
 from turnwise.engines import Engine, Sampling, SupportsWeightUpdate
 from turnwise.engines.local import LocalEngine
 from turnwise.envs import EnvSpec
 from turnwise.envs.base import Env
 from turnwise.errors import UsageError
-from turnwise.integrations.episodes import TASK, Episodes, episode_metrics, prompt_of, renderer_of, single_row
-from turnwise.records.run_dir import RunDir
-from turnwise.rollouts import Rollout, run_sync
+from turnwise.integrations.episodes import TASK, Episodes, episode_metrics, prompt_of, single_row
+from turnwise.renderers import Renderer
+from turnwise.rollouts import run_sync
 from turnwise.training.model.lora import Adapter
 from turnwise.training.model.weights import Weights, clone_tensors, tied_names
 from turnwise.types import Task, Trajectory
@@ -51,7 +50,7 @@ class TurnwiseRollout(Episodes):
             engine: engine that samples; by default a `LocalEngine`, which copies the trainer's weights before each call. One of
                 your own gets the weights by `update`.
 
-        The others are those of `Episodes`; `out` is written by one process.
+        The others are those of `Episodes`.
 
         Raises:
             ConfigError: for an environment or a task that cannot be used.
@@ -78,7 +77,7 @@ class TurnwiseRollout(Episodes):
         Raises:
             UsageError: for a prompt that is not from `dataset`, or an episode of several rows.
         """
-        self.last = run_sync(self._play([self._named(prompt) for prompt in prompts], trainer))
+        run_sync(self._play([self._named(prompt) for prompt in prompts], trainer))
         found: dict[str, list[Any]] = {
             name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask", "turnwise_trajectory")
         }
@@ -96,8 +95,7 @@ class TurnwiseRollout(Episodes):
 
     async def _play(self, tasks: Sequence[Task], trainer: Any) -> list[Trajectory]:
         model = trainer.accelerator.unwrap_model(trainer.model)
-        if self._rollout is None:
-            self._rollout = self._open(model, trainer)
+        self.open(trainer.processing_class, None, engine=lambda renderer: self._engine_of(model, renderer), groups=True)
         if isinstance(self._engine, SupportsWeightUpdate):
             await self._engine.update(_weights(model), trainer.state.global_step + 1)
         args, phase = trainer.args, "train" if trainer.model.training else "eval"
@@ -109,16 +107,12 @@ class TurnwiseRollout(Episodes):
             episodes.append(self.episode(task, phase=phase, step=self._calls, sample=number))
             samples[task.id] += 1
         self._calls += 1
-        async with self._rollout.stream() as stream:
-            return await stream.submit(episodes, sampling=sampling)
+        return await self.play(episodes, None, sampling)
 
-    def _open(self, model: Any, trainer: Any) -> Rollout:
-        renderer = self.renderer = self.renderer or renderer_of(trainer.processing_class)
+    def _engine_of(self, model: Any, renderer: Renderer) -> Engine:
         if self._engine is None:
             self._engine = LocalEngine(model.config, renderer=renderer, device=model.device, dtype=model.dtype)
-        run = None if self._out is None else RunDir(self._out)
-        limits = self.limits if isinstance(self.limits, Limits) else Limits(**(self.limits or {}))
-        return Rollout(self._engine, renderer, limits=limits, seed=self.seed, run=run, records=False, **self._arguments)
+        return self._engine
 
 
 def turnwise_reward(

@@ -81,7 +81,10 @@ def _loss_scale(draft: Draft, value: Any) -> str | None:
     if value in ("default", "last_round"):
         draft.put("train.loss_scale", value)
         return None
-    return f"{value}: set train.loss_scale to file.py:function"
+    if str(value).partition("+")[0] == "all":
+        return "only replies are trained: set default or last_round"
+    draft.put("env.args.loss_scale", value)
+    return None
 
 
 CORRECTIONS = {"token_truncate": "tis", "token_mask": "icepop", "sequence_mask": "sequence_mis"}
