@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.config import ResolvedConfig
-from turnwise.config.dump import to_json_dict
+from turnwise.config.dump import load_run_config, to_json_dict
 from turnwise.config.launch import world_size
 from turnwise.errors import ConfigError, ModelError, TraceError, UsageError
 from turnwise.records import NullListener, ProgressListener, RunDir, to_json, trajectory_row
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from turnwise.renderers.history import History
     from turnwise.rollouts import Rollout
     from turnwise.training.distributed import ProcessRanks
+    from turnwise.training.run import TrainingRun
 
 Finding = tuple[bool | None, str]
 
@@ -85,13 +87,25 @@ def _train(
     if resume is None and resolved.config.train.data_epochs is not None:
         resolved = replace(resolved, config=with_steps_of_epochs(resolved.config, specs))
     with RunDir(path) as run:
+        extending, done = (False, "") if resume is None else _what_is_left(resolved, path)
+        if done:
+            watch.note(done)
+            return path
         if resume is None:
             shutil.rmtree(path / "model", ignore_errors=True)  # left by a run stopped before its first step
             run.write_json("config.json", to_json_dict(resolved) | {"versions": versions()})
         try:
             resumed = resume is not None
             training_run = TrainingRun(
-                resolved.config, specs, run, watch, resumed=resumed, began=began, history=history, ranks=ranks
+                resolved.config,
+                specs,
+                run,
+                watch,
+                resumed=resumed,
+                began=began,
+                history=history,
+                ranks=ranks,
+                extended=resolved.extended,
             )
         except UsageError:
             if resume is None:  # so that the corrected command can be rerun
@@ -101,6 +115,8 @@ def _train(
                 with suppress(OSError):
                     path.rmdir()
             raise
+        if extending:
+            _record_extension(training_run, resolved)
         track = resolved.config.track
         trackers = TrackerProcesses(track.to, path, track.project, track.name)
         try:
@@ -115,6 +131,31 @@ def _train(
             for message in trackers.close():
                 watch.note(message)
     return path
+
+
+def _record_extension(training_run: TrainingRun, resolved: ResolvedConfig) -> None:
+    """Write the settings of a run that is being extended; a `ConfigError` when its warm-up is over and would get more steps."""
+    run = training_run.run
+    more = resolved.config.warmup.steps > load_run_config(run.path).config.warmup.steps
+    if more and training_run.cursor["phase"] != "warmup":
+        raise ConfigError(f"--resume {run.path}: the warm-up is over, so warmup.steps has no effect; leave it out")
+    run.write_json("config.json", json.loads((run.path / "config.json").read_text("utf-8")) | to_json_dict(resolved))
+    (run.path / "summary.json").unlink(missing_ok=True)
+
+
+def _what_is_left(resolved: ResolvedConfig, run: Path) -> tuple[bool, str]:
+    """Return whether a resumed run is being extended, and, where nothing is left to do, a note that says how to extend it."""
+    train, before = resolved.config.train, load_run_config(run)
+    extending = resolved.extended != before.extended or train.stop_success != before.config.train.stop_success
+    try:
+        steps = json.loads((run / "summary.json").read_text(encoding="utf-8"))["rl_steps"]
+    except (OSError, ValueError, KeyError):
+        return extending, ""
+    if extending:
+        return True, ""
+    stopped = f" (train.stop_success = {train.stop_success:g} was reached)" if steps < train.steps else ""
+    more = f"--train.steps {2 * train.steps}" + (" --train.stop_success none" if stopped else "")
+    return False, f"{run} is finished after {steps} steps{stopped}; extend it with: turnwise train --resume {run} {more}"
 
 
 def run_evaluation(

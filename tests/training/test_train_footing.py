@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 
 import pytest
 
 import turnwise as tw
+from turnwise.commands import run_training
 from turnwise.config import Limits, RunConfig, WarmupConfig
+from turnwise.config.dump import load_run_config
 from turnwise.envs.resolve import as_env_spec
-from turnwise.errors import TurnwiseError
+from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.records import NullListener
 from turnwise.training.checkpoint import Checkpoints
 from turnwise.training.evaluation import EvalResult, summarize
 from turnwise.training.task_plan import TaskPlan
@@ -72,7 +76,7 @@ def train(env, out, **sections):
         "train": {"steps": 3, "lr": 0.0},
         "eval": {"tasks": 16, "greedy": False},
     }
-    merged = {name: {**value, **sections.get(name, {})} for name, value in given.items()}
+    merged = {name: {**value, **sections.get(name, {})} for name, value in {**sections, **given}.items()}
     tw.train(model=tw.tiny(**TINY), env=env, out=out, display="none", **merged)
     return json.loads((out / "summary.json").read_text())
 
@@ -179,3 +183,111 @@ def test_a_run_goes_back_to_the_policy_before_reinforcement(tmp_path):
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", tmp_path)
     assert checkpoints.policy().path.name == "warmed"
     assert checkpoints.newest().path.name == "step-00003"
+
+
+def rows_of(run, phase):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["phase"] == phase]
+
+
+def resume(env, out, **sections):
+    tw.train(model=tw.tiny(**TINY), env=env, out=out, display="none", resume=True, **sections)
+    return json.loads((out / "summary.json").read_text())
+
+
+class Noting(NullListener):
+    """Keeps the notes of a run."""
+
+    def __init__(self):
+        self.notes = []
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "async"])
+def test_a_finished_run_goes_on_with_more_steps(tmp_path, mode):
+    lr = {"lr": 1e-3, "schedule": "linear"} | ({} if mode == "sync" else {"correction": "tis"})
+    run = tmp_path / "run"
+    train(Coin, run, train={"steps": 2, **lr}, schedule={"mode": mode})
+    before = rows_of(run, "train")
+    summary = resume(Coin, run, train={"steps": 4})
+    rows = rows_of(run, "train")
+    assert summary["rl_steps"] == 4
+    assert rows[:2] == before
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["lr"] for row in rows] == [1e-3, 5e-4, 5e-4, 2.5e-4]
+    assert json.loads((run / "config.json").read_text())["extended"] == {"train.steps": [2]}
+    assert resume(Coin, run, train={"steps": 5})["rl_steps"] == 5
+    assert load_run_config(run).extended == {"train.steps": (2, 4)}
+
+
+def test_an_extended_run_that_is_interrupted_equals_one_that_was_not(tmp_path):
+    """The steps since the last checkpoint are trained again on their episodes, at their learning rates."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for run in (whole, broken):
+        train(Coin, run, train={"steps": 2, "lr": 1e-3, "schedule": "linear"}, checkpoint={"every": 2, "keep": 9})
+        resume(Coin, run, train={"steps": 5})
+    for name in ("step-00004", "step-00005"):
+        shutil.rmtree(broken / "checkpoints" / name)
+    (broken / "summary.json").unlink()
+    resume(Coin, broken)
+    weights = [(run / "checkpoints" / "step-00005" / "model.safetensors").read_bytes() for run in (whole, broken)]
+    assert weights[0] == weights[1]
+
+
+def test_an_extension_keeps_the_tasks_of_the_steps_before():
+    spec = as_env_spec(Echo)
+    short, longer = (TaskPlan([spec], steps=steps, groups=2, held_out=4, seed=0) for steps in (3, (3, 6)))
+    ids = [[choice.task.id for step in range(3) for choice in plan.step(step)] for plan in (short, longer)]
+    assert ids[0] == ids[1]
+    assert not set(ids[0]) & {choice.task.id for step in range(3, 6) for choice in longer.step(step)}
+
+
+def test_a_finished_run_says_so_and_how_to_extend_it(tmp_path):
+    run, watch = tmp_path / "run", Noting()
+    train(Coin, run)
+    before = (run / "journal.jsonl").read_bytes()
+    run_training(load_run_config(run), resume=run, watch=watch, env_specs=[as_env_spec(Coin)])
+    line = f"{run} is finished after 3 steps; extend it with: turnwise train --resume {run} --train.steps 6"
+    assert watch.notes == [line]
+    assert (run / "journal.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"train": {"steps": 2}}, "train.steps = 2: the run has 3 steps; more extend it"),
+        ({"train": {"lr": 1.0}}, "uses the run's own settings; leave out --train.lr"),
+        ({"warmup": {"steps": 9}}, "the warm-up is over, so warmup.steps has no effect"),
+    ],
+)
+def test_what_an_extension_cannot_change(tmp_path, sections, says):
+    run = tmp_path / "run"
+    train(Coin, run)
+    before = (run / "config.json").read_text()
+    with pytest.raises(ConfigError, match=says):
+        resume(Coin, run, **sections)
+    assert (run / "config.json").read_text() == before
+
+
+def test_a_warm_up_that_missed_its_gate_goes_on(tmp_path):
+    class Later(Echo):
+        """Pays the demonstrations alone at first."""
+
+        paid = False
+
+        @staticmethod
+        def solver(messages, rng):
+            return "x" * 3
+
+        def pay(self, said):
+            return float(Later.paid or said == "xxx")
+
+    run = tmp_path / "run"
+    with pytest.raises(TurnwiseError, match=r"resume with --resume .* --warmup.steps 4"):
+        train(Later, run)
+    Later.paid = True
+    summary = resume(Later, run, warmup={"steps": 4})
+    assert (summary["warmup_steps"], summary["rl_steps"]) == (4, 3)
+    assert [row["step"] for row in rows_of(run, "warmup")] == [1, 2, 3, 4]

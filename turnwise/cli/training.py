@@ -152,7 +152,8 @@ def add_train(subparsers: Any) -> None:
     parser = add_command(subparsers, "train", "train an agent with a recipe", run_train, overrides=True)
     add_recipe(parser)
     parser.add_argument("--out", metavar="DIR", help="run directory")
-    parser.add_argument("--resume", metavar="RUN", type=Path, help="resume this run with its own settings")
+    resume = "resume this run with its own settings; --train.steps and --warmup.steps extend it"
+    parser.add_argument("--resume", metavar="RUN", type=Path, help=resume)
     parser.add_argument("--profile", action="store_true", help="write a Chrome trace, RUN/profile.json")
     add_display(parser)
 
@@ -215,10 +216,10 @@ def closing_lines(run_dir: Path, recipe: Path | None) -> list[str]:
 
 
 def _resumed(args: argparse.Namespace) -> Any:
-    from turnwise.config.dump import load_run_config
+    from turnwise.config.dump import extend_run
 
-    changed = [str(word) for word in (args.recipe, *args.overrides) if word is not None]
+    changed = [str(args.recipe)] if args.recipe is not None else []
     changed += [f"--{key} {getattr(args, key)}" for key in ("out", "seed") if getattr(args, key) is not None]
     if changed:
         raise UsageError(f"--resume {args.resume} uses the run's own settings; leave out {changed[0]}, or start a new run")
-    return load_run_config(args.resume)
+    return extend_run(args.resume, args.overrides)

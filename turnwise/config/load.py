@@ -6,7 +6,7 @@ import json
 import math
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -42,6 +42,8 @@ class ResolvedConfig:
     origins: Mapping[str, str]
     """Dotted key (`train.lr`, `env.0.args.depth`) -> `default`, the recipe's file name, or `command line`."""
     recipe: Path | None = None  # file that was read, or None
+    extended: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Earlier values of `train.steps` and `warmup.steps` of a run that was resumed with more."""
 
 
 def load(
@@ -89,7 +91,8 @@ def override(resolved: ResolvedConfig, overrides: Sequence[str], *, training: bo
     merged.add(asdict(resolved.config) | {"env": [asdict(env) for env in resolved.config.env]}, DEFAULT, where="run")
     merged.origins = dict(resolved.origins)
     given = {merged.override(dotted, text) for dotted, text in parse_overrides(overrides)}
-    return merged.resolved(merged.origins, COMMAND_LINE, resolved.recipe, training=training, given=given)
+    objects = not resolved.config.env  # of a run of turnwise.train()
+    return merged.resolved(merged.origins, COMMAND_LINE, resolved.recipe, training=training, given=given, has_objects=objects)
 
 
 def from_python(settings: Mapping[str, Any], place: str) -> ResolvedConfig:

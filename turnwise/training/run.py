@@ -57,6 +57,7 @@ from turnwise.training.task_plan import (
     TaskPlan,
     check_failures,
     may_pass,
+    planned_steps,
     to_play_again,
 )
 from turnwise.training.trainer.checks import check_fingerprints
@@ -87,10 +88,12 @@ class TrainingRun:
         began: tuple[float, float] | None = None,
         history: History | None = None,
         ranks: Ranks | None = None,
+        extended: Mapping[str, Sequence[int]] = {},
     ) -> None:
         """Load all components as rank 0 of `ranks`; start in a fresh directory, else resume (`resumed` if in another process).
 
-        `began` has `time.time()` and `time.process_time()` at the start of this process' share; None means now.
+        `began` has `time.time()` and `time.process_time()` at the start of this process' share; None means now. `extended` has
+        the numbers of steps that the run had before it was resumed with more.
         """
         self.config, self.env_specs = config, list(env_specs)
         self.run = run
@@ -99,7 +102,11 @@ class TrainingRun:
         self.began = began or (time.time(), time.process_time())
         watch.phase("set up", 0, "")
         train, rollout = config.train, config.rollout
-        self.plan = TaskPlan(env_specs, steps=train.steps, groups=rollout.groups, held_out=config.eval.tasks, seed=config.seed)
+        self._train_steps = (*extended.get("train.steps", ()), train.steps)
+        self._warmup_steps = (*extended.get("warmup.steps", ()), config.warmup.steps)
+        self.plan = TaskPlan(
+            env_specs, steps=self._train_steps, groups=rollout.groups, held_out=config.eval.tasks, seed=config.seed
+        )
         source = model_directory(config, env_specs, run.path)
         self.checkpoints = Checkpoints(run.checkpoints, source, keep=config.checkpoint.keep)
         latest = self.checkpoints.newest()
@@ -308,9 +315,12 @@ class TrainingRun:
     def _roll_back(self, after: Mapping[str, EvalResult]) -> str:
         """Make the best checkpoint the policy of the run where the last one is worse by more than chance; return its name."""
         best, last = self.checkpoints.best(), after.get("sampled")
-        if best is None or last is None or best[1] <= last.ci[1]:
+        if best is None or last is None:
             return ""
         name, score = best
+        if score <= last.ci[1]:
+            self.checkpoints.mark_best(name, score)  # an extended run may have made good what it had broken
+            return ""
         self.checkpoints.mark_best(name, score, rolled_back=True)
         self.watch.note(
             f"the last policy succeeds in {last.success:.0%} of held-out episodes, that of checkpoint {name} in {score:.0%}: "
@@ -341,7 +351,8 @@ class TrainingRun:
         losses: list[float] = list(self.cursor.get("losses", ()))
         while step < warmup.steps:
             await release_engine_memory(self.parts.engine, config)
-            figures = self.parts.trainer.supervised(sample_demos(demos, config, step), lr=learning_rate(config, step))
+            total = planned_steps(self._warmup_steps, step)
+            figures = self.parts.trainer.supervised(sample_demos(demos, config, step), lr=learning_rate(warmup.lr, step, total))
             losses = [*losses[-19:], figures["loss"]]
             step += 1
             self._row({"phase": "warmup", "step": step, "demo_reward": demo_reward} | figures)
@@ -353,8 +364,9 @@ class TrainingRun:
                 self._save("warmup", phase="warmup", step=step, losses=losses)
         if missing and (gate.demo_success is None or differing < SIGNAL):
             raise TurnwiseError(
-                f"the warm-up ended after {step} steps without meeting its gate: {missing}. Reinforcement would have nothing "
-                "to build on: raise warmup.steps or warmup.demos, or lower the gate if the demonstrations allow no more"
+                f"the warm-up ended after {step} steps without meeting its gate: {missing}. Reinforcement would have nothing to "
+                f"build on: resume with --resume {self.run.path} --warmup.steps {2 * warmup.steps} if the loss still falls, or "
+                "raise warmup.demos, or lower the gate if the demonstrations allow no more"
             )
         if missing:
             note(f"the warm-up's gate is not met ({missing}); going on, since {differing:.0%} of rewards differ")
@@ -473,7 +485,8 @@ class TrainingRun:
         """Train on a step's episodes and return its metrics row; no tensor of the step stays referenced."""
         trainer, mode = self.parts.trainer, self.config.schedule.mode
         version = None if mode == "sync" else self._version
-        work = partial(trainer.step, group_by_task(trajectories), step=step, steps=self.config.train.steps, version=version)
+        steps = planned_steps(self._train_steps, step)
+        work = partial(trainer.step, group_by_task(trajectories), step=step, steps=steps, version=version)
         metrics, token_records = work() if mode == "sync" else await off_loop(work)
         if summary := trainer.layout.summary():
             self.watch.note(summary)

@@ -83,9 +83,13 @@ class TaskChoice:
 class TaskPlan:
     """Tasks of a run."""
 
-    def __init__(self, env_specs: Sequence[EnvSpec], *, steps: int, groups: int, held_out: int, seed: int) -> None:
+    def __init__(
+        self, env_specs: Sequence[EnvSpec], *, steps: int | Sequence[int], groups: int, held_out: int, seed: int
+    ) -> None:
         """Plan `groups` tasks per step and up to `held_out` to evaluate on, both over all environments by their weights; raise
-        `TaskError` when one has no training tasks, or a task is on both sides."""
+        `TaskError` when one has no training tasks, or a task is on both sides. Several `steps` are those of a run that was
+        extended: its tasks come first, in their order."""
+        *earlier, steps = [steps] if isinstance(steps, int) else steps
         self._seed = seed
         self._groups = groups
         self._restricted = False
@@ -100,6 +104,8 @@ class TaskPlan:
                 if share
                 else (env_spec.tasks("train", groups, seed), [])
             )
+            first = [task for total in earlier for task in env_spec.tasks("train", total * groups or groups, seed)]
+            train = list({task.id: task for task in (*first, *train)}.values())
             if not train:
                 raise TaskError(f"{env_spec.name} has no training tasks; give its tasks hook or file at least one")
             if len(env_specs) > 1:
@@ -186,6 +192,11 @@ class TaskPlan:
             if choice.task.id not in seen:  # a step may span two passes
                 seen.add(choice.task.id)
                 yield choice
+
+
+def planned_steps(totals: Sequence[int], step: int) -> int:
+    """Return how many steps the run had when it came to `step` (from 0), of its totals before and after each extension."""
+    return min((total for total in totals if total > step), default=totals[-1])
 
 
 def _shares(weights: Sequence[float], total: int, rng: random.Random | None = None) -> list[int]:

@@ -275,12 +275,11 @@ def sample_demos(demos: Sequence[Trajectory], config: RunConfig, step: int) -> l
     return random.Random(f"{config.seed}/warmup/{step}").choices(demos, k=config.warmup.batch)
 
 
-def learning_rate(config: RunConfig, step: int) -> float:
-    """Return the warm-up learning rate: ten steps up, then a cosine to a tenth of the peak at `warmup.steps`."""
-    warmup = config.warmup
+def learning_rate(peak: float, step: int, steps: int) -> float:
+    """Return the warm-up learning rate: ten steps up, then a cosine to a tenth of the peak at `steps`."""
     rise = min(1.0, (step + 1) / 10)
-    fall = 0.1 + 0.45 * (1 + math.cos(math.pi * min(step / warmup.steps, 1.0)))
-    return warmup.lr * rise * fall
+    fall = 0.1 + 0.45 * (1 + math.cos(math.pi * min(step / steps, 1.0)))
+    return peak * rise * fall
 
 
 @dataclass(frozen=True, slots=True)
