@@ -67,13 +67,13 @@ def train(
     policy = None if isinstance(history, str) else history
     history_key = history if isinstance(history, str) else f"{HISTORY_OBJECT}{policy_name(history)}"
     if resume:
-        given = {name: value if isinstance(value, Mapping) else changed(value) for name, value in settings.items()}
-        words = [f"--{name}.{key}={value}" for name, section in given.items() for key, value in section.items()]
+        sections = {name: value if isinstance(value, Mapping) else changed(value) for name, value in settings.items()}
+        words = [f"--{name}.{key}={value}" for name, section in sections.items() for key, value in section.items()]
         resolved = extend_run(Path(out), words)
     else:
-        sections = [name for name in RunConfig.__dataclass_fields__ if name not in ("env", "out", "seed", "model")]
-        if unknown := [name for name in settings if name not in sections]:
-            known = f"{', '.join(sections[:-1])} and {sections[-1]}"
+        names = [name for name in RunConfig.__dataclass_fields__ if name not in ("env", "out", "seed", "model")]
+        if unknown := [name for name in settings if name not in names]:
+            known = f"{', '.join(names[:-1])} and {names[-1]}"
             raise ConfigError(f"train() has no setting {unknown[0]!r}; sections are {known}")
         chosen = tiny() if model is None else model if isinstance(model, ModelConfig) else ModelConfig(path=str(model))
         given = {"out": str(out), "seed": seed, "model": chosen, **settings}

@@ -270,8 +270,10 @@ def _rollout(resolved: ResolvedConfig, specs: Sequence[EnvSpec], checkpoint: str
 
 def _last(path: Path) -> Path:
     """Return the checkpoint with the policy of a run, or the directory itself."""
+    from turnwise.config.snapshots import local_model
     from turnwise.training.checkpoint import Checkpoints
 
+    path = local_model(path)
     if not (path / "checkpoints").is_dir():
         return path
     latest = Checkpoints(path / "checkpoints", path).policy()

@@ -80,10 +80,8 @@ def add_check(subparsers: Any) -> None:
     )
 
 
-def run_check(args: argparse.Namespace) -> int:
-    """Run the requested checks and print their findings."""
-    from turnwise import commands
-
+def _refuse_check(args: argparse.Namespace) -> None:
+    """Raise `UsageError` for options that do not go together."""
     if all(given is None for given in (args.env, args.recipe, args.model, args.template, args.engine)):
         raise UsageError(
             "nothing to check; name file.py:Env, a built-in environment, --model DIR, --template FILE, --recipe FILE or "
@@ -95,6 +93,16 @@ def run_check(args: argparse.Namespace) -> int:
         raise UsageError(f"{args.overrides[0]} overrides a recipe; name it with --recipe FILE")
     if args.algorithm is not None and args.env != LEARN:
         raise UsageError(f"--algorithm is for turnwise check {LEARN}; leave it out")
+
+
+def run_check(args: argparse.Namespace) -> int:
+    """Run the requested checks and print their findings."""
+    from turnwise import commands
+    from turnwise.config.snapshots import local_model
+
+    if args.env is not None and args.env.endswith(".toml") and args.recipe is None:
+        args.recipe, args.env = Path(args.env), None
+    _refuse_check(args)
     failed = 0
     if args.recipe is not None:
         _recipe(args)
@@ -102,6 +110,8 @@ def run_check(args: argparse.Namespace) -> int:
         failed += show(commands.check_learning(args.algorithm, args.model))
     elif args.env is not None:
         failed += show(commands.check_env(_env(args.env)))
+    if args.model is not None:
+        args.model = local_model(args.model)
     for template in (None if args.env == LEARN else args.model, args.template):
         if template is not None:
             failed += _template(template, args.history, as_json=args.json)

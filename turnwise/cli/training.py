@@ -8,10 +8,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from turnwise.cli.options import add_command, add_display, add_recipe, interval, percent, requested, resolve, table
 from turnwise.errors import UsageError
+
+if TYPE_CHECKING:
+    from turnwise.types import Trajectory
 
 
 def add_evaluate(subparsers: Any) -> None:
@@ -116,35 +119,13 @@ def run_rollout(args: argparse.Namespace) -> int:
     return 0
 
 
-def trajectory_lines(trajectories: Iterable[Any], *, short: bool = False) -> Iterable[str]:
-    """Yield each trajectory as text: a head line, then its conversation."""
+def trajectory_lines(trajectories: Iterable[Trajectory], *, short: bool = False) -> Iterable[str]:
+    """Yield each trajectory as text: a head line, then its failure and its conversation."""
     from turnwise.viewer.text import single_line
 
     for trajectory in trajectories:
-        reward = "not computed" if trajectory.reward is None else f"{trajectory.reward:g}"
-        size = f"{len(trajectory.turns)} turns  {trajectory.sampled_tokens} tokens"
-        yield single_line(f"task {trajectory.task.id}  reward {reward}  {size}  {trajectory.stop or 'running'}")
-        if (error := trajectory.error) is not None:
-            yield single_line(f"  {error.type} in {error.phase}: {error.message}")
-        if short:
-            continue
-        for role, text in conversation_text(trajectory):
-            for index, line in enumerate(text.splitlines() or [""]):
-                yield single_line(f"  {role if index == 0 else '':>9} | {line}")
-        yield ""
-
-
-def conversation_text(trajectory: Any) -> Iterable[tuple[str, str]]:
-    """Yield (role, text) of the last turn's conversation; text of the environment within a reply is `inserted`."""
-    for number in trajectory.turn_chain(len(trajectory.turns) - 1):
-        turn = trajectory.turns[number]
-        if turn.inserted is not None:
-            total = sum(len(trajectory.spans[index].ids) for index in trajectory.turns[turn.parent].spans)
-            truncation = f"[{turn.kept} of {total} tokens kept] " if turn.kept < total else ""
-            yield "inserted", f"{truncation}{turn.inserted}"
-        for message in (*turn.messages, turn.reply):
-            calls = "".join(f" {call.name}({dict(call.arguments)})" for call in message.tool_calls)
-            yield message.role, message.text + calls
+        lines = list(trajectory.describe())
+        yield from map(single_line, lines[: 1 + (trajectory.error is not None)] if short else [*lines, ""])
 
 
 def add_train(subparsers: Any) -> None:

@@ -23,6 +23,7 @@ from turnwise.config.fields import (
     unknown_key,
 )
 from turnwise.config.schema import RunConfig
+from turnwise.config.snapshots import is_hub_id, local_model
 from turnwise.config.validation import validate
 from turnwise.errors import ConfigError, did_you_mean
 
@@ -239,6 +240,9 @@ class ConfigMerge:
 
     def resolved(self, where: Mapping[str, str], file: str, recipe: Path | None = None, **checks: Any) -> ResolvedConfig:
         """Build and validate the configuration; the arguments are those of `build` and `validate`."""
+        model = self.tree.get("model", {})
+        if isinstance(model, dict) and isinstance(model.get("path"), str):
+            model["path"] = str(local_model(model["path"], model.get("revision")))
         config = build(self.tree, where)
         validate(config, where, file, **checks)
         return ResolvedConfig(config, {key: self.origin(key) for key, _ in flatten(config)}, recipe)
@@ -344,6 +348,7 @@ def _absolute(key: str, value: Any, folder: Path) -> Any:
 def _absolute_path(key: str, value: Any, folder: Path) -> Any:
     kind = path_kind(key)
     is_path = kind is not None and isinstance(value, str) and value.lower() != "none" and kind.is_path(value)
+    is_path = is_path and not (key == "model.path" and is_hub_id(value, folder))
     return str((folder / Path(value).expanduser()).resolve()) if is_path else value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -213,7 +214,7 @@ async def _check_mistakes(spec: EnvSpec, tasks: Sequence[Task]) -> list[EnvFindi
         text = repr(reply if len(reply) < 40 else reply[:20] + "...")
         played = await _play(spec, task, lambda messages, rng, reply=reply: reply, f"the reply {text}", turns=3)  # type: ignore[misc]
         if isinstance(played, EnvFinding):
-            findings.setdefault(played.message.partition(" on ")[0], played)
+            findings.setdefault(re.split(r"[ (]on ", played.message)[0], played)
         elif (played.trajectory.reward or 0.0) >= 1.0 and reply != str(task.answer):
             message = f"The reply {text} has the reward {played.trajectory.reward}."
             findings[reply] = _warning(message, "Check whether the reward is too easy to obtain.")

@@ -364,9 +364,9 @@ class TrainingRun:
                 self._save("warmup", phase="warmup", step=step, losses=losses)
         if missing and (gate.demo_success is None or differing < SIGNAL):
             raise TurnwiseError(
-                f"the warm-up ended after {step} steps without meeting its gate: {missing}. Reinforcement would have nothing to "
-                f"build on: resume with --resume {self.run.path} --warmup.steps {2 * warmup.steps} if the loss still falls, or "
-                "raise warmup.demos, or lower the gate if the demonstrations allow no more"
+                f"the warm-up ended after {step} steps without meeting its gate: {missing}. Reinforcement would have nothing "
+                f"to build on: resume with --resume {self.run.path} --warmup.steps {2 * warmup.steps} if the loss still falls, "
+                "or raise warmup.demos, or lower the gate if the demonstrations allow no more"
             )
         if missing:
             note(f"the warm-up's gate is not met ({missing}); going on, since {differing:.0%} of rewards differ")
