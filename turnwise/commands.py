@@ -39,13 +39,16 @@ def run_training(
     watch: ProgressListener | None = None,
     env_specs: Sequence[EnvSpec] | None = None,
     history: History | None = None,
+    began: tuple[float, float] | None = None,
 ) -> Path:
     """Train as configured, or resume a run, and return its directory; under torchrun, together with the other processes.
 
-    `env_specs` and `history` are objects that replace those in the settings.
+    `env_specs` and `history` are objects that replace those in the settings. `began` has `time.time()` and
+    `time.process_time()` from which the run's times count; None means now.
     """
+    began = began or (time.time(), time.process_time())  # includes importing torch
     if world_size() == 1:
-        return _train(resolved, resume, watch, env_specs, history=history)
+        return _train(resolved, resume, watch, env_specs, history=history, began=began)
     from turnwise.training.distributed import ProcessRanks
     from turnwise.training.setup import run_worker_rank
 
@@ -55,7 +58,7 @@ def run_training(
         run_worker_rank(ranks, path)
         return path
     try:
-        return _train(resolved, resume, watch, env_specs, history=history, ranks=ranks)
+        return _train(resolved, resume, watch, env_specs, history=history, began=began, ranks=ranks)
     finally:
         ranks.stop_workers()
 
@@ -67,9 +70,9 @@ def _train(
     specs: Sequence[EnvSpec] | None,
     *,
     history: History | None,
+    began: tuple[float, float],
     ranks: ProcessRanks | None = None,
 ) -> Path:
-    began = (time.time(), time.process_time())  # includes importing torch
     from turnwise.trackers import TrackerProcesses
     from turnwise.viewer.diagnosis import DiagnosingListener
     from turnwise.viewer.report import write_report
@@ -144,7 +147,7 @@ def _record_extension(training_run: TrainingRun, resolved: ResolvedConfig) -> No
 
 
 def _what_is_left(resolved: ResolvedConfig, run: Path) -> tuple[bool, str]:
-    """Return whether a resumed run is being extended, and, where nothing is left to do, a note that says how to extend it."""
+    """Return whether a resumed run is being extended; of a finished one that is not, also a note with the command for it."""
     train, before = resolved.config.train, load_run_config(run)
     extending = resolved.extended != before.extended or train.stop_success != before.config.train.stop_success
     try:

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwise.cli.options import add_command, add_display, add_recipe, interval, percent, requested, resolve, table
+from turnwise.cli.options import (
+    add_command,
+    add_display,
+    add_recipe,
+    import_training,
+    interval,
+    percent,
+    requested,
+    resolve,
+    table,
+)
 from turnwise.errors import UsageError
 
 if TYPE_CHECKING:
@@ -40,6 +51,7 @@ def run_evaluate(args: argparse.Namespace) -> int:
     from turnwise import commands
     from turnwise.viewer.progress import make_display
 
+    import_training()
     with closing(make_display("none" if args.json and args.display == "auto" else args.display)) as watch:
         checkpoint = args.checkpoint or (str(args.of_run) if args.of_run else None)
         result = commands.run_evaluation(resolved, checkpoint=checkpoint, engine=args.engine, watch=watch)
@@ -110,6 +122,7 @@ def run_rollout(args: argparse.Namespace) -> int:
     from turnwise import commands
     from turnwise.viewer.progress import make_display
 
+    import_training()
     with closing(make_display(args.display)) as watch:
         trajectories = commands.preview_rollouts(resolved, n=args.tasks, out=args.save, watch=watch)
     for line in trajectory_lines(trajectories, short=args.quiet):
@@ -148,10 +161,12 @@ def run_train(args: argparse.Namespace) -> int:
     from turnwise.config.launch import is_rank_zero
     from turnwise.viewer.progress import ProfileListener, make_display
 
+    began = (time.time(), time.process_time())
+    import_training()
     display = make_display(args.display if is_rank_zero() else "none")
     profiled = args.profile and is_rank_zero()
     with closing(ProfileListener(display, args.resume or Path(resolved.config.out)) if profiled else display) as watch:
-        run_dir = commands.run_training(resolved, resume=args.resume, watch=watch)
+        run_dir = commands.run_training(resolved, resume=args.resume, watch=watch, began=began)
     if is_rank_zero():
         print("\n".join(closing_lines(Path(run_dir), resolved.recipe)))
     return 0

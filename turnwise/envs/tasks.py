@@ -130,7 +130,6 @@ def make_task_source(
 def _call(source: Callable[..., Iterable[Any]], name: str, split: str, n: int, seed: int) -> Iterable[Any]:
     offered = {"split": split, "n": n, "seed": seed}
     watch = threading.Timer(SLOW_S, _log.warning, (SLOW, getattr(source, "__qualname__", name), SLOW_S, n, n))
-    watch.daemon = True
     watch.start()
     try:
         result = source(**{key: offered[key] for key in _parameters(source)})

@@ -335,7 +335,7 @@ class Trajectory:
             turn = self.turns[number]
             if turn.inserted is not None:
                 total = sum(len(self.spans[index].ids) for index in self.turns[turn.parent].spans)
-                truncation = f"[{turn.kept} of {total} tokens kept] " if turn.kept < total else ""
+                truncation = f"[{turn.kept} of {total} tokens kept] " if turn.kept is not None and turn.kept < total else ""
                 yield "inserted", f"{truncation}{turn.inserted}"
             for message in (*turn.messages, turn.reply):
                 calls = "".join(f" {call.name}({dict(call.arguments)})" for call in message.tool_calls)
