@@ -89,6 +89,7 @@ def _train(
     specs = list(specs) if specs is not None else make_env_specs(resolved.config)
     if resume is None and resolved.config.train.data_epochs is not None:
         resolved = replace(resolved, config=with_steps_of_epochs(resolved.config, specs))
+    _warn_early(resolved, specs, watch)
     with RunDir(path) as run:
         extending, done = (False, "") if resume is None else _what_is_left(resolved, path)
         if done:
@@ -136,6 +137,13 @@ def _train(
     return path
 
 
+def _warn_early(resolved: ResolvedConfig, specs: Sequence[EnvSpec], watch: ProgressListener) -> None:
+    from turnwise.training.warmup import cannot_learn
+
+    for why in cannot_learn(resolved.config, specs):
+        watch.note(f"warning: {why}")
+
+
 def _record_extension(training_run: TrainingRun, resolved: ResolvedConfig) -> None:
     """Write the settings of a run that is being extended; a `ConfigError` when its warm-up is over and would get more steps."""
     run = training_run.run
@@ -174,11 +182,12 @@ def run_evaluation(
 async def _evaluate(resolved: ResolvedConfig, checkpoint: str | None, engine: str, watch: ProgressListener) -> dict[str, Any]:
     from turnwise.engines import Sampling
     from turnwise.training.evaluation import play_evaluation, summarize
-    from turnwise.training.task_plan import TaskPlan, check_failures, make_env_specs
+    from turnwise.training.task_plan import TaskPlan, check_failures, eval_samples, make_env_specs
 
     config = resolved.config
     specs = make_env_specs(config)
-    plan = TaskPlan(specs, steps=1, groups=1, held_out=config.eval.tasks, seed=config.seed)
+    overlap = config.eval.overlap == "allowed"
+    plan = TaskPlan(specs, steps=1, groups=1, held_out=config.eval.tasks, seed=config.seed, overlap=overlap)
     if not plan.held_out:
         raise ConfigError("there are no held-out tasks; set eval_tasks in [[env]], or provide more tasks")
     rollout = _rollout(resolved, specs, checkpoint, engine)
@@ -187,7 +196,7 @@ async def _evaluate(resolved: ResolvedConfig, checkpoint: str | None, engine: st
         fits, _ = await rollout.within_prompt_limit([choice.episodes("prompt", 0, 1)[0] for choice in chosen])
         chosen = [choice for choice in chosen if choice.task.id in fits]
     own = Sampling(config.eval.temperature, config.eval.top_p, config.eval.top_k, min_p=config.eval.min_p)
-    modes = {"sampled": (config.eval.samples, own)}
+    modes = {"sampled": (eval_samples(len(chosen), config.eval.tasks, config.eval.samples), own)}
     if config.eval.greedy and engine == "local":
         modes["greedy"] = (1, Sampling(temperature=0.0))
     found: dict[str, Any] = {}
@@ -214,7 +223,8 @@ def preview_rollouts(
 
     config = resolved.config
     specs = make_env_specs(config)
-    plan = TaskPlan(specs, steps=1, groups=n, held_out=n, seed=config.seed)
+    overlap = config.eval.overlap == "allowed"
+    plan = TaskPlan(specs, steps=1, groups=n, held_out=n, seed=config.seed, overlap=overlap)
     chosen = plan.held_out or plan.train[:n]
     rollout = _rollout(resolved, specs, None, "local")
     (watch or NullListener()).phase("roll out", len(chosen), "episodes")

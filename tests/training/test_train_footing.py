@@ -9,17 +9,19 @@ import shutil
 import pytest
 
 import turnwise as tw
+from turnwise.cli.training import closing_lines
 from turnwise.commands import run_training
 from turnwise.config import Limits, RunConfig, WarmupConfig
 from turnwise.config.dump import load_run_config
 from turnwise.envs.resolve import as_env_spec
-from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.errors import ConfigError, TurnwiseError, UsageError
 from turnwise.records import NullListener
 from turnwise.training.checkpoint import Checkpoints
 from turnwise.training.evaluation import EvalResult, summarize
-from turnwise.training.task_plan import TaskPlan
+from turnwise.training.task_plan import TaskPlan, eval_samples
 from turnwise.training.warmup import GATE_SHARE, NO_DEMONSTRATOR, Gate, cut_note
 from turnwise.types import StopReason, Trajectory
+from turnwise.viewer.diagnosis import diagnose
 
 TINY = {"hidden": 16, "heads": 1, "kv_heads": 1, "layers": 1}
 
@@ -291,3 +293,77 @@ def test_a_warm_up_that_missed_its_gate_goes_on(tmp_path):
     summary = resume(Later, run, warmup={"steps": 4})
     assert (summary["warmup_steps"], summary["rl_steps"]) == (4, 3)
     assert [row["step"] for row in rows_of(run, "warmup")] == [1, 2, 3, 4]
+
+
+class Four(Echo):
+    """Has one training task and three held-out ones, and paid for any text of odd length."""
+
+    def pay(self, said):
+        return float(said == self.word or len(said) % 2)
+
+    @staticmethod
+    def tasks(split, n, seed):
+        return [tw.Task(info={"word": word}) for word in ("abc" if split == "eval" else "d")]
+
+
+def test_few_tasks_are_played_more_often(tmp_path):
+    summary = train(Four, tmp_path / "run", eval={"tasks": 64}, train={"steps": 1}, warmup={"gate_success": 0.0})
+    assert (summary["n_eval"], summary["eval_tasks"]) == (66, 3)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()]
+    assert sum(row["key"]["phase"] == "train" for row in rows) == 8
+    names = [found.name for found in diagnose([], summary)]
+    assert names == ["few held-out tasks"]
+    (line,) = [line for line in closing_lines(tmp_path / "run", None) if line.startswith("success")]
+    assert line.endswith("on 66 episodes of 3 held-out tasks")
+
+
+def test_a_step_has_as_many_episodes_with_fewer_tasks_than_groups():
+    plan = TaskPlan([as_env_spec(Four)], steps=2, groups=16, held_out=3, seed=0)
+    assert (plan.size(0), plan.group_size(0, 8)) == (1, 128)
+    plan = TaskPlan([as_env_spec(Echo)], steps=2, groups=16, held_out=3, seed=0)
+    assert (plan.size(0), plan.group_size(0, 8)) == (16, 8)
+    assert [eval_samples(*given) for given in ((3, 256, 1), (40, 256, 1), (256, 256, 1), (4, 4, 2), (3, 4, 2))] == [
+        22,
+        2,
+        1,
+        2,
+        3,
+    ]
+
+
+def test_tasks_of_the_evaluation_are_trained_where_that_is_allowed_and_labeled(tmp_path):
+    eval, warmup = {"tasks": 8, "overlap": "allowed"}, {"gate_success": 0.0}
+    summary = train(Four, tmp_path / "run", eval=eval, train={"steps": 2}, warmup=warmup)
+    assert summary["overlap"] == "allowed"
+    phases = {}
+    for line in (tmp_path / "run" / "trajectories.jsonl").read_text().splitlines():
+        key = json.loads(line)["key"]
+        phases.setdefault(key["phase"], set()).add(key["task"])
+    assert phases["eval-after-sampled"] < phases["train"]
+    assert len(phases["train"]) == 4
+    assert "evaluated on trained tasks" in [found.name for found in diagnose([], summary)]
+    (line,) = [line for line in closing_lines(tmp_path / "run", None) if line.startswith("success")]
+    assert line.endswith("episodes of tasks that were trained too")
+    with pytest.raises(UsageError, match="is in training and held out"):
+        TaskPlan([as_env_spec(Both)], steps=2, groups=2, held_out=2, seed=0)
+    plan = TaskPlan([as_env_spec(Both)], steps=2, groups=2, held_out=2, seed=0, overlap=True)
+    assert {choice.task.id for choice in plan.held_out} <= {choice.task.id for choice in plan.train}
+
+
+class Both(Echo):
+    """Evaluates on what it trains on."""
+
+    @staticmethod
+    def tasks(split, n, seed):
+        return [tw.Task(info={"word": word}) for word in "abcd"]
+
+
+@pytest.mark.parametrize(
+    ("env", "sections", "says"),
+    [
+        (Echo, {"warmup": {"demos": 0, "steps": 0}}, "reinforcement finds no success to build on"),
+        (tw.tool_env([len], solver=Echo.solver), {}, "a tool_env without reward="),
+    ],
+)
+def test_what_cannot_learn_is_named_before_the_start(env, sections, says):
+    pass

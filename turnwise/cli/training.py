@@ -191,8 +191,12 @@ def closing_lines(run_dir: Path, recipe: Path | None) -> list[str]:
             text = " ".join(filter(None, (percent(before), cis[0], "before,", percent(after), cis[1], "after")))
             rows.append((label, text))
     best, n = number(summary.get("single_turn_best")), summary.get("n_eval")
+    kind = "episodes of tasks that were trained too" if summary.get("overlap") == "allowed" else "held-out tasks"
+    tasks = number(summary.get("eval_tasks"))
+    if tasks and n and tasks < n and kind == "held-out tasks":
+        kind = f"episodes of {tasks:.0f} held-out tasks"
     if rows and n:
-        rows[0] = (rows[0][0], f"{rows[0][1]} reinforcement, on {n} held-out tasks")
+        rows[0] = (rows[0][0], f"{rows[0][1]} reinforcement, on {n} {kind}")
     if (blind := number(summary.get("success_blind"))) is not None:
         text = " ".join(filter(None, (percent(blind), interval(summary.get("success_blind_ci")))))
         rows.append(("blind", f"{text} after, with every image gray"))

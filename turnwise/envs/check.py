@@ -15,7 +15,7 @@ from turnwise.envs.isolation.fork_server import open_resources
 from turnwise.envs.scripted_play import ScriptedEpisode, ScriptedRunner, Speak, call_method, play_scripted, run
 from turnwise.envs.spec import EnvSpec
 from turnwise.envs.tasks import check_disjoint, content_key
-from turnwise.envs.tool_env import ToolEnv
+from turnwise.envs.tool_env import NO_REWARD, ToolEnv, ToolEnvFactory
 from turnwise.errors import EnvError, UsageError
 from turnwise.types import Task
 
@@ -72,6 +72,8 @@ async def _check(spec: EnvSpec, n: int, seed: int) -> list[EnvFinding]:
         return findings
     if not tasks:
         return findings
+    if isinstance(spec.factory, ToolEnvFactory) and spec.factory.reward is None:
+        findings.append(_warning(f"It is {NO_REWARD}."))
     contents = [content_key(task) for task in tasks]
     checks: Sequence[Callable[..., Awaitable[list[EnvFinding]]]] = (_check_factory, _check_opening, _check_mistakes)
     for check in checks:

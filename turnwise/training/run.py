@@ -56,6 +56,7 @@ from turnwise.training.task_plan import (
     TaskChoice,
     TaskPlan,
     check_failures,
+    eval_samples,
     may_pass,
     planned_steps,
     to_play_again,
@@ -105,7 +106,12 @@ class TrainingRun:
         self._train_steps = (*extended.get("train.steps", ()), train.steps)
         self._warmup_steps = (*extended.get("warmup.steps", ()), config.warmup.steps)
         self.plan = TaskPlan(
-            env_specs, steps=self._train_steps, groups=rollout.groups, held_out=config.eval.tasks, seed=config.seed
+            env_specs,
+            steps=self._train_steps,
+            groups=rollout.groups,
+            held_out=config.eval.tasks,
+            seed=config.seed,
+            overlap=config.eval.overlap == "allowed",
         )
         source = model_directory(config, env_specs, run.path)
         self.checkpoints = Checkpoints(run.checkpoints, source, keep=config.checkpoint.keep)
@@ -171,6 +177,8 @@ class TrainingRun:
         """Run to the end and return the content of summary.json; after a `TurnwiseError`, the run can be resumed."""
         trainer = self.parts.trainer
         for note in trainer.objective.settings.notes:
+            self.watch.note(note)
+        for note in self.plan.notes(self.config):
             self.watch.note(note)
         report_memory(trainer, self.config.limits.context, self.parts.engine, self.watch.note)
         try:
@@ -503,7 +511,8 @@ class TrainingRun:
 
     def _play_groups(self, choices: Sequence[TaskChoice], step: int) -> Awaitable[list[Trajectory]]:
         """Submit the groups of a nominal step now; the engine's policy may get newer while they are played."""
-        episodes = [episode for choice in choices for episode in choice.episodes("train", step, self.config.rollout.group_size)]
+        size = self.plan.group_size(step, self.config.rollout.group_size)
+        episodes = [episode for choice in choices for episode in choice.episodes("train", step, size)]
         extras = [ROUTES] if self.config.train.routing_replay == "replay" else []  # evaluations need none
         return self._play_with_retries(episodes, extras=extras, training=True)
 
@@ -589,7 +598,8 @@ class TrainingRun:
         await self._sync(self.cursor["warmed"] + step)
         self.watch.phase(f"evaluate {name}", 2 if greedy and config.greedy else 1, "passes")
         scores: dict[str, EvalResult] = {}
-        modes = {"sampled": (config.samples, sampling_of(config))}
+        samples = eval_samples(len(self.plan.held_out), config.tasks, config.samples)
+        modes = {"sampled": (samples, sampling_of(config))}
         modes |= {"greedy": (1, Sampling(temperature=0.0))} if greedy and config.greedy else {}
         if name == "after":
             modes["blind"] = modes["sampled"]
