@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -13,13 +14,16 @@ from turnwise.cli.training import closing_lines
 from turnwise.commands import run_training
 from turnwise.config import Limits, RunConfig, WarmupConfig
 from turnwise.config.dump import load_run_config
+from turnwise.config.load import from_python
+from turnwise.envs.check import check_env
 from turnwise.envs.resolve import as_env_spec
+from turnwise.envs.tool_env import NO_REWARD
 from turnwise.errors import ConfigError, TurnwiseError, UsageError
 from turnwise.records import NullListener
 from turnwise.training.checkpoint import Checkpoints
 from turnwise.training.evaluation import EvalResult, summarize
 from turnwise.training.task_plan import TaskPlan, eval_samples
-from turnwise.training.warmup import GATE_SHARE, NO_DEMONSTRATOR, Gate, cut_note
+from turnwise.training.warmup import GATE_SHARE, NO_DEMONSTRATOR, NO_START, Gate, cannot_learn, cut_note
 from turnwise.types import StopReason, Trajectory
 from turnwise.viewer.diagnosis import diagnose
 
@@ -358,12 +362,27 @@ class Both(Echo):
         return [tw.Task(info={"word": word}) for word in "abcd"]
 
 
-@pytest.mark.parametrize(
-    ("env", "sections", "says"),
-    [
-        (Echo, {"warmup": {"demos": 0, "steps": 0}}, "reinforcement finds no success to build on"),
-        (tw.tool_env([len], solver=Echo.solver), {}, "a tool_env without reward="),
-    ],
-)
-def test_what_cannot_learn_is_named_before_the_start(env, sections, says):
-    pass
+def count(text: str) -> int:
+    """Count characters."""
+    return len(text)
+
+
+def test_what_cannot_learn_is_named_before_the_start():
+    unpaid = as_env_spec(
+        tw.tool_env([count], solver=Echo.solver, tasks=[tw.Task(f"count {n}") for n in range(9)]), name="counts"
+    )
+    silent = as_env_spec(Echo)
+    fresh, warm = RunConfig(), RunConfig(warmup=WarmupConfig(demos=9))
+    assert cannot_learn(fresh, [silent]) == [NO_START]
+    assert cannot_learn(warm, [silent]) == []
+    assert [f"counts: {NO_REWARD}"] == cannot_learn(warm, [unpaid])
+    assert NO_REWARD in "".join(finding.text for finding in check_env(unpaid))
+    with pytest.raises(ConfigError, match=r"warmup.demos = 9, but Echo has no demonstrator or solver"):
+        cannot_learn(warm, [replace(silent, solver=None)])
+
+
+def test_a_run_begins_with_why_it_may_learn_nothing(tmp_path):
+    watch = Noting()
+    given = {"out": str(tmp_path / "run"), "train": {"steps": 1}, "eval": {"tasks": 2}, "model": tw.tiny(**TINY)}
+    run_training(from_python(given, "a test"), watch=watch, env_specs=[as_env_spec(Echo)])
+    assert watch.notes[0] == f"warning: {NO_START}"

@@ -31,7 +31,7 @@ def local_model(named: str | Path, revision: str | None = None) -> Path:
         try:
             return Path(snapshot_download(name, revision=revision, allow_patterns=list(_FILES)))
         except Exception as error:  # many kinds, of the network and of the hub
-            why = (str(error).splitlines() or [type(error).__name__])[0][:160].rstrip(" .:")
+            why = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0][:160].rstrip(" .:")
     raise ConfigError(
         f"{name}: no such directory, and not fetched from the Hugging Face hub ({why}); run `hf download {name} --local-dir "
         f"{name}` where the hub can be reached, or name a model directory"

@@ -8,6 +8,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from turnwise.envs.base import Env
@@ -16,6 +17,7 @@ from turnwise.envs.scripted_play import ScriptedEpisode, ScriptedRunner, Speak, 
 from turnwise.envs.spec import EnvSpec
 from turnwise.envs.tasks import check_disjoint, content_key
 from turnwise.envs.tool_env import NO_REWARD, ToolEnv, ToolEnvFactory
+from turnwise.envs.user_code import user_location
 from turnwise.errors import EnvError, UsageError
 from turnwise.types import Task
 
@@ -328,8 +330,9 @@ async def _attempt(work: Awaitable[T], on: str) -> T | EnvFinding:
 
 
 def _describe_error(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__
+    lines, place = str(error).splitlines(), user_location(error)
+    text = f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__
+    return f"{text} ({Path(place).name})" if place else text
 
 
 def _make(spec: EnvSpec) -> Env:

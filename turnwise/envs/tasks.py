@@ -209,6 +209,6 @@ def check_disjoint(train: Iterable[Task], held_out: Iterable[Task]) -> None:
     contents = {content_key(task): task.id for task in held}
     for task in train:
         if task.id in ids:
-            raise TaskError(f"task {task.id} is in training and held out; take it from one of them")
+            raise TaskError(f"task {task.id} is in training and held out; take it from one of them, or set eval.overlap")
         if (twin := contents.get(content_key(task))) is not None:
             raise TaskError(f"task {task.id} of training has the content of the held-out task {twin}; take it from one of them")

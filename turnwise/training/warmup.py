@@ -205,7 +205,7 @@ NO_START = (
 
 def cannot_learn(config: RunConfig, env_specs: Sequence[EnvSpec]) -> list[str]:
     """Return why a run may have nothing to learn from, as known before it starts. Raise `ConfigError` when
-    demonstrations are asked for and nobody can play them."""
+    demonstrations are asked for and no environment can play them."""
     warmup = config.warmup
     playing = any((one.demonstrator or one.solver) is not None and one.factory is not None for one in env_specs)
     if warmup.demos and warmup.dataset is None and not playing:
