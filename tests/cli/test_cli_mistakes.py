@@ -89,7 +89,7 @@ def test_a_trajectory_is_one_line_and_shows_its_conversation(capsys):
     (trajectory,) = tw.rollout(Talk, [tw.Task("hello")], engine=tw.ScriptedEngine(["one\x1b[2J", "two"]))
     assert (
         repr(trajectory)
-        == f"<Trajectory task={trajectory.task.id} reward=None turns=2 tokens=10 stop=env_error {trajectory.error!r}>"
+        == f"<Trajectory task={trajectory.task.id} reward=None turns=2 tokens=12 stop=env_error {trajectory.error!r}>"
     )
     assert repr(trajectory.error).startswith("<Failure ValueError in step: no more (")
     assert len(repr(trajectory.error)) < 300
