@@ -352,7 +352,9 @@ class TrainingRun:
         demo_reward = sum(t.reward or 0.0 for t in demos) / len(demos)
         gate = Gate.of(config, demos)
         if gate.demo_success is not None:
-            note(f"{gate.demo_success:.0%} of {len(demos)} demonstrations succeed; the warm-up's gate is {gate.success:.0%}")
+            note(
+                f"{gate.demo_success:.0%} of {len(demos)} demonstrations succeed; warm-up until {gate.success:.0%} of samples do"
+            )
         if cut := cut_note(config, demos):
             note(cut)
         missing, differing = "the gate was not evaluated yet", 0.0
@@ -377,7 +379,7 @@ class TrainingRun:
                 "or raise warmup.demos, or lower the gate if the demonstrations allow no more"
             )
         if missing:
-            note(f"the warm-up's gate is not met ({missing}); going on, since {differing:.0%} of rewards differ")
+            note(f"warm-up ended below its goal ({missing}); training goes on, since {differing:.0%} of rewards differ")
         # Reinforcement starts with fresh moments: those of cross entropy have another scale.
         self.parts.trainer.reset_optimizer()
         self.parts.trainer.reference()
@@ -406,14 +408,16 @@ class TrainingRun:
     async def _reinforce(self) -> None:
         config = self.config
         steps = config.train.steps
-        self.watch.phase("reinforce", steps, "steps")
+        self.watch.phase("train", steps, "steps")
         first = int(self.cursor["step"])
         batches = self._batches(first)
         try:
             for step in range(first, steps):
                 await batches.settle()
                 if self._is_learned(step):
-                    self.watch.note(f"reinforcement ends after {step} steps: train.stop_success is reached")
+                    self.watch.note(
+                        f"early stopping after {step} steps: train.stop_success = {config.train.stop_success:g} is reached"
+                    )
                     if not (self.checkpoints.root / f"step-{step:05d}").exists():
                         self._save(f"step-{step:05d}", phase="reinforce", step=step)
                     break
@@ -421,7 +425,7 @@ class TrainingRun:
                     await self._stream.gate.hold()
                     self._keep_best(step, await self._evaluate(f"step-{step}", step, greedy=False))
                     self._stream.gate.resume()
-                    self.watch.phase("reinforce", steps, "steps")
+                    self.watch.phase("train", steps, "steps")
                 await self._train_step(batches, step)
                 if (step + 1) % config.checkpoint.every == 0 or step + 1 == steps:
                     await batches.settle()
