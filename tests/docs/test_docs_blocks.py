@@ -233,12 +233,12 @@ def test_the_first_task_is_learned_by_the_commands_of_its_page(tmp_path, monkeyp
     for command in words:
         assert main(command) == 0
         if command[0] == "init":
-            monkeypatch.chdir(tmp_path / "parcel")
+            monkeypatch.chdir(tmp_path / "depot")
             write_files(page, Path())
         if command[0] == "train" and "--resume" not in command:
-            summary = json.loads(Path("runs/parcel/summary.json").read_text())
-            assert summary["success_after"] > 0.9 > 0.5 > summary["success_before"]
-    assert json.loads(Path("runs/parcel/config.json").read_text())["extended"] == {"train.steps": [120]}
+            summary = json.loads(Path("runs/depot/summary.json").read_text())
+            assert summary["success_after"] > 0.75 > 0.5 > summary["success_before"]
+    assert json.loads(Path("runs/depot/config.json").read_text())["extended"] == {"train.steps": [120]}
 
 
 def test_links_lead_somewhere():

@@ -352,9 +352,7 @@ class TrainingRun:
         demo_reward = sum(t.reward or 0.0 for t in demos) / len(demos)
         gate = Gate.of(config, demos)
         if gate.demo_success is not None:
-            note(
-                f"{gate.demo_success:.0%} of {len(demos)} demonstrations succeed; warm-up until {gate.success:.0%} of samples do"
-            )
+            note(f"{gate.demo_success:.0%} of {len(demos)} demonstrations succeed; the warm-up's goal is {gate.success:.0%}")
         if cut := cut_note(config, demos):
             note(cut)
         missing, differing = "the gate was not evaluated yet", 0.0
