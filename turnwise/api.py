@@ -46,7 +46,8 @@ def train(
         history: earlier turns in the prompt, as in `turnwise.rollout`; a policy object must be passed again to resume.
         rules: handling of invalid actions and failures, as in `turnwise.rollout`; must be passed again to resume.
         display: `auto`, `rich`, `plain` or `none`.
-        resume: resume the run in `out` with its own settings; `env` and the tasks must be passed again.
+        resume: resume the run in `out` with its own settings; `env` and the tasks must be passed again, and more steps
+            (`train={"steps": 200}`) extend it.
         settings: sections of the configuration as dicts or dataclasses, such as `train={"steps": 20}`.
 
     Returns:
@@ -57,7 +58,7 @@ def train(
         TurnwiseError: if the run cannot continue.
     """
     from turnwise.commands import run_training
-    from turnwise.config.dump import load_run_config
+    from turnwise.config.dump import extend_run
     from turnwise.envs.resolve import as_env_spec
     from turnwise.renderers.history import policy_name
     from turnwise.viewer.progress import make_display
@@ -66,11 +67,13 @@ def train(
     policy = None if isinstance(history, str) else history
     history_key = history if isinstance(history, str) else f"{HISTORY_OBJECT}{policy_name(history)}"
     if resume:
-        resolved = load_run_config(Path(out))
+        sections = {name: value if isinstance(value, Mapping) else changed(value) for name, value in settings.items()}
+        words = [f"--{name}.{key}={value}" for name, section in sections.items() for key, value in section.items()]
+        resolved = extend_run(Path(out), words)
     else:
-        sections = [name for name in RunConfig.__dataclass_fields__ if name not in ("env", "out", "seed", "model")]
-        if unknown := [name for name in settings if name not in sections]:
-            known = f"{', '.join(sections[:-1])} and {sections[-1]}"
+        names = [name for name in RunConfig.__dataclass_fields__ if name not in ("env", "out", "seed", "model")]
+        if unknown := [name for name in settings if name not in names]:
+            known = f"{', '.join(names[:-1])} and {names[-1]}"
             raise ConfigError(f"train() has no setting {unknown[0]!r}; sections are {known}")
         chosen = tiny() if model is None else model if isinstance(model, ModelConfig) else ModelConfig(path=str(model))
         given = {"out": str(out), "seed": seed, "model": chosen, **settings}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.config import ResolvedConfig
-from turnwise.config.dump import to_json_dict
+from turnwise.config.dump import load_run_config, to_json_dict
 from turnwise.config.launch import world_size
 from turnwise.errors import ConfigError, ModelError, TraceError, UsageError
 from turnwise.records import NullListener, ProgressListener, RunDir, to_json, trajectory_row
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from turnwise.renderers.history import History
     from turnwise.rollouts import Rollout
     from turnwise.training.distributed import ProcessRanks
+    from turnwise.training.run import TrainingRun
 
 Finding = tuple[bool | None, str]
 
@@ -37,13 +39,16 @@ def run_training(
     watch: ProgressListener | None = None,
     env_specs: Sequence[EnvSpec] | None = None,
     history: History | None = None,
+    began: tuple[float, float] | None = None,
 ) -> Path:
     """Train as configured, or resume a run, and return its directory; under torchrun, together with the other processes.
 
-    `env_specs` and `history` are objects that replace those in the settings.
+    `env_specs` and `history` are objects that replace those in the settings. `began` has `time.time()` and
+    `time.process_time()` from which the run's times count; None means now.
     """
+    began = began or (time.time(), time.process_time())  # includes importing torch
     if world_size() == 1:
-        return _train(resolved, resume, watch, env_specs, history=history)
+        return _train(resolved, resume, watch, env_specs, history=history, began=began)
     from turnwise.training.distributed import ProcessRanks
     from turnwise.training.setup import run_worker_rank
 
@@ -53,7 +58,7 @@ def run_training(
         run_worker_rank(ranks, path)
         return path
     try:
-        return _train(resolved, resume, watch, env_specs, history=history, ranks=ranks)
+        return _train(resolved, resume, watch, env_specs, history=history, began=began, ranks=ranks)
     finally:
         ranks.stop_workers()
 
@@ -65,9 +70,9 @@ def _train(
     specs: Sequence[EnvSpec] | None,
     *,
     history: History | None,
+    began: tuple[float, float],
     ranks: ProcessRanks | None = None,
 ) -> Path:
-    began = (time.time(), time.process_time())  # includes importing torch
     from turnwise.trackers import TrackerProcesses
     from turnwise.viewer.diagnosis import DiagnosingListener
     from turnwise.viewer.report import write_report
@@ -84,14 +89,27 @@ def _train(
     specs = list(specs) if specs is not None else make_env_specs(resolved.config)
     if resume is None and resolved.config.train.data_epochs is not None:
         resolved = replace(resolved, config=with_steps_of_epochs(resolved.config, specs))
+    _warn_early(resolved, specs, watch)
     with RunDir(path) as run:
+        extending, done = (False, "") if resume is None else _what_is_left(resolved, path)
+        if done:
+            watch.note(done)
+            return path
         if resume is None:
             shutil.rmtree(path / "model", ignore_errors=True)  # left by a run stopped before its first step
             run.write_json("config.json", to_json_dict(resolved) | {"versions": versions()})
         try:
             resumed = resume is not None
             training_run = TrainingRun(
-                resolved.config, specs, run, watch, resumed=resumed, began=began, history=history, ranks=ranks
+                resolved.config,
+                specs,
+                run,
+                watch,
+                resumed=resumed,
+                began=began,
+                history=history,
+                ranks=ranks,
+                extended=resolved.extended,
             )
         except UsageError:
             if resume is None:  # so that the corrected command can be rerun
@@ -101,6 +119,8 @@ def _train(
                 with suppress(OSError):
                     path.rmdir()
             raise
+        if extending:
+            _record_extension(training_run, resolved)
         track = resolved.config.track
         trackers = TrackerProcesses(track.to, path, track.project, track.name)
         try:
@@ -117,6 +137,38 @@ def _train(
     return path
 
 
+def _warn_early(resolved: ResolvedConfig, specs: Sequence[EnvSpec], watch: ProgressListener) -> None:
+    from turnwise.training.warmup import cannot_learn
+
+    for why in cannot_learn(resolved.config, specs):
+        watch.note(f"warning: {why}")
+
+
+def _record_extension(training_run: TrainingRun, resolved: ResolvedConfig) -> None:
+    """Write the settings of a run that is being extended; a `ConfigError` when its warm-up is over and would get more steps."""
+    run = training_run.run
+    more = resolved.config.warmup.steps > load_run_config(run.path).config.warmup.steps
+    if more and training_run.cursor["phase"] != "warmup":
+        raise ConfigError(f"--resume {run.path}: the warm-up is over, so warmup.steps has no effect; leave it out")
+    run.write_json("config.json", json.loads((run.path / "config.json").read_text("utf-8")) | to_json_dict(resolved))
+    (run.path / "summary.json").unlink(missing_ok=True)
+
+
+def _what_is_left(resolved: ResolvedConfig, run: Path) -> tuple[bool, str]:
+    """Return whether a resumed run is being extended; of a finished one that is not, also a note with the command for it."""
+    train, before = resolved.config.train, load_run_config(run)
+    extending = resolved.extended != before.extended or train.stop_success != before.config.train.stop_success
+    try:
+        steps = json.loads((run / "summary.json").read_text(encoding="utf-8"))["rl_steps"]
+    except (OSError, ValueError, KeyError):
+        return extending, ""
+    if extending:
+        return True, ""
+    stopped = f" (train.stop_success = {train.stop_success:g} was reached)" if steps < train.steps else ""
+    more = f"--train.steps {2 * train.steps}" + (" --train.stop_success none" if stopped else "")
+    return False, f"{run} is finished after {steps} steps{stopped}; extend it with: turnwise train --resume {run} {more}"
+
+
 def run_evaluation(
     resolved: ResolvedConfig, *, checkpoint: str | None = None, engine: str = "local", watch: ProgressListener | None = None
 ) -> dict[str, Any]:
@@ -130,11 +182,12 @@ def run_evaluation(
 async def _evaluate(resolved: ResolvedConfig, checkpoint: str | None, engine: str, watch: ProgressListener) -> dict[str, Any]:
     from turnwise.engines import Sampling
     from turnwise.training.evaluation import play_evaluation, summarize
-    from turnwise.training.task_plan import TaskPlan, check_failures, make_env_specs
+    from turnwise.training.task_plan import TaskPlan, check_failures, eval_samples, make_env_specs
 
     config = resolved.config
     specs = make_env_specs(config)
-    plan = TaskPlan(specs, steps=1, groups=1, held_out=config.eval.tasks, seed=config.seed)
+    overlap = config.eval.overlap == "allowed"
+    plan = TaskPlan(specs, steps=1, groups=1, held_out=config.eval.tasks, seed=config.seed, overlap=overlap)
     if not plan.held_out:
         raise ConfigError("there are no held-out tasks; set eval_tasks in [[env]], or provide more tasks")
     rollout = _rollout(resolved, specs, checkpoint, engine)
@@ -143,7 +196,7 @@ async def _evaluate(resolved: ResolvedConfig, checkpoint: str | None, engine: st
         fits, _ = await rollout.within_prompt_limit([choice.episodes("prompt", 0, 1)[0] for choice in chosen])
         chosen = [choice for choice in chosen if choice.task.id in fits]
     own = Sampling(config.eval.temperature, config.eval.top_p, config.eval.top_k, min_p=config.eval.min_p)
-    modes = {"sampled": (config.eval.samples, own)}
+    modes = {"sampled": (eval_samples(len(chosen), config.eval.tasks, config.eval.samples), own)}
     if config.eval.greedy and engine == "local":
         modes["greedy"] = (1, Sampling(temperature=0.0))
     found: dict[str, Any] = {}
@@ -170,7 +223,8 @@ def preview_rollouts(
 
     config = resolved.config
     specs = make_env_specs(config)
-    plan = TaskPlan(specs, steps=1, groups=n, held_out=n, seed=config.seed)
+    overlap = config.eval.overlap == "allowed"
+    plan = TaskPlan(specs, steps=1, groups=n, held_out=n, seed=config.seed, overlap=overlap)
     chosen = plan.held_out or plan.train[:n]
     rollout = _rollout(resolved, specs, None, "local")
     (watch or NullListener()).phase("roll out", len(chosen), "episodes")
@@ -232,8 +286,10 @@ def _rollout(resolved: ResolvedConfig, specs: Sequence[EnvSpec], checkpoint: str
 
 def _last(path: Path) -> Path:
     """Return the checkpoint with the policy of a run, or the directory itself."""
+    from turnwise.config.snapshots import local_model
     from turnwise.training.checkpoint import Checkpoints
 
+    path = local_model(path)
     if not (path / "checkpoints").is_dir():
         return path
     latest = Checkpoints(path / "checkpoints", path).policy()

@@ -41,13 +41,71 @@ def test_it_never_overwrites(tmp_path, capsys):
     assert "already exists" in capsys.readouterr().err
 
 
-def test_its_tests_pass_as_written(tmp_path, monkeypatch):
+OTHER = """
+import turnwise as tw
+
+{body}
+"""
+CLASS = """
+class MyEnv(tw.Env):
+    max_turns = 2
+    def reset(self, task, *, seed=None):
+        return f"double {task.info['n']}"
+    def step(self, action):
+        return tw.Step(reward=float(action.text == "2"), terminated=True)
+    @staticmethod
+    def tasks(split, n, seed):
+        return [tw.Task(info={"n": i}) for i in range(3) for _ in range(2) if (i == 0) == (split == "eval")]
+    @staticmethod
+    def solver(messages, rng):
+        return "2"
+"""
+TOOLS = """
+def double(n: int) -> int:
+    '''Double a number.'''
+    return 2 * n
+
+def right(trajectory):
+    return float(trajectory.final_text == trajectory.task.answer)
+
+MyEnv = tw.tool_env(tools=[double], reward=right, tasks=[tw.Task(f"double {n}", answer=str(2 * n)) for n in range(9)])
+"""
+
+
+@pytest.mark.parametrize("body", [None, CLASS, TOOLS])
+def test_its_tests_pass_as_written_and_for_another_environment(tmp_path, monkeypatch, body):
     main(["init", str(tmp_path / "my_env")])
+    if body is not None:
+        (tmp_path / "my_env" / "my_env.py").write_text(OTHER.format(body=body))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=tmp_path / "my_env", capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    assert "4 passed" in done.stdout
+    assert ("5 passed, 1 skipped" if body == TOOLS else "6 passed") in done.stdout
+
+
+def test_its_tests_find_a_reward_for_silence(tmp_path, monkeypatch):
+    main(["init", str(tmp_path / "my_env")])
+    broken = CLASS.replace('action.text == "2"', "True")
+    (tmp_path / "my_env" / "my_env.py").write_text(OTHER.format(body=broken))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=tmp_path / "my_env", capture_output=True, text=True)
+    assert "3 failed" in done.stdout
+
+
+def test_its_tasks_end_where_there_are_fewer(tmp_path):
+    from turnwise.envs import resolve_env
+
+    main(["init", str(tmp_path / "my_env")])
+    file = tmp_path / "my_env" / "my_env.py"
+    file.write_text(
+        file.read_text()
+        .replace("ROOMS = 3", "ROOMS = 1")
+        .replace('"blue", "green", "white", "black", "gold")', '"blue", "green")')
+    )
+    spec = resolve_env(f"{file}:MyEnv")
+    assert 0 < len(spec.tasks("train", 500, 0)) < 100
 
 
 def test_its_environment_keeps_the_contract(tmp_path):

@@ -107,8 +107,10 @@ def test_python_runs(path, tmp_path, monkeypatch):
     record = turnwise.api.train
 
     def cut(**settings):
-        limits, train = settings.pop("limits", {}), settings.pop("train", {})
-        return record(**settings, display="none", limits=limits | {"turn_tokens": 8}, train=train | {"steps": 2})
+        limits, train, warmup = (settings.pop(name, {}) for name in ("limits", "train", "warmup"))
+        train = {key: value for key, value in train.items() if key != "stop_success"} | {"steps": 2}
+        few = {"demos": 8, "steps": 2, "gate_success": 0.0, "gate_tasks": 8} if warmup else {}
+        return record(**settings, display="none", limits=limits | {"turn_tokens": 8}, train=train, warmup=warmup | few)
 
     monkeypatch.setattr(turnwise, "train", cut)
     monkeypatch.chdir(tmp_path)
@@ -124,6 +126,9 @@ def test_python_runs_whole(path, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     write_files(path, tmp_path)
     run_python(path)
+    if path.name == "README.md":
+        summary = json.loads((tmp_path / "runs" / "calc" / "summary.json").read_text())
+        assert summary["success_after"] > summary["success_before"] + 0.3
 
 
 @pytest.mark.parametrize("block", all_blocks("toml"), ids=lambda block: block.where)
@@ -217,6 +222,23 @@ def test_cheap_commands_run(path, tmp_path, monkeypatch, capsys):
             output = [line.rstrip() for line in (out.out + out.err).splitlines()]
             for line in printed:
                 assert line == "..." or line in output, f"{block.where}: `{command}` does not print {line!r} but {output}"
+
+
+@pytest.mark.slow
+def test_the_first_task_is_learned_by_the_commands_of_its_page(tmp_path, monkeypatch):
+    page = ROOT / "docs" / "first_task.md"
+    monkeypatch.chdir(tmp_path)
+    commands = [command for block in blocks(page) if block.language == "console" for command, _ in block.commands]
+    words = [shlex.split(command)[1:] for command in commands if command.startswith("turnwise") and " view " not in command]
+    for command in words:
+        assert main(command) == 0
+        if command[0] == "init":
+            monkeypatch.chdir(tmp_path / "depot")
+            write_files(page, Path())
+        if command[0] == "train" and "--resume" not in command:
+            summary = json.loads(Path("runs/depot/summary.json").read_text())
+            assert summary["success_after"] > 0.75 > 0.5 > summary["success_before"]
+    assert json.loads(Path("runs/depot/config.json").read_text())["extended"] == {"train.steps": [120]}
 
 
 def test_links_lead_somewhere():

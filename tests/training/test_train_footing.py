@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+from dataclasses import replace
 
 import pytest
 
 import turnwise as tw
+from turnwise.cli.training import closing_lines
+from turnwise.commands import run_training
 from turnwise.config import Limits, RunConfig, WarmupConfig
+from turnwise.config.dump import load_run_config
+from turnwise.config.load import from_python
+from turnwise.envs.check import check_env
 from turnwise.envs.resolve import as_env_spec
-from turnwise.errors import TurnwiseError
+from turnwise.envs.tool_env import NO_REWARD
+from turnwise.errors import ConfigError, TurnwiseError, UsageError
+from turnwise.records import NullListener
 from turnwise.training.checkpoint import Checkpoints
 from turnwise.training.evaluation import EvalResult, summarize
-from turnwise.training.task_plan import TaskPlan
-from turnwise.training.warmup import GATE_SHARE, NO_DEMONSTRATOR, Gate, cut_note
+from turnwise.training.task_plan import TaskPlan, eval_samples
+from turnwise.training.warmup import GATE_SHARE, NO_DEMONSTRATOR, NO_START, Gate, cannot_learn, cut_note
 from turnwise.types import StopReason, Trajectory
+from turnwise.viewer.diagnosis import diagnose
 
 TINY = {"hidden": 16, "heads": 1, "kv_heads": 1, "layers": 1}
 
@@ -72,7 +82,7 @@ def train(env, out, **sections):
         "train": {"steps": 3, "lr": 0.0},
         "eval": {"tasks": 16, "greedy": False},
     }
-    merged = {name: {**value, **sections.get(name, {})} for name, value in given.items()}
+    merged = {name: {**value, **sections.get(name, {})} for name, value in {**sections, **given}.items()}
     tw.train(model=tw.tiny(**TINY), env=env, out=out, display="none", **merged)
     return json.loads((out / "summary.json").read_text())
 
@@ -179,3 +189,200 @@ def test_a_run_goes_back_to_the_policy_before_reinforcement(tmp_path):
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", tmp_path)
     assert checkpoints.policy().path.name == "warmed"
     assert checkpoints.newest().path.name == "step-00003"
+
+
+def rows_of(run, phase):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["phase"] == phase]
+
+
+def resume(env, out, **sections):
+    tw.train(model=tw.tiny(**TINY), env=env, out=out, display="none", resume=True, **sections)
+    return json.loads((out / "summary.json").read_text())
+
+
+class Noting(NullListener):
+    """Keeps the notes of a run."""
+
+    def __init__(self):
+        self.notes = []
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "async"])
+def test_a_finished_run_goes_on_with_more_steps(tmp_path, mode):
+    lr = {"lr": 1e-3, "schedule": "linear"} | ({} if mode == "sync" else {"correction": "tis"})
+    run = tmp_path / "run"
+    train(Coin, run, train={"steps": 2, **lr}, schedule={"mode": mode})
+    before = rows_of(run, "train")
+    summary = resume(Coin, run, train={"steps": 4})
+    rows = rows_of(run, "train")
+    assert summary["rl_steps"] == 4
+    assert rows[:2] == before
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["lr"] for row in rows] == [1e-3, 5e-4, 5e-4, 2.5e-4]
+    assert json.loads((run / "config.json").read_text())["extended"] == {"train.steps": [2]}
+    assert resume(Coin, run, train={"steps": 5})["rl_steps"] == 5
+    assert load_run_config(run).extended == {"train.steps": (2, 4)}
+
+
+def test_an_extended_run_that_is_interrupted_equals_one_that_was_not(tmp_path):
+    """The steps since the last checkpoint are trained again on their episodes, at their learning rates."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for run in (whole, broken):
+        train(Coin, run, train={"steps": 2, "lr": 1e-3, "schedule": "linear"}, checkpoint={"every": 2, "keep": 9})
+        resume(Coin, run, train={"steps": 5})
+    for name in ("step-00004", "step-00005"):
+        shutil.rmtree(broken / "checkpoints" / name)
+    (broken / "summary.json").unlink()
+    resume(Coin, broken)
+    weights = [(run / "checkpoints" / "step-00005" / "model.safetensors").read_bytes() for run in (whole, broken)]
+    assert weights[0] == weights[1]
+
+
+def test_an_extension_keeps_the_tasks_of_the_steps_before():
+    spec = as_env_spec(Echo)
+    short, longer = (TaskPlan([spec], steps=steps, groups=2, held_out=4, seed=0) for steps in (3, (3, 6)))
+    ids = [[choice.task.id for step in range(3) for choice in plan.step(step)] for plan in (short, longer)]
+    assert ids[0] == ids[1]
+    assert not set(ids[0]) & {choice.task.id for step in range(3, 6) for choice in longer.step(step)}
+
+
+def test_a_finished_run_says_so_and_how_to_extend_it(tmp_path):
+    run, watch = tmp_path / "run", Noting()
+    train(Coin, run)
+    before = (run / "journal.jsonl").read_bytes()
+    run_training(load_run_config(run), resume=run, watch=watch, env_specs=[as_env_spec(Coin)])
+    line = f"{run} is finished after 3 steps; extend it with: turnwise train --resume {run} --train.steps 6"
+    assert watch.notes == [line]
+    assert (run / "journal.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"train": {"steps": 2}}, "train.steps = 2: the run has 3 steps; more extend it"),
+        ({"train": {"lr": 1.0}}, "uses the run's own settings; leave out --train.lr"),
+        ({"warmup": {"steps": 9}}, "the warm-up is over, so warmup.steps has no effect"),
+    ],
+)
+def test_what_an_extension_cannot_change(tmp_path, sections, says):
+    run = tmp_path / "run"
+    train(Coin, run)
+    before = (run / "config.json").read_text()
+    with pytest.raises(ConfigError, match=says):
+        resume(Coin, run, **sections)
+    assert (run / "config.json").read_text() == before
+
+
+def test_a_warm_up_that_missed_its_gate_goes_on(tmp_path):
+    class Later(Echo):
+        """Pays the demonstrations alone at first."""
+
+        paid = False
+
+        @staticmethod
+        def solver(messages, rng):
+            return "x" * 3
+
+        def pay(self, said):
+            return float(Later.paid or said == "xxx")
+
+    run = tmp_path / "run"
+    with pytest.raises(TurnwiseError, match=r"resume with --resume .* --warmup.steps 4"):
+        train(Later, run)
+    Later.paid = True
+    summary = resume(Later, run, warmup={"steps": 4})
+    assert (summary["warmup_steps"], summary["rl_steps"]) == (4, 3)
+    assert [row["step"] for row in rows_of(run, "warmup")] == [1, 2, 3, 4]
+
+
+class Four(Echo):
+    """Has one training task and three held-out ones, and paid for any text of odd length."""
+
+    def pay(self, said):
+        return float(said == self.word or len(said) % 2)
+
+    @staticmethod
+    def tasks(split, n, seed):
+        return [tw.Task(info={"word": word}) for word in ("abc" if split == "eval" else "d")]
+
+
+def test_few_tasks_are_played_more_often(tmp_path):
+    summary = train(Four, tmp_path / "run", eval={"tasks": 64}, train={"steps": 1}, warmup={"gate_success": 0.0})
+    assert (summary["n_eval"], summary["eval_tasks"]) == (66, 3)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()]
+    assert sum(row["key"]["phase"] == "train" for row in rows) == 8
+    names = [found.name for found in diagnose([], summary)]
+    assert names == ["few held-out tasks"]
+    (line,) = [line for line in closing_lines(tmp_path / "run", None) if line.startswith("success")]
+    assert line.endswith("on 66 episodes of 3 held-out tasks")
+
+
+def test_a_step_has_as_many_episodes_with_fewer_tasks_than_groups():
+    plan = TaskPlan([as_env_spec(Four)], steps=2, groups=16, held_out=3, seed=0)
+    assert (plan.size(0), plan.group_size(0, 8)) == (1, 128)
+    plan = TaskPlan([as_env_spec(Echo)], steps=2, groups=16, held_out=3, seed=0)
+    assert (plan.size(0), plan.group_size(0, 8)) == (16, 8)
+    assert [eval_samples(*given) for given in ((3, 256, 1), (40, 256, 1), (256, 256, 1), (4, 4, 2), (3, 4, 2))] == [
+        22,
+        2,
+        1,
+        2,
+        3,
+    ]
+
+
+def test_tasks_of_the_evaluation_are_trained_where_that_is_allowed_and_labeled(tmp_path):
+    eval, warmup = {"tasks": 8, "overlap": "allowed"}, {"gate_success": 0.0}
+    summary = train(Four, tmp_path / "run", eval=eval, train={"steps": 2}, warmup=warmup)
+    assert summary["overlap"] == "allowed"
+    phases = {}
+    for line in (tmp_path / "run" / "trajectories.jsonl").read_text().splitlines():
+        key = json.loads(line)["key"]
+        phases.setdefault(key["phase"], set()).add(key["task"])
+    assert phases["eval-after-sampled"] < phases["train"]
+    assert len(phases["train"]) == 4
+    assert "evaluated on trained tasks" in [found.name for found in diagnose([], summary)]
+    (line,) = [line for line in closing_lines(tmp_path / "run", None) if line.startswith("success")]
+    assert line.endswith("episodes of tasks that were trained too")
+    with pytest.raises(UsageError, match="is in training and held out"):
+        TaskPlan([as_env_spec(Both)], steps=2, groups=2, held_out=2, seed=0)
+    plan = TaskPlan([as_env_spec(Both)], steps=2, groups=2, held_out=2, seed=0, overlap=True)
+    assert {choice.task.id for choice in plan.held_out} <= {choice.task.id for choice in plan.train}
+
+
+class Both(Echo):
+    """Evaluates on what it trains on."""
+
+    @staticmethod
+    def tasks(split, n, seed):
+        return [tw.Task(info={"word": word}) for word in "abcd"]
+
+
+def count(text: str) -> int:
+    """Count characters."""
+    return len(text)
+
+
+def test_what_cannot_learn_is_named_before_the_start():
+    unpaid = as_env_spec(
+        tw.tool_env([count], solver=Echo.solver, tasks=[tw.Task(f"count {n}") for n in range(9)]), name="counts"
+    )
+    silent = as_env_spec(Echo)
+    fresh, warm = RunConfig(), RunConfig(warmup=WarmupConfig(demos=9))
+    assert cannot_learn(fresh, [silent]) == [NO_START]
+    assert cannot_learn(warm, [silent]) == []
+    assert [f"counts: {NO_REWARD}"] == cannot_learn(warm, [unpaid])
+    assert NO_REWARD in "".join(finding.text for finding in check_env(unpaid))
+    with pytest.raises(ConfigError, match=r"warmup.demos = 9, but Echo has no demonstrator or solver"):
+        cannot_learn(warm, [replace(silent, solver=None)])
+
+
+def test_a_run_begins_with_why_it_may_learn_nothing(tmp_path):
+    watch = Noting()
+    given = {"out": str(tmp_path / "run"), "train": {"steps": 1}, "eval": {"tasks": 2}, "model": tw.tiny(**TINY)}
+    run_training(from_python(given, "a test"), watch=watch, env_specs=[as_env_spec(Echo)])
+    assert watch.notes[0] == f"warning: {NO_START}"

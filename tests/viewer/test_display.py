@@ -12,7 +12,16 @@ from rich.console import Console
 
 from turnwise.errors import UsageError
 from turnwise.records import NullListener, ProgressListener
-from turnwise.viewer.progress import PlainDisplay, ProgressState, RichDisplay, amount, duration, make_display, sparkline
+from turnwise.viewer.progress import (
+    _FIGURES,
+    PlainDisplay,
+    ProgressState,
+    RichDisplay,
+    amount,
+    duration,
+    make_display,
+    sparkline,
+)
 from turnwise.viewer.text import single_line, visible
 
 NASTY = "\x1b[2J\x1b]0;owned\x07\u202eabc\x00[red]hi[/red]\r\nnext\ud800"
@@ -174,3 +183,10 @@ def test_writing_for_people():
     assert sparkline([]) == ""
     assert single_line("a\nb\x1b[31mc" + "d" * 50, 10) == "a bcddddd…"
     assert visible("a\x1b\u202e\n") == "a⟨ESC⟩⟨U+202E⟩\n"
+
+
+def test_metrics_have_the_names_of_the_field():
+    labels = {label for _, label, _ in _FIGURES}
+    assert labels == {
+        *("loss", "reward", "success", "turns", "tokens/s", "trained", "kl", "entropy", "logprob diff", "lag"),
+    }

@@ -51,7 +51,7 @@ def test_episodes_lie_beside_one_another_with_their_phases_inside(tmp_path):
     clock = Clock()
     profile = ProfileListener(NullListener(), tmp_path, clock)
     profile.episode("train/0/a/0/0", [("reset", 100.0)], 101.0)  # before the run began
-    profile.phase("reinforce", 1, "steps")
+    profile.phase("train", 1, "steps")
     phases = [("reset", 100.0), ("render", 100.5), ("generate", 100.5001), ("step", 102.0), ("reward", 103.0)]
     profile.episode("train/0/a/0/0", phases, 104.0)
     profile.episode("train/0/b/0/0", [("reset", 100.2)], 100.2)
@@ -67,7 +67,7 @@ def test_episodes_lie_beside_one_another_with_their_phases_inside(tmp_path):
 def test_phases_steps_and_waits_lie_where_they_were(tmp_path):
     clock = Clock()
     profile = ProfileListener(NullListener(), tmp_path, clock)
-    profile.phase("reinforce", 2, "steps")
+    profile.phase("train", 2, "steps")
     for step in (1, 2):
         profile.waiting("3/8 episodes; 5 in step")
         clock.now += 2.0
@@ -84,7 +84,7 @@ def test_phases_steps_and_waits_lie_where_they_were(tmp_path):
     profile.close()
     profile.close()
     events = json.loads((tmp_path / "profile.json").read_text())
-    assert spans(events, 1) == [("reinforce", 0, 8_000_000)]
+    assert spans(events, 1) == [("train", 0, 8_000_000)]
     expected = [("rollout 1", 0, 3_000_000), ("train 1", 3_000_000, 3_500_000)]
     expected += [("rollout 2", 3_500_000, 6_500_000), ("train 2", 6_500_000, 7_000_000)]
     assert spans(events, 2) == expected
@@ -98,7 +98,7 @@ def test_a_run_that_was_refused_or_cannot_be_written_to_is_left_alone(tmp_path):
     profile.close()
     assert list(tmp_path.iterdir()) == []
     gone = ProfileListener(NullListener(), tmp_path / "gone")
-    gone.phase("reinforce", 1, "steps")
+    gone.phase("train", 1, "steps")
     gone.progress(1, {"rollout_s": 1.0, "train_s": 1.0})
     gone.close()
     assert list(tmp_path.iterdir()) == []
@@ -111,7 +111,7 @@ def test_a_real_run_is_profiled(tmp_path):
     assert main(["train", "--out", str(tmp_path / "run"), "--profile", "--display", "none", *words]) == 0
     events = json.loads((tmp_path / "run" / "profile.json").read_text())
     names = [event["name"] for event in events]
-    assert {"reinforce", "rollout 1", "train 1"} <= set(names)
+    assert {"train", "rollout 1", "train 1"} <= set(names)
     episodes = nested(events)
     rows = [json.loads(line) for line in (tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()]
     assert set(episodes) == {"/".join(str(part) for part in row["key"].values()) for row in rows}

@@ -128,6 +128,7 @@ def test_tables_hold_every_sampled_id_once_with_its_logprob(run, tmp_path, colum
         if columns == "sft":
             kept = [one if weight else -100 for one, weight in zip(row["input_ids"], row["weights"], strict=True)]
             assert row["labels"] == kept
+            assert [message["role"] for message in row["messages"]][:3] == ["system", "user", "assistant"]
             continue
         mask, logprobs = (row[name] for name in names[columns])
         assert [value is not None for value in logprobs] == [bool(one) for one in mask]

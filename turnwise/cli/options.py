@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -15,6 +19,24 @@ if TYPE_CHECKING:
 
 DISPLAYS = ("auto", "rich", "plain", "none")
 OVERRIDES = "Any key of the recipe can be overridden: --section.key VALUE (--train.lr 1e-4, --env.args.depth 3)."
+
+
+def import_training() -> None:
+    """Import what needs torch. Ctrl-C ends the process at once: raised inside these imports, it would abort the process or
+    appear as another error."""
+
+    def leave(*_: Any) -> None:
+        os.write(2, b"turnwise: error: interrupted\n")
+        os._exit(130)
+
+    plain = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT)
+    if plain is signal.default_int_handler:
+        signal.signal(signal.SIGINT, leave)
+    try:
+        importlib.import_module("turnwise.training.run")
+    finally:
+        if plain is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:

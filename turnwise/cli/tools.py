@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -80,46 +80,57 @@ def add_check(subparsers: Any) -> None:
     )
 
 
-def run_check(args: argparse.Namespace) -> int:
-    """Run the requested checks and print their findings."""
-    from turnwise import commands
-
-    if all(given is None for given in (args.env, args.recipe, args.model, args.template, args.engine)):
+def _refuse_check(args: argparse.Namespace, env: str | None, recipe: Path | None) -> None:
+    """Raise `UsageError` for options that do not go together."""
+    if all(given is None for given in (env, recipe, args.model, args.template, args.engine)):
         raise UsageError(
-            "nothing to check; name file.py:Env, a built-in environment, --model DIR, --template FILE, --recipe FILE or "
+            "nothing to check; name file.py:Env, a built-in environment, recipe.toml, --model DIR, --template FILE or "
             "--engine URL"
         )
     if args.images and args.model is None:
         raise UsageError("--images needs a model; name it with --model DIR")
-    if args.overrides and args.recipe is None:
+    if args.overrides and recipe is None:
         raise UsageError(f"{args.overrides[0]} overrides a recipe; name it with --recipe FILE")
-    if args.algorithm is not None and args.env != LEARN:
+    if args.algorithm is not None and env != LEARN:
         raise UsageError(f"--algorithm is for turnwise check {LEARN}; leave it out")
+
+
+def run_check(args: argparse.Namespace) -> int:
+    """Run the requested checks and print their findings."""
+    from turnwise import commands
+    from turnwise.config.snapshots import local_model
+
+    env: str | None = args.env
+    recipe: Path | None = args.recipe
+    if env is not None and env.endswith(".toml") and recipe is None:
+        recipe, env = Path(env), None
+    _refuse_check(args, env, recipe)
+    model = None if args.model is None else local_model(args.model)
     failed = 0
-    if args.recipe is not None:
-        _recipe(args)
-    if args.env == LEARN:
-        failed += show(commands.check_learning(args.algorithm, args.model))
-    elif args.env is not None:
-        failed += show(commands.check_env(_env(args.env)))
-    for template in (None if args.env == LEARN else args.model, args.template):
+    if recipe is not None:
+        _recipe(recipe, args.overrides)
+    if env == LEARN:
+        failed += show(commands.check_learning(args.algorithm, model))
+    elif env is not None:
+        failed += show(commands.check_env(_env(env)))
+    for template in (None if env == LEARN else model, args.template):
         if template is not None:
             failed += _template(template, args.history, as_json=args.json)
-    if args.images:
-        failed += show(commands.check_images(args.model))
+    if args.images and model is not None:
+        failed += show(commands.check_images(model))
     if args.engine is not None:
         failed += _engine(commands.check_engine(args.engine, args.key_env), as_json=args.json)
     return 1 if failed else 0
 
 
-def _recipe(args: argparse.Namespace) -> None:
+def _recipe(recipe: Path, overrides: Sequence[str]) -> None:
     """Check a recipe and load its environments; raise `ConfigError` for what cannot be used."""
     from turnwise.config import load
     from turnwise.envs.resolve import resolve_env
 
-    resolved = load(args.recipe, args.overrides, envs=builtin_envs())
+    resolved = load(recipe, overrides, envs=builtin_envs())
     count = sum(origin != "default" for origin in resolved.origins.values())
-    print(f"ok    {args.recipe}: {count} keys set, {len(resolved.origins) - count} defaults")
+    print(f"ok    {recipe}: {count} keys set, {len(resolved.origins) - count} defaults")
     for env in resolved.config.env:
         print(f"ok    environment {resolve_env(env, play=resolved.config.rollout.function).name}")
 

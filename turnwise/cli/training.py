@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from turnwise.cli.options import add_command, add_display, add_recipe, interval, percent, requested, resolve, table
+from turnwise.cli.options import (
+    add_command,
+    add_display,
+    add_recipe,
+    import_training,
+    interval,
+    percent,
+    requested,
+    resolve,
+    table,
+)
 from turnwise.errors import UsageError
+
+if TYPE_CHECKING:
+    from turnwise.types import Trajectory
 
 
 def add_evaluate(subparsers: Any) -> None:
@@ -37,6 +51,7 @@ def run_evaluate(args: argparse.Namespace) -> int:
     from turnwise import commands
     from turnwise.viewer.progress import make_display
 
+    import_training()
     with closing(make_display("none" if args.json and args.display == "auto" else args.display)) as watch:
         checkpoint = args.checkpoint or (str(args.of_run) if args.of_run else None)
         result = commands.run_evaluation(resolved, checkpoint=checkpoint, engine=args.engine, watch=watch)
@@ -107,6 +122,7 @@ def run_rollout(args: argparse.Namespace) -> int:
     from turnwise import commands
     from turnwise.viewer.progress import make_display
 
+    import_training()
     with closing(make_display(args.display)) as watch:
         trajectories = commands.preview_rollouts(resolved, n=args.tasks, out=args.save, watch=watch)
     for line in trajectory_lines(trajectories, short=args.quiet):
@@ -116,35 +132,13 @@ def run_rollout(args: argparse.Namespace) -> int:
     return 0
 
 
-def trajectory_lines(trajectories: Iterable[Any], *, short: bool = False) -> Iterable[str]:
-    """Yield each trajectory as text: a head line, then its conversation."""
+def trajectory_lines(trajectories: Iterable[Trajectory], *, short: bool = False) -> Iterable[str]:
+    """Yield each trajectory as text: a head line, then its failure and its conversation."""
     from turnwise.viewer.text import single_line
 
     for trajectory in trajectories:
-        reward = "not computed" if trajectory.reward is None else f"{trajectory.reward:g}"
-        size = f"{len(trajectory.turns)} turns  {trajectory.sampled_tokens} tokens"
-        yield single_line(f"task {trajectory.task.id}  reward {reward}  {size}  {trajectory.stop or 'running'}")
-        if (error := trajectory.error) is not None:
-            yield single_line(f"  {error.type} in {error.phase}: {error.message}")
-        if short:
-            continue
-        for role, text in conversation_text(trajectory):
-            for index, line in enumerate(text.splitlines() or [""]):
-                yield single_line(f"  {role if index == 0 else '':>9} | {line}")
-        yield ""
-
-
-def conversation_text(trajectory: Any) -> Iterable[tuple[str, str]]:
-    """Yield (role, text) of the last turn's conversation; text of the environment within a reply is `inserted`."""
-    for number in trajectory.turn_chain(len(trajectory.turns) - 1):
-        turn = trajectory.turns[number]
-        if turn.inserted is not None:
-            total = sum(len(trajectory.spans[index].ids) for index in trajectory.turns[turn.parent].spans)
-            truncation = f"[{turn.kept} of {total} tokens kept] " if turn.kept < total else ""
-            yield "inserted", f"{truncation}{turn.inserted}"
-        for message in (*turn.messages, turn.reply):
-            calls = "".join(f" {call.name}({dict(call.arguments)})" for call in message.tool_calls)
-            yield message.role, message.text + calls
+        lines = list(trajectory.describe())
+        yield from map(single_line, lines[: 1 + (trajectory.error is not None)] if short else [*lines, ""])
 
 
 def add_train(subparsers: Any) -> None:
@@ -152,7 +146,8 @@ def add_train(subparsers: Any) -> None:
     parser = add_command(subparsers, "train", "train an agent with a recipe", run_train, overrides=True)
     add_recipe(parser)
     parser.add_argument("--out", metavar="DIR", help="run directory")
-    parser.add_argument("--resume", metavar="RUN", type=Path, help="resume this run with its own settings")
+    resume = "resume this run with its own settings; --train.steps and --warmup.steps extend it"
+    parser.add_argument("--resume", metavar="RUN", type=Path, help=resume)
     parser.add_argument("--profile", action="store_true", help="write a Chrome trace, RUN/profile.json")
     add_display(parser)
 
@@ -166,10 +161,12 @@ def run_train(args: argparse.Namespace) -> int:
     from turnwise.config.launch import is_rank_zero
     from turnwise.viewer.progress import ProfileListener, make_display
 
+    began = (time.time(), time.process_time())
+    import_training()
     display = make_display(args.display if is_rank_zero() else "none")
     profiled = args.profile and is_rank_zero()
     with closing(ProfileListener(display, args.resume or Path(resolved.config.out)) if profiled else display) as watch:
-        run_dir = commands.run_training(resolved, resume=args.resume, watch=watch)
+        run_dir = commands.run_training(resolved, resume=args.resume, watch=watch, began=began)
     if is_rank_zero():
         print("\n".join(closing_lines(Path(run_dir), resolved.recipe)))
     return 0
@@ -194,8 +191,12 @@ def closing_lines(run_dir: Path, recipe: Path | None) -> list[str]:
             text = " ".join(filter(None, (percent(before), cis[0], "before,", percent(after), cis[1], "after")))
             rows.append((label, text))
     best, n = number(summary.get("single_turn_best")), summary.get("n_eval")
+    kind = "episodes of tasks that were trained too" if summary.get("overlap") == "allowed" else "held-out tasks"
+    tasks = number(summary.get("eval_tasks"))
+    if tasks and n and tasks < n and kind == "held-out tasks":
+        kind = f"episodes of {tasks:.0f} held-out tasks"
     if rows and n:
-        rows[0] = (rows[0][0], f"{rows[0][1]} reinforcement, on {n} held-out tasks")
+        rows[0] = (rows[0][0], f"{rows[0][1]} reinforcement, on {n} {kind}")
     if (blind := number(summary.get("success_blind"))) is not None:
         text = " ".join(filter(None, (percent(blind), interval(summary.get("success_blind_ci")))))
         rows.append(("blind", f"{text} after, with every image gray"))
@@ -215,10 +216,10 @@ def closing_lines(run_dir: Path, recipe: Path | None) -> list[str]:
 
 
 def _resumed(args: argparse.Namespace) -> Any:
-    from turnwise.config.dump import load_run_config
+    from turnwise.config.dump import extend_run
 
-    changed = [str(word) for word in (args.recipe, *args.overrides) if word is not None]
+    changed = [str(args.recipe)] if args.recipe is not None else []
     changed += [f"--{key} {getattr(args, key)}" for key in ("out", "seed") if getattr(args, key) is not None]
     if changed:
         raise UsageError(f"--resume {args.resume} uses the run's own settings; leave out {changed[0]}, or start a new run")
-    return load_run_config(args.resume)
+    return extend_run(args.resume, args.overrides)

@@ -52,6 +52,10 @@ def bounds(
     return Check(error)
 
 
+OTHER_WORDS = {"ppo": "PPO needs a value network, which there is none of; reinforce_pp is the closest without one;"}
+"""Answers to names that are well known but not available, instead of a similar one."""
+
+
 def named(names: Collection[str], own: str = "file.py:function", marks: Collection[str] = (".py",)) -> Callable[[str], str]:
     """Return a function that tells what is wrong with a name; one with any of the `marks` is the user's, of the form `own`,
     unless that is empty."""
@@ -59,7 +63,7 @@ def named(names: Collection[str], own: str = "file.py:function", marks: Collecti
     def error(name: str) -> str:
         if name in names or (own and any(mark in name for mark in marks)):
             return ""
-        near = did_you_mean(name, names)
+        near = OTHER_WORDS.get(name.lower(), "") or did_you_mean(name, names)
         return f"{near + ' ' if near else ''}there are {', '.join(names)}{own and f'; your own is {own}'}"
 
     return error

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from turnwise.config.fields import current_key, current_table, describe_type, field_docs, field_type
-from turnwise.config.load import ConfigMerge, ResolvedConfig, build, flatten
+from turnwise.config.load import COMMAND_LINE, ConfigMerge, ResolvedConfig, build, flatten, override, parse_overrides
 from turnwise.config.schema import EnvConfig, RunConfig
 from turnwise.errors import ConfigError
 
@@ -33,7 +33,8 @@ def to_json_dict(resolved: ResolvedConfig) -> dict[str, Any]:
     """Return the configuration and its origins as plain values for `config.json`."""
     config = asdict(resolved.config)
     recipe = str(resolved.recipe) if resolved.recipe is not None else None
-    return {"config": config, "origins": dict(resolved.origins), "recipe": recipe, "seed": resolved.config.seed}
+    row = {"config": config, "origins": dict(resolved.origins), "recipe": recipe, "seed": resolved.config.seed}
+    return row | ({"extended": dict(resolved.extended)} if resolved.extended else {})
 
 
 def load_run_config(run: Path) -> ResolvedConfig:
@@ -45,6 +46,7 @@ def load_run_config(run: Path) -> ResolvedConfig:
         row = json.loads(path.read_text(encoding="utf-8"))
         config = current_table(row["config"], str(path), notify=False)
         origins = {current_key(key, str(path), notify=False): origin for key, origin in row.get("origins", {}).items()}
+        extended = {str(key): tuple(map(int, totals)) for key, totals in row.get("extended", {}).items()}
     except FileNotFoundError:
         why = f"{path}: missing, so {run} is not a run directory; name the one that `turnwise train` printed"
         if (run / "journal.jsonl").exists():
@@ -58,7 +60,34 @@ def load_run_config(run: Path) -> ResolvedConfig:
     merged = ConfigMerge()
     merged.add(config, "config.json", where=str(path))
     where = dict.fromkeys(merged.origins, str(path))
-    return ResolvedConfig(build(merged.tree, where), origins, Path(recipe) if recipe else None)
+    return ResolvedConfig(build(merged.tree, where), origins, Path(recipe) if recipe else None, extended)
+
+
+EXTENDABLE = ("train.steps", "warmup.steps", "train.stop_success")
+"""Keys that a resumed run accepts: they change nothing that it has done."""
+
+
+def extend_run(run: Path, overrides: Sequence[str]) -> ResolvedConfig:
+    """Load the configuration of a run that is resumed, with more steps or as it is; a `ConfigError` for fewer or other keys."""
+    for key, _ in parse_overrides(overrides):
+        if current_key(key, COMMAND_LINE) not in EXTENDABLE:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in EXTENDABLE)
+            raise ConfigError(
+                f"--resume {run} uses the run's own settings; leave out --{key.replace('_', '-')}, or start a new run "
+                f"(a resumed run accepts {flags})"
+            )
+    resolved = load_run_config(run)
+    if not overrides:
+        return resolved
+    longer = override(resolved, overrides)
+    extended = {key: tuple(totals) for key, totals in resolved.extended.items()}
+    for section in ("train", "warmup"):
+        was, now = (getattr(one.config, section).steps for one in (resolved, longer))
+        if now < was:
+            raise ConfigError(f"--resume {run}: {section}.steps = {now}: the run has {was} steps; more extend it")
+        if now > was:
+            extended[f"{section}.steps"] = (*extended.get(f"{section}.steps", ()), was)
+    return replace(longer, extended=extended)
 
 
 def help_keys() -> Iterator[str]:

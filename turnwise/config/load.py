@@ -6,7 +6,7 @@ import json
 import math
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -23,6 +23,7 @@ from turnwise.config.fields import (
     unknown_key,
 )
 from turnwise.config.schema import RunConfig
+from turnwise.config.snapshots import is_hub_id, local_model
 from turnwise.config.validation import validate
 from turnwise.errors import ConfigError, did_you_mean
 
@@ -42,6 +43,8 @@ class ResolvedConfig:
     origins: Mapping[str, str]
     """Dotted key (`train.lr`, `env.0.args.depth`) -> `default`, the recipe's file name, or `command line`."""
     recipe: Path | None = None  # file that was read, or None
+    extended: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Earlier values of `train.steps` and `warmup.steps` of a run that was resumed with more."""
 
 
 def load(
@@ -89,7 +92,8 @@ def override(resolved: ResolvedConfig, overrides: Sequence[str], *, training: bo
     merged.add(asdict(resolved.config) | {"env": [asdict(env) for env in resolved.config.env]}, DEFAULT, where="run")
     merged.origins = dict(resolved.origins)
     given = {merged.override(dotted, text) for dotted, text in parse_overrides(overrides)}
-    return merged.resolved(merged.origins, COMMAND_LINE, resolved.recipe, training=training, given=given)
+    objects = not resolved.config.env  # of a run of turnwise.train()
+    return merged.resolved(merged.origins, COMMAND_LINE, resolved.recipe, training=training, given=given, has_objects=objects)
 
 
 def from_python(settings: Mapping[str, Any], place: str) -> ResolvedConfig:
@@ -236,6 +240,9 @@ class ConfigMerge:
 
     def resolved(self, where: Mapping[str, str], file: str, recipe: Path | None = None, **checks: Any) -> ResolvedConfig:
         """Build and validate the configuration; the arguments are those of `build` and `validate`."""
+        model = self.tree.get("model", {})
+        if isinstance(model, dict) and isinstance(model.get("path"), str):
+            model["path"] = str(local_model(model["path"], model.get("revision")))
         config = build(self.tree, where)
         validate(config, where, file, **checks)
         return ResolvedConfig(config, {key: self.origin(key) for key, _ in flatten(config)}, recipe)
@@ -341,6 +348,7 @@ def _absolute(key: str, value: Any, folder: Path) -> Any:
 def _absolute_path(key: str, value: Any, folder: Path) -> Any:
     kind = path_kind(key)
     is_path = kind is not None and isinstance(value, str) and value.lower() != "none" and kind.is_path(value)
+    is_path = is_path and not (key == "model.path" and is_hub_id(value, folder))
     return str((folder / Path(value).expanduser()).resolve()) if is_path else value
 
 

@@ -123,6 +123,7 @@ ControlText = Literal["neutralise", "reject", "allow"]
 Sanity = Literal["strict", "ignore_strippable", "off", "disable"]
 SanityEvery = Literal["episode", "turn"]
 Schedule = Literal["linear", "cosine", "constant"]
+Overlap = Literal["refused", "allowed"]
 Batching = Literal["auto", "rows", "tree"]
 Aggregation = Literal["token", "trajectory", "fixed"]
 VisionTraining = Literal["trained", "frozen"]
@@ -617,6 +618,9 @@ class EvalConfig:
     """`rollout.top_k` for sampled episodes."""
     min_p: Annotated[float, bounds(ge=0, lt=1)] = 0.0
     """`rollout.min_p` for sampled episodes."""
+    overlap: Overlap = "refused"
+    """Whether tasks of the evaluation may be trained too. `allowed` trains all of them, for environments with few possible
+    tasks; results are then labeled as not held out."""
     success: float = 1.0
     """Minimum reward of a success."""
     greedy: bool = True

@@ -2,9 +2,41 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path, PurePosixPath
 
 from turnwise.errors import ConfigError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+"""Files of a repository of the hub that a model directory needs."""
+
+
+def is_hub_id(name: str, folder: Path = Path()) -> bool:
+    """Return whether a name is of the form `organization/model` and no path in `folder`."""
+    return _HUB_ID.fullmatch(name) is not None and not (folder / name.partition("/")[0]).exists()
+
+
+def local_model(named: str | Path, revision: str | None = None) -> Path:
+    """Return a model directory: the path itself, or the snapshot of a model of the hub, which `huggingface_hub` fetches unless
+    it has it; raise `ConfigError` when it cannot."""
+    name = str(named)
+    if not is_hub_id(name):
+        return Path(named)
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        why = "huggingface_hub is not installed"
+    else:
+        try:
+            return Path(snapshot_download(name, revision=revision, allow_patterns=list(_FILES)))
+        except Exception as error:  # many kinds, of the network and of the hub
+            why = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0][:160].rstrip(" .:")
+    raise ConfigError(
+        f"{name}: no such directory, and not fetched from the Hugging Face hub ({why}); run `hf download {name} --local-dir "
+        f"{name}` where the hub can be reached, or name a model directory"
+    )
+
 
 SHORTEST = 7
 """Fewest characters of a commit's name."""

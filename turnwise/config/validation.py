@@ -126,7 +126,8 @@ def _model_rules(model: ModelConfig) -> Broken:
             yield "model.path", f"{what}, or leave the key out for a tiny model built here"
         folder = snapshot(folder, model.revision)
         if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-            yield "model.path", "contains no config.json, so it is not a Hugging Face model directory"
+            why = "contains no config.json, so it is not a Hugging Face model directory; name one that does, or leave the key"
+            yield "model.path", f"{why} out for a tiny model built here"
         return
     if model.hidden % model.heads or (model.hidden // model.heads) % 2:
         yield "model.hidden", f"must be an even multiple of model.heads = {model.heads}"

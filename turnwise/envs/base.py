@@ -266,11 +266,25 @@ class HasGroupReward(Protocol):
         ...
 
 
+MAX_CHARACTERS = 4_000_000
+"""Characters that one observation may have: more than the longest contexts hold."""
+
+
+def check_size(observation: Any, where: str) -> None:
+    """Raise `EnvError` for a text that no model reads; it would only fill the memory and the journal."""
+    if isinstance(observation, str) and len(observation) > MAX_CHARACTERS:
+        raise EnvError(
+            f"{where} returned an observation of {len(observation):,} characters; at most {MAX_CHARACTERS:,} are allowed: "
+            "return the part that the model needs"
+        )
+
+
 def as_step(value: Any) -> Step:
     """Convert a return value of `Env.step`; raise `EnvError` for another form, `RewardError` for a non-finite reward."""
     if not isinstance(value, tuple) or len(value) != 5:
         raise EnvError(f"step returned {describe_value(value)}; return tw.Step(...) or a Gymnasium 5-tuple")
     observation, reward, terminated, truncated, info = value
+    check_size(observation, "step")
     if type(info) is not dict and not isinstance(info, Mapping):
         raise EnvError(f"step returned the info {describe_value(info)}; info is a dict")
     number = as_number(reward, "a step's reward")

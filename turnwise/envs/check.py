@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from turnwise.envs.base import Env
@@ -14,7 +16,8 @@ from turnwise.envs.isolation.fork_server import open_resources
 from turnwise.envs.scripted_play import ScriptedEpisode, ScriptedRunner, Speak, call_method, play_scripted, run
 from turnwise.envs.spec import EnvSpec
 from turnwise.envs.tasks import check_disjoint, content_key
-from turnwise.envs.tool_env import ToolEnv
+from turnwise.envs.tool_env import NO_REWARD, ToolEnv, ToolEnvFactory
+from turnwise.envs.user_code import user_location
 from turnwise.errors import EnvError, UsageError
 from turnwise.types import Task
 
@@ -71,6 +74,8 @@ async def _check(spec: EnvSpec, n: int, seed: int) -> list[EnvFinding]:
         return findings
     if not tasks:
         return findings
+    if isinstance(spec.factory, ToolEnvFactory) and spec.factory.reward is None:
+        findings.append(_warning(f"It is {NO_REWARD}."))
     contents = [content_key(task) for task in tasks]
     checks: Sequence[Callable[..., Awaitable[list[EnvFinding]]]] = (_check_factory, _check_opening, _check_mistakes)
     for check in checks:
@@ -213,7 +218,7 @@ async def _check_mistakes(spec: EnvSpec, tasks: Sequence[Task]) -> list[EnvFindi
         text = repr(reply if len(reply) < 40 else reply[:20] + "...")
         played = await _play(spec, task, lambda messages, rng, reply=reply: reply, f"the reply {text}", turns=3)  # type: ignore[misc]
         if isinstance(played, EnvFinding):
-            findings.setdefault(played.message.partition(" on ")[0], played)
+            findings.setdefault(re.split(r"[ (]on ", played.message)[0], played)
         elif (played.trajectory.reward or 0.0) >= 1.0 and reply != str(task.answer):
             message = f"The reply {text} has the reward {played.trajectory.reward}."
             findings[reply] = _warning(message, "Check whether the reward is too easy to obtain.")
@@ -325,8 +330,9 @@ async def _attempt(work: Awaitable[T], on: str) -> T | EnvFinding:
 
 
 def _describe_error(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__
+    lines, place = str(error).splitlines(), user_location(error)
+    text = f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__
+    return f"{text} ({Path(place).name})" if place else text
 
 
 def _make(spec: EnvSpec) -> Env:

@@ -186,10 +186,10 @@ def _known_names(module: ModuleType, name: str) -> str:
     return suggest_or_list(name, own) or "it defines nothing that can be called"
 
 
-def call_error(function: Callable[..., Any], *args: Any) -> str:
-    """Return why a function cannot be called with so many arguments; empty if it can, or is a builtin without a signature."""
+def call_error(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Return why a function cannot be called with such arguments; empty if it can, or is a builtin without a signature."""
     try:
-        inspect.signature(function).bind(*args)
+        inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:
         return str(error)
     except ValueError:
@@ -274,6 +274,12 @@ def _factory(target: Any, args: dict[str, Any], where: str) -> Callable[[], Env]
             raise ConfigError(f"{where} is a class but no environment; write class {target.__name__}(tw.Env)")
         if missing := sorted(getattr(target, "__abstractmethods__", ())):
             raise ConfigError(f"{where} lacks {' and '.join(missing)}; every tw.Env has reset and step")
+        for method, written, given in (
+            (target.reset, "reset(self, task, *, seed=None)", {"seed": 0}),
+            (target.step, "step(self, action)", {}),
+        ):
+            if wrong := call_error(method, None, None, **given):
+                raise ConfigError(f"{where}: {wrong}; write def {written}")
     check_args(target, args, where)
     return partial(target, **args) if args else target
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 from turnwise.config import Limits
-from turnwise.envs.base import Action, Env, InlineObservation, NeedsLimits, Scores, Step, as_step
+from turnwise.envs.base import Action, Env, InlineObservation, NeedsLimits, Scores, Step, as_step, check_size
 from turnwise.envs.user_code import as_number
 from turnwise.errors import EnvError, InvalidAction, RewardError
 from turnwise.types import EpisodeKey, Message, StopReason, Task, Trajectory, Turn, as_messages
@@ -149,6 +149,7 @@ def _as_env_error(read: Callable[..., T], *args: Any) -> T:
 
 
 def _messages(value: Any, where: str) -> tuple[Message, ...]:
+    check_size(value, where)
     try:
         return as_messages(value)
     except (TypeError, ValueError, KeyError) as error:

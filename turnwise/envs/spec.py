@@ -14,8 +14,10 @@ from turnwise.config.schema import EnvRules
 from turnwise.envs.base import EnvFactory
 from turnwise.envs.scripted_play import ScriptedEpisode, Speak, play_scripted, run
 from turnwise.envs.tasks import TaskSource, check_disjoint
-from turnwise.errors import ConfigError
+from turnwise.envs.user_code import user_location
+from turnwise.errors import ConfigError, EnvError
 from turnwise.types import Message, Task, Tools
+from turnwise.types.outcomes import shortened
 
 Play = Callable[[Task, Any], Awaitable[Any]]  # agent function, ``async def play(task, model) -> reward``
 
@@ -100,11 +102,15 @@ class EnvSpec:
         factory, player, tasks = self.factory, speak, self.tasks("train", n, seed)
         limit = turns or self.max_turns or 16
 
+        async def play(number: int) -> ScriptedEpisode:
+            task, rng = tasks[number % len(tasks)], random.Random(f"{seed}/{number}")
+            try:
+                return await play_scripted(factory(), task, player, rng, turns=limit, seed=number)
+            except Exception as error:
+                raise EnvError(f"{self.name}: in a demonstration of task {task.id}, {_describe(error)}") from error
+
         async def play_all() -> list[ScriptedEpisode]:
-            return [
-                await play_scripted(factory(), tasks[i % len(tasks)], player, random.Random(f"{seed}/{i}"), turns=limit, seed=i)
-                for i in range(n)
-            ]
+            return [await play(number) for number in range(n)]
 
         return run(play_all())
 
@@ -127,6 +133,14 @@ class EnvSpec:
         return [*prompts, *schemas, *texts]  # twice, since pairs that occur once are not merged
 
     both = Renamed("train_and_eval_tasks")
+
+
+def _describe(error: Exception) -> str:
+    """Describe an exception of user code in one line: what it broke, or what it raised and where."""
+    if isinstance(error, EnvError):
+        return str(error)
+    phase, place = next(iter(getattr(error, "__notes__", [])), "it"), user_location(error)
+    return f"{phase} raised {type(error).__name__}: {shortened(str(error))}{place and f' ({place})'}"
 
 
 def check_split(split: str) -> None:

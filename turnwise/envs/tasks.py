@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
@@ -16,6 +18,14 @@ from turnwise.errors import TaskError
 from turnwise.types import Task
 
 TaskSource = str | Path | Iterable[Any] | Callable[..., Iterable[Any]]
+
+SLOW_S = 10.0
+"""Seconds of a call of a task function after which it is reported."""
+SLOW = (
+    "%s has been running for %.0f s to make %d tasks; a loop that ends only with %d different ones never ends where there are "
+    "fewer: bound its attempts, and return the tasks that it found"
+)
+_log = logging.getLogger(__name__)
 
 HELD_OUT_SHARE = 5  # one row in this many is held out of a dataset without splits
 
@@ -119,6 +129,8 @@ def make_task_source(
 
 def _call(source: Callable[..., Iterable[Any]], name: str, split: str, n: int, seed: int) -> Iterable[Any]:
     offered = {"split": split, "n": n, "seed": seed}
+    watch = threading.Timer(SLOW_S, _log.warning, (SLOW, getattr(source, "__qualname__", name), SLOW_S, n, n))
+    watch.start()
     try:
         result = source(**{key: offered[key] for key in _parameters(source)})
     except TaskError:
@@ -127,6 +139,8 @@ def _call(source: Callable[..., Iterable[Any]], name: str, split: str, n: int, s
         raise TaskError(
             f"{name}: raised {type(error).__name__}: {error}; it is called with split, n and seed where named"
         ) from error
+    finally:
+        watch.cancel()
     if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Iterable):
         raise TaskError(f"{name}: returned {type(result).__name__}; a task function returns a list of tasks or rows")
     return result
@@ -195,6 +209,6 @@ def check_disjoint(train: Iterable[Task], held_out: Iterable[Task]) -> None:
     contents = {content_key(task): task.id for task in held}
     for task in train:
         if task.id in ids:
-            raise TaskError(f"task {task.id} is in training and held out; take it from one of them")
+            raise TaskError(f"task {task.id} is in training and held out; take it from one of them, or set eval.overlap")
         if (twin := contents.get(content_key(task))) is not None:
             raise TaskError(f"task {task.id} of training has the content of the held-out task {twin}; take it from one of them")

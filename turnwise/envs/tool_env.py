@@ -24,6 +24,12 @@ Reward = Callable[..., Any]
 """``reward(trajectory)`` or ``reward(trajectory, task)``, sync or async; returns a float, `Scores`, or None (not computed)."""
 
 
+NO_REWARD = (
+    "a tool_env without reward=, so only rewards that its tools return count, and without those nothing is learned; give "
+    "reward=function, which takes the finished trajectory"
+)
+
+
 def tool_env(
     tools: Iterable[Callable[..., Any] | Tool | ToolSource],
     reward: Reward | None = None,

@@ -80,7 +80,8 @@ def _columns(
     """Return the columns of a layout."""
     if layout == "sft":
         labels = [one if weight else UNTRAINED for one, weight in zip(sample.ids, sample.weights, strict=True)]
-        return {"input_ids": sample.ids, "labels": labels}
+        spoken = [_message(one, shape=shape, parts=False) for one in trajectory.conversation(turn)]
+        return {"input_ids": sample.ids, "labels": labels, "messages": spoken}
     sampling = {"sampling": _sampling(sample, shape)}
     if layout == "samples":
         columns = {"ids": sample.ids, "mask": sample.mask, "logprobs": sample.logprobs, "versions": sample.versions}
@@ -223,7 +224,7 @@ def _schema(arrow: Any, layout: str, shape: ColumnLayout) -> Any:
     sampling = ("sampling", arrow.list_(arrow.struct([*distribution, ("banned_ids", ids)])))
     columns: dict[str, Sequence[tuple[str, Any]]] = {
         "samples": [("ids", ids), ("mask", mask), ("logprobs", floats), ("versions", ids), sampling],
-        "sft": [("input_ids", ids), ("labels", ids)],
+        "sft": [("input_ids", ids), ("labels", ids), ("messages", conversation)],
         "trl": [
             *[("prompt", conversation), ("completion", conversation), ("prompt_ids", ids), ("completion_ids", ids)],
             *[("completion_mask", mask), ("logprobs", floats), sampling, *images],

@@ -16,7 +16,7 @@ import orjson
 
 from turnwise.config import EnvRules
 from turnwise.envs import Action, Env, InlineObservation, Step
-from turnwise.envs.base import NeedsDecoder, NeedsLimits, SupportsSnapshot, as_step, implements
+from turnwise.envs.base import NeedsDecoder, NeedsLimits, SupportsSnapshot, as_step, check_size, implements
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.envs.user_code import RemoteException, failure_of, retryable
 from turnwise.errors import EnvError, InvalidAction, ProcessDied, words
@@ -263,6 +263,7 @@ class EnvSession:
         if implements(type(env), NeedsDecoder):
             cast(NeedsDecoder, env).set_decoder(recorder.decode_text)
         opening = await self.call(env.reset, self._task, seed=recorder.seed & 0x7FFFFFFF)
+        check_size(opening, "reset")
         messages = self._task.messages if opening is None else as_messages(opening)
         if self.can_retry:  # a later reset is compared with stored media: the environment may draw on the same canvas again
             messages = await self._store_media(messages)

@@ -143,7 +143,9 @@ def success_figures(
     best = None
     if len(known) == len(env_specs):
         best = sum(bound * weight for bound, weight in known) / sum(env_spec.weight for env_spec in env_specs)
-    return metrics | {"single_turn_best": best, "n_eval": before["sampled"].n if before else 0}
+    sampled = before.get("sampled")
+    counts = {"n_eval": sampled.n, "eval_tasks": len(sampled.counts)} if sampled else {"n_eval": 0}
+    return metrics | {"single_turn_best": best} | counts
 
 
 def no_signal_reason(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -166,7 +168,7 @@ def no_signal_reason(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def summary_of(config: RunConfig, success: Mapping[str, Any], resumes: int, progress: Mapping[str, Any]) -> dict[str, Any]:
     """Build the content of summary.json from `success_figures`, the number of resumes and further entries of the run."""
-    summary = dict(success) | dict(progress)
+    summary = dict(success) | dict(progress) | ({"overlap": "allowed"} if config.eval.overlap == "allowed" else {})
     summary |= {"resumed": resumes, "seed": config.seed, "versions": versions(), "machine": hardware()}
     if resumes:
         summary["times_cover"] = (

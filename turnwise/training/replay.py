@@ -70,7 +70,12 @@ def replay_run(
         config = replace(config, env=(replace(settings, use=env or "", name=settings.name or settings.use),))
     env_specs = make_env_specs(config)
     plan = TaskPlan(
-        env_specs, steps=config.train.steps, groups=config.rollout.groups, held_out=config.eval.tasks, seed=config.seed
+        env_specs,
+        steps=(*original.extended.get("train.steps", ()), config.train.steps),
+        groups=config.rollout.groups,
+        held_out=config.eval.tasks,
+        seed=config.seed,
+        overlap=config.eval.overlap == "allowed",
     )
     tasks = {choice.task.id: choice.task for choice in (*plan.train, *plan.held_out)}
     return replay_loop(run, env={env_spec.name: env_spec for env_spec in env_specs}, tasks=tasks.values(), **options)

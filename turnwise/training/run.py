@@ -56,7 +56,9 @@ from turnwise.training.task_plan import (
     TaskChoice,
     TaskPlan,
     check_failures,
+    eval_samples,
     may_pass,
+    planned_steps,
     to_play_again,
 )
 from turnwise.training.trainer.checks import check_fingerprints
@@ -87,10 +89,12 @@ class TrainingRun:
         began: tuple[float, float] | None = None,
         history: History | None = None,
         ranks: Ranks | None = None,
+        extended: Mapping[str, Sequence[int]] = {},
     ) -> None:
         """Load all components as rank 0 of `ranks`; start in a fresh directory, else resume (`resumed` if in another process).
 
-        `began` has `time.time()` and `time.process_time()` at the start of this process' share; None means now.
+        `began` has `time.time()` and `time.process_time()` at the start of this process' share; None means now. `extended` has
+        the numbers of steps that the run had before it was resumed with more.
         """
         self.config, self.env_specs = config, list(env_specs)
         self.run = run
@@ -99,7 +103,16 @@ class TrainingRun:
         self.began = began or (time.time(), time.process_time())
         watch.phase("set up", 0, "")
         train, rollout = config.train, config.rollout
-        self.plan = TaskPlan(env_specs, steps=train.steps, groups=rollout.groups, held_out=config.eval.tasks, seed=config.seed)
+        self._train_steps = (*extended.get("train.steps", ()), train.steps)
+        self._warmup_steps = (*extended.get("warmup.steps", ()), config.warmup.steps)
+        self.plan = TaskPlan(
+            env_specs,
+            steps=self._train_steps,
+            groups=rollout.groups,
+            held_out=config.eval.tasks,
+            seed=config.seed,
+            overlap=config.eval.overlap == "allowed",
+        )
         source = model_directory(config, env_specs, run.path)
         self.checkpoints = Checkpoints(run.checkpoints, source, keep=config.checkpoint.keep)
         latest = self.checkpoints.newest()
@@ -165,6 +178,8 @@ class TrainingRun:
         """Run to the end and return the content of summary.json; after a `TurnwiseError`, the run can be resumed."""
         trainer = self.parts.trainer
         for note in trainer.objective.settings.notes:
+            self.watch.note(note)
+        for note in self.plan.notes(self.config):
             self.watch.note(note)
         report_memory(trainer, self.config.limits.context, self.parts.engine, self.watch.note)
         try:
@@ -309,9 +324,12 @@ class TrainingRun:
     def _roll_back(self, after: Mapping[str, EvalResult]) -> str:
         """Make the best checkpoint the policy of the run where the last one is worse by more than chance; return its name."""
         best, last = self.checkpoints.best(), after.get("sampled")
-        if best is None or last is None or best[1] <= last.ci[1]:
+        if best is None or last is None:
             return ""
         name, score = best
+        if score <= last.ci[1]:
+            self.checkpoints.mark_best(name, score)  # an extended run may have made good what it had broken
+            return ""
         self.checkpoints.mark_best(name, score, rolled_back=True)
         self.watch.note(
             f"the last policy succeeds in {last.success:.0%} of held-out episodes, that of checkpoint {name} in {score:.0%}: "
@@ -335,14 +353,15 @@ class TrainingRun:
         demo_reward = sum(t.reward or 0.0 for t in demos) / len(demos)
         gate = Gate.of(config, demos)
         if gate.demo_success is not None:
-            note(f"{gate.demo_success:.0%} of {len(demos)} demonstrations succeed; the warm-up's gate is {gate.success:.0%}")
+            note(f"{gate.demo_success:.0%} of {len(demos)} demonstrations succeed; the warm-up's goal is {gate.success:.0%}")
         if cut := cut_note(config, demos):
             note(cut)
         missing, differing = "the gate was not evaluated yet", 0.0
         losses: list[float] = list(self.cursor.get("losses", ()))
         while step < warmup.steps:
             await release_engine_memory(self.parts.engine, config)
-            figures = self.parts.trainer.supervised(sample_demos(demos, config, step), lr=learning_rate(config, step))
+            total = planned_steps(self._warmup_steps, step)
+            figures = self.parts.trainer.supervised(sample_demos(demos, config, step), lr=learning_rate(warmup.lr, step, total))
             losses = [*losses[-19:], figures["loss"]]
             step += 1
             self._row({"phase": "warmup", "step": step, "demo_reward": demo_reward} | figures)
@@ -355,10 +374,11 @@ class TrainingRun:
         if missing and (gate.demo_success is None or differing < SIGNAL):
             raise TurnwiseError(
                 f"the warm-up ended after {step} steps without meeting its gate: {missing}. Reinforcement would have nothing "
-                "to build on: raise warmup.steps or warmup.demos, or lower the gate if the demonstrations allow no more"
+                f"to build on: resume with --resume {self.run.path} --warmup.steps {2 * warmup.steps} if the loss still falls, "
+                "or raise warmup.demos, or lower the gate if the demonstrations allow no more"
             )
         if missing:
-            note(f"the warm-up's gate is not met ({missing}); going on, since {differing:.0%} of rewards differ")
+            note(f"warm-up ended below its goal ({missing}); training goes on, since {differing:.0%} of rewards differ")
         # Reinforcement starts with fresh moments: those of cross entropy have another scale.
         self.parts.trainer.reset_optimizer()
         self.parts.trainer.reference()
@@ -387,14 +407,16 @@ class TrainingRun:
     async def _reinforce(self) -> None:
         config = self.config
         steps = config.train.steps
-        self.watch.phase("reinforce", steps, "steps")
+        self.watch.phase("train", steps, "steps")
         first = int(self.cursor["step"])
         batches = self._batches(first)
         try:
             for step in range(first, steps):
                 await batches.settle()
                 if self._is_learned(step):
-                    self.watch.note(f"reinforcement ends after {step} steps: train.stop_success is reached")
+                    self.watch.note(
+                        f"early stopping after {step} steps: train.stop_success = {config.train.stop_success:g} is reached"
+                    )
                     if not (self.checkpoints.root / f"step-{step:05d}").exists():
                         self._save(f"step-{step:05d}", phase="reinforce", step=step)
                     break
@@ -402,7 +424,7 @@ class TrainingRun:
                     await self._stream.gate.hold()
                     self._keep_best(step, await self._evaluate(f"step-{step}", step, greedy=False))
                     self._stream.gate.resume()
-                    self.watch.phase("reinforce", steps, "steps")
+                    self.watch.phase("train", steps, "steps")
                 await self._train_step(batches, step)
                 if (step + 1) % config.checkpoint.every == 0 or step + 1 == steps:
                     await batches.settle()
@@ -474,7 +496,8 @@ class TrainingRun:
         """Train on a step's episodes and return its metrics row; no tensor of the step stays referenced."""
         trainer, mode = self.parts.trainer, self.config.schedule.mode
         version = None if mode == "sync" else self._version
-        work = partial(trainer.step, group_by_task(trajectories), step=step, steps=self.config.train.steps, version=version)
+        steps = planned_steps(self._train_steps, step)
+        work = partial(trainer.step, group_by_task(trajectories), step=step, steps=steps, version=version)
         metrics, token_records = work() if mode == "sync" else await off_loop(work)
         if summary := trainer.layout.summary():
             self.watch.note(summary)
@@ -502,7 +525,8 @@ class TrainingRun:
 
     def _play_groups(self, choices: Sequence[TaskChoice], step: int) -> Awaitable[list[Trajectory]]:
         """Submit the groups of a nominal step now; the engine's policy may get newer while they are played."""
-        episodes = [episode for choice in choices for episode in choice.episodes("train", step, self.config.rollout.group_size)]
+        size = self.plan.group_size(step, self.config.rollout.group_size)
+        episodes = [episode for choice in choices for episode in choice.episodes("train", step, size)]
         extras = [ROUTES] if self.config.train.routing_replay == "replay" else []  # evaluations need none
         return self._play_with_retries(episodes, extras=extras, training=True)
 
@@ -588,7 +612,8 @@ class TrainingRun:
         await self._sync(self.cursor["warmed"] + step)
         self.watch.phase(f"evaluate {name}", 2 if greedy and config.greedy else 1, "passes")
         scores: dict[str, EvalResult] = {}
-        modes = {"sampled": (config.samples, sampling_of(config))}
+        samples = eval_samples(len(self.plan.held_out), config.tasks, config.samples)
+        modes = {"sampled": (samples, sampling_of(config))}
         modes |= {"greedy": (1, Sampling(temperature=0.0))} if greedy and config.greedy else {}
         if name == "after":
             modes["blind"] = modes["sampled"]

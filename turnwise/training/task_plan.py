@@ -83,23 +83,41 @@ class TaskChoice:
 class TaskPlan:
     """Tasks of a run."""
 
-    def __init__(self, env_specs: Sequence[EnvSpec], *, steps: int, groups: int, held_out: int, seed: int) -> None:
+    def __init__(
+        self,
+        env_specs: Sequence[EnvSpec],
+        *,
+        steps: int | Sequence[int],
+        groups: int,
+        held_out: int,
+        seed: int,
+        overlap: bool = False,
+    ) -> None:
         """Plan `groups` tasks per step and up to `held_out` to evaluate on, both over all environments by their weights; raise
-        `TaskError` when one has no training tasks, or a task is on both sides."""
+        `TaskError` when one has no training tasks, or a task is on both sides. Several `steps` are those of a run that was
+        extended: its tasks come first, in their order. With `overlap`, tasks to evaluate on are trained too, last of all.
+        """
+        *earlier, steps = [steps] if isinstance(steps, int) else steps
         self._seed = seed
         self._groups = groups
         self._restricted = False
+        self._overlap = overlap
         shares = _shares([env_spec.weight for env_spec in env_specs], held_out)
         self.train: list[TaskChoice] = []
         self.held_out: list[TaskChoice] = []
         self._lanes: list[list[TaskChoice]] = []
         for env_spec, share in zip(env_specs, shares, strict=True):
             # Enough for the full run, so a generated source never repeats a task; a finite one returns what it has.
-            train, held = (
-                env_spec.train_and_eval_tasks(steps * groups or groups, share, seed)
-                if share
-                else (env_spec.tasks("train", groups, seed), [])
-            )
+            count = steps * groups or groups
+            if overlap:
+                train, held = env_spec.tasks("train", count, seed), env_spec.tasks("eval", share, seed) if share else []
+                train, held = [*train, *held], held or train[:share]
+            elif share:
+                train, held = env_spec.train_and_eval_tasks(count, share, seed)
+            else:
+                train, held = env_spec.tasks("train", groups, seed), []
+            first = [task for total in earlier for task in env_spec.tasks("train", total * groups or groups, seed)]
+            train = list({task.id: task for task in (*first, *train)}.values())
             if not train:
                 raise TaskError(f"{env_spec.name} has no training tasks; give its tasks hook or file at least one")
             if len(env_specs) > 1:
@@ -108,10 +126,22 @@ class TaskPlan:
             self._lanes.append([TaskChoice(env_spec, task) for task in train])
             self.train.extend(self._lanes[-1])
             self.held_out.extend(TaskChoice(env_spec, task) for task in held)
-        if len(env_specs) > 1:
+        if len(env_specs) > 1 and not overlap:
             check_disjoint([choice.task for choice in self.train], [choice.task for choice in self.held_out])
         self.by_id = {choice.task.id: choice.task for choice in (*self.train, *self.held_out)}
         self._weights = [env_spec.weight for env_spec in env_specs]
+
+    def notes(self, config: RunConfig) -> Iterator[str]:
+        """Describe what too few tasks change."""
+        groups, size, held = config.rollout.groups, config.rollout.group_size, len(self.held_out)
+        if len(self.train) < groups:
+            episodes = self.group_size(0, size)
+            yield f"{len(self.train)} training tasks for {groups} groups: each is played {episodes} times a step, not {size}"
+        samples = eval_samples(held, config.eval.tasks, config.eval.samples)
+        if held and samples > config.eval.samples:
+            yield f"{held} held-out tasks where eval.tasks = {config.eval.tasks}: each is played {samples} times"
+        if self._overlap:
+            yield 'eval.overlap = "allowed": tasks of the evaluation are trained too, so it measures memory as well as skill'
 
     def preview(self, count: int) -> list[TaskChoice]:
         """Return up to `count` training tasks in proportion to the environments' weights, the same ones each time."""
@@ -126,7 +156,7 @@ class TaskPlan:
         lane = next(lane for lane in self._lanes if lane[0].env_spec is env_spec)
         if self._restricted:
             return lane
-        held_out = {choice.task.id for choice in self.held_out}
+        held_out = set() if self._overlap else {choice.task.id for choice in self.held_out}
         tasks = env_spec.tasks("train", count, self._seed)
         if len(self._lanes) > 1:
             tasks = [replace(task, id=f"{env_spec.name}/{task.id}") for task in tasks]
@@ -144,6 +174,11 @@ class TaskPlan:
     def size(self, number: int) -> int:
         """Return the number of tasks of one step."""
         return sum(min(share, len(lane)) for share, lane in zip(self._draw_shares(number), self._lanes, strict=True))
+
+    def group_size(self, number: int, size: int) -> int:
+        """Return the episodes of each task of a step: `size`, or more where there are fewer tasks than groups, so that the step
+        has as many episodes."""
+        return math.ceil(size * self._groups / max(self.size(number), 1))
 
     def step(self, number: int) -> list[TaskChoice]:
         """Return the distinct tasks of one step by environment weight; a finite source is reshuffled for each pass."""
@@ -186,6 +221,20 @@ class TaskPlan:
             if choice.task.id not in seen:  # a step may span two passes
                 seen.add(choice.task.id)
                 yield choice
+
+
+FEWEST_EPISODES = 64
+"""Sampled episodes of an evaluation below which its tasks are played more often."""
+
+
+def eval_samples(tasks: int, asked: int, samples: int) -> int:
+    """Return how often each of so many held-out tasks is played where `asked` were to be played `samples` times."""
+    return max(samples, math.ceil(min(FEWEST_EPISODES, asked * samples) / max(tasks, 1)))
+
+
+def planned_steps(totals: Sequence[int], step: int) -> int:
+    """Return how many steps the run had when it came to `step` (from 0), of its totals before and after each extension."""
+    return min((total for total in totals if total > step), default=totals[-1])
 
 
 def _shares(weights: Sequence[float], total: int, rng: random.Random | None = None) -> list[int]:

@@ -18,6 +18,7 @@ from turnwise.engines import Generation, Request, ScriptedEngine
 from turnwise.envs import Action, Env, Step
 from turnwise.envs.datasets import read_rows
 from turnwise.envs.spec import EnvSpec
+from turnwise.envs.tool_env import NO_REWARD, ToolEnvFactory
 from turnwise.errors import ConfigError, TaskError, TemplateError, TurnwiseError
 from turnwise.media import MediaStore
 from turnwise.renderers.chat_renderer import ChatRenderer
@@ -190,6 +191,31 @@ def encode_as_sampled(renderer: ChatRenderer, conversation: DatasetConversation,
     return text if parsed == given else None
 
 
+NO_PLAYER = (
+    "warmup.demos = {demos}, but {names} has no demonstrator or solver to play demonstrations; give it one "
+    "(demonstrator(messages, rng) -> reply, also an argument of tool_env), or start from a trained model (model.path) with "
+    "warmup.demos = 0"
+)
+NO_START = (
+    "a new model without demonstrations (warmup.demos = 0, no warmup.dataset) replies at random, so reinforcement finds no "
+    "success to build on: give the environment a demonstrator and set warmup.demos = 4000, or start from a trained model "
+    "(model.path)"
+)
+
+
+def cannot_learn(config: RunConfig, env_specs: Sequence[EnvSpec]) -> list[str]:
+    """Return why a run may have nothing to learn from, as known before it starts. Raise `ConfigError` when
+    demonstrations are asked for and no environment can play them."""
+    warmup = config.warmup
+    playing = any((one.demonstrator or one.solver) is not None and one.factory is not None for one in env_specs)
+    if warmup.demos and warmup.dataset is None and not playing:
+        raise ConfigError(NO_PLAYER.format(demos=warmup.demos, names=", ".join(one.name for one in env_specs)))
+    fresh = config.model.path is None and not warmup.demos and warmup.dataset is None
+    tools = [(one.name, one.factory) for one in env_specs if isinstance(one.factory, ToolEnvFactory)]
+    unpaid = [f"{name}: {NO_REWARD}" for name, factory in tools if factory.reward is None]
+    return [*unpaid, *([NO_START] if fresh and config.train.steps else [])]
+
+
 async def demonstrations(
     env_specs: Sequence[EnvSpec],
     plan: TaskPlan,
@@ -207,7 +233,7 @@ async def demonstrations(
     speakers = {env_spec.name: env_spec.demonstrator or env_spec.solver for env_spec in env_specs}
     usable = [one for one in env_specs if speakers[one.name] is not None and one.factory is not None]
     if not usable:
-        raise ConfigError("warmup.demos is over 0 but no environment has a demonstrator or solver; set warmup.demos = 0")
+        raise ConfigError(NO_PLAYER.format(demos=config.warmup.demos, names=", ".join(speakers)))
     found: list[Trajectory] = []
     total = sum(env_spec.weight for env_spec in usable)
     for env_spec in usable:
@@ -275,12 +301,11 @@ def sample_demos(demos: Sequence[Trajectory], config: RunConfig, step: int) -> l
     return random.Random(f"{config.seed}/warmup/{step}").choices(demos, k=config.warmup.batch)
 
 
-def learning_rate(config: RunConfig, step: int) -> float:
-    """Return the warm-up learning rate: ten steps up, then a cosine to a tenth of the peak at `warmup.steps`."""
-    warmup = config.warmup
+def learning_rate(peak: float, step: int, steps: int) -> float:
+    """Return the warm-up learning rate: ten steps up, then a cosine to a tenth of the peak at `steps`."""
     rise = min(1.0, (step + 1) / 10)
-    fall = 0.1 + 0.45 * (1 + math.cos(math.pi * min(step / warmup.steps, 1.0)))
-    return warmup.lr * rise * fall
+    fall = 0.1 + 0.45 * (1 + math.cos(math.pi * min(step / steps, 1.0)))
+    return peak * rise * fall
 
 
 @dataclass(frozen=True, slots=True)

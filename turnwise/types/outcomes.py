@@ -44,6 +44,18 @@ class Failure:
     failure ended it.
     """
 
+    def __repr__(self) -> str:
+        """Return one line, without the traceback."""
+        text = f"{self.type} in {self.phase}: {shortened(self.message)}"
+        return f"<Failure {text} ({self.place})>" if self.place else f"<Failure {text}>"
+
+
+def shortened(text: str, limit: int = 200) -> str:
+    """Return a text as one line of at most `limit` characters, those that no terminal can print replaced."""
+    line = " ".join(text[: 4 * limit].split())
+    line = "".join(one if one.isprintable() else "\ufffd" for one in line)
+    return line if len(line) <= limit and len(text) <= 4 * limit else line[: limit - 1] + "…"
+
 
 class Status(StrEnum):
     """The four coarse outcomes of slime's ``Sample.Status``."""

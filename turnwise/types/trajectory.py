@@ -14,7 +14,7 @@ from turnwise._old_names import Renamed
 from turnwise.types.expert_routing import ExpertRoutes, SpanRoutes
 from turnwise.types.media import Image, ImageRef, MediaPlacement, placements_between
 from turnwise.types.messages import Message, Messages, as_messages
-from turnwise.types.outcomes import Failure, StopReason
+from turnwise.types.outcomes import Failure, StopReason, shortened
 from turnwise.types.sampling import SamplingDistribution
 
 
@@ -305,6 +305,41 @@ class Trajectory:
     """Recovered failures, in order; the failure that ended the episode is `error`."""
     failed_turns: list[Turn] = field(default_factory=list)
     """Turns of failed attempts. Their spans are untrained roots in `spans`."""
+
+    def __repr__(self) -> str:
+        """Return one line; `show` prints the conversation."""
+        parts = [f"task={self.task.id}", f"reward={self.reward}", f"turns={len(self.turns)}", f"tokens={self.sampled_tokens}"]
+        error = "" if self.error is None else f" {self.error!r}"
+        return f"<Trajectory {' '.join(parts)} stop={self.stop}{error}>"
+
+    def show(self, limit: int = 2000) -> None:
+        """Print the last turn's conversation, and the failure if there is one; cut each message after `limit` characters."""
+        for line in self.describe(limit):
+            print("".join(one if one.isprintable() else "\ufffd" for one in line))
+
+    def describe(self, limit: int | None = None) -> Iterator[str]:
+        """Yield the lines of `show`, control characters included: a head line, the failure, and the conversation; text of the
+        environment within a reply is `inserted`."""
+        reward = "not computed" if self.reward is None else f"{self.reward:g}"
+        size = f"{len(self.turns)} turns  {self.sampled_tokens} tokens"
+        yield f"task {self.task.id}  reward {reward}  {size}  {self.stop or 'running'}"
+        if (error := self.error) is not None:
+            yield f"  {error.type} in {error.phase}: {shortened(error.message)}{error.place and f' ({error.place})'}"
+        for role, text in self._spoken():
+            cut = text if limit is None or len(text) <= limit else f"{text[:limit]} [{len(text) - limit} characters more]"
+            for index, line in enumerate(cut.splitlines() or [""]):
+                yield f"  {role if index == 0 else '':>9} | {line}"
+
+    def _spoken(self) -> Iterator[tuple[str, str]]:
+        for number in self.turn_chain(len(self.turns) - 1):
+            turn = self.turns[number]
+            if turn.inserted is not None:
+                total = sum(len(self.spans[index].ids) for index in self.turns[turn.parent].spans)
+                truncation = f"[{turn.kept} of {total} tokens kept] " if turn.kept is not None and turn.kept < total else ""
+                yield "inserted", f"{truncation}{turn.inserted}"
+            for message in (*turn.messages, turn.reply):
+                calls = "".join(f" {call.name}({dict(call.arguments)})" for call in message.tool_calls)
+                yield message.role, message.text + calls
 
     def fail_attempt(self) -> None:
         """Mark everything so far as a failed attempt: it stays, untrained, and the episode starts over."""

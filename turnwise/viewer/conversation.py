@@ -20,7 +20,7 @@ from turnwise.errors import MediaError
 from turnwise.media import MediaLimits, MediaStore
 from turnwise.records.serialization import read_media
 from turnwise.types import ImageRef, VideoRef
-from turnwise.viewer.run_data import Row, TrajectoryEntry, choose, integer, load_at, mapping, number, sentence_of
+from turnwise.viewer.run_data import Row, TrajectoryEntry, choose, integer, load_at, mapping, number, policy_name, sentence_of
 from turnwise.viewer.text import text_of
 
 MAX_PICTURES = 300  # maximum images per page; further ones are only named
@@ -163,18 +163,19 @@ class ConversationView:
 
 
 def conversations(
-    path: Path, entries: Sequence[TrajectoryEntry], problems: list[str], gallery: Gallery
+    path: Path, entries: Sequence[TrajectoryEntry], problems: list[str], gallery: Gallery, warmed: int
 ) -> Iterator[ConversationView]:
     """Yield the examples that a report displays; unreadable ones become problems."""
     for entry, why in choose(entries):
         try:
-            yield prepare(load_at(path, entry.offset), why, gallery)
+            yield prepare(load_at(path, entry.offset), why, gallery, warmed)
         except (TypeError, ValueError, KeyError, AttributeError, OSError) as error:
             problems.append(f"trajectories.jsonl: cannot render byte {entry.offset}: {type(error).__name__}: {error}")
 
 
-def prepare(row: Row, why: str, gallery: Gallery | None = None) -> ConversationView:
-    """Convert one row of trajectories.jsonl, tolerating missing fields; images come from the gallery."""
+def prepare(row: Row, why: str, gallery: Gallery | None = None, warmed: int = 0) -> ConversationView:
+    """Convert one row of trajectories.jsonl, tolerating missing fields; images come from the gallery. `warmed` is the number of
+    warm-up steps."""
     spans = [span for span in row.get("spans") or () if isinstance(span, Mapping)]
     turns = [turn for turn in row.get("turns") or () if isinstance(turn, Mapping)]
     key, task, error = mapping(row.get("key")), mapping(row.get("task")), mapping(row.get("error"))
@@ -197,7 +198,7 @@ def prepare(row: Row, why: str, gallery: Gallery | None = None) -> ConversationV
         reward=_reward(row.get("reward")),
         stop=stop,
         stop_sentence=sentence_of(stop),
-        messages=list(_conversation(row, spans, turns, gallery)),
+        messages=list(_conversation(row, spans, turns, gallery, warmed)),
         spans=[_span(span, path.get(index, 0)) for index, span in enumerate(spans)],
         answer="" if task.get("answer") is None else _cut(text_of(task["answer"])),
         error=_cut(f"{error.get('type', 'error')} in {error.get('phase', '?')}: {error.get('message', '')}") if error else "",
@@ -207,7 +208,9 @@ def prepare(row: Row, why: str, gallery: Gallery | None = None) -> ConversationV
     )
 
 
-def _conversation(row: Row, spans: Sequence[Row], turns: Sequence[Row], gallery: Gallery | None) -> Iterator[MessageView]:
+def _conversation(
+    row: Row, spans: Sequence[Row], turns: Sequence[Row], gallery: Gallery | None, warmed: int
+) -> Iterator[MessageView]:
     def views(messages: Any) -> Iterator[MessageView]:
         return (_message(message, gallery) for message in messages or ())
 
@@ -231,7 +234,7 @@ def _conversation(row: Row, spans: Sequence[Row], turns: Sequence[Row], gallery:
             calls=reply.calls,
             tokens=tokens[:left],
             reasoning="" if tokens else reply.reasoning,
-            facts=_turn_facts(turn, own),
+            facts=_turn_facts(turn, own, warmed),
             number=index,
         )
         left = max(0, left - len(tokens))
@@ -295,10 +298,11 @@ def _part(part: Any) -> str:
     return f"[image {str(part.get('image') or '')[:12]}]" if part.get("type") == "image" else "[?]"
 
 
-def _turn_facts(turn: Row, spans: Sequence[Row]) -> str:
+def _turn_facts(turn: Row, spans: Sequence[Row], warmed: int) -> str:
     facts = [f"{_count(spans)} tokens"]
-    versions = sorted({str(span["version"]) for span in spans if span.get("version") is not None})
-    facts += [f"policy version {', '.join(versions)}"] if versions else []
+    found = sorted({integer(span["version"]) for span in spans if span.get("version") is not None})
+    versions = [policy_name(version, warmed) for version in found]
+    facts += [f"policy {', '.join(versions)}"] if versions else []
     facts += [f"ended by {turn['finish']}"] if turn.get("finish") not in (None, "stop") else []
     facts += [f"reward {_reward(turn['reward'])}"] if number(turn.get("reward")) else []
     facts += [f"{turn['retries']} retries"] if turn.get("retries") else []

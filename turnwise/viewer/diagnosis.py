@@ -31,6 +31,7 @@ DOMINATES = 0.95  # share of the spread of all reward parts at which one part do
 GATE_EVALS = 2  # number of failed gate evaluations after which the warmup is reported while it runs
 MALFORMED = 0.3  # minimum share of calls that cannot be parsed or are answered by an error to report them
 NOT_CARRIED = 0.3  # minimum lead of success on training tasks over held-out ones to report it
+FEW_TASKS = 8  # number of different held-out tasks below which they stand for few others
 FEW_HELD_OUT = 20  # number of held-out episodes below which success on them means little
 FLAT_STEPS = 20  # number of steps without a change after which it is reported
 NOISE = 0.05  # mean gradient agreement below which gradients count as noise
@@ -220,14 +221,31 @@ def not_carried(rows: DiagnosisInput) -> Diagnosis | None:
 
 
 def few_held_out(rows: DiagnosisInput) -> Diagnosis | None:
-    """Few held-out episodes: under `FEW_HELD_OUT`."""
-    n = number(rows.summary.get("n_eval"))
+    """Few held-out episodes: under `FEW_HELD_OUT`, or of under `FEW_TASKS` tasks."""
+    n, tasks = number(rows.summary.get("n_eval")), number(rows.summary.get("eval_tasks"))
+    if n and n >= FEW_HELD_OUT and tasks and tasks < FEW_TASKS:
+        return Diagnosis(
+            "few held-out tasks",
+            f"{tasks:.0f} held-out tasks, played {n / tasks:.0f} times each, say little about others.",
+            'Give the environment more tasks, or evaluate on trained ones and say so (eval.overlap = "allowed").',
+        )
     if not n or n >= FEW_HELD_OUT:
         return None
     return Diagnosis(
         "few held-out episodes",
         f"{n:.0f} held-out episodes say little: one more success changes the rate by {100 / n:.0f} points.",
         "Give the environment more held-out tasks, or play each more often (eval.samples).",
+    )
+
+
+def overlapping(rows: DiagnosisInput) -> Diagnosis | None:
+    """Tasks of the evaluation were trained too, as `eval.overlap` allows."""
+    if rows.summary.get("overlap") != "allowed":
+        return None
+    return Diagnosis(
+        "evaluated on trained tasks",
+        "Success is measured on tasks that were trained too, so it includes what was memorized.",
+        'Where there are enough tasks, hold some out (eval.overlap = "refused", the default).',
     )
 
 
@@ -295,6 +313,7 @@ DIAGNOSES = (
     dominated,
     flat,
     few_held_out,
+    overlapping,
 )
 
 

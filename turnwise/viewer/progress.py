@@ -149,10 +149,10 @@ _FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("success", "success", "{:.1%}".format),
     ("turns", "turns", "{:.2f}".format),
     ("tokens_per_s", "tokens/s", lambda x: amount(x)),
-    ("trajectories_trained_share", "used", "{:.0%}".format),
+    ("trajectories_trained_share", "trained", "{:.0%}".format),
     ("kl", "kl", "{:.2g}".format),
     ("entropy", "entropy", "{:.2f}".format),
-    ("mismatch_max", "mismatch", "{:.1e}".format),
+    ("mismatch_max", "logprob diff", "{:.1e}".format),
     ("lag_mean", "lag", "{:.2f}".format),
 )
 

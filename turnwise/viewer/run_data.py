@@ -31,6 +31,11 @@ class RunData:
     rows: Sequence[Row]  # rows of metrics.jsonl, under current names
     problems: Sequence[str] = field(default_factory=list)  # what could not be read, one line each
 
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of the warm-up so far."""
+        return max((integer(row.get("step")) for row in self.phase("warmup")), default=0)
+
     def phase(self, name: str) -> list[Row]:
         """Return the rows of one phase, in order; of a step trained twice (after a resume), the last."""
         last: dict[Any, Row] = {}
@@ -195,3 +200,11 @@ def _object(path: Path, problems: list[str]) -> Row:
 def mapping(value: Any) -> Row:
     """Return a mapping, or an empty one for anything else."""
     return value if isinstance(value, Mapping) else {}
+
+
+def policy_name(version: Any, warmup_steps: int) -> str:
+    """Name a policy by the steps that a user counts: those of the warm-up before reinforcement, then those of reinforcement."""
+    if number(version) is None:
+        return "?"
+    steps = integer(version) - warmup_steps
+    return f"after {steps} steps" if steps >= 0 else f"of warm-up step {integer(version)}"

@@ -9,7 +9,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from operator import index
 from pathlib import Path
@@ -62,9 +62,11 @@ class Worker:
             try:
                 result = command()
             except BaseException as error:
-                answer.set_exception(error)
+                with contextlib.suppress(InvalidStateError):
+                    answer.set_exception(error)
             else:
-                answer.set_result(result)
+                with contextlib.suppress(InvalidStateError):  # cancelled with its caller
+                    answer.set_result(result)
 
         self.post([run])
         return answer

@@ -215,8 +215,17 @@ def _has_token(headers: Mapping[str, str], token: str) -> bool:
     return hmac.compare_digest(given.encode("latin-1", "replace"), f"Bearer {token}".encode("latin-1", "replace"))
 
 
+NO_CHAT = (
+    "turnwise serve has no chat API: it takes and returns token ids (/v1/completions), since messages that are rendered again "
+    "can have other ids than those that were sampled; for a chat API run `turnwise engines start vllm --model DIR` on the same "
+    "directory or checkpoint"
+)
+
+
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if error.status_code == 404 and request.url.path.rstrip("/").endswith(("/chat/completions", "/messages", "/responses")):
+        return _error_response(404, NO_CHAT, name="detail")
     return _error_response(error.status_code, error.detail, name="detail", headers=error.headers)
 
 

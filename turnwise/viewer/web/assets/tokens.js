@@ -40,7 +40,7 @@ function tokenTitle(span, i, record) {
   }
   const advantage = advantageOf(span, i, record);
   if (advantage !== null) parts.push('advantage ' + fixed(advantage));
-  parts.push('policy ' + (span.version === null ? '?' : span.version));
+  parts.push('policy ' + span.policy);
   parts.push(isUntrained(span, i, record) ? 'not trained: ' + (span.untrained || record.untrained) : 'trained');
   return parts.join('\n');
 }

@@ -65,7 +65,7 @@ function conversation(record, run, base) {
 function turnOf(record, turn, number, run, base) {
   const spans = turn.spans.map((index) => record.spans[index]).filter((span) => span);
   const count = spans.reduce((sum, span) => sum + span.length, 0);
-  const versions = [...new Set(spans.map((span) => span.version))].join(', ');
+  const versions = [...new Set(spans.map((span) => span.policy))].join(', ');
   const facts = [plural(count, 'token'), 'context ' + turn.context + (turn.cached > 0 ? ' (' + turn.cached + ' cached)' : ''), 'generated in ' + seconds(turn.generate_s), 'environment took ' + seconds(turn.env_s), 'policy ' + versions, 'reward ' + reward(turn.reward)];
   if (turn.finish !== 'stop') facts.push('finish ' + turn.finish);
   if (turn.retries) facts.push('⟳ ' + plural(turn.retries, 'try').replace('trys', 'tries') + ' more');

@@ -1,0 +1,120 @@
+"""Mistakes of the first hour: each ends in the line that docs/mistakes.md prints for it, never in a traceback or in silence."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+from mistakes_kit import GOOD, MISTAKES, SMALL
+
+import turnwise as tw
+from turnwise.cli.main import main
+from turnwise.config import load
+from turnwise.envs import tasks
+from turnwise.errors import ConfigError
+
+PAGE = Path(__file__).parents[2] / "docs" / "mistakes.md"
+ROW = re.compile(r"^\| (.+?) \| ``(.+)`` \|$", re.MULTILINE)
+
+
+def no_network(*args, **kwargs):
+    raise OSError("no network")
+
+
+def last_line(text: str, folder: Path) -> str:
+    """Return the line that names the fault, without the directory of the test."""
+    lines = [line for line in text.splitlines() if line.startswith(("turnwise: error:", "FAIL", "diagnosis"))]
+    return lines[0].replace(f"{folder}/", "").replace(str(folder), ".") if lines else ""
+
+
+def mistake_line(folder: Path, name: str, monkeypatch, capsys) -> str:
+    """Make a mistake in a directory and return what it prints."""
+    files, command = MISTAKES[name]
+    for path, text in ({"echo.py": GOOD, "recipe.toml": SMALL} | files).items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", no_network)
+    assert main(command.split()) in (1, 2)
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.out + captured.err
+    return last_line(captured.err + captured.out, folder)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_each_mistake_prints_its_line(tmp_path, monkeypatch, capsys, name):
+    assert mistake_line(tmp_path, name, monkeypatch, capsys) == dict(ROW.findall(PAGE.read_text()))[name]
+
+
+def test_the_page_has_every_mistake():
+    assert list(dict(ROW.findall(PAGE.read_text()))) == list(MISTAKES)
+    assert len(MISTAKES) >= 20
+
+
+def test_a_model_of_the_hub_is_fetched(tmp_path, monkeypatch):
+    fetched = []
+
+    def snapshot_download(name, *, revision, allow_patterns):
+        fetched.append((name, revision))
+        (tmp_path / "config.json").write_text("{}")
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.chdir(tmp_path)
+    resolved = load(None, ["--env.use", "hop", "--model.path", "Qwen/Qwen3-0.6B", "--model.revision", "none"])
+    assert resolved.config.model.path == str(tmp_path)
+    assert fetched == [("Qwen/Qwen3-0.6B", None)]
+    (tmp_path / "Qwen").mkdir()  # a path that begins with a directory is none of the hub
+    with pytest.raises(ConfigError, match="no such directory"):
+        load(None, ["--env.use", "hop", "--model.path", "Qwen/Qwen3-0.6B"])
+    assert len(fetched) == 1
+
+
+def test_a_task_function_that_takes_long_is_reported(monkeypatch, caplog):
+    monkeypatch.setattr(tasks, "SLOW_S", 0.01)
+
+    def endless(n):
+        time.sleep(0.2)
+        return ["one"]
+
+    tasks.load_tasks(lambda n, split: [tw.Task("quick")], n=3)
+    assert not caplog.records
+    tasks.load_tasks(lambda n, split: [tw.Task(text) for text in endless(n)], n=3)
+    assert "bound its attempts" in caplog.text
+
+
+def test_a_trajectory_is_one_line_and_shows_its_conversation(capsys):
+    (trajectory,) = tw.rollout(Talk, [tw.Task("hello")], engine=tw.ScriptedEngine(["one\x1b[2J", "two"]))
+    assert (
+        repr(trajectory)
+        == f"<Trajectory task={trajectory.task.id} reward=None turns=2 tokens=12 stop=env_error {trajectory.error!r}>"
+    )
+    assert repr(trajectory.error).startswith("<Failure ValueError in step: no more (")
+    assert len(repr(trajectory.error)) < 300
+    trajectory.show(limit=3)
+    out = capsys.readouterr().out
+    assert "user | hel [2 characters more]" in out
+    assert "assistant | one [4 characters more]" in out
+    assert "ValueError in step: no more" in out
+    assert "\x1b" not in out
+
+
+class Talk(tw.Env):
+    """Fails at the second reply."""
+
+    def reset(self, task, *, seed=None):
+        self.turn = 0
+
+    def step(self, action):
+        self.turn += 1
+        if self.turn == 2:
+            raise ValueError("no more")
+        return tw.Step("go on")
+
+
+def test_a_recipe_is_checked_by_its_name(tmp_path, capsys):
+    (tmp_path / "recipe.toml").write_text('[[env]]\nuse = "hop"\n')
+    assert main(["check", str(tmp_path / "recipe.toml")]) == 0
+    assert "environment hop" in capsys.readouterr().out
