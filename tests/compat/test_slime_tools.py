@@ -1,5 +1,7 @@
 """An interaction environment of slime whose rows bring tools."""
 
+import json
+
 from rollout_kit import renderer
 from stand_ins_kit import USERS
 
@@ -30,6 +32,11 @@ def play(replies, info, **args):
 
 def test_results_of_a_tool_of_the_row_and_a_reward_by_key():
     found = play([CALL, "It is 7"], {"metadata": {"tools": [ADD]}})
+    opening = renderer("bpe").decode(found.spans[0].ids)
+    assert "# Tools" in opening
+    assert "Add numbers." in opening
+    written = play([CALL, "It is 7"], {"metadata": {"tools": [ADD]}, "tools": json.dumps([ADD])})
+    assert written.spans[0].ids == found.spans[0].ids
     assert [(one.role, one.text) for one in found.messages[2:]] == [("tool", "7"), ("assistant", "It is 7")]
     assert (found.reward, found.rewards["right"], found.stop) == (0.5, 1.0, "done")
     assert found.turns[0].info == {"calls": 1, "call": {"name": "add", "arguments": {"numbers": [2, 5]}}}

@@ -96,6 +96,15 @@ def test_the_environment_of_a_custom_loop_is_played_by_ours(files):
     assert recipe["limits"]["turns"] == 3
 
 
+def test_a_filter_of_the_users_file_stays_one(files):
+    line = "train.py --hf-checkpoint model --prompt-data train.jsonl --num-rollout 3 --dynamic-sampling-filter-path {}"
+    found = of(line.format("search.keep"), folder=files)
+    assert table(found)["train"]["group_filter"] == f"{files / 'search.py'}:keep"
+    assert kinds(found)["dynamic-sampling-filter-path"] == "mapped"
+    theirs = of(line.format("slime.rollout.filter_hub.other.keep"), folder=files)
+    assert kinds(theirs)["dynamic-sampling-filter-path"] == "none"
+
+
 def test_columns_of_metadata_and_tools(files):
     line = "train.py --hf-checkpoint model --prompt-data train.jsonl --num-rollout 3 --metadata-key {} --tool-key {}"
     renamed = of(line.format("meta", "functions"), folder=files)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -227,6 +228,7 @@ class SlimeEnv(Env):
             raise EnvError(f"{factory.where} returned {describe_value(self._env)}; return an environment with reset and step")
         if callable(getattr(self._env, "reset", None)):
             self._env.reset()
+        self.tools = _tools_of(task)
         return list(task.messages)
 
     def step(self, action: Action) -> Step:
@@ -327,8 +329,17 @@ def _prompt(task: Task, model: Any, args: Any) -> Any:
     messages = [message.to_dict() for message in task.messages]
     if not args.apply_chat_template:
         return messages
-    tools = task.info.get("tools") or (task.info.get("metadata") or {}).get("tools")
-    return model.tokenizer.apply_chat_template(messages, tokenize=False, tools=tools, add_generation_prompt=True)
+    tools = _tools_of(task)
+    return model.tokenizer.apply_chat_template(messages, tokenize=False, tools=tools or None, add_generation_prompt=True)
+
+
+def _tools_of(task: Task) -> Sequence[Mapping[str, Any]]:
+    """Return the schemas of the row's tools, which may be written as JSON."""
+    tools = task.info.get("tools") or (task.info.get("metadata") or {}).get("tools") or ()
+    try:
+        return json.loads(tools) if isinstance(tools, str) else tools
+    except ValueError as error:
+        raise EnvError(f"task {task.id}: its tools are no JSON: {error}") from None
 
 
 def _rows(samples: list[Any]) -> dict[str, Any]:

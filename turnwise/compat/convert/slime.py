@@ -91,7 +91,10 @@ def _filter(draft: Draft, value: Any) -> str | None:
     if str(value).endswith(NONZERO_STD):
         draft.put("train.refill", 3)
         return None
-    return own_function("train.group_filter")(draft, value)
+    if str(value).startswith(("slime.", "miles.")):
+        return own_function("train.group_filter")(draft, value)
+    draft.put("train.group_filter", python_name(draft, str(value)))
+    return None
 
 
 def _finish(draft: Draft) -> None:
