@@ -91,10 +91,7 @@ def _train(
         resolved = replace(resolved, config=with_steps_of_epochs(resolved.config, specs))
     _warn_early(resolved, specs, watch)
     with RunDir(path) as run:
-        extending, done = (False, "") if resume is None else _what_is_left(resolved, path)
-        if done:
-            watch.note(done)
-            return path
+        extending = resume is not None and _is_extended(resolved, path)
         if resume is None:
             shutil.rmtree(path / "model", ignore_errors=True)  # left by a run stopped before its first step
             run.write_json("config.json", to_json_dict(resolved) | {"versions": versions()})
@@ -121,6 +118,10 @@ def _train(
             raise
         if extending:
             _record_extension(training_run, resolved)
+        elif done := _finished(training_run):
+            run_sync(training_run.parts.engine.close())
+            watch.note(done)
+            return path
         track = resolved.config.track
         trackers = TrackerProcesses(track.to, path, track.project, track.name)
         try:
@@ -154,19 +155,27 @@ def _record_extension(training_run: TrainingRun, resolved: ResolvedConfig) -> No
     (run.path / "summary.json").unlink(missing_ok=True)
 
 
-def _what_is_left(resolved: ResolvedConfig, run: Path) -> tuple[bool, str]:
-    """Return whether a resumed run is being extended; of a finished one that is not, also a note with the command for it."""
-    train, before = resolved.config.train, load_run_config(run)
-    extending = resolved.extended != before.extended or train.stop_success != before.config.train.stop_success
+def _is_extended(resolved: ResolvedConfig, run: Path) -> bool:
+    """Return whether a run is resumed with more steps or another early stop."""
+    before = load_run_config(run)
+    return resolved.extended != before.extended or resolved.config.train.stop_success != before.config.train.stop_success
+
+
+def _finished(training_run: TrainingRun) -> str:
+    """Return a note with the command that extends a run, if it is finished and has its last checkpoint; else nothing."""
+    run, train = training_run.run.path, training_run.config.train
     try:
         steps = json.loads((run / "summary.json").read_text(encoding="utf-8"))["rl_steps"]
     except (OSError, ValueError, KeyError):
-        return extending, ""
-    if extending:
-        return True, ""
-    stopped = f" (train.stop_success = {train.stop_success:g} was reached)" if steps < train.steps else ""
+        return ""
+    early = steps < train.steps
+    if (training_run.cursor["phase"], training_run.cursor["step"]) != ("reinforce", steps) or (
+        early and train.stop_success is None
+    ):
+        return ""
+    stopped = f" (train.stop_success = {train.stop_success:g} was reached)" if early else ""
     more = f"--train.steps {2 * train.steps}" + (" --train.stop_success none" if stopped else "")
-    return False, f"{run} is finished after {steps} steps{stopped}; extend it with: turnwise train --resume {run} {more}"
+    return f"{run} is finished after {steps} steps{stopped}; extend it with: turnwise train --resume {run} {more}"
 
 
 def run_evaluation(

@@ -124,5 +124,5 @@ def test_the_command_line_says_a_mistake_in_one_line_and_fails(tmp_path, monkeyp
     assert main(["eval", "recipe.toml", "--engine", "scripted"]) == 1
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert said.startswith("turnwise: error: AttributeError at ")
-    assert "broken.py:9 in step, in 3 tasks (" in said
+    assert "broken.py:9 in step, in 7 of the first 7 episodes: " in said
     assert "Traceback" not in said

@@ -253,11 +253,14 @@ def test_an_extension_keeps_the_tasks_of_the_steps_before():
 def test_a_finished_run_says_so_and_how_to_extend_it(tmp_path):
     run, watch = tmp_path / "run", Noting()
     train(Coin, run)
-    before = (run / "journal.jsonl").read_bytes()
+    before, metrics = (run / "journal.jsonl").read_bytes(), (run / "metrics.jsonl").read_bytes()
     run_training(load_run_config(run), resume=run, watch=watch, env_specs=[as_env_spec(Coin)])
     line = f"{run} is finished after 3 steps; extend it with: turnwise train --resume {run} --train.steps 6"
     assert watch.notes == [line]
-    assert (run / "journal.jsonl").read_bytes() == before
+    after = (run / "journal.jsonl").read_bytes()
+    assert after.startswith(before)
+    assert [json.loads(line)["e"] for line in after[len(before) :].splitlines()] == ["resumed"]
+    assert (run / "metrics.jsonl").read_bytes() == metrics
 
 
 @pytest.mark.parametrize(
