@@ -1,6 +1,6 @@
 """Injections: what a world may say to be taken for control, and how a renderer is held against them.
 
-`python tests/renderers/guard_suite.py` prints the table of docs/templates.md.
+`python tests/renderers/guard_suite.py` prints the table of tokenizers.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def chatml(kind: str, **settings: str) -> ChatRenderer:
 
 
 def table() -> Iterator[str]:
-    """The rows of the table in docs/templates.md."""
+    """Return the rows of the table of tokenizers."""
     suite = injections()
     yield "| tokenizer | injections | forge if encoded naively | control ids changed | appends exact |"
     yield "|---|---|---|---|---|"
