@@ -88,7 +88,7 @@ def found_in(path: Path) -> list[tuple[int, str]]:
 def files() -> list[Path]:
     """Return the product's modules, templates and documents."""
     product = [path for path in (ROOT / "turnwise").rglob("*.py") if "templates" not in path.relative_to(ROOT).parts]
-    return sorted([*product, *(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+    return sorted([*product, *(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,8 +1,7 @@
-"""Write the key tables of docs/recipes.md, generated from the schema."""
+"""Write docs/reference/keys.md: every key of a recipe, from the docstrings of the schema."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from turnwise.config import EnvConfig, RunConfig
@@ -10,8 +9,12 @@ from turnwise.config.dump import toml_value
 from turnwise.config.fields import describe_type, field_docs, field_type
 from turnwise.config.load import flatten
 
-PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
-BEGIN, END = "<!-- keys: begin (written by tests/docs/recipe_keys.py) -->", "<!-- keys: end -->"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "keys.md"
+HEAD = """# Every key of a recipe
+
+Written by `python tests/docs/recipe_keys.py` from the docstrings of `turnwise/config/schema.py`. `turnwise train --keys` prints the same.
+
+"""
 
 
 def tables() -> str:
@@ -29,7 +32,7 @@ def tables() -> str:
         head = "At the top" if not section else "`[[env]]`" if section == "env" else f"`[{section}]`"
         about = docs.get(section, "") if section else ""
         lines += [
-            f"### {head}",
+            f"## {head}",
             "",
             *([about, ""] if about else []),
             "| key | value | default | meaning |",
@@ -39,12 +42,10 @@ def tables() -> str:
     return "\n".join(lines)
 
 
-def with_tables(page: str) -> str:
-    """Return the page with its tables replaced."""
-    pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
-    assert pattern.search(page), f"{PAGE.name} has lost its markers"
-    return pattern.sub(lambda _: f"{BEGIN}\n\n{tables()}\n{END}", page)
+def page() -> str:
+    """Return the page."""
+    return HEAD + tables()
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""docs/recipes.md tells of every key, in the words of the schema."""
+"""The pages of docs/reference are those that the code makes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from recipe_keys import PAGE, with_tables
+import metric_tables
+import recipe_keys
 
 from turnwise.config.fields import field_docs, known_keys
 
 
-def test_the_tables_are_those_of_the_schema():
-    page = PAGE.read_text(encoding="utf-8")
-    assert with_tables(page) == page, "run `python tests/docs/recipe_keys.py` and commit docs/recipes.md"
+def test_the_keys_are_those_of_the_schema():
+    assert recipe_keys.PAGE.read_text(encoding="utf-8") == recipe_keys.page(), "run `python tests/docs/recipe_keys.py`"
+
+
+def test_the_metrics_are_those_of_the_code():
+    assert metric_tables.PAGE.read_text(encoding="utf-8") == metric_tables.page(), "run `python tests/docs/metric_tables.py`"
 
 
 def test_every_key_says_what_it_means():
