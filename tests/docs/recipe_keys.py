@@ -12,7 +12,8 @@ from turnwise.config.load import flatten
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "keys.md"
 HEAD = """# Every key of a recipe
 
-Written by `python tests/docs/recipe_keys.py` from the docstrings of `turnwise/config/schema.py`. `turnwise train --keys` prints the same.
+Written by `python tests/docs/recipe_keys.py` from the docstrings of `turnwise/config/schema.py`.
+`turnwise train --keys` prints the same.
 
 """
 

@@ -26,6 +26,7 @@ from turnwise.types import (
     Turn,
 )
 
+
 def metric_doc(path):
     """The row of the tables for a flattened name (`seconds.tool.p95`); None if there is none."""
     for one in METRICS:
