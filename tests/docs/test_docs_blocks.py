@@ -159,6 +159,19 @@ def test_commands_exist(block: Block, command, printed):
         check_command(block, part)
 
 
+INLINE = [
+    Block(path, number, "console", command)
+    for path in FILES
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+    for command in re.findall(r"`(python \S+\.py[^`]*|(?:pytest|make) [^`]+)`", line)
+]
+
+
+@pytest.mark.parametrize("block", INLINE, ids=lambda block: f"{block.where} {block.text}")
+def test_commands_within_sentences_exist(block: Block):
+    check_command(block, block.text)
+
+
 def check_command(block: Block, command: str) -> None:
     words = shlex.split(command.replace("{{ name }}", "my_env").replace("{{ cls }}", "MyEnv"))
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
