@@ -186,7 +186,7 @@ Row = dict[str, Any]
 def rollout_metrics(trajectories: Sequence[Trajectory], *, success: float = 1.0) -> Row:
     """Return metrics of finished episodes by their names in metrics.jsonl; families are dicts, and empty ones are left out.
 
-    `success` is the minimum reward of a successful episode. docs/metrics.md documents the metrics.
+    `success` is the minimum reward of a successful episode. docs/reference/metrics.md documents the metrics.
     """
     episodes = max(len(trajectories), 1)
     stops = [t.stop for t in trajectories if t.stop is not None]

@@ -97,7 +97,7 @@ def truncated(rows: DiagnosisInput) -> Diagnosis | None:
         "max_turns": "Raise limits.turns, or reward finishing.",
         "context": "Raise limits.context, truncate observations (limits.observation_tokens), or shorten rollout.history.",
         "episode_tokens": "Raise limits.episode_tokens, or truncate observations (limits.observation_tokens).",
-        "wall_clock": "Raise limits.wall_clock_s, or find the slow phase: seconds.<phase> in docs/metrics.md.",
+        "wall_clock": "Raise limits.wall_clock_s, or find the slow phase: seconds.<phase> in docs/reference/metrics.md.",
         "invalid_token": "Misplaced control tokens: warm the model up, or check its template (turnwise check --model).",
     }.get(cause, "See stops in the overview.")
     return Diagnosis("everything truncated", f"{100 * share:.0f}% of episodes were truncated, mostly by {cause}.", remedy)
