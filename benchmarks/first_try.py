@@ -73,16 +73,18 @@ def train(recipe: Path, seed: int, out: Path, overrides: Sequence[str], shuffled
             return {"error": str(error)}
 
 
-def solver_success(name: str, seed: int = 0, n: int = 128) -> float:
-    """Success of the solver on held-out tasks."""
+def solver_success(name: str, recipe: Path, seed: int = 0, n: int = 128) -> float:
+    """Success of the solver on held-out tasks, within the limits of the recipe."""
     import turnwise as tw
+    from turnwise.config import load
     from turnwise.config.schema import EnvConfig
     from turnwise.envs import resolve_env
 
     spec = resolve_env(EnvConfig(use=f"{ROOT}/examples/{name}.py:{TASKS[name]}"))
     assert spec.factory is not None
     assert spec.solver is not None
-    found = tw.rollout(spec.factory, spec.tasks("eval", n, seed), engine=tw.ScriptedEngine(spec.solver))
+    limits = load(recipe, []).config.limits
+    found = tw.rollout(spec.factory, spec.tasks("eval", n, seed), engine=tw.ScriptedEngine(spec.solver), limits=limits)
     return sum(one.reward == 1.0 for one in found) / len(found)
 
 
@@ -108,7 +110,7 @@ def child(name: str, seed: str, recipe: str, out: str, shuffled: str, *overrides
     row["demos"] = next((one["demo_reward"] for one in gates if one["phase"] == "warmup"), None)
     row["gate"] = [round(one["success"], 2) for one in gates if one["phase"] == "gate"]
     row["steps"] = sum(one["phase"] == "train" for one in gates)
-    row["solver"] = solver_success(name)
+    row["solver"] = solver_success(name, Path(recipe))
     print(json.dumps(row))
 
 
