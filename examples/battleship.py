@@ -17,7 +17,7 @@ def near(field):
 
 
 class Battleship(tw.Env):
-    """The reward is 1 when both fields are hit within eleven shots; every answer names the last shot and the field hit so far."""
+    """The reward is 1 when both fields are hit in eleven shots; each answer names the last shot and the first field hit."""
 
     single_turn_best = 0.0
     max_turns = 11
@@ -36,7 +36,7 @@ class Battleship(tw.Env):
         return tw.Step(self.show(field), reward=float(done), terminated=done)
 
     def show(self, field):
-        return f"shot {field} {'hit' if field in self.ship else 'miss'} ship {self.hits[0] if self.hits else 'unknown'}"
+        return f"shot {field} hit {self.hits[0] if self.hits else 'none'}"
 
     @staticmethod
     def tasks(split, n, seed):
@@ -48,10 +48,10 @@ class Battleship(tw.Env):
 
     @staticmethod
     def solver(messages, rng):
-        last, hit = messages[-1].text.split()[1::3] if messages[-1].text.startswith("shot") else ("", "unknown")
-        order = HUNT if hit == "unknown" else near(hit)
+        last, hit = messages[-1].text.split()[1::2] if messages[-1].text.startswith("shot") else ("", "none")
+        order = HUNT if hit == "none" else near(hit)
         return order[(order.index(last) + 1) % len(order)] if last in order else order[0]
 
     @staticmethod
     def demonstrator(messages, rng):
-        return Battleship.solver(messages, rng) if rng.random() < 0.5 else rng.choice(FIELDS)
+        return Battleship.solver(messages, rng) if rng.random() < 0.75 else rng.choice(FIELDS)
