@@ -100,7 +100,7 @@ def solver_success(name: str, recipe: Path, seed: int = 0, n: int = 128) -> floa
 
 
 def run_one(name: str, seed: int, kinds: Sequence[bool], overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """Train a task in processes of their own, with true and with shuffled rewards from the same warm-up; return a row for each."""
+    """Train a task in processes of their own, with true and shuffled rewards after the same warm-up; return a row for each."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         recipe = recipe_of(name, Path(folder))
