@@ -85,7 +85,7 @@ def train(recipe: Path, seed: int, out: Path, overrides: Sequence[str], shuffled
 
 
 def solver_success(name: str, recipe: Path, seed: int = 0, n: int = 128) -> float:
-    """Success of the solver on held-out tasks, within the limits of the recipe."""
+    """Success of the solver on held-out tasks, within the turns of the recipe."""
     import turnwise as tw
     from turnwise.config import load
     from turnwise.config.schema import EnvConfig
@@ -94,7 +94,7 @@ def solver_success(name: str, recipe: Path, seed: int = 0, n: int = 128) -> floa
     spec = resolve_env(EnvConfig(use=f"{ROOT}/examples/{name}.py:{TASKS[name]}"))
     assert spec.factory is not None
     assert spec.solver is not None
-    limits = load(recipe, []).config.limits
+    limits = tw.Limits(turns=load(recipe, []).config.limits.turns)  # without a model, a token is a byte
     found = tw.rollout(spec.factory, spec.tasks("eval", n, seed), engine=tw.ScriptedEngine(spec.solver), limits=limits)
     return sum(one.reward == 1.0 for one in found) / len(found)
 
