@@ -1,4 +1,4 @@
-"""Find a day on which two people are free, with two tools."""
+"""Find an hour at which two people are free, with two tools."""
 
 import json
 import random
@@ -6,7 +6,7 @@ import random
 import turnwise as tw
 
 PEOPLE = ("ann", "bob", "cleo", "dan", "eve")
-DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+HOURS = ("8", "9", "10", "11", "12", "13", "14", "15")
 
 
 class Calendar:
@@ -16,25 +16,25 @@ class Calendar:
         self.free = free or {}
         self.booked = ""
 
-    def days(self, person: str) -> str:
-        """Show the free days of a person.
+    def hours(self, person: str) -> str:
+        """Show the free hours of a person.
 
         Args:
             person: a name.
         """
         return " ".join(self.free[person]) if person in self.free else "nobody"
 
-    def book(self, day: str) -> str:
-        """Book a day for both.
+    def book(self, hour: str) -> str:
+        """Book an hour for both.
 
         Args:
-            day: the day.
+            hour: the hour.
         """
-        self.booked = day
+        self.booked = hour
         return "booked"
 
     def calc_reward(self):
-        return float(bool(self.free) and all(self.booked in days for days in self.free.values()))
+        return float(bool(self.free) and all(self.booked in hours for hours in self.free.values()))
 
 
 def tasks(split, n, seed):
@@ -42,9 +42,9 @@ def tasks(split, n, seed):
     tasks = {}
     for _ in range(20 * n):
         one, other = rng.sample(PEOPLE, 2)
-        both, *rest = rng.sample(DAYS, 3)
-        free = {one: sorted([both, rest[0]], key=DAYS.index), other: sorted([both, rest[1]], key=DAYS.index)}
-        if (sum(map(DAYS.index, rest)) % 5 == 0) == (split == "eval"):
+        both, *rest = rng.sample(HOURS, 3)
+        free = {one: sorted([both, rest[0]], key=int), other: sorted([both, rest[1]], key=int)}
+        if (sum(map(int, rest)) % 5 == 0) == (split == "eval"):
             row = {"Calendar": {"create_kwargs": {"free": free}}}
             task = tw.Task(f"meet {one} {other}", info={"tools_kwargs": row})
             tasks[task.id] = task
@@ -59,14 +59,14 @@ def solver(messages, rng):
     _, one, other = messages[0].text.split()
     found = [message.text for message in messages if message.role == "tool"]
     if len(found) < 2:
-        return call("days", person=(one, other)[len(found)])
-    return call("book", day=next(day for day in found[0].split() if day in found[1].split())) if len(found) == 2 else "done"
+        return call("hours", person=(one, other)[len(found)])
+    return call("book", hour=next(hour for hour in found[0].split() if hour in found[1].split())) if len(found) == 2 else "done"
 
 
 def demonstrator(messages, rng):
     found = [message.text for message in messages if message.role == "tool"]
     if len(found) == 2 and rng.random() < 0.6:
-        return call("book", day=rng.choice(found[0].split()))
+        return call("book", hour=rng.choice(found[0].split()))
     return solver(messages, rng)
 
 
