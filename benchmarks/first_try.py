@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -53,7 +54,10 @@ def recipe_of(name: str, folder: Path) -> Path:
 
 
 def train(recipe: Path, seed: int, out: Path, overrides: Sequence[str], shuffled: bool) -> dict[str, Any]:
-    """Train in this process; return the summary, or the error that stopped the run."""
+    """Train in this process, from the warm-up in `out` if there is one; return the summary, or the error that stopped the run.
+
+    The run before reinforcement is copied to `out` + `-warm`, where the control of the same seed begins.
+    """
     from honesty import Shuffled
 
     from turnwise.config import load
@@ -62,10 +66,17 @@ def train(recipe: Path, seed: int, out: Path, overrides: Sequence[str], shuffled
     from turnwise.training import TrainingRun
     from turnwise.training.task_plan import make_env_specs
 
+    class Copied(TrainingRun):
+        def _save(self, name: str, **cursor: Any) -> None:
+            super()._save(name, **cursor)
+            if name == "warmed":
+                shutil.copytree(self.run.path, f"{out}-warm", dirs_exist_ok=True)
+
     config = replace(load(recipe, [f"--{one}" for one in overrides]).config, seed=seed)
+    warm = (out / "checkpoints" / "warmed").exists()
     with RunDir(out) as directory:
         try:
-            run = TrainingRun(config, make_env_specs(config), directory, NullListener())
+            run = Copied(config, make_env_specs(config), directory, NullListener(), resumed=warm)
             if shuffled:
                 run.parts.trainer = Shuffled(run.parts.trainer, seed)  # type: ignore[assignment]
             return asyncio.run(run.play())
@@ -73,42 +84,47 @@ def train(recipe: Path, seed: int, out: Path, overrides: Sequence[str], shuffled
             return {"error": str(error)}
 
 
-def solver_success(name: str, seed: int = 0, n: int = 128) -> float:
-    """Success of the solver on held-out tasks."""
+def solver_success(name: str, recipe: Path, seed: int = 0, n: int = 128) -> float:
+    """Success of the solver on held-out tasks, within the turns of the recipe."""
     import turnwise as tw
+    from turnwise.config import load
     from turnwise.config.schema import EnvConfig
     from turnwise.envs import resolve_env
 
     spec = resolve_env(EnvConfig(use=f"{ROOT}/examples/{name}.py:{TASKS[name]}"))
     assert spec.factory is not None
     assert spec.solver is not None
-    found = tw.rollout(spec.factory, spec.tasks("eval", n, seed), engine=tw.ScriptedEngine(spec.solver))
+    limits = tw.Limits(turns=load(recipe, []).config.limits.turns)  # without a model, a token is a byte
+    found = tw.rollout(spec.factory, spec.tasks("eval", n, seed), engine=tw.ScriptedEngine(spec.solver), limits=limits)
     return sum(one.reward == 1.0 for one in found) / len(found)
 
 
-def run_one(name: str, seed: int, shuffled: bool, overrides: Sequence[str]) -> dict[str, Any]:
-    """Train a task in a process of its own; return a row."""
+def run_one(name: str, seed: int, kinds: Sequence[bool], overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """Train a task in processes of their own, with true and shuffled rewards after the same warm-up; return a row for each."""
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         recipe = recipe_of(name, Path(folder))
         given = [*overrides, *(["model.vision=true"] if name in IMAGES else [])]
-        words = [sys.executable, __file__, "--child", name, str(seed), str(recipe), f"{folder}/run", str(int(shuffled)), *given]
-        done = subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
-        if done.returncode:
-            return {"task": name, "seed": seed, "shuffled": shuffled, "error": done.stderr[-300:]}
-        return {"task": name, "seed": seed, "shuffled": shuffled, **json.loads(done.stdout.splitlines()[-1])}
+        out = f"{folder}/run"
+        for shuffled in kinds:
+            words = [sys.executable, __file__, "--child", name, str(seed), str(recipe), out, str(int(shuffled)), *given]
+            done = subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
+            found = {"error": done.stderr[-300:]} if done.returncode else json.loads(done.stdout.splitlines()[-1])
+            rows.append({"task": name, "seed": seed, "shuffled": shuffled, **found})
+            out = f"{folder}/run-warm"
+    return rows
 
 
 def child(name: str, seed: str, recipe: str, out: str, shuffled: str, *overrides: str) -> None:
     """Train one task and print its row."""
     summary = train(Path(recipe), int(seed), Path(out), overrides, bool(int(shuffled)))
     gates = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
-    row = {
-        key: summary.get(key) for key in ("success_before", "success_after", "turns_after", "warmup_steps", "cpu_s", "error")
-    }
+    keys = "success_before", "success_after", "turns_after", "warmup_steps", "cpu_s", "rolled_back", "error"
+    row = {key: summary.get(key) for key in keys}
     row["demos"] = next((one["demo_reward"] for one in gates if one["phase"] == "warmup"), None)
     row["gate"] = [round(one["success"], 2) for one in gates if one["phase"] == "gate"]
     row["steps"] = sum(one["phase"] == "train" for one in gates)
-    row["solver"] = solver_success(name)
+    row["solver"] = solver_success(name, Path(recipe))
     print(json.dumps(row))
 
 
@@ -127,7 +143,7 @@ def line(row: dict[str, Any]) -> str:
     keys = "demos", "success_before", "success_after", "solver"
     shares = [f"{100 * row[key]:.0f}" if row.get(key) is not None else "-" for key in keys]
     control = " shuffled" if row["shuffled"] else ""
-    told = f" | {row['error'][:110]}" if row.get("error") else ""
+    told = f" | {row['error'][:110]}" if row.get("error") else " | rolled back" if row.get("rolled_back") else ""
     rest = f"{row.get('warmup_steps')} + {row.get('steps')} | {row.get('cpu_s') or 0:.0f} | {row.get('gate')}"
     return f"| {row['task']}{control} | {row['seed']} | {' | '.join(shares)} | {rest} | {judge(row)}{told} |"
 
@@ -144,13 +160,13 @@ def main() -> None:
     args = parser.parse_args()
     seeds = (0,) if args.quick else tuple(args.seeds)
     kinds = (False,) if args.without_control else (False, True)
-    work = [(name, seed, kind) for kind in kinds for seed in seeds for name in args.only]
+    work = [(name, seed, kinds) for seed in seeds for name in args.only]
     print(f"{HEADER}\n|{'---|' * HEADER.count(' | ')}")
     rows = []
     with ThreadPoolExecutor(args.jobs) as pool:
-        for row in pool.map(lambda one: run_one(*one, args.set), work):
-            rows.append(row)
-            print(line(row), flush=True)
+        for found in pool.map(lambda one: run_one(*one, args.set), work):
+            rows += found
+            print("\n".join(map(line, found)), flush=True)
     learned = {name: all(judge(r) == "learned" for r in rows if r["task"] == name and not r["shuffled"]) for name in args.only}
     control = [judge(row) for row in rows if row["shuffled"]]
     found = {

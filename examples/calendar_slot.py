@@ -42,8 +42,8 @@ def tasks(split, n, seed):
     tasks = {}
     for _ in range(20 * n):
         one, other = rng.sample(PEOPLE, 2)
-        both, *rest = rng.sample(HOURS, 5)
-        free = {one: sorted([both, *rest[:2]], key=int), other: sorted([both, *rest[2:]], key=int)}
+        both, *rest = rng.sample(HOURS, 3)
+        free = {one: sorted([both, rest[0]], key=int), other: sorted([both, rest[1]], key=int)}
         if (sum(map(int, rest)) % 5 == 0) == (split == "eval"):
             row = {"Calendar": {"create_kwargs": {"free": free}}}
             task = tw.Task(f"meet {one} {other}", info={"tools_kwargs": row})

@@ -85,9 +85,6 @@ def train(
     if rules is not None:
         check_section(rules, "tw.train(rules=...)")
         spec = replace(spec, rules=rules)
-    config = resolved.config
-    if listed is not None and len(listed) < config.rollout.groups and not resume:
-        resolved = replace(resolved, config=replace(config, rollout=replace(config.rollout, groups=len(listed))))
     with closing(make_display(display)) as watch:
         try:
             resumed = Path(out) if resume else None

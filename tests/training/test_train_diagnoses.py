@@ -137,7 +137,7 @@ def test_a_warm_up_that_cannot_meet_its_gate(tmp_path):
     assert names(rows) == ["the warmup gate is not met"]
 
 
-def test_a_model_whose_task_needs_no_looking(tmp_path):
+def test_a_model_whose_task_needs_no_looking(tmp_path, capfd):
     class Blind(tw.Env):
         """Pays whatever is said, seen or not."""
 
@@ -155,7 +155,7 @@ def test_a_model_whose_task_needs_no_looking(tmp_path):
         model=tw.tiny(vision=True, **TINY),
         env=Blind,
         out=tmp_path / "run",
-        display="none",
+        display="plain",
         limits={"turns": 1, "turn_tokens": 4},
         rollout={"groups": 1, "group_size": 2},
         warmup={"demos": 0},
@@ -164,6 +164,10 @@ def test_a_model_whose_task_needs_no_looking(tmp_path):
     )
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert "the model is blind" in names([], summary)
+    told = "".join(capfd.readouterr())
+    assert "evaluate after: 2 passes" in told
+    assert "evaluate blind: 1 passes" in told
+    assert "3/2" not in told
 
 
 def tw_image():

@@ -389,3 +389,21 @@ def test_a_run_begins_with_why_it_may_learn_nothing(tmp_path):
     given = {"out": str(tmp_path / "run"), "train": {"steps": 1}, "eval": {"tasks": 2}, "model": tw.tiny(**TINY)}
     run_training(from_python(given, "a test"), watch=watch, env_specs=[as_env_spec(Echo)])
     assert watch.notes[0] == f"warning: {NO_START}"
+
+
+def test_few_tasks_are_played_more_often_from_python_too(tmp_path):
+    few = [tw.Task(info={"word": word}, id=word) for word in "ab"]
+    tw.train(
+        env=Echo,
+        tasks=few,
+        eval_tasks=[tw.Task(info={"word": "c"}, id="c")],
+        model=tw.tiny(**TINY),
+        out=tmp_path / "run",
+        display="none",
+        limits={"turn_tokens": 2},
+        rollout={"groups": 4, "group_size": 3},
+        train={"steps": 1},
+        eval={"tasks": 1},
+    )
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["trajectories"] for row in rows if row["phase"] == "train"] == [12]

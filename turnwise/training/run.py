@@ -610,22 +610,24 @@ class TrainingRun:
             self.watch.note("no held-out tasks; skipping evaluation")
             return {}
         await self._sync(self.cursor["warmed"] + step)
-        self.watch.phase(f"evaluate {name}", 2 if greedy and config.greedy else 1, "passes")
         scores: dict[str, EvalResult] = {}
         samples = eval_samples(len(self.plan.held_out), config.tasks, config.samples)
         modes = {"sampled": (samples, sampling_of(config))}
         modes |= {"greedy": (1, Sampling(temperature=0.0))} if greedy and config.greedy else {}
         if name == "after":
             modes["blind"] = modes["sampled"]
+        self.watch.phase(f"evaluate {name}", len(modes) - ("blind" in modes), "passes")
         for number, (mode, (samples, sampling)) in enumerate(modes.items(), 1):
             if mode == "blind" and not scores["sampled"].images:
                 continue
             phase, blind = f"eval-{name}-{mode}", mode == "blind"
+            if blind:  # known only now: a pass over the others would be "3/2"
+                self.watch.phase("evaluate blind", 1, "passes")
             found = await self._score(self.plan.held_out, phase, step, samples, sampling, blind)
             scores[mode] = found
             row = {"phase": "eval", "name": name, "mode": mode, "step": step} | dict(self.measured)
             self._row(row | found.row() | self._failed_plays(phase, step))
-            self.watch.progress(number, {"success": found.success, "turns": found.turns, "stops": found.stops})
+            self.watch.progress(1 if blind else number, {"success": found.success, "turns": found.turns, "stops": found.stops})
         return scores
 
     async def _score(
