@@ -180,7 +180,7 @@ READ_FROM_THE_DOCUMENT = ("RolloutInferRequest(", "RolloutResponseChoice(")
 CODE = re.compile(
     r"^\s*(async def |def |class |from \S+ import|import |@\w+|return \S+$|return .*[\](),]|self\.|\w+ \+?= |<\|im|</?tool_"
     r"|</?think|--\w|\w+\($|[)\]}]$|pip install|hf download|swift rollout|if .*:$|for .*:$|elif |else:|\w+: *(\S+)?$"
-    r"|- class_name: |loss_mask|\{\")"
+    r"|- class_name: |\w+(\.\w+)+ = |loss_mask|\{\")"
 )
 PROSE = re.compile(
     r"^(Path|Note|References|Overview|Last updated|Multi-round training script references|In pseudocode).*:?$|^It's a"
