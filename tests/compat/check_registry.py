@@ -1,8 +1,9 @@
 """Checks registered environments, each in a process of its own.
 
-    python check_registry.py FRAMEWORK SITE SECONDS COUNT [ID ...]
+    python check_registry.py FRAMEWORK SITE SECONDS PIECE/PIECES [ID ...]
 
-Prints `id<TAB>seconds<TAB>error` for each, the error empty where the check finds none, until COUNT of them pass; 0 checks all.
+Prints `id<TAB>seconds<TAB>error` for each id of a piece of the registry, the error empty where the check finds none. `0/1` is
+all of them; SECONDS bounds each.
 """
 
 import os
@@ -38,20 +39,17 @@ def check(name, id, seconds):
 
 
 def main():
-    name, site, seconds, count, *only = sys.argv[1:]
+    name, site, seconds, piece, *only = sys.argv[1:]
     sys.path.append(site)
     from turnwise.envs.foreign import framework
 
-    passed = 0
-    for id in only or list(framework(name).ids()):
-        if not only and id.endswith(("-raw", "-train")):  # the same games in other wrappers, which do not apply
-            continue
+    at, pieces = map(int, piece.split("/"))
+    again = ("-raw", "-train")  # the same games in other wrappers, which do not apply
+    ids = only or [id for id in framework(name).ids() if not id.endswith(again)]
+    for id in ids[at::pieces]:
         started = time.monotonic()
         error = check(name, id, int(seconds))
-        passed += not error
         print(id, f"{time.monotonic() - started:.1f}", error, sep="\t", flush=True)
-        if int(count) and passed >= int(count):
-            break
 
 
 if __name__ == "__main__":

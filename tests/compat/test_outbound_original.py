@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import threading
 import typing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,9 +21,12 @@ pytestmark = pytest.mark.compat
 
 @pytest.fixture(scope="module", autouse=True)
 def packages():
-    """On Python 3.11 pydantic wants the other TypedDict."""
+    """On Python 3.11 pydantic wants the other TypedDict. Integrations that were imported before have bases of ours."""
     originals.use()
     typing.TypedDict = typing_extensions.TypedDict
+    for name in [one for one in sys.modules if one.startswith("turnwise.integrations.")]:
+        if not name.endswith(".episodes"):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import pytest
 import typing_extensions
 from rollout_kit import bpe, renderer
 from stand_ins_kit import USERS
+from vision_kit import tiny_vlm_directory
 
 import turnwise as tw
 from turnwise.compat.skyrl import FRAMEWORK
@@ -47,14 +48,15 @@ def tokenizer():
 class Client:
     """Answers SkyRL's generator with the replies of a script, and keeps the contexts."""
 
-    def __init__(self, replies, stop):
+    def __init__(self, replies, stop, encode=None):
         self.replies, self.stop, self.contexts = list(replies), stop, []
+        self.encode = encode or renderer("bpe").encode_reply
 
     async def generate(self, batch, model=None):
         (ids,) = batch["prompt_token_ids"]
         self.contexts.append(list(ids))
         text = self.replies[len(self.contexts) - 1]
-        found = renderer("bpe").encode_reply(text)
+        found = self.encode(text)
         ended = any(text.endswith(one) for one in self.stop)
         reply = found[:-1] if ended else found
         return {
@@ -239,7 +241,7 @@ def registered(skyrl):
     ],
 )
 def test_user_files(skyrl, tokenizer, registered, use, row, replies, reward):
-    """The user files of the tests with stand-ins, now of SkyRL-Gym's own base class; trim.py differs on purpose."""
+    """The user files of the tests with stand-ins, now of SkyRL-Gym's own base class."""
     found, _ = compare(skyrl, tokenizer, registered(use), row, replies, turns=4)
     assert found.reward == pytest.approx(reward)
     assert len(found.turns) == len(replies)
@@ -265,3 +267,84 @@ def test_a_user_file_with_a_database(skyrl, tokenizer, registered, tmp_path):
     settings = {"db_path": str(tmp_path)}
     found, _ = compare(skyrl, tokenizer, name, row, replies, turns=4, config=SimpleNamespace(**settings), settings=settings)
     assert found.reward == 1.0
+
+
+@pytest.mark.parametrize(("name", "reward"), [("turnwise_echo", 1.0), ("turnwise_echo_bonus", 1.5)])
+def test_a_user_file_that_registers_its_environments(skyrl, tokenizer, registered, name, reward):
+    registered("registered.py:EchoEnv")
+    found, _ = compare(skyrl, tokenizer, name, {"word": "amber"}, ["so amber"], turns=1)
+    assert found.reward == reward
+
+
+def test_a_user_file_that_changes_the_action(skyrl, tokenizer, registered):
+    """On purpose: SkyRL trains the changed text, encoded again; we keep what was sampled. Everything else is equal."""
+    name, replies = registered("trim.py:TrimEnv"), ["<think>a</think> and more", "stop"]
+    out, contexts = theirs(skyrl, tokenizer, name, {}, replies, turns=3)
+    found, sample = ours(name, {}, replies, turns=3)
+    opening = found.turns[0].context
+    assert contexts[0] == found.prompt_ids(0)
+    header = "<|im_start|>assistant\n"
+    assert renderer("bpe").decode(out.response_ids) == f"<think>a</think>{header}stop"
+    assert renderer("bpe").decode(sample.ids[opening:]) == f"{replies[0]}<|im_end|>\n{header}stop<|im_end|>"
+    assert renderer("bpe").decode([one for one, mask in zip(out.response_ids, out.loss_mask, strict=True) if mask]) == (
+        "<think>a</think>stop"
+    )
+    assert sum(out.reward) == found.reward == 1.0
+
+
+def test_a_user_file_with_images(skyrl, registered, tmp_path):
+    """SkyRL's loop writes one id for an image; ours, expanded for the model, is the same with each block as one."""
+    from transformers import AutoTokenizer
+
+    directory = tiny_vlm_directory(tmp_path / "vlm")
+    sees, tokenizer = tw.load_renderer(directory), AutoTokenizer.from_pretrained(directory)
+    parts = "part.type == 'image'"  # released templates take OpenAI's name, too
+    tokenizer.chat_template = tokenizer.chat_template.replace(parts, "part.type in ('image', 'image_url')")
+    name, replies = registered("sketch.py:SketchEnv"), ["show", "red"]
+    client = Client(replies, (), encode=sees.encode_reply)
+    generation = skyrl.GeneratorConfig(max_turns=3, max_input_length=4096, use_conversation_multi_turn=True)
+    generator = skyrl.SkyRLGymGenerator(generation, skyrl.SkyRLGymConfig(), client, tokenizer)
+    out = asyncio.run(generator.agent_loop([{"role": "user", "content": "Go."}], name, {}, 1024, 4096))
+    made = as_env_spec(FRAMEWORK.find(name), where=f"skyrl:{name}", args={})
+    limits = tw.Limits(turns=3, turn_tokens=1024)
+    (found,) = tw.rollout(made.factory, [tw.Task("Go.")], tw.ScriptedEngine(replies), renderer=sees, limits=limits)
+    assert found.error is None, found.error
+    pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    (row,) = found.samples()
+    once = [one for at, one in enumerate(row.ids) if one != pad or row.ids[at - 1] != pad]
+    assert len(row.media) == 1
+    assert pad in once
+    assert [*out.prompt_ids, *out.response_ids] == once
+    assert (sum(out.reward), sum(out.loss_mask)) == (found.reward, sum(row.mask))
+
+
+def test_a_users_own_generator(skyrl, tokenizer):
+    """The same file under SkyRL's own base class, over a client of SkyRL and over our engine."""
+    replies, row = ["a draft", "it is 12"], {"reward_spec": {"ground_truth": "12"}}
+    made = load_object("own_generator.py:DraftGenerator", base=USERS / "skyrl")
+    assert made.__mro__[1].__module__ == "skyrl.train.generators.base"
+    generation = skyrl.GeneratorConfig(max_turns=2, max_input_length=4096, sampling_params=skyrl.SamplingParams())
+
+    class Of2025:
+        """The tokenizer, whose templates returned ids then."""
+
+        encode = staticmethod(lambda text: tokenizer.encode(text, add_special_tokens=False))
+
+        def apply_chat_template(self, *args, **kwargs):
+            return tokenizer.apply_chat_template(*args, **{"return_dict": False, **kwargs})
+
+    client = Client(replies, ())
+    generator = made(generation, skyrl.SkyRLGymConfig(), client, Of2025(), "m")
+    batch = {"prompts": [[{"role": "user", "content": "Go."}]], "env_extras": [row]}
+    out = asyncio.run(generator.generate(batch))
+    limits = tw.Limits(turns=4, turn_tokens=1024)
+    spec = as_env_spec(load_object("own_generator.py:DraftGenerator", base=USERS / "skyrl"), where="own", args={})
+    task = tw.Task("Go.", info=row)
+    (found,) = tw.rollout(spec.agent_function, [task], tw.ScriptedEngine(replies), renderer=renderer("bpe"), limits=limits)
+    assert found.error is None, found.error
+    (sample,) = found.samples()
+    opening = found.turns[0].context
+    assert [found.prompt_ids(n) for n in range(2)] == client.contexts
+    assert (out["prompt_token_ids"][0], out["response_ids"][0]) == (sample.ids[:opening], sample.ids[opening:])
+    assert [float(one) for one in out["loss_masks"][0]] == sample.weights[opening:]
+    assert out["rewards"][0] == (sample.token_rewards or [])[opening:]

@@ -479,6 +479,9 @@ SWIFT_SEED = """swift rollout \\
 --multi_turn_scheduler xxx \\
 --max_turns xxx
 """
+SWIFT_SEED_FLAGS = """--multi_turn_scheduler xxx
+--max_turns xxx
+"""
 VERL_SEEDS = {
     "basic": ('actor_rollout_ref:\n    rollout:\n        multi_turn: True\n        name: "sglang"\n', {}),
     "tools": (
@@ -500,8 +503,8 @@ VERL_SEEDS = {
         "data:\n    train_files: a.jsonl\n    return_multi_modal_inputs: False\n",
         {"env.return_multi_modal_inputs": False},
     ),
-    "inference": ("actor_rollout_ref.rollout.multi_turn.use_inference_chat_template: True\n", {"rollout.history": "template"}),
 }
+VERL_SEED_LINE = "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template = True\n"
 SKYRL_SEED = 'chat_template:\n  source: "name"\n  name_or_path: "qwen3_without_thinking"\n'
 
 
@@ -520,6 +523,13 @@ def test_the_configurations_of_verls_document(name):
     assert {key: value_at(table(found), key) for key in expected} == expected
 
 
+def test_the_override_of_verls_document_has_spaces():
+    found = of(VERL_SEED_LINE)
+    assert (found.system, kinds(found)) == ("verl", {VERL_SEED_LINE.split()[0]: "mapped"})
+    assert table(found)["rollout"]["history"] == "template"
+    assert table(of(f"python -m verl.trainer.main_ppo data.seed=3\n{VERL_SEED_LINE}"))["seed"] == 3
+
+
 def test_the_configuration_of_skyrls_document():
     found = of(SKYRL_SEED, "config.yaml")
     assert found.system == "skyrl"
@@ -535,6 +545,8 @@ def test_the_command_of_swifts_document():
     assert table(found)["env"][0]["use"] == "swift:xxx"
     assert {one.kind for one in found.accounts} == {"mapped", "none"}
     assert next(one for one in found.accounts if one.key == "max_turns").text.startswith('limits.turns = "xxx" is invalid')
+    flags = of(SWIFT_SEED_FLAGS)
+    assert (flags.system, [one.key for one in flags.accounts]) == ("swift", ["multi_turn_scheduler", "max_turns"])
     assert table(of("swift rlhf --multi_turn_scheduler xxx --max_turns 3"))["limits"]["turns"] == 3
 
 

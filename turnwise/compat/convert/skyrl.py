@@ -206,6 +206,8 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     f"{G}batched": ("every reply is a call of its own, batched by the engine", (False, True)),
     f"{G}append_eos_token_after_stop_str_in_multi_turn": ("the template closes a reply; the token is not trained", (True,)),
     f"{G}zero_reward_on_non_stop": ("write it into the reward: env sees why a reply ended", (False,)),
+    f"{G}miniswe_config_path": ("a setting of a generator of the user's: give it in [env.args]", ()),
+    f"{G}miniswe_traj_dir": ("a setting of a generator of the user's: give it in [env.args]", ()),
     f"{G}step_wise_trajectories": ("branches are rows of one trajectory; see rollout.history", (False,)),
     f"{G}merge_stepwise_output": ("shared prefixes are merged without a key (train.batching)", (False, True)),
     f"{G}vision_language_generator": ("one loop for text and images", (False, True)),

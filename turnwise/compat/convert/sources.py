@@ -78,9 +78,13 @@ def _flat(table: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterato
             yield Setting(f"{prefix}{key}", value)
 
 
+_SPACED = re.compile(r"^[ \t]*([A-Za-z_]\w*(?:\.\w+)+)[ \t]+=[ \t]+(\S+)[ \t]*$", re.MULTILINE)
+"""An override as documents write it, with spaces."""
+
+
 def _from_script(text: str, name: str) -> Source:
     try:
-        script = read_script(text)
+        script = read_script(_SPACED.sub(r"\1=\2", text))
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
     settings: list[Setting] = []
@@ -104,10 +108,13 @@ _HYDRA = re.compile(r"[+~]{0,2}[A-Za-z_][\w.]*\.[\w.]+=|~[A-Za-z_][\w.]+$")
 
 
 def _launches(commands: Sequence[list[str]]) -> list[list[str]]:
-    """Return the commands that start a training or a rollout server; if there are none, the longest one with settings."""
-    found = [one for one in commands if _swift(one) is not None or any(_LAUNCH.search(word) for word in one)]
-    found = [one for one in found if _count(one)]
-    return found or sorted((one for one in commands if _count(one)), key=_count)[-1:]
+    """Return the commands that start a training or a rollout server; if there are none, the longest one with settings, or all
+    lines of a text that has nothing else."""
+    given = [one for one in commands if _count(one)]
+    found = [one for one in given if _swift(one) is not None or any(_LAUNCH.search(word) for word in one)]
+    if not found and given and all(_count(one[:1]) for one in given):
+        return [[word for one in given for word in one]]
+    return found or sorted(given, key=_count)[-1:]
 
 
 def _count(command: Sequence[str]) -> int:
