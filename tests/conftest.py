@@ -6,6 +6,7 @@ cores from slowing each other tenfold.
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 import sys
@@ -45,6 +46,11 @@ LONG = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {Path(__file__).parent / name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path, len(LONG)))
+
+
+def pytest_collection_finish() -> None:
+    """Exempt imported modules from garbage collection, which scans those of torch and transformers for a second each time."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
