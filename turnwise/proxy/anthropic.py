@@ -26,12 +26,11 @@ from turnwise.proxy.wire import (
 )
 from turnwise.types import ContentPart
 
-_FIELDS = frozenset(
-    """
-    model messages system tools tool_choice max_tokens stop_sequences stream metadata thinking service_tier container
-    context_management mcp_servers output_config betas speed diagnostics
-    """.split()
-)
+_KNOWN_FIELDS = """
+model messages system tools tool_choice max_tokens stop_sequences stream metadata thinking service_tier container
+context_management mcp_servers output_config betas speed diagnostics
+"""
+_FIELDS = frozenset(_KNOWN_FIELDS.split())
 _BILLING = "x-anthropic-billing-header:"
 """Beginning of a system text that differs in each conversation of one program, and says nothing to the model."""
 

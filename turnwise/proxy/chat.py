@@ -26,12 +26,11 @@ from turnwise.proxy.wire import (
 )
 from turnwise.types import ContentPart
 
-_FIELDS = frozenset(
-    """
-    model messages tools tool_choice parallel_tool_calls max_tokens max_completion_tokens stop stream stream_options user metadata
-    store service_tier reasoning_effort verbosity prompt_cache_key safety_identifier response_format modalities
-    """.split()
-)
+_KNOWN_FIELDS = """
+model messages tools tool_choice parallel_tool_calls max_tokens max_completion_tokens stop stream stream_options user
+metadata store service_tier reasoning_effort verbosity prompt_cache_key safety_identifier response_format modalities
+"""
+_FIELDS = frozenset(_KNOWN_FIELDS.split())
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 

@@ -104,7 +104,7 @@ class History:
                 assert found.reply is not None
                 messages.append(found.reply.message)
             else:
-                own_text = "rewritten_reply" if found is not None or self._replied(parent) else "unknown_reply"
+                own_text = own_text or ("rewritten_reply" if found is not None or self._replied(messages) else "unknown_reply")
                 messages.append(_own_message(one))
         branch = own_text or self._reason(messages, request, parent, agent)
         exchange = Exchange(messages, request.tools, agent, parent, branch, counts)
@@ -123,7 +123,7 @@ class History:
         return Message("tool", one.content, tool_call_id=call_id or None, name=name)
 
     def _find(self, one: WireMessage, parent: Exchange | None) -> Exchange | None:
-        """Return the exchange whose reply a message repeats: by an id that only it had, else by its text behind the same parent.
+        """Return the exchange whose reply a message repeats: by an id of its own, else by its text after the same parent.
 
         Where several fit and none is certain, the result is None: nothing is guessed.
         """
@@ -136,9 +136,9 @@ class History:
         different = {found.reply.ids: found for found in near if found.reply is not None}
         return next(iter(different.values())) if len(different) == 1 else None
 
-    def _replied(self, parent: Exchange | None) -> bool:
-        """Whether a reply was given where a conversation stands after the reply of `parent`."""
-        return any(one.parent is parent and one.reply is not None for one in self.exchanges)
+    def _replied(self, messages: list[Message]) -> bool:
+        """Whether a conversation had a reply."""
+        return any(one.reply is not None and one.messages == messages for one in self.exchanges)
 
     def _reason(self, messages: list[Message], request: WireRequest, parent: Exchange | None, agent: str) -> str | None:
         """Return why a conversation is a branch or a beginning of its own, by comparing it with what was recorded."""

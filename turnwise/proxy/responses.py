@@ -25,13 +25,12 @@ from turnwise.proxy.wire import (
 )
 from turnwise.types import ContentPart
 
-_FIELDS = frozenset(
-    """
-    model input instructions tools tool_choice parallel_tool_calls max_output_tokens max_tool_calls stream stream_options store
-    include reasoning text truncation metadata user service_tier prompt_cache_key prompt_cache_retention safety_identifier
-    client_metadata
-    """.split()
-)
+_KNOWN_FIELDS = """
+model input instructions tools tool_choice parallel_tool_calls max_output_tokens max_tool_calls stream stream_options store
+include reasoning text truncation metadata user service_tier prompt_cache_key prompt_cache_retention safety_identifier
+client_metadata
+"""
+_FIELDS = frozenset(_KNOWN_FIELDS.split())
 _ROLES = ("system", "developer", "user", "assistant")
 
 
@@ -99,10 +98,8 @@ class Responses:
 
     def events(self, request: WireRequest, reply: WireReply) -> Iterator[bytes]:
         """Return the pieces of a streamed reply."""
-        number = 0
-        for kind, data in self._events(request, reply):
+        for number, (kind, data) in enumerate(self._events(request, reply)):
             yield sse({"type": kind, "sequence_number": number} | data, kind)
-            number += 1
 
     def _events(self, request: WireRequest, reply: WireReply) -> Iterator[tuple[str, dict[str, Any]]]:
         begun = {"response": self._response(request, reply, "in_progress", [])}
@@ -120,7 +117,7 @@ class Responses:
 
     def error_event(self, status: int, text: str) -> bytes:
         """Return the piece of a stream that is an error."""
-        failed = {"id": "resp_failed", "object": "response", "status": "failed", "output": []}
+        failed: dict[str, Any] = {"id": "resp_failed", "object": "response", "status": "failed", "output": []}
         failed["error"] = {"code": "invalid_prompt", "message": text}
         return sse({"type": "response.failed", "response": failed}, "response.failed")
 
@@ -133,8 +130,8 @@ def _items(reply: WireReply) -> list[dict[str, Any]]:
         items.append({"type": "reasoning", "id": f"rs_{reply.uid}", "summary": [], "content": content})
         items[-1]["encrypted_content"] = reply.signature
     if reply.text or not reply.calls:
-        content = [{"type": "output_text", "text": reply.text, "annotations": [], "logprobs": []}]
-        items.append({"type": "message", "id": f"msg_{reply.uid}", "role": "assistant", "content": content})
+        text = {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": []}
+        items.append({"type": "message", "id": f"msg_{reply.uid}", "role": "assistant", "content": [text]})
     for number, call in enumerate(reply.calls):
         row = {"type": "function_call", "id": f"fc_{reply.uid}_{number}", "call_id": call.id}
         items.append(row | {"name": call.name, "arguments": call.arguments})

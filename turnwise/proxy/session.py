@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
@@ -123,17 +124,18 @@ class ProxySession:
     async def _generate(self, exchange: Exchange, request: WireRequest) -> Reply:
         given: dict[str, Any] = {"agent": exchange.agent, "tools": request.tools, "max_tokens": request.max_tokens}
         given |= {"stop": request.stop, "branch": exchange.branch}
+        generate: Callable[..., Awaitable[Reply]] = self.model.generate
         try:
             if not self._folds_roles:
                 try:
-                    return await self.model.generate(exchange.messages, **given)
+                    return await generate(exchange.messages, **given)
                 except TemplateError:
                     if fold_roles(exchange.messages) == exchange.messages:
                         raise
                     self._folds_roles = True
             self.count("roles_folded")
             exchange.messages = fold_roles(exchange.messages)
-            return await self.model.generate(exchange.messages, **given)
+            return await generate(exchange.messages, **given)
         except LimitReached as limit:
             self.limit = limit
             self.ended.set()
@@ -197,11 +199,13 @@ class ProxySession:
         if main is not None and main.agent == first.agent and main.reply is not None and first.reply is not None:
             branches = self.model.trajectory.branches
             branches["subagent"] -= 1
+            if not branches["subagent"]:
+                del branches["subagent"]
             branches["side"] = branches.get("side", 0) + 1
             first.branch, main.branch = "side", None
-            for one, about in ((first, {"branch": "side"}), (main, {})):
-                self.model.note(one.reply, {"proxy": about})
-                self.model.weigh(one.reply, 0.0 if one.branch in self.settings.untrained else 1.0)
+            for reply, branch in ((first.reply, "side"), (main.reply, None)):
+                self.model.note(reply, {"proxy": {} if branch is None else {"branch": branch}})
+                self.model.weigh(reply, 0.0 if branch in self.settings.untrained else 1.0)
 
 
 def fold_roles(messages: list[Message]) -> list[Message]:

@@ -16,15 +16,14 @@ from turnwise.types import ContentPart, Image
 
 IGNORED = frozenset(["temperature", "top_p", "top_k", "seed"])
 """Fields that the run's own sampling settings replace; they are counted."""
-REFUSED = frozenset(
-    """
-    logit_bias frequency_penalty presence_penalty repetition_penalty length_penalty min_p min_tokens ignore_eos best_of
-    use_beam_search stop_token_ids bad_words logits_processors structured_outputs guided_json guided_regex guided_choice
-    guided_grammar logprobs top_logprobs functions function_call audio prediction previous_response_id conversation background
-    prompt
-    """.split()
-)
-"""Fields that change what is sampled, or what a reply has, and that no reply here could obey; 0, false and empty are accepted."""
+_REFUSED_FIELDS = """
+logit_bias frequency_penalty presence_penalty repetition_penalty length_penalty min_p min_tokens ignore_eos best_of
+use_beam_search stop_token_ids bad_words logits_processors structured_outputs guided_json guided_regex guided_choice
+guided_grammar logprobs top_logprobs functions function_call audio prediction previous_response_id conversation background
+prompt
+"""
+REFUSED = frozenset(_REFUSED_FIELDS.split())
+"""Fields that change what is sampled or returned, and that no reply here obeys; 0, false and empty values are accepted."""
 UNMET_CHOICE = "tool_choice_unmet"
 """Count of replies without a call where the request required one: nothing constrains sampling."""
 

@@ -12,6 +12,7 @@ import tempfile
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -174,7 +175,7 @@ class Program:
             raise EnvError(f"the program ended with status {ended.code}: {shortened(last)}; see exit_codes for others than 0")
         output = ended.returned if isinstance(ended.returned, str) else ended.read(directory, "stdout")
         given = task, model.trajectory, ended.code, output, ended.read(directory, "stderr"), directory, stop, ended.returned
-        value = await call_user(self.score, {"result": ProgramResult(*given)})
+        value = await call_user(partial(self.score, ProgramResult(*given)), {})
         if stop is StopReason.DONE:
             return value
         scores = value if isinstance(value, Scores) else Scores(value)
@@ -251,7 +252,7 @@ async def _call(
     function: Callable[[ProgramEndpoint], Any], endpoint: ProgramEndpoint
 ) -> tuple[None, Any, BaseException | None]:
     try:
-        return None, await call_user(function, {"endpoint": endpoint}), None
+        return None, await call_user(partial(function, endpoint), {}), None
     except Exception as error:
         return None, None, error
 
