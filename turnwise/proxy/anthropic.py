@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from typing import Any
 
-from turnwise.proxy.chat import read_tool_choice
 from turnwise.proxy.wire import (
     ImageCache,
     RequestFault,
@@ -21,6 +22,7 @@ from turnwise.proxy.wire import (
     sse,
     stop_texts,
     text_of,
+    tool_choice,
     tool_schema,
     unsupported,
 )
@@ -30,9 +32,9 @@ _KNOWN_FIELDS = """
 model messages system tools tool_choice max_tokens stop_sequences stream metadata thinking service_tier container
 context_management mcp_servers output_config betas speed diagnostics
 """
-_FIELDS = frozenset(_KNOWN_FIELDS.split())
+FIELDS = frozenset(_KNOWN_FIELDS.split())
 _BILLING = "x-anthropic-billing-header:"
-"""Beginning of a system text that differs in each conversation of one program, and says nothing to the model."""
+"""Beginning of a system text that differs in each conversation of one program, and means nothing to the model."""
 
 
 class AnthropicMessages:
@@ -44,23 +46,29 @@ class AnthropicMessages:
 
     def read(self, body: Mapping[str, Any], images: ImageCache) -> WireRequest:
         """Read a request's body; raise `RequestFault`."""
-        request = WireRequest([], [], text_of(body.get("model", ""), "model"))
-        check_fields(body, _FIELDS, request.counts)
+        counts: Counter[str] = Counter()
+        check_fields(body, FIELDS, counts)
         system = [part for part in _texts(body.get("system")) if not part.startswith(_BILLING)]
-        if system:
-            request.messages.append(WireMessage("system", "\n".join(system)))
+        messages = [WireMessage("system", "\n".join(system))] if system else []
         for row in rows_of(body.get("messages"), "messages"):
-            _read_message(row, request, images)
-        for tool in rows_of(body.get("tools") or [], "tools"):
-            if "input_schema" in tool:
-                request.tools.append(tool_schema(tool.get("name"), tool.get("description"), tool["input_schema"]))
-            else:
-                request.counts["tools_left_out"] += 1
-        read_tool_choice(body.get("tool_choice"), request)
-        request.max_tokens = positive(body.get("max_tokens"), "max_tokens")
-        request.stop = stop_texts(body.get("stop_sequences"), "stop_sequences")
-        request.stream = bool(body.get("stream"))
-        return request
+            messages += _read_message(row, images)
+        rows = list(rows_of(body.get("tools") or [], "tools"))
+        schemas = [
+            tool_schema(row.get("name"), row.get("description"), row["input_schema"]) for row in rows if "input_schema" in row
+        ]
+        if len(schemas) < len(rows):
+            counts["tools_left_out"] += len(rows) - len(schemas)
+        tools, needs_call = tool_choice(body.get("tool_choice"), schemas)
+        return WireRequest(
+            messages,
+            tools,
+            text_of(body.get("model", ""), "model"),
+            positive(body.get("max_tokens"), "max_tokens"),
+            stop_texts(body.get("stop_sequences"), "stop_sequences"),
+            bool(body.get("stream")),
+            needs_call=needs_call,
+            counts=counts,
+        )
 
     def answer(self, request: WireRequest, reply: WireReply) -> dict[str, Any]:
         """Return the body of a reply that is not streamed."""
@@ -90,24 +98,22 @@ class AnthropicMessages:
         return sse(self.error(status, text), "error")
 
 
-def _read_message(row: Mapping[str, Any], request: WireRequest, images: ImageCache) -> None:
+def _read_message(row: Mapping[str, Any], images: ImageCache) -> list[WireMessage]:
+    """Return a message of the assistant, or the results of calls and the texts between them in their order."""
     role, content = row.get("role"), row.get("content")
+    text: list[Mapping[str, Any]] = [{"type": "text", "text": content}]
+    blocks = text if isinstance(content, str) else list(rows_of(content, "content"))
     if role == "assistant":
-        request.messages.append(_assistant(content))
-    elif role in ("user", "system"):
-        rest: list[ContentPart] = []
-        for block in [{"type": "text", "text": content}] if isinstance(content, str) else rows_of(content, "content"):
-            if block.get("type") == "tool_result":
-                if rest:
-                    request.messages.append(WireMessage(role, join_parts(rest)))
-                    rest = []
-                request.messages.append(_result(block, images))
-            else:
-                rest.append(_part(block, images))
-        if rest:
-            request.messages.append(WireMessage(role, join_parts(rest)))
-    else:
+        return [_assistant(blocks)]
+    if role not in ("user", "system"):
         raise RequestFault(f"a message of role {role!r:.40}; roles are user, assistant and system")
+    messages = []
+    for is_result, run in groupby(blocks, lambda block: block.get("type") == "tool_result"):
+        if is_result:
+            messages += [_result(block, images) for block in run]
+        else:
+            messages.append(WireMessage(role, join_parts([_part(block, images) for block in run])))
+    return messages
 
 
 def _part(block: Mapping[str, Any], images: ImageCache) -> ContentPart:
@@ -129,12 +135,12 @@ def _result(block: Mapping[str, Any], images: ImageCache) -> WireMessage:
     return WireMessage("tool", join_parts(parts), call_id=text_of(block.get("tool_use_id"), "tool_use_id"))
 
 
-def _assistant(content: Any) -> WireMessage:
+def _assistant(blocks: list[Mapping[str, Any]]) -> WireMessage:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[WireCall] = []
     marks: list[str] = []
-    for block in [{"type": "text", "text": content}] if isinstance(content, str) else rows_of(content, "content"):
+    for block in blocks:
         kind = block.get("type")
         if kind == "text":
             texts.append(text_of(block.get("text"), "the text of a content block"))

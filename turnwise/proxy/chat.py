@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from turnwise.proxy.wire import (
     sse,
     stop_texts,
     text_of,
+    tool_choice,
     tool_schema,
     unsupported,
 )
@@ -30,7 +32,7 @@ _KNOWN_FIELDS = """
 model messages tools tool_choice parallel_tool_calls max_tokens max_completion_tokens stop stream stream_options user
 metadata store service_tier reasoning_effort verbosity prompt_cache_key safety_identifier response_format modalities
 """
-_FIELDS = frozenset(_KNOWN_FIELDS.split())
+FIELDS = frozenset(_KNOWN_FIELDS.split())
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -43,26 +45,25 @@ class ChatCompletions:
 
     def read(self, body: Mapping[str, Any], images: ImageCache) -> WireRequest:
         """Read a request's body; raise `RequestFault`."""
-        request = WireRequest([], [], text_of(body.get("model", ""), "model"))
-        check_fields(body, _FIELDS, request.counts)
+        counts: Counter[str] = Counter()
+        check_fields(body, FIELDS, counts)
         kind = (body.get("response_format") or {}).get("type", "text")
         if kind != "text":
             raise RequestFault(f"response_format: {kind!r:.40} is not supported, since nothing constrains sampling")
-        for row in rows_of(body.get("messages"), "messages"):
-            request.messages.append(_message(row, images))
-        for tool in rows_of(body.get("tools") or [], "tools"):
-            function = tool.get("function")
-            if tool.get("type") != "function" or not isinstance(function, Mapping):
-                request.counts["tools_left_out"] += 1
-                continue
-            request.tools.append(tool_schema(function.get("name"), function.get("description"), function.get("parameters")))
-        read_tool_choice(body.get("tool_choice"), request)
+        messages = [_message(row, images) for row in rows_of(body.get("messages"), "messages")]
+        tools, needs_call = tool_choice(body.get("tool_choice"), _tools(body.get("tools"), counts))
         limits = [positive(body.get(name), name) for name in ("max_tokens", "max_completion_tokens")]
-        request.max_tokens = min((one for one in limits if one is not None), default=None)
-        request.stop = stop_texts(body.get("stop"), "stop")
-        request.stream = bool(body.get("stream"))
-        request.with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-        return request
+        return WireRequest(
+            messages,
+            tools,
+            text_of(body.get("model", ""), "model"),
+            min((one for one in limits if one is not None), default=None),
+            stop_texts(body.get("stop"), "stop"),
+            bool(body.get("stream")),
+            bool((body.get("stream_options") or {}).get("include_usage")),
+            needs_call,
+            counts,
+        )
 
     def answer(self, request: WireRequest, reply: WireReply) -> dict[str, Any]:
         """Return the body of a reply that is not streamed."""
@@ -103,13 +104,15 @@ class ChatCompletions:
         return {"id": f"chatcmpl-{reply.uid}", "object": kind, "created": int(time.time()), "model": request.model}
 
 
-def read_tool_choice(choice: Any, request: WireRequest) -> None:
-    """Apply `tool_choice`: without tools for `none`; a required call cannot be forced, and a reply without one is counted."""
-    if isinstance(choice, Mapping):
-        choice = choice.get("type")
-    if choice == "none":
-        request.tools.clear()
-    request.needs_call = choice not in (None, "auto", "none")
+def _tools(value: Any, counts: Counter[str]) -> list[dict[str, Any]]:
+    tools = []
+    for tool in rows_of(value or [], "tools"):
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, Mapping):
+            counts["tools_left_out"] += 1
+            continue
+        tools.append(tool_schema(function.get("name"), function.get("description"), function.get("parameters")))
+    return tools
 
 
 def _message(row: Mapping[str, Any], images: ImageCache) -> WireMessage:

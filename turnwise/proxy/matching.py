@@ -1,6 +1,6 @@
 """Matching: which replies of the episode a request repeats, what differs, and why a conversation is not the last one continued.
 
-A program sends its whole history with every request. A message of the assistant that is a recorded reply stands there as the
+A program sends its complete history with every request. A message of the assistant that is a recorded reply is replaced by the
 recorded object, so that its sampled ids are the context. It is the recorded one if nothing but counted forms differ: white
 space, the notation of arguments, arguments added by the program, reasoning left out. Everything else is the program's own text,
 which is rendered by the template and never trained.
@@ -44,6 +44,19 @@ class Exchange:
     continued: list[Exchange] = field(default_factory=list)
     """Exchanges that continue this one."""
 
+    def end(self, reply: Reply, wire: WireReply) -> None:
+        """Set the reply."""
+        self.reply, self.wire = reply, wire
+
+    def sent(self) -> WireReply:
+        """Return the reply as sent."""
+        assert self.wire is not None
+        return self.wire
+
+    def mark_delivered(self) -> None:
+        """Note that the program received all of the reply."""
+        self.delivered = True
+
     @property
     def chain(self) -> list[Exchange]:
         """The exchanges of its conversation, first to last."""
@@ -73,7 +86,7 @@ class History:
 
     def add_reply(self, exchange: Exchange, reply: Reply, wire: WireReply) -> None:
         """Remember the reply of an exchange."""
-        exchange.reply, exchange.wire = reply, wire
+        exchange.end(reply, wire)
         items = (f"msg_{wire.uid}", f"rs_{wire.uid}", *(f"fc_{wire.uid}_{number}" for number in range(len(wire.calls))))
         for mark in (wire.signature, *items, *(call.id for call in wire.calls)):
             self._by_mark[mark] = exchange

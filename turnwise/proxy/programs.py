@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -41,7 +41,7 @@ Files = Mapping[str, str | bytes] | Callable[[Task], Mapping[str, str | bytes]]
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """What a program left behind, for its score."""
+    """What a program leaves, for its score."""
 
     task: Task
     trajectory: Trajectory
@@ -83,7 +83,7 @@ class ProgramEndpoint:
         return self.root.partition("/s/")[0]
 
     def values(self) -> dict[str, str]:
-        """Return what `{name}` stands for in commands and variables."""
+        """Return the values of `{name}` in commands and variables."""
         text = "\n".join(message.text for message in self.task.messages)
         urls = {"base_url": self.base_url, "root": self.root, "server": self.server, "key": self.key}
         return urls | {"task": text, "model": self.model, "dir": str(self.directory), "python": sys.executable}
@@ -123,7 +123,7 @@ class Program:
         session = ProxySession(model, self.settings)
         directory = Path(tempfile.mkdtemp(prefix="turnwise-"))
         try:
-            async with _server() as server:
+            async with _servers.setdefault(asyncio.get_running_loop(), _SharedServer()) as server:
                 try:
                     endpoint = ProgramEndpoint(task, server.open(session), session.token, directory, self._model)
                     write_files(directory, self.files(task) if callable(self.files) else self.files or {})
@@ -207,8 +207,8 @@ def program(
 
     Args:
         command: the program and its arguments, in which `{task}`, `{base_url}`, `{root}`, `{key}`, `{model}`, `{dir}` and
-            `{python}` stand for those of the episode; or a function (also async) of a `ProgramEndpoint`, which runs in this
-            process.
+            `{python}` are replaced by those of the episode; or a function (also async) of a `ProgramEndpoint`, which runs in
+            this process.
         score: function `(result) -> reward` of a `ProgramResult`; also called where a limit ended the program.
         files: texts or bytes by relative path, written to the working directory first; or a function of the task.
         env: further environment variables, with the same names in braces.
@@ -333,32 +333,27 @@ def write_files(directory: Path, files: Mapping[str, str | bytes]) -> None:
         target.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-class _Shared:
-    """The server of an event loop, open while a session uses it."""
+class _SharedServer:
+    """The server of an event loop, open while an episode uses it."""
 
     def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.users = 0
-        self.server: ProxyServer | None = None
+        self._lock = asyncio.Lock()
+        self._users = 0
+        self._server: ProxyServer | None = None
 
+    async def __aenter__(self) -> ProxyServer:
+        async with self._lock:
+            if self._server is None:
+                self._server = await ProxyServer().__aenter__()
+            self._users += 1
+            return self._server
 
-_servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = weakref.WeakKeyDictionary()
-
-
-@contextlib.asynccontextmanager
-async def _server() -> AsyncIterator[ProxyServer]:
-    """Share one server among the programs that run at the same time."""
-    shared = _servers.setdefault(asyncio.get_running_loop(), _Shared())
-    async with shared.lock:
-        if shared.server is None:
-            shared.server = await ProxyServer().__aenter__()
-        shared.users += 1
-    try:
-        yield shared.server
-    finally:
-        async with shared.lock:
-            shared.users -= 1
-            if not shared.users:
-                server, shared.server = shared.server, None
-                assert server is not None
+    async def __aexit__(self, *error: object) -> None:
+        async with self._lock:
+            self._users -= 1
+            if not self._users and self._server is not None:
+                server, self._server = self._server, None
                 await server.__aexit__()
+
+
+_servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _SharedServer] = weakref.WeakKeyDictionary()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from turnwise.proxy.chat import ChatCompletions, read_tool_choice
+from turnwise.proxy.chat import ChatCompletions
 from turnwise.proxy.wire import (
     ImageCache,
     RequestFault,
@@ -20,6 +21,7 @@ from turnwise.proxy.wire import (
     rows_of,
     sse,
     text_of,
+    tool_choice,
     tool_schema,
     unsupported,
 )
@@ -30,7 +32,7 @@ model input instructions tools tool_choice parallel_tool_calls max_output_tokens
 include reasoning text truncation metadata user service_tier prompt_cache_key prompt_cache_retention safety_identifier
 client_metadata
 """
-_FIELDS = frozenset(_KNOWN_FIELDS.split())
+FIELDS = frozenset(_KNOWN_FIELDS.split())
 _ROLES = ("system", "developer", "user", "assistant")
 
 
@@ -43,30 +45,24 @@ class Responses:
 
     def read(self, body: Mapping[str, Any], images: ImageCache) -> WireRequest:
         """Read a request's body; raise `RequestFault`."""
-        request = WireRequest([], [], text_of(body.get("model", ""), "model"))
-        check_fields(body, _FIELDS, request.counts)
+        counts: Counter[str] = Counter()
+        check_fields(body, FIELDS, counts)
         kind = ((body.get("text") or {}).get("format") or {}).get("type", "text")
         if kind != "text":
             raise RequestFault(f"text.format: {kind!r:.40} is not supported, since nothing constrains sampling")
-        if instructions := body.get("instructions"):
-            request.messages.append(WireMessage("system", text_of(instructions, "instructions")))
-        given = body.get("input")
-        if isinstance(given, str):
-            request.messages.append(WireMessage("user", given))
-        else:
-            _Input(request, images).read(given)
-        self._read_tools(body.get("tools") or [], request)
-        read_tool_choice(body.get("tool_choice"), request)
-        request.max_tokens = positive(body.get("max_output_tokens"), "max_output_tokens")
-        request.stream = bool(body.get("stream"))
-        return request
-
-    def _read_tools(self, tools: Any, request: WireRequest) -> None:
-        for tool in rows_of(tools, "tools"):
-            if tool.get("type") == "function":
-                request.tools.append(tool_schema(tool.get("name"), tool.get("description"), tool.get("parameters")))
-            else:
-                request.counts["tools_left_out"] += 1
+        given, instructions = body.get("input"), body.get("instructions")
+        messages = [WireMessage("system", text_of(instructions, "instructions"))] if instructions else []
+        messages += [WireMessage("user", given)] if isinstance(given, str) else _Input(images, counts).read(given)
+        tools, needs_call = tool_choice(body.get("tool_choice"), _tools(body.get("tools"), counts))
+        return WireRequest(
+            messages,
+            tools,
+            text_of(body.get("model", ""), "model"),
+            positive(body.get("max_output_tokens"), "max_output_tokens"),
+            stream=bool(body.get("stream")),
+            needs_call=needs_call,
+            counts=counts,
+        )
 
     def answer(self, request: WireRequest, reply: WireReply) -> dict[str, Any]:
         """Return the body of a reply that is not streamed."""
@@ -122,6 +118,14 @@ class Responses:
         return sse({"type": "response.failed", "response": failed}, "response.failed")
 
 
+def _tools(value: Any, counts: Counter[str]) -> list[dict[str, Any]]:
+    rows = list(rows_of(value or [], "tools"))
+    functions = [tool for tool in rows if tool.get("type") == "function"]
+    if len(functions) < len(rows):
+        counts["tools_left_out"] += len(rows) - len(functions)
+    return [tool_schema(tool.get("name"), tool.get("description"), tool.get("parameters")) for tool in functions]
+
+
 def _items(reply: WireReply) -> list[dict[str, Any]]:
     """Return the items of a reply, complete."""
     items: list[dict[str, Any]] = []
@@ -164,15 +168,16 @@ def _item_events(item: dict[str, Any], here: dict[str, Any]) -> Iterator[tuple[s
 class _Input:
     """Reader of input items. Items of the model up to the next item of another author are one message."""
 
-    def __init__(self, request: WireRequest, images: ImageCache) -> None:
-        self._request, self._images = request, images
+    def __init__(self, images: ImageCache, counts: Counter[str]) -> None:
+        self._images, self._counts = images, counts
+        self._messages: list[WireMessage] = []
         self._texts: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[WireCall] = []
         self._marks: list[str] = []
 
-    def read(self, items: Any) -> None:
-        """Add the messages of the items to the request."""
+    def read(self, items: Any) -> list[WireMessage]:
+        """Return the messages of the items."""
         for item in rows_of(items, "input"):
             kind = item.get("type") or "message"
             if kind == "message" and item.get("role") == "assistant":
@@ -189,9 +194,10 @@ class _Input:
                 self._end_reply()
                 self._other(kind, item)
         self._end_reply()
+        return self._messages
 
     def _other(self, kind: Any, item: Mapping[str, Any]) -> None:
-        messages = self._request.messages
+        messages = self._messages
         if kind == "message":
             role = item.get("role")
             if role not in _ROLES:
@@ -203,7 +209,7 @@ class _Input:
         elif kind == "item_reference":
             raise RequestFault("item_reference: nothing is stored here; send the complete input")
         else:
-            self._request.counts["items_left_out"] += 1
+            self._counts["items_left_out"] += 1
 
     def _mark(self, item: Mapping[str, Any]) -> None:
         self._marks += [item[name] for name in ("id", "encrypted_content") if isinstance(item.get(name), str)]
@@ -212,7 +218,7 @@ class _Input:
         if self._texts or self._calls or self._reasoning or self._marks:
             reasoning = "\n".join(self._reasoning) or None
             given = "\n".join(self._texts), tuple(self._calls), reasoning
-            self._request.messages.append(WireMessage("assistant", *given, marks=tuple(self._marks)))
+            self._messages.append(WireMessage("assistant", *given, marks=tuple(self._marks)))
             self._texts, self._reasoning, self._calls, self._marks = [], [], [], []
 
     def _parts(self, value: Any) -> list[ContentPart]:

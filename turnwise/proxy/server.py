@@ -117,8 +117,7 @@ class ProxyServer:
         if request.stream:
             return StreamingResponse(_stream(dialect, request, task, session), media_type="text/event-stream")
         exchange = task.result()
-        assert exchange.wire is not None
-        return _Delivered(exchange, orjson.dumps(dialect.answer(request, exchange.wire)))
+        return _Delivered(exchange, orjson.dumps(dialect.answer(request, exchange.sent())))
 
     def _agent(self, session: ProxySession, headers: Mapping[str, str]) -> str:
         """Return the name of the agent whose request this is: the first that a session sees is `main`, others are numbered."""
@@ -138,7 +137,7 @@ class _Delivered(Response):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await super().__call__(scope, receive, send)
-        self._exchange.delivered = True
+        self._exchange.mark_delivered()
 
 
 async def _stream(
@@ -151,10 +150,9 @@ async def _stream(
         yield dialect.error_event(dialect.end_status, str(problem))
         return
     exchange = task.result()
-    assert exchange.wire is not None
-    for piece in dialect.events(request, exchange.wire):
+    for piece in dialect.events(request, exchange.sent()):
         yield piece
-    exchange.delivered = True
+    exchange.mark_delivered()
 
 
 def _problem(task: asyncio.Task[Exchange]) -> RequestFault | None:

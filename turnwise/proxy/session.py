@@ -64,8 +64,8 @@ class ProxySession:
     def submit(self, request: WireRequest, raw: bytes, agent: str, *, retried: bool) -> asyncio.Task[Exchange]:
         """Return the task that samples the reply to a request, which no client can cancel.
 
-        A request that repeats one in flight joins it. One that repeats a reply that was not delivered whole, or says that it
-        is a retry, gets the same reply.
+        A request that repeats one in flight joins it. One whose reply was not delivered completely, or that is marked as a
+        retry, gets the same reply.
 
         Raises:
             RequestFault: for a model that is not served, or after the end of the episode.
@@ -114,7 +114,7 @@ class ProxySession:
         return exchange
 
     async def count_tokens(self, request: WireRequest) -> int:
-        """Return the number of ids of a request's prompt, rendered anew."""
+        """Return the number of ids of a request's prompt, rendered from scratch."""
         messages = [Message(one.role, one.content) for one in request.messages]
         try:
             return len(await self.model.render(messages, {}, request.tools))
@@ -134,8 +134,7 @@ class ProxySession:
                         raise
                     self._folds_roles = True
             self.count("roles_folded")
-            exchange.messages = fold_roles(exchange.messages)
-            return await generate(exchange.messages, **given)
+            return await generate(fold_roles(exchange.messages), **given)
         except LimitReached as limit:
             self.limit = limit
             self.ended.set()
@@ -202,7 +201,6 @@ class ProxySession:
             if not branches["subagent"]:
                 del branches["subagent"]
             branches["side"] = branches.get("side", 0) + 1
-            first.branch, main.branch = "side", None
             for reply, branch in ((first.reply, "side"), (main.reply, None)):
                 self.model.note(reply, {"proxy": {} if branch is None else {"branch": branch}})
                 self.model.weigh(reply, 0.0 if branch in self.settings.untrained else 1.0)

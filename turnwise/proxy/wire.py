@@ -65,14 +65,14 @@ class WireMessage:
         return self.content if isinstance(self.content, str) else "".join(one for one in self.content if isinstance(one, str))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class WireRequest:
     """A request for one reply."""
 
     messages: list[WireMessage]
     tools: list[dict[str, Any]]
     """OpenAI schemas."""
-    model: str = ""
+    model: str
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stream: bool = False
@@ -100,7 +100,7 @@ class WireReply:
 
     @property
     def signature(self) -> str:
-        """Opaque text that stands for the reasoning."""
+        """Opaque text that is sent with the reasoning, and replaces it where a program returns only that."""
         return base64.b64encode(f"turnwise:{self.uid}".encode()).decode()
 
 
@@ -211,6 +211,16 @@ def positive(value: Any, what: str) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise RequestFault(f"{what} must be a number of tokens, at least 1, not {value!r:.40}")
     return value
+
+
+def tool_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
+    """Apply `tool_choice`: return the tools that are offered, none for `none`, and whether a call is required.
+
+    Nothing can force a call; a reply without a required one is counted.
+    """
+    if isinstance(choice, Mapping):
+        choice = choice.get("type")
+    return ([] if choice == "none" else tools), choice not in (None, "auto", "none")
 
 
 def stop_texts(value: Any, what: str) -> tuple[str, ...]:
