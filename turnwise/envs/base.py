@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_ch
 from turnwise._old_names import Renamed
 from turnwise.envs.user_code import as_flag, as_number, describe_value
 from turnwise.errors import EnvError
-from turnwise.types import Message, Messages, Task, ToolCall, Trajectory
+from turnwise.types import Message, Messages, StopReason, Task, ToolCall, Trajectory
 
 if TYPE_CHECKING:
     from turnwise.config import Limits
@@ -130,8 +130,9 @@ class Scores:
     """Unweighted parts by name; a part computed per turn is summed."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Counters: judge calls, parts that were not computed."""
-    status: Literal["completed", "truncated", "aborted", "failed"] = "completed"
-    """How an agent function's episode ended; one that aborted or failed is not trained. Environments say it by `Step`."""
+    status: Literal["completed", "truncated", "aborted", "failed"] | StopReason = "completed"
+    """How an agent function's episode ended, or the limit that it met; one that aborted or failed is not trained. Environments
+    say it by `Step`."""
 
     @property
     def total(self) -> float | None:

@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 from turnwise.config.schema import EnvConfig
 from turnwise.envs.base import Env
-from turnwise.envs.foreign import FRAMEWORKS, ForeignObject, adapt, load_registered, refuse_faithful
+from turnwise.envs.foreign import FRAMEWORKS, ForeignObject, Registered, adapt, load_registered, refuse_faithful
 from turnwise.envs.spec import EnvSpec, Play
 from turnwise.envs.tasks import TaskSource, make_task_source
 from turnwise.envs.tools.schema import flatten, pydantic_hint, schema_error
@@ -26,6 +26,8 @@ _FOREIGN_ARGUMENTS = frozenset(
 )
 """First arguments of asynchronous functions of other frameworks that no adapter takes, such as rewards."""
 
+PROGRAM = "program"
+"""`use` of an unmodified program, see `turnwise.compat.program`."""
 ENV_ATTRIBUTES = ("solver", "demonstrator", "single_turn_best", "max_turns", "group_reward")
 
 
@@ -125,6 +127,8 @@ def as_env_spec(
 
 def load_object(use: str, *, base: Path | str = ".") -> Any:
     """Load a built-in environment by name, `file.py:Name`, `package.module:Name`, or `framework:id` of its registry."""
+    if use == PROGRAM:
+        return Registered(PROGRAM, "")
     if ".py" not in use and ":" not in use:
         from turnwise.envs.builtin import BUILTIN
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +19,7 @@ from turnwise.renderers.base import vision_of
 from turnwise.renderers.history import History, render_next
 from turnwise.renderers.tokenizer_face import TokenizerFace
 from turnwise.renderers.vision.media_blocks import media_of
-from turnwise.rollouts.conversation import ConversationPath
+from turnwise.rollouts.conversation import ConversationPath, reply_text
 from turnwise.rollouts.observations import AgentMediaIntake
 from turnwise.rollouts.recorder import Recorder
 from turnwise.rollouts.timeouts import Deadline
@@ -32,6 +32,7 @@ from turnwise.types import (
     Task,
     ToolCall,
     Tools,
+    Trajectory,
     ids_with_media_keys,
     placements_between,
 )
@@ -86,6 +87,8 @@ class Model:
         self._sampling = sampling
         self._turn_states: dict[int, _TurnState] = {}  # by turn
         self._idle: dict[int, ConversationPath] = {}  # by turn: paths that end in its reply, not continued yet
+        self._turns_by_text: defaultdict[str, list[int]] = defaultdict(list)
+        self._indexed = 0  # turns in `_turns_by_text`
         self._seed_uses: Counter[int] = Counter()  # paths by initial seed
         self._stops: dict[tuple[str, ...], StopText] = {}
         self._busy: set[asyncio.Task[Any]] = set()
@@ -108,6 +111,7 @@ class Model:
         stop: Sequence[str] = (),
         stop_ids: Sequence[int] = (),
         media: Sequence[Any] = (),
+        branch: str | None = None,
         n: None = None,
     ) -> Reply: ...
     @overload
@@ -125,6 +129,7 @@ class Model:
         stop: Sequence[str] = (),
         stop_ids: Sequence[int] = (),
         media: Sequence[Any] = (),
+        branch: str | None = None,
         n: int,
     ) -> list[Reply]: ...
     async def generate(
@@ -141,6 +146,7 @@ class Model:
         stop: Sequence[str] = (),
         stop_ids: Sequence[int] = (),
         media: Sequence[Any] = (),
+        branch: str | None = None,
         n: int | None = None,
     ) -> Reply | list[Reply]:
         """Sample a reply to a conversation, or to ids.
@@ -159,6 +165,8 @@ class Model:
             stop_ids: ids that end the reply, besides the model's end tokens.
             media: images of a prompt of ids, in the order of their placeholders: a placeholder as the template writes it, or
                 the ids that it expands to.
+            branch: why the conversation is not the last one continued, counted in `trajectory.branches`; by default `edited`
+                where it changes what follows a recorded prefix, and nothing else.
             n: number of replies, sampled at once; returns a list. Each continues the prompt as a branch of its own.
 
         Raises:
@@ -169,7 +177,7 @@ class Model:
                 `media` with messages, or a call after the function's return.
         """
         given: dict[str, Any] = {"agent": agent, "tools": tools, "max_tokens": max_tokens, "stop": stop, "stop_ids": stop_ids}
-        given |= {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "media": media}
+        given |= {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "media": media, "branch": branch}
         if n is None:
             return await self._generate_one(messages, **given)
         if n < 1:
@@ -192,6 +200,7 @@ class Model:
         stop: Sequence[str],
         stop_ids: Sequence[int],
         media: Sequence[Any],
+        branch: str | None,
         **sampling_given: float | None,
     ) -> Reply:
         if self._closed:
@@ -203,7 +212,7 @@ class Model:
             placed: tuple[MediaPlacement, ...] = ()
             if media:
                 prompt, placed = await self._place_media(prompt, media)
-            path = self._path(prompt, agent, tools, placed)
+            path = self._path(prompt, agent, tools, placed, branch)
         deadline = Deadline(self._recorder.limits.wall_clock_s, outer=self._deadline)  # one per engine call
         task = asyncio.current_task()
         assert task is not None
@@ -243,10 +252,7 @@ class Model:
             UsageError: for a reply of another episode, another number of weights than of ids, or weights that are negative or
                 not finite. Only ids that the engine sampled have weights.
         """
-        turns = self._recorder.trajectory.turns
-        number = next((number for number, turn in enumerate(turns) if turn.reply is reply.message), None)
-        if number is None:
-            raise UsageError("weigh: the reply is not of this episode; pass what model.generate returned")
+        number = self._number_of(reply, "weigh")
         size = len(reply.ids)
         found = tuple(map(float, weights)) if isinstance(weights, Iterable) else (float(weights),) * size
         if len(found) != size:
@@ -254,6 +260,24 @@ class Model:
         if not all(math.isfinite(weight) and weight >= 0 for weight in found):
             raise UsageError("weigh: weights must be finite and at least 0")
         self._recorder.weigh(number, found)
+
+    def note(self, reply: Reply, info: Mapping[str, Any]) -> None:
+        """Record facts about a reply, as JSON values: `turn.info`, in the viewer and in exports.
+
+        Raises:
+            UsageError: for a reply of another episode.
+        """
+        number = self._number_of(reply, "note")
+        self._recorder.record_step(number, self._recorder.trajectory.turns[number].reward, info, 0.0)
+
+    def text_of(self, reply: Reply) -> str:
+        """Return the complete text of a reply, thinking and calls as written, without the end token."""
+        return reply_text(self._recorder.renderer, reply.ids)
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The record of the episode so far; do not change it."""
+        return self._recorder.trajectory
 
     @property
     def limits(self) -> Limits:
@@ -267,6 +291,12 @@ class Model:
         if not isinstance(renderer, ChatRenderer):
             raise UsageError(f"model.tokenizer needs the built-in renderer, not {type(renderer).__name__}")
         return TokenizerFace(renderer)
+
+    def _number_of(self, reply: Reply, who: str) -> int:
+        for number, turn in enumerate(self._recorder.trajectory.turns):
+            if turn.reply is reply.message:
+                return number
+        raise UsageError(f"{who}: the reply is not of this episode; pass what model.generate returned")
 
     async def close(self) -> None:
         """Cancel running calls and reject further ones; the agent function has returned."""
@@ -308,28 +338,34 @@ class Model:
         return self._stops[key]
 
     def _path(
-        self, messages_or_ids: tuple[Message, ...] | list[int], agent: str, tools: Tools, media: Sequence[MediaPlacement] = ()
+        self,
+        messages_or_ids: tuple[Message, ...] | list[int],
+        agent: str,
+        tools: Tools,
+        media: Sequence[MediaPlacement],
+        branch: str | None,
     ) -> ConversationPath:
         """Return the path to sample on: a continued one, or a new one. `media` are the blocks of a prompt of ids."""
         if isinstance(messages_or_ids, list):
-            return self._attach(agent, messages_or_ids, [], tools, media)
+            return self._attach(agent, messages_or_ids, [], tools, media, branch)
         messages = list(messages_or_ids)
         turn, known = self._longest_known(messages, agent, tools)
         if turn >= 0:
+            self._count_branch(branch)
             return self._continue(turn, tuple(messages[known:]), tools)
         recorder = self._recorder
-        replies = self._replies(messages, agent)
+        replies = self._replies(messages)
         rendered = recorder.render_conversation(messages, replies, tools)
-        path = self._attach(agent, rendered.ids, messages, tools, rendered.media)
+        path = self._attach(agent, rendered.ids, messages, tools, rendered.media, branch)
         path.new_messages, path.history = tuple(messages), recorder.history
         starts = rendered.replies or (-1,) * len(replies)
         path.replies = [reply._replace(start=start) for reply, start in zip(replies, starts, strict=True)]
         return path
 
-    def _replies(self, messages: Sequence[Message], agent: str) -> list[SampledReply]:
+    def _replies(self, messages: Sequence[Message]) -> list[SampledReply]:
         """Return the messages that were sampled in this episode, by identity, since equal texts may have different ids."""
         trajectory = self._recorder.trajectory
-        own = {id(turn.message): turn for turn in trajectory.turns if turn.agent == agent}
+        own = {id(turn.message): turn for turn in trajectory.turns}
         found = [(number, own[id(message)]) for number, message in enumerate(messages) if id(message) in own]
         return [
             SampledReply(number, tuple(i for span in turn.spans for i in trajectory.spans[span].ids), -1)
@@ -338,19 +374,21 @@ class Model:
 
     def _longest_known(self, messages: list[Message], agent: str, tools: Tools) -> tuple[int, int]:
         """Return the turn whose conversation is the longest prefix of `messages`, and its length; (-1, 0) for none."""
-        best, length, is_same = -1, 0, False
         trajectory = self._recorder.trajectory
-        for number, turn in enumerate(trajectory.turns):
-            if turn.agent != agent or turn.message not in messages or self._tools(number) != list(tools):
-                continue
-            conversation = trajectory.conversation(number)
-            size = len(conversation)
-            if size < length or messages[:size] != conversation:
-                continue
-            found = messages[size - 1] is turn.message  # identity decides: equal texts may have different ids
-            if size > length or (found and not is_same):
-                best, length, is_same = number, size, found
-        return best, length
+        for number in range(self._indexed, len(trajectory.turns)):
+            self._turns_by_text[trajectory.turns[number].message.text].append(number)
+        self._indexed = len(trajectory.turns)
+        for size in range(len(messages), 0, -1):
+            last = messages[size - 1]
+            known = self._turns_by_text.get(last.text, ())
+            # Identity decides: equal texts may have different ids.
+            for number in sorted(known, key=lambda one: trajectory.turns[one].message is not last):
+                turn = trajectory.turns[number]
+                if turn.agent != agent or turn.message != last or self._tools(number) != list(tools):
+                    continue
+                if messages[:size] == trajectory.conversation(number):
+                    return number, size
+        return -1, 0
 
     def _tools(self, turn: int) -> list[Mapping[str, Any]]:
         return list(self._turn_states[turn].tools) if turn in self._turn_states else []
@@ -361,7 +399,7 @@ class Model:
         path = self._idle.pop(number, None)
         if path is None:
             leaf, messages = turn.spans[-1], trajectory.conversation(number)
-            replies = tuple(self._replies(messages, turn.agent))
+            replies = tuple(self._replies(messages))
             # The state is missing if the reply broke a limit.
             state = self._turn_states.get(number) or _TurnState(tools, number, recorder.history, replies)
             seed = self._unique_seed(state.seed)
@@ -396,7 +434,13 @@ class Model:
         return rendered._replace(ids=rendered.ids[shared:], close=max(0, rendered.close - shared), media=media)
 
     def _attach(
-        self, agent: str, ids: list[int], messages: list[Message], tools: Tools, media: Sequence[MediaPlacement] = ()
+        self,
+        agent: str,
+        ids: list[int],
+        messages: list[Message],
+        tools: Tools,
+        media: Sequence[MediaPlacement],
+        branch: str | None,
     ) -> ConversationPath:
         """Return a path for ids: recorded spans as far as they match, and a new span for the rest."""
         if not ids:
@@ -409,13 +453,17 @@ class Model:
         if shared < len(ids):
             origin = Origin.ENV if sampled else Origin.PROMPT
             if self._edits(leaf, shared, sampled):
-                branches = trajectory.branches
-                branches["edited"] = branches.get("edited", 0) + 1
-                origin = Origin.PROMPT
+                branch, origin = branch or "edited", Origin.PROMPT
             new_media = placements_between(media, shared, len(ids))
             trajectory.spans.append(Span(origin, tuple(ids[shared:]), leaf, shared, media=new_media, agent=agent))
             leaf = len(trajectory.spans) - 1
+        self._count_branch(branch)
         return ConversationPath(leaf, ids, messages, tools, agent, seed, placed=list(media))
+
+    def _count_branch(self, reason: str | None) -> None:
+        if reason is not None:
+            branches = self._recorder.trajectory.branches
+            branches[reason] = branches.get(reason, 0) + 1
 
     def _edits(self, leaf: int, position: int, sampled: bool) -> bool:
         """Return whether ids that diverge from the record at a position change a reply, or what follows one."""

@@ -519,6 +519,8 @@ def _stop_of(reward: Any) -> StopReason:
     status = reward.status if isinstance(reward, Scores) else "completed"
     if status == "failed":
         raise RuntimeError("the agent function returned Scores(status='failed')")
+    if isinstance(status, StopReason) and not status.failed:
+        return status
     if status not in _STOPS:
         raise UsageError(f"Scores(status={status!r:.80}): write {', '.join(map(repr, _STOPS))} or 'failed'")
     return _STOPS[status]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.types.media import Image, ImageRef, Media, Video, VideoRef
@@ -30,6 +30,8 @@ class ToolCall:
     """Why the call cannot be run (unparsable arguments, for example); sent to the model."""
     cause: str | None = None
     """Kind of the error in one word, counted as `malformed_<cause>`; may be set without an `error`."""
+    raw: str = field(default="", compare=False)
+    """Text of arguments that could not be read, as the model wrote it; it is not recorded (the ids are)."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the call in OpenAI's format, its arguments as an object (as chat templates expect)."""

@@ -9,7 +9,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -56,6 +56,8 @@ class Call:
     headers: Mapping[str, str]
     """By lower-case name."""
     query: Mapping[str, str]
+    path: Mapping[str, str] = field(default_factory=dict)
+    """Parameters of the path."""
 
 
 Handler = Callable[[Call], Awaitable[Any]]
@@ -67,7 +69,8 @@ class Endpoint:
     """Handler of a path, with its body schema and access rules."""
 
     handler: Handler
-    body: type[BaseModel] | None = None
+    body: type[BaseModel] | type[bytes] | None = None
+    """Schema of its body; `bytes` hands it over unread."""
     changes: bool = False
     """Whether it changes state of other clients: it then requires the token, and completes even if its client disconnects."""
     max_bytes: int = MAX_BODY
@@ -88,14 +91,15 @@ class JsonHttpServer:
     Args:
         routes: endpoints by `(method, path)`.
         token: required value of `authorization: Bearer ...` in every request. By default the server generates one for requests
-            that change anything and writes it to a file for this user's clients (`turnwise.engines.tokens`).
+            that change anything and writes it to a file for this user's clients (`turnwise.engines.tokens`). None: the
+            endpoints check access themselves.
     """
 
-    def __init__(self, routes: Mapping[tuple[str, str], Endpoint], *, host: str, port: int, token: str = "") -> None:
+    def __init__(self, routes: Mapping[tuple[str, str], Endpoint], *, host: str, port: int, token: str | None = "") -> None:
         self._host, self._port = host, port
         self.token = token or secrets.token_urlsafe(24)
         """Token required by requests that change anything."""
-        self.published = not token
+        self.published = token == ""
         """Whether the token is in a file."""
         made = [Route(path, _make_endpoint(end, self.token), methods=[method]) for (method, path), end in routes.items()]
         app = Starlette(routes=made, exception_handlers={HTTPException: _no_route})
@@ -234,7 +238,7 @@ def _make_endpoint(endpoint: Endpoint, token: str) -> Callable[[Request], Awaita
         try:
             if endpoint.changes and not _has_token(request.headers, token):
                 raise HttpError(401, "this route needs the server's token (authorization: Bearer ...)")
-            call = Call(await _read(request, endpoint), request.headers, request.query_params)
+            call = Call(await _read(request, endpoint), request.headers, request.query_params, request.path_params)
         except HttpError as error:
             return _error_response(error.status, str(error), close=True)
         except ClientDisconnect:
@@ -264,8 +268,8 @@ async def _read(request: Request, endpoint: Endpoint) -> Any:
     raw = b"".join(pieces)
     if raw and request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HttpError(415, "send JSON, and content-type: application/json")
-    if endpoint.body is None:
-        return None
+    if endpoint.body is None or issubclass(endpoint.body, bytes):
+        return None if endpoint.body is None else raw
     try:
         return endpoint.body.model_validate_json(raw if raw.strip() else b"{}")
     except ValidationError as error:

@@ -43,9 +43,9 @@ class MalformedCall(ValueError):
         self.cause = cause
 
 
-def malformed_call(cause: str, message: str, name: str = "", given_id: str = "") -> ToolCall:
-    """Make a call that cannot be executed, with its error."""
-    return ToolCall(name, {}, given_id, message, cause)
+def malformed_call(cause: str, message: str, name: str = "", given_id: str = "", raw: str = "") -> ToolCall:
+    """Make a call that cannot be executed, with its error, and the text of its arguments if it is known."""
+    return ToolCall(name, {}, given_id, message, cause, raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ def finish_calls(found: Iterable[ToolCall], tools: Tools) -> tuple[ToolCall, ...
             elif key in known:
                 cause = "duplicated"
             known.add(key)
-        calls.append(ToolCall(call.name, call.arguments, call.id or f"call_{number}", call.error, cause))
+        calls.append(ToolCall(call.name, call.arguments, call.id or f"call_{number}", call.error, cause, call.raw))
     return tuple(calls)
 
 

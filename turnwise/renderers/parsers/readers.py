@@ -179,13 +179,16 @@ class JsonCalls:
 
 def make_call(name: str, arguments: Any, given_id: str = "", what: str = "the arguments of a tool call") -> ToolCall:
     """Make a call from arguments: an object, or a string with one in JSON (as in OpenAI's API)."""
+    given = arguments
     if isinstance(arguments, str):
         try:
             arguments = read_json(arguments)
         except MalformedCall as error:
-            return malformed_call("arguments_not_object", f"{what} is a JSON object, not a string ({error})", name, given_id)
+            wrong = f"{what} is a JSON object, not a string ({error})"
+            return malformed_call("arguments_not_object", wrong, name, given_id, given)
     if not isinstance(arguments, dict):
-        return malformed_call("arguments_not_object", f"{what} is a JSON object", name, given_id)
+        raw = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        return malformed_call("arguments_not_object", f"{what} is a JSON object", name, given_id, raw)
     return ToolCall(name, arguments, given_id)
 
 
@@ -210,7 +213,7 @@ class NamedJsonCalls:
         try:
             return [make_call(name, read_json(after.strip()), given_id)]
         except MalformedCall as error:
-            return [malformed_call(error.cause, str(error), name, given_id)]
+            return [malformed_call(error.cause, str(error), name, given_id, after.strip())]
 
 
 @dataclass(frozen=True, slots=True)

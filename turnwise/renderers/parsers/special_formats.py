@@ -106,7 +106,7 @@ def _call(recipient: str, body: str, begun: bool) -> ToolCall:
     try:
         return make_call(name, read_json(body))
     except MalformedCall as error:
-        return malformed_call(error.cause, str(error), name)
+        return malformed_call(error.cause, str(error), name, raw=body)
 
 
 HARMONY = Harmony()

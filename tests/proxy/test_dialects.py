@@ -1,0 +1,341 @@
+"""Each dialect over a real socket: calls, results, images and streams; what comes back is recognized by the next request."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import pytest
+
+from tests.proxy_kit import TOOL, RecordingEngine, account, called, client, contexts, direct
+from turnwise.proxy import ProxySession
+from turnwise.proxy.wire import RequestFault
+
+REPLIES = [called("look_up", key="a b"), "<think>\nwell\n</think>\n\nIt is é.", "Good bye."]
+PNG = base64.b64encode(b"\x89PNG not decoded by a text model").decode()
+
+
+class ChatProgram:
+    """Talks chat completions as the official client does."""
+
+    path = "/v1/chat/completions"
+
+    def __init__(self, stream: bool) -> None:
+        self.stream = stream
+        self.messages: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a b?"}]
+        self.usage: list[dict[str, Any]] = []
+
+    def body(self) -> dict[str, Any]:
+        more = {"stream": True, "stream_options": {"include_usage": True}} if self.stream else {}
+        return {"model": "m", "messages": self.messages, "tools": [{"type": "function", "function": TOOL}]} | more
+
+    def take(self, text: str) -> list[Any]:
+        """Add the reply to the history; return its calls."""
+        if not self.stream:
+            found = json.loads(text)
+            message = found["choices"][0]["message"]
+            self.usage.append(found["usage"])
+        else:
+            rows = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+            assert text.rstrip().endswith("data: [DONE]")
+            self.usage.append(rows[-1]["usage"])
+            message = {"role": "assistant", "content": "", "tool_calls": []}
+            for delta in (row["choices"][0]["delta"] for row in rows if row["choices"]):
+                message["content"] += delta.get("content") or ""
+                message["tool_calls"] += [{k: v for k, v in one.items() if k != "index"} for one in delta.get("tool_calls", ())]
+                if "reasoning_content" in delta:
+                    message["reasoning_content"] = delta["reasoning_content"]
+            if not message["tool_calls"]:
+                del message["tool_calls"]
+        self.messages.append(message)
+        return message.get("tool_calls") or []
+
+    def answer(self, call: Any, text: str) -> None:
+        self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
+
+    def say(self, text: str) -> None:
+        self.messages.append({"role": "user", "content": [{"type": "text", "text": text}]})
+
+    def show(self, data: str) -> None:
+        url = {"url": f"data:image/png;base64,{data}"}
+        self.messages.append({"role": "user", "content": [{"type": "image_url", "image_url": url}]})
+
+
+class ResponsesProgram(ChatProgram):
+    """Talks the Responses API and sends back the items that it got."""
+
+    path = "/v1/responses"
+
+    def body(self) -> dict[str, Any]:
+        tools = [{"type": "function", **TOOL}, {"type": "web_search"}]
+        items = [m if "type" in m else {"type": "message", **m} for m in self.messages[1:]]
+        return {
+            "model": "m",
+            "instructions": "Be brief.",
+            "input": items,
+            "tools": tools,
+            "store": False,
+            "stream": self.stream,
+        }
+
+    def take(self, text: str) -> list[Any]:
+        if self.stream:
+            rows = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+            assert [row["sequence_number"] for row in rows] == list(range(len(rows)))
+            found = rows[-1]["response"]
+            done = [row["item"] for row in rows if row["type"] == "response.output_item.done"]
+            assert [item["id"] for item in done] == [item["id"] for item in found["output"]]
+        else:
+            found = json.loads(text)
+        assert found["status"] == "completed"
+        self.usage.append({"completion_tokens": found["usage"]["output_tokens"]})
+        self.messages += found["output"]
+        return [item for item in found["output"] if item["type"] == "function_call"]
+
+    def answer(self, call: Any, text: str) -> None:
+        self.messages.append({"type": "function_call_output", "call_id": call["call_id"], "output": text})
+
+    def say(self, text: str) -> None:
+        self.messages.append({"role": "user", "content": [{"type": "input_text", "text": text}]})
+
+    def show(self, data: str) -> None:
+        self.messages.append(
+            {"role": "user", "content": [{"type": "input_image", "image_url": f"data:image/png;base64,{data}"}]}
+        )
+
+
+class MessagesProgram(ChatProgram):
+    """Talks the Messages API and moves its cache mark to the last message, as Claude Code does."""
+
+    path = "/v1/messages"
+
+    def body(self) -> dict[str, Any]:
+        tool = {"name": "look_up", "description": TOOL["description"], "input_schema": TOOL["parameters"]}
+        system = [{"type": "text", "text": f"x-anthropic-billing-header: cc_version={len(self.messages)};"}]
+        system.append({"type": "text", "text": "Be brief."})
+        messages = json.loads(json.dumps(self.messages[1:]))
+        last = messages[-1]
+        if isinstance(last["content"], str):
+            last["content"] = [{"type": "text", "text": last["content"]}]
+        last["content"][-1]["cache_control"] = {"type": "ephemeral"}
+        given = {"model": "m", "max_tokens": 32000, "system": system, "messages": messages, "tools": [tool]}
+        return given | {"stream": self.stream}
+
+    def take(self, text: str) -> list[Any]:
+        if self.stream:
+            rows = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+            blocks: list[dict[str, Any]] = []
+            partial = ""
+            for row in rows:
+                if row["type"] == "content_block_start":
+                    blocks.append(row["content_block"])
+                    partial = ""
+                elif row["type"] == "content_block_delta":
+                    delta = row["delta"]
+                    for name in ("text", "thinking", "signature"):
+                        if name in delta:
+                            blocks[-1][name] += delta[name]
+                    partial += delta.get("partial_json", "")
+                elif row["type"] == "content_block_stop" and blocks[-1]["type"] == "tool_use":
+                    blocks[-1]["input"] = json.loads(partial)
+            usage = next(row["usage"] for row in rows if row["type"] == "message_delta")
+        else:
+            blocks, usage = json.loads(text)["content"], json.loads(text)["usage"]
+        self.usage.append({"completion_tokens": usage["output_tokens"]})
+        self.messages.append({"role": "assistant", "content": blocks})
+        return [block for block in blocks if block["type"] == "tool_use"]
+
+    def answer(self, call: Any, text: str) -> None:
+        result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": text}]}
+        self.messages.append({"role": "user", "content": [result]})
+
+    def show(self, data: str) -> None:
+        source = {"type": "base64", "media_type": "image/png", "data": data}
+        self.messages.append({"role": "user", "content": [{"type": "image", "source": source}]})
+
+
+PROGRAMS = [ChatProgram, ResponsesProgram, MessagesProgram]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_a_program_that_only_appends_is_one_row(kind: type[ChatProgram], stream: bool) -> None:
+    program, engine = kind(stream), RecordingEngine(REPLIES)
+
+    async def work(session: ProxySession, root: str) -> None:
+        async with client(root) as http:
+            for turn in range(3):
+                response = await http.post(program.path, json=program.body())
+                assert response.status_code == 200, response.text
+                calls = program.take(response.text)
+                for call in calls:
+                    assert json.loads(
+                        call.get("arguments") or json.dumps(call.get("input"))
+                        if "function" not in call
+                        else call["function"]["arguments"]
+                    ) == {"key": "a b"}
+                    program.answer(call, "a letter pair")
+                if not calls:
+                    program.say(f"More {turn}?")
+
+    trajectory = direct(work, engine)
+    assert [turn.reply.tool_calls != () for turn in trajectory.turns] == [True, False, False]
+    assert len(list(trajectory.samples())) == 1
+    assert trajectory.branches == {}
+    assert contexts(trajectory) == [ids for _, ids in engine.received]
+    account(trajectory)
+    assert [row["completion_tokens"] for row in program.usage] == [
+        len(t.spans) and sum(len(trajectory.spans[s].ids) for s in t.spans) for t in trajectory.turns
+    ]
+    second = trajectory.turns[1].messages
+    assert [(m.role, m.text, m.tool_call_id, m.name) for m in second] == [("tool", "a letter pair", "call_0", "look_up")]
+    assert trajectory.turns[0].messages[0].text == "Be brief."
+
+
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_reasoning_that_a_program_drops_is_counted_and_its_ids_stay(kind: type[ChatProgram]) -> None:
+    program, engine = kind(False), RecordingEngine(REPLIES[1:])
+
+    async def work(session: ProxySession, root: str) -> None:
+        async with client(root) as http:
+            program.take((await http.post(program.path, json=program.body())).text)
+            if kind is ChatProgram:
+                del program.messages[-1]["reasoning_content"]
+            elif kind is ResponsesProgram:
+                program.messages = [m for m in program.messages if m.get("type") != "reasoning"]
+            else:
+                program.messages[-1]["content"] = [b for b in program.messages[-1]["content"] if b["type"] != "thinking"]
+            program.say("More?")
+            program.take((await http.post(program.path, json=program.body())).text)
+
+    trajectory = direct(work, engine)
+    assert trajectory.metrics["proxy_reasoning_dropped"] == 1
+    assert trajectory.branches == {}
+    assert len(list(trajectory.samples())) == 1
+    account(trajectory)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"n": 2}, "n: one reply"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"messages": "hello", "input": 5}, "must be a list"),
+    ({"messages": [{"role": "wizard", "content": "x"}], "input": [{"role": "wizard", "content": "x"}]}, "wizard"),
+    ({"max_tokens": 0, "max_output_tokens": 0}, "at least 1"),
+    ({"tools": [{"type": "function", "function": {}, "input_schema": {}}]}, "needs a name"),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), BAD)
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_a_bad_request_is_refused_in_the_shape_of_its_dialect(
+    kind: type[ChatProgram], changed: dict[str, Any], message: str
+) -> None:
+    program = kind(False)
+
+    async def work(session: ProxySession, root: str) -> None:
+        async with client(root) as http:
+            response = await http.post(program.path, json=program.body() | changed)
+            assert response.status_code == 400
+            assert response.headers["x-should-retry"] == "false"
+            error = response.json()["error"]
+            assert message in error["message"]
+            assert error["type"] == "invalid_request_error"
+            assert (response.json().get("type") == "error") == (kind is MessagesProgram)
+            assert (
+                await http.post(program.path, content=b"{", headers={"content-type": "application/json"})
+            ).status_code == 400
+            program.take((await http.post(program.path, json=program.body())).text)
+
+    trajectory = direct(work, RecordingEngine(REPLIES))
+    assert trajectory.metrics["proxy_refused_requests"] == 2
+    assert len(trajectory.turns) == 1
+
+
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_media_of_unknown_kinds_and_foreign_urls_are_refused(kind: type[ChatProgram]) -> None:
+    program = kind(False)
+
+    async def work(session: ProxySession, root: str) -> None:
+        async with client(root) as http:
+            program.show(PNG)
+            response = await http.post(program.path, json=program.body())
+            assert response.status_code == 400
+            assert "image" in response.json()["error"]["message"]
+            for url in ("https://example.org/a.png", "/etc/passwd", "file:///etc/passwd", "data:image/png;base64,@@"):
+                with pytest.raises(RequestFault):
+                    session.images.of_url(url)
+            program.messages.pop()
+            program.take((await http.post(program.path, json=program.body())).text)
+
+    trajectory = direct(work, RecordingEngine(REPLIES))
+    assert trajectory.metrics["proxy_refused"] == 1
+
+
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_an_unknown_session_and_an_unknown_model_are_named(kind: type[ChatProgram]) -> None:
+    from turnwise.proxy import ProxySettings
+
+    program = kind(False)
+
+    async def work(session: ProxySession, root: str) -> None:
+        async with client(root.replace(session.token, "0" * 32)) as http:
+            response = await http.post(program.path, json=program.body())
+            assert response.status_code == (403 if kind is MessagesProgram else 400)
+            assert "no such session" in response.json()["error"]["message"]
+        async with client(root) as http:
+            response = await http.post(program.path, json=program.body() | {"model": "gpt"})
+            assert response.status_code == 404
+            assert "models are m" in response.json()["error"]["message"]
+            program.take((await http.post(program.path, json=program.body())).text)
+            assert (await http.get("/v1/models")).json()["data"][0]["id"] == "m"
+        async with client(root.partition("/s/")[0]) as http:  # the token as API key
+            for headers in ({"x-api-key": session.token}, {"authorization": f"Bearer {session.token}"}):
+                assert (await http.get("/v1/models", headers=headers)).status_code == 200
+
+    direct(work, RecordingEngine(REPLIES), settings=ProxySettings(models=("m",)))
+
+
+def test_tokens_are_counted_by_the_renderer() -> None:
+    async def work(session: ProxySession, root: str) -> None:
+        program = MessagesProgram(False)
+        async with client(root) as http:
+            counted = (await http.post("/v1/messages/count_tokens", json=program.body())).json()["input_tokens"]
+            program.take((await http.post(program.path, json=program.body())).text)
+            assert counted == session.model.trajectory.turns[0].context
+
+    direct(work, RecordingEngine(REPLIES))
+
+
+def test_unreadable_arguments_are_sent_as_written_and_recognized() -> None:
+    broken = '<tool_call>\n{"name": "look_up", "arguments": "{a"}\n</tool_call>'
+    for kind in PROGRAMS:
+        program, engine = kind(True), RecordingEngine([broken, "<tool_call>\n{oops\n</tool_call>", "So."])
+
+        async def work(session: ProxySession, root: str, program: ChatProgram = program) -> None:
+            async with client(root) as http:
+                (call,) = program.take((await http.post(program.path, json=program.body())).text)
+                program.answer(call, "Error: not JSON")
+                assert program.take((await http.post(program.path, json=program.body())).text) == []
+                program.say("Again.")
+                program.take((await http.post(program.path, json=program.body())).text)
+
+        trajectory = direct(work, engine)
+        assert trajectory.branches == {}
+        assert len(list(trajectory.samples())) == 1
+        sent = json.dumps(program.messages, ensure_ascii=False)
+        assert "{a" in sent
+        assert "{oops" in sent
+
+
+def test_a_call_that_is_required_and_missing_is_counted_and_none_offers_no_tools() -> None:
+    async def work(session: ProxySession, root: str) -> None:
+        program = ChatProgram(False)
+        async with client(root) as http:
+            program.take((await http.post(program.path, json=program.body() | {"tool_choice": "required"})).text)
+            program.say("And?")
+            assert program.take((await http.post(program.path, json=program.body() | {"tool_choice": "none"})).text) == []
+
+    trajectory = direct(work, RecordingEngine(["Plain.", called("look_up", key="a")]))
+    assert trajectory.metrics["proxy_tool_choice_unmet"] == 1
+    assert trajectory.branches == {"tools_changed": 1}

@@ -1,0 +1,429 @@
+"""Which requests continue what was sampled, and the reason of every one that does not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import turnwise as tw
+from tests.proxy_kit import TOOL, RecordingEngine, account, called, client, contexts, direct, in_order
+from turnwise.proxy import ProxyServer, ProxySession, ProxySettings
+
+TOOLS = [{"type": "function", "function": TOOL}]
+LONG = "A summary of everything that happened so far."
+
+
+class Conversation:
+    """Requests to chat completions, with the history in the hands of the test."""
+
+    def __init__(self, http: Any, *, tools: Any = TOOLS, headers: dict[str, str] | None = None) -> None:
+        self.http, self.tools, self.headers = http, tools, headers or {}
+        self.messages: list[dict[str, Any]] = [{"role": "system", "content": "Rules."}, {"role": "user", "content": "Begin."}]
+
+    async def ask(self, *more: dict[str, Any]) -> dict[str, Any]:
+        self.messages += more
+        body = {"model": "m", "messages": self.messages, "tools": self.tools}
+        response = await self.http.post("/v1/chat/completions", json=body, headers=self.headers)
+        assert response.status_code == 200, response.text
+        message = response.json()["choices"][0]["message"]
+        self.messages.append(message)
+        return message
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def run(
+    work: Callable[[Conversation, Any, ProxySession], Any], replies: Any, **given: Any
+) -> tuple[tw.Trajectory, RecordingEngine]:
+    engine = RecordingEngine(in_order(replies) if isinstance(replies, list) else replies)
+
+    async def connected(session: ProxySession, root: str) -> None:
+        async with client(root) as http:
+            await work(Conversation(http), http, session)
+
+    trajectory = direct(connected, engine, **given)
+    account(trajectory)
+    assert contexts(trajectory) == [ids for _, ids in engine.received]
+    return trajectory, engine
+
+
+def rows(trajectory: tw.Trajectory) -> int:
+    return len(list(trajectory.samples()))
+
+
+async def two(talk: Conversation) -> None:
+    await talk.ask()
+    await talk.ask(user("More."))
+
+
+async def rewritten(talk: Conversation, http: Any, session: ProxySession) -> None:
+    await talk.ask()
+    talk.messages[-1] = {"role": "assistant", "content": "Something else."}
+    await talk.ask(user("More."))
+
+
+async def unknown(talk: Conversation, http: Any, session: ProxySession) -> None:
+    await talk.ask()
+    other = Conversation(http)
+    other.messages = [user("Hi."), {"role": "assistant", "content": "Never sampled."}, user("And?")]
+    await other.ask()
+    other.messages[1:3] = [{"role": "assistant", "content": "Nor this."}]
+    await other.ask(user("So?"))
+
+
+async def dropped(talk: Conversation, http: Any, session: ProxySession) -> None:
+    await two(talk)
+    del talk.messages[2:4]
+    await talk.ask(user("Last."))
+
+
+async def edited(talk: Conversation, http: Any, session: ProxySession) -> None:
+    await two(talk)
+    talk.messages[3] = user("Other words.")
+    await talk.ask(user("Last."))
+
+
+async def tools_changed(talk: Conversation, http: Any, session: ProxySession) -> None:
+    await talk.ask()
+    talk.tools = []
+    await talk.ask(user("Sum up."))
+
+
+async def again(talk: Conversation, http: Any, session: ProxySession) -> None:
+    await talk.ask()
+    talk.messages.pop()
+    await talk.ask()
+
+
+async def newest_dropped(talk: Conversation, http: Any, session: ProxySession) -> None:
+    await two(talk)
+    talk.messages.pop()
+    await talk.ask(user("Instead, sum up."))
+
+
+async def side(talk: Conversation, http: Any, session: ProxySession) -> None:
+    await talk.ask()
+    other = Conversation(http, tools=[])
+    other.messages = [user("Name this conversation.")]
+    await other.ask()
+
+
+async def subagent(talk: Conversation, http: Any, session: ProxySession) -> None:
+    await talk.ask()
+    other = Conversation(http, headers={"x-claude-code-agent-id": "a1"})
+    other.messages = [user("Look around.")]
+    await other.ask()
+    await other.ask(user("Go on."))
+    await talk.ask(user("More."))
+
+
+async def compacted(talk: Conversation, http: Any, session: ProxySession) -> None:
+    await two(talk)
+    other = Conversation(http)
+    other.messages = [user(f"Go on from this summary:\n{LONG}")]
+    await other.ask()
+
+
+CASES = [
+    (rewritten, ["One.", "Two."], {"rewritten_reply": 1}, 2),
+    (unknown, ["One.", "Two.", "Three."], {"unknown_reply": 2}, 3),
+    (dropped, ["One.", "Two.", "Three."], {"dropped_reply": 1}, 2),
+    (edited, ["One.", "Two.", "Three."], {"edited": 1}, 2),
+    (tools_changed, ["One.", "Two."], {"tools_changed": 1}, 2),
+    (again, ["One.", "Two."], {"sampled_again": 1}, 2),
+    (newest_dropped, ["One.", "Two.", "Three."], {"dropped_reply": 1}, 2),
+    (side, ["One.", "A name."], {"side": 1}, 2),
+    (subagent, ["One.", "Two.", "Three.", "Four."], {"subagent": 1}, 2),
+    (compacted, ["One.", LONG, "Three."], {"compacted": 1}, 2),
+]
+
+
+@pytest.mark.parametrize(("work", "replies", "branches", "count"), CASES, ids=lambda value: getattr(value, "__name__", ""))
+def test_every_branch_has_its_reason(work: Any, replies: list[str], branches: dict[str, int], count: int) -> None:
+    trajectory, _ = run(work, replies)
+    assert trajectory.branches == branches
+    assert rows(trajectory) == count
+    named = [
+        turn.info["proxy"].get("branch") for turn in trajectory.turns if "proxy" in turn.info and "branch" in turn.info["proxy"]
+    ]
+    assert sorted(named) == sorted(name for name, number in branches.items() for _ in range(number))
+    if work is compacted:
+        assert trajectory.metrics["proxy_summaries"] == 1
+        assert trajectory.turns[1].info == {"proxy": {"summary": True}}
+    if work is side:
+        assert trajectory.turns[1].weights is not None
+        assert set(trajectory.turns[1].weights) == {0.0}
+    if work is subagent:
+        assert [turn.agent for turn in trajectory.turns] == ["main", "agent1", "agent1", "main"]
+
+
+def test_configuration_says_which_branches_are_trained() -> None:
+    trained = run(side, ["One.", "A name."], settings=ProxySettings(untrained=()))[0]
+    assert trained.turns[1].weights is None
+    none = run(compacted, ["One.", LONG, "Three."], settings=ProxySettings(untrained=("compacted",)))[0]
+    assert [turn.weights is None for turn in none.turns] == [True, True, False]
+
+
+def test_a_title_before_the_first_conversation_is_a_side_call() -> None:
+    async def work(talk: Conversation, http: Any, session: ProxySession) -> None:
+        other = Conversation(http, tools=[])
+        other.messages = [user("Name this conversation.")]
+        await other.ask()
+        await two(talk)
+
+    trajectory = run(work, ["A name.", "One.", "Two."])[0]
+    assert trajectory.branches == {"side": 1}
+    assert [turn.weights is None for turn in trajectory.turns] == [False, True, True]
+
+
+def test_differences_of_form_are_counted_and_change_nothing() -> None:
+    async def work(talk: Conversation, http: Any, session: ProxySession) -> None:
+        message = await talk.ask()
+        call = message["tool_calls"][0]
+        call["function"]["arguments"] = '{"key":"é"}'
+        message["content"] = "  "
+        await talk.ask({"role": "tool", "tool_call_id": call["id"], "content": "x"})
+        call["function"]["arguments"] = '{"limit": 5, "key": "\\u00e9"}'
+        await talk.ask(user("More."))
+
+    trajectory = run(work, [called("look_up", key="é"), "Two.", "Three."])[0]
+    assert rows(trajectory) == 1
+    assert trajectory.branches == {}
+    counts = {name: number for name, number in trajectory.metrics.items() if name.startswith("proxy_")}
+    assert counts == {"proxy_arguments_form": 1, "proxy_arguments_defaulted": 1, "proxy_whitespace": 2}
+
+
+def test_changed_arguments_are_a_rewritten_reply() -> None:
+    async def work(talk: Conversation, http: Any, session: ProxySession) -> None:
+        message = await talk.ask()
+        message["tool_calls"][0]["function"]["arguments"] = '{"key": "b"}'
+        await talk.ask({"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "x"})
+
+    assert run(work, [called("look_up", key="a"), "Two."])[0].branches == {"rewritten_reply": 1}
+
+
+def test_equal_texts_from_one_context_are_told_apart_or_branch() -> None:
+    """Two replies of one text and other ids: the program's message could be either, so neither is taken for it."""
+
+    async def work(talk: Conversation, http: Any, session: ProxySession) -> None:
+        await talk.ask()
+        talk.messages.pop()
+        await talk.ask()
+        await talk.ask(user("More."))
+
+    left = iter([[*b"ab"], [*b"ab "], [*b"c"]])
+
+    def script(messages: Any, rng: Any) -> list[int]:
+        return next(left)
+
+    trajectory = run(work, script, limits=tw.Limits(on_turn_length="continue", turn_tokens=2))[0]
+    assert trajectory.branches["sampled_again"] == 1
+    same = trajectory.spans[trajectory.turns[0].spans[0]].ids == trajectory.spans[trajectory.turns[1].spans[0]].ids
+    assert same == ("rewritten_reply" not in trajectory.branches)
+
+
+def test_a_repeated_request_joins_the_one_in_flight_and_a_retry_is_served_again() -> None:
+    async def work(talk: Conversation, http: Any, session: ProxySession) -> None:
+        body = {"model": "m", "messages": talk.messages}
+        first, second = await asyncio.gather(*(http.post("/v1/chat/completions", json=body) for _ in range(2)))
+        assert first.json()["id"] == second.json()["id"]
+        retry = await http.post("/v1/chat/completions", json=body, headers={"x-stainless-retry-count": "1"})
+        assert retry.json()["id"] == first.json()["id"]
+        anew = await http.post("/v1/chat/completions", json=body)
+        assert anew.json()["id"] != first.json()["id"]
+
+    class Slow(RecordingEngine):
+        async def generate(self, request: tw.Request) -> tw.Generation:
+            await asyncio.sleep(0.2)
+            return await super().generate(request)
+
+    engine = Slow(in_order(["One.", "Two."]))
+
+    async def connected(session: ProxySession, root: str) -> None:
+        async with client(root) as http:
+            await work(Conversation(http), http, session)
+
+    trajectory = direct(connected, engine)
+    assert len(trajectory.turns) == 2
+    assert trajectory.metrics["proxy_joined"] == 1
+    assert trajectory.metrics["proxy_served_again"] == 1
+
+
+def test_a_stream_that_was_cut_is_served_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that leaves while the model samples finds the same reply when it asks again."""
+    monkeypatch.setattr("turnwise.proxy.server.HEARTBEAT_S", 0.05)
+
+    class Slow(RecordingEngine):
+        async def generate(self, request: tw.Request) -> tw.Generation:
+            await asyncio.sleep(0.4)
+            return await super().generate(request)
+
+    engine = Slow(in_order(["One.", "Two."]))
+
+    async def connected(session: ProxySession, root: str) -> None:
+        body = {"model": "m", "max_tokens": 50, "messages": [user("Begin.")], "stream": True}
+        async with client(root) as http, http.stream("POST", "/v1/messages", json=body) as response:
+            async for piece in response.aiter_bytes():
+                assert b"ping" in piece
+                break
+        async with client(root) as http:
+            await asyncio.sleep(0.6)
+            text = (await http.post("/v1/messages", json=body)).text
+            assert "One." in text
+
+    trajectory = direct(connected, engine)
+    assert len(trajectory.turns) == 1
+    assert trajectory.metrics["proxy_served_again"] == 1
+    account(trajectory)
+
+
+def test_a_template_with_one_system_message_gets_the_later_ones_as_user() -> None:
+    from turnwise.proxy.session import fold_roles
+
+    roles = [("developer", "a"), ("system", "b"), ("user", "c"), ("assistant", "d"), ("system", "e")]
+    folded = fold_roles([tw.Message(role, text) for role, text in roles])
+    assert [(m.role, m.text) for m in folded] == [("system", "a\nb"), ("user", "c"), ("assistant", "d"), ("user", "e")]
+
+
+OPERATIONS = st.sampled_from(
+    [
+        "say",
+        "say",
+        "say",
+        "answer",
+        "answer",
+        "again",
+        "drop",
+        "edit",
+        "rewrite",
+        "reorder",
+        "default",
+        "strip",
+        "tools",
+        "retry",
+        "fork",
+    ]
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.tuples(st.integers(0, 2), OPERATIONS, st.integers(0, 5)), min_size=2, max_size=14), st.integers(0, 2**16))
+def test_histories_never_mix_sessions_nor_train_an_id_twice(steps: list[tuple[int, str, int]], seed: int) -> None:
+    """Programs that edit, drop, reorder, retry and interleave: every sampled id once, under the context that the engine saw."""
+    outcome = asyncio.run(_play(steps, seed))
+    for trajectory, received, name in outcome:
+        assert trajectory.error is None, trajectory.error.traceback
+        account(trajectory)
+        assert contexts(trajectory) == received
+        for turn in trajectory.turns:
+            said = turn.reply.text + json.dumps([dict(call.arguments) for call in turn.reply.tool_calls])
+            assert name in said, "a reply of another session"
+        named = sum("branch" in turn.info.get("proxy", {}) for turn in trajectory.turns)
+        roots_and_forks = rows(trajectory) - 1 if trajectory.turns else 0
+        assert named >= roots_and_forks, "a row without a reason"
+
+
+async def _play(steps: list[tuple[int, str, int]], seed: int) -> list[tuple[tw.Trajectory, list[list[int]], str]]:
+    names = ["north", "south", "west"]
+
+    def script(messages: Any, rng: Any) -> str:
+        name = next(name for name in names if any(name in message.text for message in messages))
+        number = rng.randrange(4)  # replies repeat, so that texts alone do not tell them apart
+        return called("look_up", key=f"{name} {number}") if number < 2 else f"{name} {number}"
+
+    engine = RecordingEngine(script)
+    ready: dict[str, ProxySession] = {}
+    over = asyncio.Event()
+
+    async def play(task: tw.Task, model: tw.Model) -> float:
+        session = ready[task.id] = ProxySession(model)
+        await over.wait()
+        await session.end()
+        return 0.0
+
+    tasks = [tw.Task(name, id=name) for name in names]
+    rollout = asyncio.ensure_future(tw.arollout(play, tasks, engine, seed=seed, limits=tw.Limits(turns=60), sanity="off"))
+    while len(ready) < len(names):
+        await asyncio.sleep(0)
+    try:
+        async with ProxyServer() as server:
+            clients = [client(server.open(ready[name])) for name in names]
+            talks = [Conversation(http) for http in clients]
+            for name, talk in zip(names, talks, strict=True):
+                talk.messages[1] = user(f"I am {name}.")
+            running: list[asyncio.Future[Any]] = []
+            for number, operation, place in steps:
+                talk = _changed(talks[number], operation, place)
+                if operation == "fork":  # in parallel with what follows
+                    running.append(asyncio.ensure_future(talk.ask(user("fork"))))
+                    continue
+                await talk.ask()
+            await asyncio.gather(*running)
+            for http in clients:
+                await http.aclose()
+    finally:
+        over.set()
+    trajectories = await rollout
+    by_session: dict[str, list[list[int]]] = {}
+    for session_name, ids in engine.received:
+        by_session.setdefault(session_name.split("/")[2], []).append(ids)
+    return [(t, _in_turn_order(t, by_session.get(t.task.id, [])), t.task.id) for t in trajectories]
+
+
+def _in_turn_order(trajectory: tw.Trajectory, received: list[list[int]]) -> list[list[int]]:
+    """Concurrent requests may end in another order than they began; contexts are compared as they were recorded."""
+    left, ordered = list(received), []
+    for context in contexts(trajectory):
+        if context in left:
+            left.remove(context)
+            ordered.append(context)
+    return ordered + left
+
+
+def _changed(talk: Conversation, operation: str, place: int) -> Conversation:
+    messages = talk.messages
+    replies = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
+    at = replies[place % len(replies)] if replies else None
+    calls = messages[at].get("tool_calls") if at is not None else None
+    if operation == "fork":
+        other = Conversation(talk.http, tools=talk.tools)
+        other.messages = json.loads(json.dumps(messages))
+        return other
+    if operation == "tools":
+        talk.tools = [] if talk.tools else TOOLS
+    elif at is not None and operation == "drop":
+        del messages[at]
+    elif at is not None and operation == "rewrite":
+        messages[at] = {"role": "assistant", "content": "own words"}
+    elif operation == "edit" and len(messages) > 2:
+        messages[-1] = user(f"edited {place}")
+    elif at is not None and operation == "strip":
+        messages[at]["content"] = f"\n{messages[at].get('content') or ''} "
+    elif calls and operation in ("reorder", "default"):
+        arguments = json.loads(calls[0]["function"]["arguments"])
+        given = dict(reversed(arguments.items())) | ({"all": False} if operation == "default" else {})
+        calls[0]["function"]["arguments"] = json.dumps(given, indent=place or None)
+    last = messages[-1]
+    if operation == "again" and last["role"] == "assistant" and len(messages) > 2:
+        messages.pop()
+        return talk
+    if operation == "retry":
+        return talk if messages[-1]["role"] != "assistant" else _said(talk, "retry")
+    if last.get("tool_calls"):
+        messages.append({"role": "tool", "tool_call_id": last["tool_calls"][0]["id"], "content": f"found {place}"})
+    elif len(messages) > 2:
+        messages.append(user(f"more {place}"))
+    return talk
+
+
+def _said(talk: Conversation, text: str) -> Conversation:
+    talk.messages.append(user(text))
+    return talk

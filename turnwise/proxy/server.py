@@ -1,0 +1,188 @@
+"""HTTP server of the recording proxy: `/s/TOKEN/v1/...` for each session, or `/v1/...` with the token as API key."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from functools import partial
+from typing import Any
+
+import orjson
+from starlette.responses import Response, StreamingResponse
+
+from turnwise.engines.server import Call, Endpoint, HttpError, JsonHttpServer
+from turnwise.proxy.anthropic import AnthropicMessages
+from turnwise.proxy.chat import ChatCompletions
+from turnwise.proxy.matching import Exchange
+from turnwise.proxy.responses import Responses
+from turnwise.proxy.session import ProxySession
+from turnwise.proxy.wire import Dialect, RequestFault, WireRequest
+
+HEARTBEAT_S = 5.0
+"""Seconds without a reply after which a streamed answer begins, and between heartbeats. An answer that begins later can still
+have the status of an error."""
+_AGENT_HEADERS = ("x-claude-code-agent-id", "x-session-id", "thread-id")
+"""Headers by which programs name their sub-agents, with `x-parent-session-id` or a value unlike the first one."""
+_RETRIES = "x-stainless-retry-count"
+"""Header in which the official clients count retries of a request."""
+
+
+class ProxyServer:
+    """Serves the sessions of a rollout on one address of this machine.
+
+    Example::
+
+        async with ProxyServer() as server:
+            url = server.open(ProxySession(model))     # http://127.0.0.1:PORT/s/TOKEN/v1
+    """
+
+    def __init__(self, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._sessions: dict[str, ProxySession] = {}
+        routes: dict[tuple[str, str], Endpoint] = {}
+        for path, dialect in (
+            ("/v1/chat/completions", ChatCompletions()),
+            ("/v1/responses", Responses()),
+            ("/v1/messages", AnthropicMessages()),
+        ):
+            self._add(routes, "POST", path, partial(self._answer, dialect), bytes)
+        self._add(routes, "POST", "/v1/messages/count_tokens", self._count_tokens, bytes)
+        self._add(routes, "GET", "/v1/models", self._models, None)
+        self._http = JsonHttpServer(routes, host=host, port=port, token=None)
+
+    @staticmethod
+    def _add(routes: dict[tuple[str, str], Endpoint], method: str, path: str, handler: Any, body: type[bytes] | None) -> None:
+        for prefix in ("", "/s/{token}"):
+            routes[method, prefix + path] = Endpoint(handler, body)
+
+    async def __aenter__(self) -> ProxyServer:
+        await self._http.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._http.close()
+
+    @property
+    def url(self) -> str:
+        """URL of the server, for programs that send a session's token as their API key."""
+        return self._http.url
+
+    def open(self, session: ProxySession) -> str:
+        """Serve a session; return its root, to which programs add `/v1` and a route."""
+        self._sessions[session.token] = session
+        return f"{self.url}/s/{session.token}"
+
+    def close_session(self, session: ProxySession) -> None:
+        """Serve a session no longer."""
+        self._sessions.pop(session.token, None)
+
+    def _session(self, call: Call) -> ProxySession:
+        token = call.path.get("token", "")
+        if not token:
+            scheme, _, given = call.headers.get("authorization", "").partition(" ")
+            token = call.headers.get("x-api-key", "") or (given.strip() if scheme.lower() == "bearer" else "")
+        session = self._sessions.get(token)
+        if session is None:
+            raise RequestFault("no such session: its episode is over, or the base URL or API key is wrong", 401)
+        return session
+
+    async def _models(self, call: Call) -> Any:
+        try:
+            names = self._session(call).settings.models or ("turnwise",)
+        except RequestFault as fault:
+            raise HttpError(fault.status, str(fault)) from None
+        rows = [{"id": name, "object": "model", "created": 0, "owned_by": "turnwise"} for name in names]
+        return {"object": "list", "data": rows}
+
+    async def _count_tokens(self, call: Call) -> Any:
+        dialect = AnthropicMessages()
+        try:
+            session = self._session(call)
+            return {"input_tokens": await session.count_tokens(dialect.read(_parsed(call.body), session.images))}
+        except RequestFault as fault:
+            return _error(dialect, fault)
+
+    async def _answer(self, dialect: Dialect, call: Call) -> Any:
+        session = None
+        try:
+            session = self._session(call)
+            request = dialect.read(_parsed(call.body), session.images)
+            retried = call.headers.get(_RETRIES, "0") not in ("", "0")
+            agent = self._agent(session, call.headers)
+            task = session.submit(request, dialect.name.encode() + call.body, agent, retried=retried)
+        except RequestFault as fault:
+            return _refused(dialect, fault, session)
+        await asyncio.wait([task], timeout=HEARTBEAT_S if request.stream else None)
+        if task.done() and (problem := _problem(task)) is not None:
+            return _refused(dialect, problem, session)
+        if request.stream:
+            return StreamingResponse(_stream(dialect, request, task, session), media_type="text/event-stream")
+        exchange = task.result()
+        return _Delivered(exchange, orjson.dumps(dialect.answer(request, exchange.sent())))
+
+    def _agent(self, session: ProxySession, headers: Mapping[str, str]) -> str:
+        """Return the name of the agent whose request this is: the first that a session sees is `main`, others are numbered."""
+        given = next((f"{name}={headers[name]}" for name in _AGENT_HEADERS if headers.get(name)), "")
+        known = session.agents
+        if given not in known:
+            known[given] = "main" if not known else f"agent{len(known)}"
+        return known[given]
+
+
+class _Delivered(Response):
+    """Answer in one piece; the exchange is delivered when the connection took all of it."""
+
+    def __init__(self, exchange: Exchange, body: bytes) -> None:
+        super().__init__(body, media_type="application/json")
+        self._exchange = exchange
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await super().__call__(scope, receive, send)
+        self._exchange.mark_delivered()
+
+
+async def _stream(
+    dialect: Dialect, request: WireRequest, task: asyncio.Task[Exchange], session: ProxySession
+) -> AsyncIterator[bytes]:
+    while not task.done():
+        yield dialect.heartbeat
+        await asyncio.wait([task], timeout=HEARTBEAT_S)
+    if (problem := _problem(task)) is not None:
+        yield dialect.error_event(dialect.end_status, str(problem))
+        return
+    exchange = task.result()
+    for piece in dialect.events(request, exchange.sent()):
+        yield piece
+    exchange.mark_delivered()
+
+
+def _problem(task: asyncio.Task[Exchange]) -> RequestFault | None:
+    if task.cancelled():
+        return RequestFault("the episode is over")
+    error = task.exception()
+    if error is None or isinstance(error, RequestFault):
+        return error
+    return RequestFault(f"the model failed: {type(error).__name__}: {error!s:.500}")
+
+
+def _refused(dialect: Dialect, fault: RequestFault, session: ProxySession | None) -> Response:
+    """Return the answer to a request that has no reply; after the end of an episode, in the form that ends its program."""
+    if session is not None and not session.ended.is_set():
+        session.count("refused_requests")
+    if session is None or session.ended.is_set():
+        fault = RequestFault(str(fault), dialect.end_status)
+    return _error(dialect, fault)
+
+
+def _error(dialect: Dialect, fault: RequestFault) -> Response:
+    body = orjson.dumps(dialect.error(fault.status, str(fault)))
+    return Response(body, fault.status, {"x-should-retry": "false"}, "application/json")
+
+
+def _parsed(body: bytes) -> Mapping[str, Any]:
+    try:
+        found = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise RequestFault(f"the body is not JSON: {error}") from None
+    if not isinstance(found, Mapping):
+        raise RequestFault(f"the body must be an object, not {type(found).__name__}")
+    return found

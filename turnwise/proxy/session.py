@@ -1,0 +1,228 @@
+"""One program's conversations with the model: its requests become calls of `Model.generate`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any
+
+from turnwise.errors import LimitReached, MediaError, TemplateError, UsageError
+from turnwise.proxy.matching import Exchange, History
+from turnwise.proxy.wire import UNMET_CHOICE, ImageCache, RequestFault, WireCall, WireReply, WireRequest
+from turnwise.rollouts.agent_function import Model, Reply
+from turnwise.types import Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProxySettings:
+    """How a program's requests are answered."""
+
+    untrained: tuple[str, ...] = ("side",)
+    """Reasons of branches whose replies are recorded and not trained (`side`, `subagent`, `compacted`, ...)."""
+    models: tuple[str, ...] = ()
+    """Names of models that requests may ask for; empty accepts any, since there is only one."""
+
+
+class ProxySession:
+    """The requests of one episode, from any number of connections."""
+
+    def __init__(self, model: Model, settings: ProxySettings | None = None) -> None:
+        self.token = secrets.token_hex(16)
+        """Names the session in URLs and as an API key."""
+        self.model = model
+        self.settings = settings or ProxySettings()
+        self.images = ImageCache()
+        self.history = History()
+        self.limit: LimitReached | None = None
+        """The limit that ended the episode."""
+        self.error: BaseException | None = None
+        """What failed: the engine, a deadline. The episode fails by it."""
+        self.ended = asyncio.Event()
+        """Set when no further request is answered."""
+        self.agents: dict[str, str] = {}
+        """Names of agents by the headers that tell them apart."""
+        self._running: dict[bytes, asyncio.Task[Exchange]] = {}
+        self._last: dict[bytes, Exchange] = {}
+        self._folds_roles = False
+        self._requests = 0
+
+    @property
+    def why_ended(self) -> str:
+        """Why no further request is answered."""
+        return "the episode is over" if self.limit is None else f"the episode is over: {self.limit}"
+
+    def count(self, *names: str, by: int = 1) -> None:
+        """Count in the episode's metrics, as `proxy_<name>`."""
+        metrics = self.model.trajectory.metrics
+        for name in names:
+            metrics[f"proxy_{name}"] = metrics.get(f"proxy_{name}", 0) + by
+
+    def submit(self, request: WireRequest, raw: bytes, agent: str, *, retried: bool) -> asyncio.Task[Exchange]:
+        """Return the task that samples the reply to a request, which no client can cancel.
+
+        A request that repeats one in flight joins it. One whose reply was not delivered completely, or that is marked as a
+        retry, gets the same reply.
+
+        Raises:
+            RequestFault: for a model that is not served, or after the end of the episode.
+        """
+        if self.settings.models and request.model not in self.settings.models:
+            known = ", ".join(self.settings.models)
+            raise RequestFault(f"the model {request.model!r:.80} does not exist here; models are {known}", 404)
+        key = blake2b(raw + agent.encode(), digest_size=16).digest()
+        if key in self._running:
+            self.count("joined")
+            return self._running[key]
+        last = self._last.get(key)
+        if last is not None and not last.continued and (retried or not last.delivered):
+            self.count("served_again")
+            return asyncio.ensure_future(_done(last))
+        if self.ended.is_set():
+            raise RequestFault(self.why_ended)
+        task = asyncio.ensure_future(self._reply(request, agent))
+        self._running[key] = task
+
+        def finished(done: asyncio.Task[Exchange]) -> None:
+            del self._running[key]
+            if not done.cancelled() and done.exception() is None:
+                self._last[key] = done.result()
+
+        task.add_done_callback(finished)
+        return task
+
+    async def _reply(self, request: WireRequest, agent: str) -> Exchange:
+        for name, number in request.counts.items():
+            self.count(name, by=number)
+        if not request.messages:
+            raise RequestFault("a request needs at least one message")
+        exchange = self.history.match(request, agent)
+        number = self._requests = self._requests + 1
+        try:
+            reply = await self._generate(exchange, request)
+        except BaseException:
+            self.history.withdraw(exchange)
+            raise
+        self._record(exchange, reply)
+        wire = self._wire(reply, number)
+        self.history.add_reply(exchange, reply, wire)
+        if request.needs_call and not wire.calls:
+            self.count(UNMET_CHOICE)
+        return exchange
+
+    async def count_tokens(self, request: WireRequest) -> int:
+        """Return the number of ids of a request's prompt, rendered from scratch."""
+        messages = [Message(one.role, one.content) for one in request.messages]
+        try:
+            return len(await self.model.render(messages, {}, request.tools))
+        except (MediaError, TemplateError, UsageError) as error:
+            raise RequestFault(str(error)) from error
+
+    async def _generate(self, exchange: Exchange, request: WireRequest) -> Reply:
+        given: dict[str, Any] = {"agent": exchange.agent, "tools": request.tools, "max_tokens": request.max_tokens}
+        given |= {"stop": request.stop, "branch": exchange.branch}
+        generate: Callable[..., Awaitable[Reply]] = self.model.generate
+        try:
+            if not self._folds_roles:
+                try:
+                    return await generate(exchange.messages, **given)
+                except TemplateError:
+                    if fold_roles(exchange.messages) == exchange.messages:
+                        raise
+                    self._folds_roles = True
+            self.count("roles_folded")
+            return await generate(fold_roles(exchange.messages), **given)
+        except LimitReached as limit:
+            self.limit = limit
+            self.ended.set()
+            raise RequestFault(self.why_ended) from limit
+        except (MediaError, TemplateError, UsageError) as error:
+            self.count("refused")
+            raise RequestFault(str(error)) from error
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self.error = error
+            self.ended.set()
+            raise
+
+    def _record(self, exchange: Exchange, reply: Reply) -> None:
+        """Record what a reply continues, and weigh it."""
+        self.count(*exchange.counts)
+        about: dict[str, Any] = dict(exchange.counts)
+        if exchange.branch is not None:
+            about["branch"] = exchange.branch
+            if exchange.branch == "compacted":
+                for summary in self.history.summaries(exchange.messages):
+                    assert summary.reply is not None
+                    self.model.note(summary.reply, {"proxy": {"summary": True}})
+                    self.count("summaries")
+        if about:
+            self.model.note(reply, {"proxy": about})
+        if exchange.branch in self.settings.untrained:
+            self.model.weigh(reply, 0.0)
+
+    def _wire(self, reply: Reply, number: int) -> WireReply:
+        """Return a reply as it is sent; calls that cannot be read are text, unless their name and arguments are known."""
+        uid = f"{self.token[:8]}{number:04d}"
+        message, calls = reply.message, reply.tool_calls
+        text, reasoning = message.text, message.reasoning
+        if any(call.error is not None and not (call.name and call.raw) for call in calls):
+            text, reasoning, calls = self.model.text_of(reply), None, ()
+        sent = tuple(
+            WireCall(f"call_{uid}_{at}", call.name, call.raw or _json(call.arguments)) for at, call in enumerate(calls)
+        )
+        turn = next(turn for turn in reversed(self.model.trajectory.turns) if turn.reply is message)
+        return WireReply(uid, text, reasoning, sent, reply.finish, turn.context, len(reply.ids))
+
+    async def end(self) -> None:
+        """Refuse further requests, and cancel those in flight."""
+        self.ended.set()
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        self._find_main()
+
+    def _find_main(self) -> None:
+        """Exchange the labels of the first conversation and a later one, where the first one was a side call: it had no tools,
+        and the later one has some. Programs ask for a title first."""
+        exchanges = self.history.exchanges
+        first = exchanges[0] if exchanges else None
+        if first is None or first.tools or first.continued:
+            return
+        main = next((one for one in exchanges if one.branch == "subagent" and one.parent is None and one.tools), None)
+        if main is not None and main.agent == first.agent and main.reply is not None and first.reply is not None:
+            branches = self.model.trajectory.branches
+            branches["subagent"] -= 1
+            if not branches["subagent"]:
+                del branches["subagent"]
+            branches["side"] = branches.get("side", 0) + 1
+            for reply, branch in ((first.reply, "side"), (main.reply, None)):
+                self.model.note(reply, {"proxy": {} if branch is None else {"branch": branch}})
+                self.model.weigh(reply, 0.0 if branch in self.settings.untrained else 1.0)
+
+
+def fold_roles(messages: list[Message]) -> list[Message]:
+    """Return messages for a template that takes one system message, at the start.
+
+    The system and developer messages at the start become one; later ones become messages of the user.
+    """
+    opening: list[Message] = []
+    for message in messages:
+        if message.role not in ("system", "developer"):
+            break
+        opening.append(message)
+    rest = [replace(one, role="user") if one.role in ("system", "developer") else one for one in messages[len(opening) :]]
+    return [Message("system", "\n".join(one.text for one in opening)), *rest] if opening else rest
+
+
+def _json(arguments: Any) -> str:
+    return json.dumps(dict(arguments), ensure_ascii=False)
+
+
+async def _done(sent: Exchange) -> Exchange:
+    return sent
