@@ -10,6 +10,7 @@ import pytest
 import turnwise as tw
 from tests.proxy_kit import RecordingEngine
 from turnwise.config import EnvConfig
+from turnwise.config.load import load
 from turnwise.envs import resolve_env
 from turnwise.errors import ConfigError
 
@@ -38,6 +39,11 @@ def test_a_program_of_a_recipe_is_played(tmp_path: Path) -> None:
     (trajectory,) = tw.rollout(spec.agent_function, [tw.Task("Begin.")], RecordingEngine([]))
     assert trajectory.error is None, trajectory.error.traceback
     assert trajectory.reward == 1.0
+
+
+def test_a_recipe_may_name_it(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text('[[env]]\nuse = "program"\n[env.args]\ncommand = ["x"]\nscore = "scores.py:score"\n')
+    assert load(tmp_path / "r.toml", envs=["hop"]).config.env[0].use == "program"
 
 
 @pytest.mark.parametrize(

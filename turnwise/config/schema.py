@@ -98,6 +98,8 @@ def truncation_key(rollout: RolloutConfig) -> tuple[str, str] | None:
 
 COLUMNS = ("prompt", "answer", "id", "images", "videos", "env", "metadata", "tools")
 """Contents that `[env] columns` can name."""
+PROGRAM = "program"
+"""`env.use` of an unmodified program (`turnwise.compat.program`)."""
 HISTORY_MODES = ("append", "inline", "template")
 HISTORY_POLICIES = ("keep_images", "downscale_images", "drop_reasoning")
 """Names of the built-in history policies; each takes a number."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.config.constraints import PathKind, field_errors, is_template_file, path_kinds, without_effect
-from turnwise.config.schema import COLUMNS, EnvConfig, ModelConfig, RunConfig, TrainConfig, truncation_key
+from turnwise.config.schema import COLUMNS, PROGRAM, EnvConfig, ModelConfig, RunConfig, TrainConfig, truncation_key
 from turnwise.config.snapshots import snapshot
 from turnwise.errors import ConfigError, did_you_mean
 
@@ -167,7 +167,7 @@ def _env_rules(config: RunConfig, envs: Collection[str] | None, file: str) -> Br
                 yield f"env.{index}.columns.{ours}", f"a column holds one of {', '.join(COLUMNS)}"
             if not isinstance(column, str) or not column:
                 yield f"env.{index}.columns.{ours}", 'name a column of the rows, such as "label" or "meta.gold"'
-        if env.use and ":" not in env.use and envs is not None and env.use not in envs:
+        if env.use and ":" not in env.use and envs is not None and env.use not in (*envs, PROGRAM):
             near = did_you_mean(env.use, envs)
             known = f'built-in ones are {", ".join(sorted(envs))}; your own is "file.py:Name"'
             yield use, f"no such environment; {near + ' ' if near else ''}{known}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
-from turnwise.config.schema import EnvConfig
+from turnwise.config.schema import PROGRAM, EnvConfig
 from turnwise.envs.base import Env
 from turnwise.envs.foreign import FRAMEWORKS, ForeignObject, Registered, adapt, load_registered, refuse_faithful
 from turnwise.envs.spec import EnvSpec, Play
@@ -26,8 +26,6 @@ _FOREIGN_ARGUMENTS = frozenset(
 )
 """First arguments of asynchronous functions of other frameworks that no adapter takes, such as rewards."""
 
-PROGRAM = "program"
-"""`use` of an unmodified program, see `turnwise.compat.program`."""
 ENV_ATTRIBUTES = ("solver", "demonstrator", "single_turn_best", "max_turns", "group_reward")
 
 
