@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,8 @@ CANNOT_RUN = {
 def checked(name, piece):
     """Return (id, seconds, error) of each id of a piece of a registry."""
     command = [sys.executable, str(RUNNER), name, str(installed(name)), str(SECONDS[name]), f"{piece}/{PIECES[name]}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1200)
+    with tempfile.TemporaryDirectory() as folder:  # a dataset writes files into the working directory
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=1200)
     return [tuple(line.split("\t")) for line in done.stdout.splitlines() if line.count("\t") == 2]
 
 

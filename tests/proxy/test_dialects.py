@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vision_kit import tiny_vlm_directory
 
 from tests.proxy_kit import TOOL, RecordingEngine, account, called, client, contexts, direct
 from turnwise.proxy import ProxySession
-from turnwise.proxy.wire import RequestFault
+from turnwise.proxy.anthropic import FIELDS as MESSAGES_FIELDS
+from turnwise.proxy.anthropic import AnthropicMessages
+from turnwise.proxy.chat import FIELDS as CHAT_FIELDS
+from turnwise.proxy.chat import ChatCompletions
+from turnwise.proxy.responses import FIELDS as RESPONSES_FIELDS
+from turnwise.proxy.responses import Responses
+from turnwise.proxy.wire import IGNORED, REFUSED, Dialect, ImageCache, RequestFault, WireRequest
+from turnwise.renderers import load_renderer
 
 REPLIES = [called("look_up", key="a b"), "<think>\nwell\n</think>\n\nIt is é.", "Good bye."]
+PARTS = "role content type text function name arguments id call_id output image_url source data url input thinking signature"
+KEYS = sorted({*CHAT_FIELDS, *RESPONSES_FIELDS, *MESSAGES_FIELDS, *IGNORED, *REFUSED, *PARTS.split(), "tool_calls", "n"})
 PNG = base64.b64encode(b"\x89PNG not decoded by a text model").decode()
 
 
@@ -156,6 +172,11 @@ class MessagesProgram(ChatProgram):
 
 
 PROGRAMS = [ChatProgram, ResponsesProgram, MessagesProgram]
+DIALECTS: dict[Any, Dialect] = {
+    ChatProgram: ChatCompletions(),
+    ResponsesProgram: Responses(),
+    MessagesProgram: AnthropicMessages(),
+}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -262,14 +283,14 @@ def test_media_of_unknown_kinds_and_foreign_urls_are_refused(kind: type[ChatProg
             response = await http.post(program.path, json=program.body())
             assert response.status_code == 400
             assert "image" in response.json()["error"]["message"]
-            for url in ("https://example.org/a.png", "/etc/passwd", "file:///etc/passwd", "data:image/png;base64,@@"):
+            for url in ("https://example.org/a.png", "/etc/passwd", "file:///etc/passwd", "data:text/html;base64,aaaa", None):
                 with pytest.raises(RequestFault):
                     session.images.of_url(url)
             program.messages.pop()
             program.take((await http.post(program.path, json=program.body())).text)
 
     trajectory = direct(work, RecordingEngine(REPLIES))
-    assert trajectory.metrics["proxy_refused"] == 1
+    assert trajectory.metrics["proxy_refused_requests"] == 1
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
@@ -301,10 +322,58 @@ def test_tokens_are_counted_by_the_renderer() -> None:
         program = MessagesProgram(False)
         async with client(root) as http:
             counted = (await http.post("/v1/messages/count_tokens", json=program.body())).json()["input_tokens"]
-            program.take((await http.post(program.path, json=program.body())).text)
+            (call,) = program.take((await http.post(program.path, json=program.body())).text)
             assert counted == session.model.trajectory.turns[0].context
+            program.answer(call, "a letter pair")
+            counted = (await http.post("/v1/messages/count_tokens", json=program.body())).json()["input_tokens"]
+            program.take((await http.post(program.path, json=program.body())).text)
+            assert counted == session.model.trajectory.turns[1].context
 
-    direct(work, RecordingEngine(REPLIES))
+    assert direct(work, RecordingEngine(REPLIES)).branches == {}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2) | st.sampled_from(["", "user", "assistant", "tool", "text", "function"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=6),
+    max_leaves=24,
+)
+
+
+@pytest.mark.parametrize("value", [True, 1, "x", [1], {"a": 1}], ids=repr)
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_every_field_may_have_any_type(kind: type[ChatProgram], value: Any) -> None:
+    for name in KEYS:
+        with contextlib.suppress(RequestFault):
+            assert isinstance(DIALECTS[kind].read(kind(False).body() | {name: value}, ImageCache()), WireRequest)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(PROGRAMS), st.dictionaries(st.sampled_from(KEYS), JSON, min_size=1, max_size=2))
+def test_a_body_of_any_shape_is_read_or_refused(kind: type[ChatProgram], changed: dict[str, Any]) -> None:
+    with contextlib.suppress(RequestFault):
+        assert isinstance(DIALECTS[kind].read(kind(False).body() | changed, ImageCache()), WireRequest)
+
+
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_images_are_stored_once_and_placed_in_the_context(kind: type[ChatProgram], tmp_path: Path) -> None:
+    renderer = load_renderer(tiny_vlm_directory(tmp_path / "vlm", "qwen3_vl", weights=False))
+    program, picture = kind(False), BytesIO()
+    PIL.Image.new("RGB", (64, 64), (200, 10, 10)).save(picture, "PNG")
+
+    async def work(session: ProxySession, root: str) -> None:
+        async with client(root) as http:
+            for _ in range(3):
+                program.show(base64.b64encode(picture.getvalue()).decode())
+                response = await http.post(program.path, json=program.body())
+                assert response.status_code == 200, response.text
+                program.take(response.text)
+
+    trajectory = direct(work, RecordingEngine(["One.", "Two.", "Three."]), renderer=renderer)
+    assert trajectory.branches == {}
+    (row,) = trajectory.samples()
+    assert len(row.media) == 3
+    assert len({block.media for block in row.media}) == 1
+    account(trajectory)
 
 
 def test_unreadable_arguments_are_sent_as_written_and_recognized() -> None:

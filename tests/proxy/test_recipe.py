@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,8 @@ def test_a_recipe_may_name_it(tmp_path: Path) -> None:
         ({"command": ["x"], "agent": "scores.py:files", "score": "scores.py:score"}, "needs one of"),
         ({"command": ["x"]}, "needs args.score"),
         ({"command": "python agent.py", "score": "scores.py:score"}, "args.command is a list"),
-        ({"command": ["x"], "score": "score"}, "args.score = 'score': write file.py:function"),
-        ({"command": ["x"], "score": "scores.py:LIST"}, "not a function"),
+        ({"command": ["x"], "score": "score"}, "args.score: 'score' names no module"),
+        ({"command": ["x"], "score": "scores.py:LIST"}, "is no function; write file.py:function"),
         ({"command": ["x"], "score": "scores.py:score", "env": {"A": 1}}, "args.env is a table of texts"),
         ({"command": ["x"], "score": "scores.py:score", "comand": 1}, "no argument 'comand'; did you mean 'command'?"),
         ({"agent": "scores.py:nothing", "score": "scores.py:score"}, "scores.py has no 'nothing'"),
@@ -65,3 +66,11 @@ def test_a_mistake_is_one_line(tmp_path: Path, args: dict[str, Any], message: st
         resolve_env(section(tmp_path, **args), base=tmp_path)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_a_missing_server_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [one for one in sys.modules if one.startswith("turnwise.proxy")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "starlette.responses", None)
+    with pytest.raises(ConfigError, match=r"pip install 'turnwise\[serve\]'"):
+        resolve_env(section(tmp_path, command=["x"], score="scores.py:score"), base=tmp_path)

@@ -1,16 +1,17 @@
-"""`use = "program"`: an unmodified program as the agent function of a recipe, with the arguments of `turnwise.program`."""
+"""`use = "program"`: a program as the agent function of a recipe, with the arguments of `turnwise.proxy.program`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from turnwise.compat.common import load_named
 from turnwise.envs.foreign import ForeignObject, Framework, Registered
-from turnwise.envs.resolve import load_object
 from turnwise.errors import ConfigError, suggest_or_list
-from turnwise.proxy import program
-from turnwise.proxy.programs import Program, fill
+
+if TYPE_CHECKING:
+    from turnwise.proxy.programs import Program
 
 _ARGUMENTS = ("command", "agent", "score", "files", "env", "exit_codes", "seconds", "untrained", "models")
 
@@ -23,7 +24,12 @@ def adapt(found: ForeignObject) -> Program | None:
     """
     if not isinstance(found.target, Registered):
         return None
-    args, base = dict(found.args), found.base
+    try:
+        from turnwise.proxy import program
+    except ImportError as error:
+        needs = f"needs starlette and uvicorn ({error.name} is missing): pip install 'turnwise[serve]'"
+        raise ConfigError(f'use = "program" {needs}') from None
+    args = dict(found.args)
     for key in args:
         if key not in _ARGUMENTS:
             raise ConfigError(f'use = "program" has no argument {key!r}; {suggest_or_list(key, _ARGUMENTS)}')
@@ -35,32 +41,30 @@ def adapt(found: ForeignObject) -> Program | None:
         raise ConfigError('use = "program" needs args.score = "file.py:function", called with the result of each episode')
     command: Sequence[str] | Callable[..., Any]
     if "agent" in args:
-        command = _function(args.pop("agent"), "agent", base)
+        command = _function(args.pop("agent"), "agent", found)
     else:
-        command = _command(args.pop("command"), base)
+        command = _command(args.pop("command"), found.base)
     files = args.pop("files", None)
     if files is not None and not isinstance(files, Mapping):
-        files = _function(files, "files", base)
+        files = _function(files, "files", found)
     env = args.pop("env", {})
     if not isinstance(env, Mapping) or not all(isinstance(one, str) for one in env.values()):
         raise ConfigError("args.env is a table of texts, the variables of the program")
-    return program(command, score=_function(args.pop("score"), "score", base), files=files, env=env, **args)
+    return program(command, score=_function(args.pop("score"), "score", found), files=files, env=env, **args)
 
 
 def _command(value: Any, base: Path) -> list[str]:
     if not isinstance(value, (list, tuple)) or not value or not all(isinstance(one, str) for one in value):
         raise ConfigError(f'args.command is a list of texts, such as ["python", "agent.py"], not {value!r:.80}')
+    from turnwise.proxy.programs import fill
+
     return [fill(one, {"recipe": str(base.resolve())}) for one in value]
 
 
-def _function(value: Any, name: str, base: Path) -> Callable[..., Any]:
-    if callable(value):
-        return value  # type: ignore[no-any-return]
-    if not isinstance(value, str) or ":" not in value:
-        raise ConfigError(f"args.{name} = {value!r:.80}: write file.py:function")
-    made = load_object(value, base=base)
+def _function(value: Any, name: str, found: ForeignObject) -> Callable[..., Any]:
+    made = load_named(value, found, f"args.{name}")
     if not callable(made):
-        raise ConfigError(f"args.{name}: {value} is {type(made).__name__}, not a function")
+        raise ConfigError(f"args.{name} = {value!r:.80} is no function; write file.py:function")
     return made  # type: ignore[no-any-return]
 
 

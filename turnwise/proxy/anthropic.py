@@ -132,7 +132,7 @@ def _result(block: Mapping[str, Any], images: ImageCache) -> WireMessage:
         if content is None or isinstance(content, str)
         else [_part(b, images) for b in rows_of(content, "content")]
     )
-    return WireMessage("tool", join_parts(parts), call_id=text_of(block.get("tool_use_id"), "tool_use_id"))
+    return WireMessage("tool", join_parts(parts), tool_call_id=text_of(block.get("tool_use_id"), "tool_use_id"))
 
 
 def _assistant(blocks: list[Mapping[str, Any]]) -> WireMessage:
@@ -152,7 +152,9 @@ def _assistant(blocks: list[Mapping[str, Any]]) -> WireMessage:
             calls.append(WireCall(str(block.get("id") or ""), text_of(block.get("name"), "the name of a call"), arguments))
         else:
             raise unsupported(block)
-    return WireMessage("assistant", "\n".join(texts), tuple(calls), "\n".join(thoughts) or None, marks=tuple(marks))
+    return WireMessage(
+        "assistant", "\n".join(texts), reasoning="\n".join(thoughts) or None, calls=tuple(calls), marks=tuple(marks)
+    )
 
 
 def _texts(system: Any) -> list[str]:

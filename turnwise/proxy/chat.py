@@ -17,6 +17,7 @@ from turnwise.proxy.wire import (
     WireRequest,
     check_fields,
     join_parts,
+    object_of,
     positive,
     rows_of,
     sse,
@@ -47,7 +48,7 @@ class ChatCompletions:
         """Read a request's body; raise `RequestFault`."""
         counts: Counter[str] = Counter()
         check_fields(body, FIELDS, counts)
-        kind = (body.get("response_format") or {}).get("type", "text")
+        kind = object_of(body.get("response_format"), "response_format").get("type", "text")
         if kind != "text":
             raise RequestFault(f"response_format: {kind!r:.40} is not supported, since nothing constrains sampling")
         messages = [_message(row, images) for row in rows_of(body.get("messages"), "messages")]
@@ -60,7 +61,7 @@ class ChatCompletions:
             min((one for one in limits if one is not None), default=None),
             stop_texts(body.get("stop"), "stop"),
             bool(body.get("stream")),
-            bool((body.get("stream_options") or {}).get("include_usage")),
+            bool(object_of(body.get("stream_options"), "stream_options").get("include_usage")),
             needs_call,
             counts,
         )
@@ -121,7 +122,7 @@ def _message(row: Mapping[str, Any], images: ImageCache) -> WireMessage:
         raise RequestFault(f"a message of role {role!r:.40}; roles are {', '.join(_ROLES)}")
     content = _content(row.get("content"), images)
     if role == "tool":
-        return WireMessage("tool", content, call_id=text_of(row.get("tool_call_id"), "tool_call_id"))
+        return WireMessage("tool", content, tool_call_id=text_of(row.get("tool_call_id"), "tool_call_id"))
     if role != "assistant":
         return WireMessage(role, content)
     calls = []
@@ -133,7 +134,7 @@ def _message(row: Mapping[str, Any], images: ImageCache) -> WireMessage:
         arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
         calls.append(WireCall(str(call.get("id") or ""), text_of(function.get("name"), "the name of a call"), arguments))
     reasoning = row.get("reasoning_content") or row.get("reasoning")
-    return WireMessage(role, content, tuple(calls), reasoning if isinstance(reasoning, str) else None)
+    return WireMessage(role, content, calls=tuple(calls), reasoning=reasoning if isinstance(reasoning, str) else None)
 
 
 def _content(value: Any, images: ImageCache) -> str | tuple[ContentPart, ...]:

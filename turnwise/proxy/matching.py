@@ -102,6 +102,17 @@ class History:
 
     def match(self, request: WireRequest, agent: str) -> Exchange:
         """Begin the exchange of a request."""
+        messages, counts, parent, own_text = self.read(request)
+        branch = own_text or self._reason(messages, request, parent, agent)
+        exchange = Exchange(messages, request.tools, agent, parent, branch, counts)
+        self.exchanges.append(exchange)
+        if parent is not None:
+            parent.continued.append(exchange)
+        return exchange
+
+    def read(self, request: WireRequest) -> tuple[list[Message], Counter[str], Exchange | None, str]:
+        """Return the conversation of a request with recorded replies in their places, the differences, the exchange whose reply
+        it repeats last, and the reason of a message of the assistant that is no recorded reply."""
         messages: list[Message] = []
         counts: Counter[str] = Counter()
         parent, own_text = None, ""
@@ -119,18 +130,13 @@ class History:
             else:
                 own_text = own_text or ("rewritten_reply" if found is not None or self._replied(messages) else "unknown_reply")
                 messages.append(_own_message(one))
-        branch = own_text or self._reason(messages, request, parent, agent)
-        exchange = Exchange(messages, request.tools, agent, parent, branch, counts)
-        self.exchanges.append(exchange)
-        if parent is not None:
-            parent.continued.append(exchange)
-        return exchange
+        return messages, counts, parent, own_text
 
     def _other(self, one: WireMessage, before: Sequence[Message]) -> Message:
         """Return a message of the program; an answer to a call carries the call's recorded id and name, as in our own loops."""
         if one.role != "tool":
             return Message(one.role, one.content)
-        call_id = self._call_ids.get(one.call_id, one.call_id)
+        call_id = self._call_ids.get(one.tool_call_id or "", one.tool_call_id)
         calls = next((m.tool_calls for m in reversed(before) if m.role == "assistant"), ())
         name = next((call.name for call in calls if call.id == call_id), None)
         return Message("tool", one.content, tool_call_id=call_id or None, name=name)

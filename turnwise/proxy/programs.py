@@ -1,4 +1,4 @@
-"""`turnwise.program`: play an unmodified program as an episode. It runs beside a recording proxy and is scored at its end."""
+"""Programs as agents: play an unmodified program as an episode. It runs beside a recording proxy and is scored at its end."""
 
 from __future__ import annotations
 
@@ -197,12 +197,12 @@ def program(
     """Return an agent function that runs a program for each episode and records what the model samples for it.
 
     The program speaks to a chat API (chat completions, Responses or Messages) at an address of this machine that is its own.
-    It has a working directory and a home directory of its own, and no variables of this process but the search path and the
-    language. When it ends, meets a limit or its time is over, all its processes are killed, and it is scored.
+    It has a working directory and a home directory of its own, and no variables of this process but the search paths, the
+    language and the time zone. When it ends, meets a limit or its time is over, all its processes are killed, and it is scored.
 
     Example::
 
-        play = tw.program(["python", "agent.py", "{task}"], score=lambda result: float("done" in result.output))
+        play = program(["python", "agent.py", "{task}"], score=lambda result: float("done" in result.output))
         trajectories = tw.rollout(play, tasks, engine)
 
     Args:
@@ -213,7 +213,8 @@ def program(
         files: texts or bytes by relative path, written to the working directory first; or a function of the task.
         env: further environment variables, with the same names in braces.
         exit_codes: exit statuses of a program that did its work; another one is a failure of the program, not a reward of 0.
-        seconds: maximum seconds of the program; None leaves 15 of `limits.wall_clock_s` for its end and the score.
+        seconds: maximum seconds of the program; None leaves 15 of `limits.wall_clock_s`, at most half of it, for its
+            end and the score.
         tasks: tasks of the environment, as on an Env class.
         untrained: reasons of branches (`side`, `subagent`, `compacted`, ...) whose replies are recorded and not trained.
         models: names of models that requests may ask for; by default any.

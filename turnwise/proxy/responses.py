@@ -17,6 +17,7 @@ from turnwise.proxy.wire import (
     WireRequest,
     check_fields,
     join_parts,
+    object_of,
     positive,
     rows_of,
     sse,
@@ -47,7 +48,7 @@ class Responses:
         """Read a request's body; raise `RequestFault`."""
         counts: Counter[str] = Counter()
         check_fields(body, FIELDS, counts)
-        kind = ((body.get("text") or {}).get("format") or {}).get("type", "text")
+        kind = object_of(object_of(body.get("text"), "text").get("format"), "text.format").get("type", "text")
         if kind != "text":
             raise RequestFault(f"text.format: {kind!r:.40} is not supported, since nothing constrains sampling")
         given, instructions = body.get("input"), body.get("instructions")
@@ -205,7 +206,7 @@ class _Input:
             messages.append(WireMessage(role, join_parts(self._parts(item.get("content")))))
         elif kind == "function_call_output":
             content = join_parts(self._parts(item.get("output")))
-            messages.append(WireMessage("tool", content, call_id=text_of(item.get("call_id"), "call_id")))
+            messages.append(WireMessage("tool", content, tool_call_id=text_of(item.get("call_id"), "call_id")))
         elif kind == "item_reference":
             raise RequestFault("item_reference: nothing is stored here; send the complete input")
         else:
@@ -217,8 +218,8 @@ class _Input:
     def _end_reply(self) -> None:
         if self._texts or self._calls or self._reasoning or self._marks:
             reasoning = "\n".join(self._reasoning) or None
-            given = "\n".join(self._texts), tuple(self._calls), reasoning
-            self._messages.append(WireMessage("assistant", *given, marks=tuple(self._marks)))
+            text, calls, marks = "\n".join(self._texts), tuple(self._calls), tuple(self._marks)
+            self._messages.append(WireMessage("assistant", text, reasoning=reasoning, calls=calls, marks=marks))
             self._texts, self._reasoning, self._calls, self._marks = [], [], [], []
 
     def _parts(self, value: Any) -> list[ContentPart]:

@@ -22,7 +22,7 @@ HEARTBEAT_S = 5.0
 """Seconds without a reply after which a streamed answer begins, and between heartbeats. An answer that begins later can still
 have the status of an error."""
 _AGENT_HEADERS = ("x-claude-code-agent-id", "x-session-id", "thread-id")
-"""Headers by which programs name their sub-agents, with `x-parent-session-id` or a value unlike the first one."""
+"""Headers by which programs name their agents; the first value of a session, or none, is the main agent's."""
 _RETRIES = "x-stainless-retry-count"
 """Header in which the official clients count retries of a request."""
 

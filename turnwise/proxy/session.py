@@ -14,6 +14,7 @@ from turnwise.errors import LimitReached, MediaError, TemplateError, UsageError
 from turnwise.proxy.matching import Exchange, History
 from turnwise.proxy.wire import UNMET_CHOICE, ImageCache, RequestFault, WireCall, WireReply, WireRequest
 from turnwise.rollouts.agent_function import Model, Reply
+from turnwise.rollouts.conversation import add_counts
 from turnwise.types import Message
 
 
@@ -45,8 +46,8 @@ class ProxySession:
         """Set when no further request is answered."""
         self.agents: dict[str, str] = {}
         """Names of agents by the headers that tell them apart."""
-        self._running: dict[bytes, asyncio.Task[Exchange]] = {}
-        self._last: dict[bytes, Exchange] = {}
+        self._tasks: dict[bytes, asyncio.Task[Exchange]] = {}
+        """The last task of each request, by the request."""
         self._folds_roles = False
         self._requests = 0
 
@@ -57,9 +58,7 @@ class ProxySession:
 
     def count(self, *names: str, by: int = 1) -> None:
         """Count in the episode's metrics, as `proxy_<name>`."""
-        metrics = self.model.trajectory.metrics
-        for name in names:
-            metrics[f"proxy_{name}"] = metrics.get(f"proxy_{name}", 0) + by
+        add_counts(self.model.trajectory, *(f"proxy_{name}" for name in names), by=by)
 
     def submit(self, request: WireRequest, raw: bytes, agent: str, *, retried: bool) -> asyncio.Task[Exchange]:
         """Return the task that samples the reply to a request, which no client can cancel.
@@ -74,24 +73,19 @@ class ProxySession:
             known = ", ".join(self.settings.models)
             raise RequestFault(f"the model {request.model!r:.80} does not exist here; models are {known}", 404)
         key = blake2b(raw + agent.encode(), digest_size=16).digest()
-        if key in self._running:
+        last = self._tasks.get(key)
+        if last is not None and not last.done():
             self.count("joined")
-            return self._running[key]
-        last = self._last.get(key)
-        if last is not None and not last.continued and (retried or not last.delivered):
-            self.count("served_again")
-            return asyncio.ensure_future(_done(last))
+            return last
+        if last is not None and not last.cancelled() and last.exception() is None:
+            exchange = last.result()
+            if not exchange.continued and (retried or not exchange.delivered):
+                self.count("served_again")
+                return last
         if self.ended.is_set():
             raise RequestFault(self.why_ended)
-        task = asyncio.ensure_future(self._reply(request, agent))
-        self._running[key] = task
-
-        def finished(done: asyncio.Task[Exchange]) -> None:
-            del self._running[key]
-            if not done.cancelled() and done.exception() is None:
-                self._last[key] = done.result()
-
-        task.add_done_callback(finished)
+        self._tasks[key] = task = asyncio.ensure_future(self._reply(request, agent))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its client may have left
         return task
 
     async def _reply(self, request: WireRequest, agent: str) -> Exchange:
@@ -114,10 +108,12 @@ class ProxySession:
         return exchange
 
     async def count_tokens(self, request: WireRequest) -> int:
-        """Return the number of ids of a request's prompt, rendered from scratch."""
-        messages = [Message(one.role, one.content) for one in request.messages]
+        """Return the number of ids of a request's prompt, in which recorded replies have their sampled ids."""
+        messages = self.history.read(request)[0]
+        known = {id(one.reply.message): one.reply.ids for one in self.history.exchanges if one.reply is not None}
+        replies = {number: known[id(message)] for number, message in enumerate(messages) if id(message) in known}
         try:
-            return len(await self.model.render(messages, {}, request.tools))
+            return len(await self.model.render(messages, replies, request.tools))
         except (MediaError, TemplateError, UsageError) as error:
             raise RequestFault(str(error)) from error
 
@@ -140,7 +136,6 @@ class ProxySession:
             self.ended.set()
             raise RequestFault(self.why_ended) from limit
         except (MediaError, TemplateError, UsageError) as error:
-            self.count("refused")
             raise RequestFault(str(error)) from error
         except asyncio.CancelledError:
             raise
@@ -181,7 +176,7 @@ class ProxySession:
     async def end(self) -> None:
         """Refuse further requests, and cancel those in flight."""
         self.ended.set()
-        running = list(self._running.values())
+        running = [task for task in self._tasks.values() if not task.done()]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -222,7 +217,3 @@ def fold_roles(messages: list[Message]) -> list[Message]:
 
 def _json(arguments: Any) -> str:
     return json.dumps(dict(arguments), ensure_ascii=False)
-
-
-async def _done(sent: Exchange) -> Exchange:
-    return sent

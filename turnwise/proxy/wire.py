@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from hashlib import blake2b
 from typing import Any, Protocol
 
 from turnwise.errors import TurnwiseError
-from turnwise.types import ContentPart, Image
+from turnwise.types import ContentPart, Image, Message
 
 IGNORED = frozenset(["temperature", "top_p", "top_k", "seed"])
 """Fields that the run's own sampling settings replace; they are counted."""
@@ -47,22 +46,13 @@ class WireCall:
 
 
 @dataclass(frozen=True, slots=True)
-class WireMessage:
+class WireMessage(Message):
     """A message of a request."""
 
-    role: str
-    content: str | tuple[ContentPart, ...] = ""
     calls: tuple[WireCall, ...] = ()
-    reasoning: str | None = None
-    call_id: str = ""
-    """Call that a message of role `tool` answers."""
+    """Its calls as the program sends them; `tool_calls` is empty."""
     marks: tuple[str, ...] = ()
     """Names by which the reply was sent: ids of items, a signature."""
-
-    @property
-    def text(self) -> str:
-        """Text of the content."""
-        return self.content if isinstance(self.content, str) else "".join(one for one in self.content if isinstance(one, str))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,22 +127,14 @@ class ImageCache:
 
     def of_url(self, url: Any) -> Image:
         """Return the image of a data URL; nothing is fetched and no file is read."""
-        head, found, data = url.partition(",") if isinstance(url, str) else ("", "", "")
-        if not found or not head.startswith("data:image/") or not head.endswith(";base64"):
+        if not isinstance(url, str) or not url.startswith("data:image/"):
             raise RequestFault("an image must be a data URL, data:image/png;base64,...; other URLs are not fetched")
-        return self.of_base64(data)
+        key = blake2b(url.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        return self._images.setdefault(key, Image(url))
 
     def of_base64(self, data: Any) -> Image:
         """Return the image of a file's bytes in base64."""
-        if not isinstance(data, str):
-            raise RequestFault("the data of an image must be base64 text")
-        key = blake2b(data.encode(), digest_size=16).digest()
-        if key not in self._images:
-            try:
-                self._images[key] = Image(base64.b64decode(data, validate=True))
-            except (binascii.Error, ValueError) as error:
-                raise RequestFault(f"the data of an image is not base64: {error}") from None
-        return self._images[key]
+        return self.of_url(f"data:image/png;base64,{text_of(data, 'the data of an image')}")
 
 
 def check_fields(body: Mapping[str, Any], known: frozenset[str], counts: Counter[str]) -> None:
@@ -195,6 +177,13 @@ def rows_of(value: Any, what: str) -> Iterator[Mapping[str, Any]]:
         if not isinstance(one, Mapping):
             raise RequestFault(f"{what}[{number}] must be an object, not {type(one).__name__}")
         yield one
+
+
+def object_of(value: Any, what: str) -> Mapping[str, Any]:
+    """Return an object, empty where it is not given; raise `RequestFault` for anything else."""
+    if value is not None and not isinstance(value, Mapping):
+        raise RequestFault(f"{what} must be an object, not {type(value).__name__}")
+    return value or {}
 
 
 def text_of(value: Any, what: str) -> str:

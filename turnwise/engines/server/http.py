@@ -268,8 +268,10 @@ async def _read(request: Request, endpoint: Endpoint) -> Any:
     raw = b"".join(pieces)
     if raw and request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HttpError(415, "send JSON, and content-type: application/json")
-    if endpoint.body is None or issubclass(endpoint.body, bytes):
-        return None if endpoint.body is None else raw
+    if endpoint.body is None:
+        return None
+    if issubclass(endpoint.body, bytes):
+        return raw
     try:
         return endpoint.body.model_validate_json(raw if raw.strip() else b"{}")
     except ValidationError as error:
