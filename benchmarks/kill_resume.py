@@ -107,6 +107,11 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
+def start(words: Sequence[str], **outputs: Any) -> subprocess.Popen[Any]:
+    """Start a command in a process of its own."""
+    return subprocess.Popen(words, env=environment(), **outputs)
+
+
 def finish(words: Sequence[str]) -> float:
     """Run a command to its end; the seconds that it took."""
     began = time.monotonic()
@@ -137,7 +142,7 @@ def kill_when(words: Sequence[str], run: Path, instant: str | float) -> str | No
     Returns:
         What was interrupted; None when the run had ended before.
     """
-    process = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = start(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     before, grown = size(run), 0.0
     while process.poll() is None:
         now = time.monotonic()
@@ -264,7 +269,7 @@ def serving(model: Path | None) -> Iterator[list[str]]:
         yield []
         return
     words = [sys.executable, "-m", "turnwise.cli.main", "serve", str(model), "--port", "0", "--device", "cpu"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment()) as server:
+    with start(words, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
             url = server.stdout.readline().split()[0]
@@ -571,7 +576,7 @@ def besiege(folder: Path, count: int, rng: random.Random, recipe: str = TREE) ->
         words = command("--resume", war) if begun else command(file, "--out", war)
         before = size(war)
         with (folder / "said").open("wb") as said:
-            process = subprocess.Popen(words, env=environment(), stdout=said, stderr=said)
+            process = start(words, stdout=said, stderr=said)
             siege.resumes += begun
             while process.poll() is None:
                 if kinds and size(war) > before:

@@ -27,7 +27,8 @@ ATTACK = """async (url) => {
         try {
           const content = type ? body : new Blob([body]);
           const headers = type ? {'Content-Type': type} : {};
-          const answer = await fetch(url + path, {method: 'POST', mode, headers, body: content});
+          const signal = AbortSignal.timeout(2000);
+          const answer = await fetch(url + path, {method: 'POST', mode, headers, body: content, signal});
           told.push([path, answer.type, answer.status]);
         } catch (error) { told.push([path, 'error', 0]); }
   const form = document.createElement('form');

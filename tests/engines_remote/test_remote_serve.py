@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
+from fork_kit import Forked
 from test_remote_fleet import until
 
 from turnwise.cli.main import main
@@ -250,7 +251,7 @@ def test_a_run_is_trained_through_it(directory, tmp_path, capsys):
 
     command = [sys.executable, "-m", "turnwise.cli.main", "serve", str(directory), "--port", "0", "--device", "cpu"]
     command += ["--speculate", "3"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    with Forked(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             url = server.stdout.readline().split()[0]
             words = ["train", "--env.use", "hop", "--model.path", str(directory), "--engine.kind", "auto", "--display", "none"]

@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
+from fork_kit import Forked
 from interrupt_kit import interrupt, whole
 from sight_kit import Gallery
 from test_remote_serve import CLIENTS, TEXTS, run
@@ -199,7 +200,7 @@ def test_pictures_that_do_not_fit_are_refused(vlm, moe):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_that_ends_leaves_no_images(vlm, number, tmp_path):
     command = [sys.executable, "-m", "turnwise.cli.main", "serve", str(vlm.path), "--port", "0", "--device", "cpu"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}) as server:
+    with Forked(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}) as server:
         try:
             assert server.stdout.readline().startswith("http://")
             kept = list(tmp_path.glob("turnwise-images-*"))

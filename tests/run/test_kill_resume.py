@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from fork_kit import Forked
 
 from turnwise.cli.main import main
 
@@ -40,7 +41,8 @@ tasks = 4
 """
 
 
-def benchmark() -> ModuleType:
+def benchmark(*, fresh: bool = False) -> ModuleType:
+    """Import `benchmarks/kill_resume.py`; its processes are forked unless each is to be a `fresh` interpreter."""
     spec = importlib.util.spec_from_file_location("kill_resume", ROOT / "benchmarks" / "kill_resume.py")
     assert spec is not None
     assert spec.loader is not None
@@ -48,6 +50,8 @@ def benchmark() -> ModuleType:
     sys.modules["kill_resume"] = module
     spec.loader.exec_module(module)
     module.finish = finish
+    if not fresh:
+        module.start = lambda words, **outputs: Forked(words, env=module.environment(), **outputs)
     return module
 
 
@@ -57,7 +61,7 @@ def finish(words: Sequence[str]) -> None:
 
 
 def check(tmp_path: Path, kills: int, steps: int) -> None:
-    bench = benchmark()
+    bench = benchmark(fresh=True)
     recipe = bench.RECIPE.replace("steps = 16", f"steps = {steps}")
     outcome = bench.compare(tmp_path, list(bench.instants(kills, 0.9, random.Random(0))), recipe)
     assert outcome.kills, "no kill landed"
