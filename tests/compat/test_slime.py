@@ -18,6 +18,8 @@ from turnwise.envs.resolve import resolve_env
 from turnwise.errors import ConfigError
 from turnwise.renderers import byte_renderer, load_renderer
 from turnwise.training import load_model_and_renderer
+from turnwise.training.advantages import advantages
+from turnwise.types import Group
 
 HOME = USERS / "slime"
 MATH = {"rm_type": "math"}
@@ -135,11 +137,17 @@ def test_a_generate_function_of_miles():
     assert (found.reward, trained(found)) == (1.0, "\\boxed{7}<|im_end|>")
 
 
-def test_several_samples_have_their_mean_reward():
+def test_each_of_several_samples_is_trained_with_its_own_reward():
     (found,) = play("others.py:fan_out", ["a", "b"], [tw.Task("?")])
     assert found.error is None, found.error
     assert found.reward == 0.5
-    assert len(list(found.samples())) == 2
+    rows = list(found.samples())
+    assert sorted(row.reward for row in rows) == [0.0, 1.0]
+    credit = advantages([Group(found.task, [found, found])], kind="mean").credits[0]
+    assert [credit.advantage_of(*row.slots[-1]) for row in rows] == [row.reward - 0.5 for row in rows]
+    (judged,) = play("others.py:fan_out_unscored", ["a", "bb"], [tw.Task("?")], custom_rm_path=f"{HOME}/others.py:length")
+    assert (judged.error, judged.reward) == (None, 1.5)
+    assert sorted(row.reward for row in judged.samples()) == [1.0, 2.0]
 
 
 def test_statuses_and_removed_samples():

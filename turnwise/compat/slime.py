@@ -304,11 +304,13 @@ def _agent_function(
             rewards = [await _reward_of(one, args, score, where) for one in samples]
         finally:
             EPISODE.reset(token)
-        scores = read_output(_rows(samples), server.calls, model.weigh, "loss_mask", "rollout_log_probs")
-        own = None if any(one.own is None for one in rewards) else sum(one.own or 0.0 for one in rewards) / len(rewards)
+        several, missing = len(samples) > 1, any(one.own is None for one in rewards)
+        rows = {**_rows(samples), "rewards": [one.own or 0.0 for one in rewards]}
+        scores = read_output(rows, server.calls, model.weigh, "loss_mask", "rollout_log_probs", own_rewards=several)
         statuses = [STATUSES.get(one.status.name, "completed") for one in samples]
         worst = max(statuses, key=list(STATUSES.values()).index)
-        return replace(scores, own=own, parts=rewards[-1].parts, status=worst)  # type: ignore[arg-type]
+        parts = {name: sum(one.parts.get(name, 0.0) for one in rewards) / len(rewards) for one in rewards for name in one.parts}
+        return replace(scores, own=None if missing else scores.own, parts=parts, status=worst)  # type: ignore[arg-type]
 
     return play
 
@@ -355,7 +357,6 @@ def _rows(samples: list[Any]) -> dict[str, Any]:
         rows["loss_masks"].append([0] * len(mask) if sample.remove_sample else mask)
         logprobs = sample.rollout_log_probs
         rows["rollout_logprobs"].append(list(logprobs) if logprobs else [None] * length)
-    rows["rewards"] = [0.0] * len(samples)
     if all(one is None for row in rows["rollout_logprobs"] for one in row):
         rows["rollout_logprobs"] = None
     return rows
