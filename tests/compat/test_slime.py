@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from outbound_kit import make_model
+from PIL import Image as Pillow
 from stand_ins_kit import USERS
 from vision_kit import tiny_vlm_directory
 
@@ -83,6 +84,23 @@ def test_pictures_reach_a_vision_model(tmp_path):
     assert found.reward == 1.0
     assert sum(len(span.media) for span in found.spans) == 2
     assert [len(message.images) for message in found.messages if message.role == "user"] == [0, 1, 1]
+
+
+def test_a_generate_function_of_images_has_the_models_processor(tmp_path):
+    """Ids and `multimodal_train_inputs` that user code computes are those of the trainer, and others are refused."""
+    renderer = load_renderer(tiny_vlm_directory(tmp_path / "vlm"))
+    picture = tw.Image(Pillow.new("RGB", (84, 56), "green"))
+    row = tw.Task([tw.Message("user", ("Name the colours.", picture))], info={"metadata": {"colours": ["red", "blue"]}})
+    replies = ["green", "red", "blue"]
+    (found,) = play("vision_generate.py:generate", replies, [row], renderer=renderer, args={"shift": 0})
+    assert (found.error, found.reward, len(found.turns)) == (None, 1.0, 3)
+    (sample,) = found.samples()
+    assert [(block.media.width, block.media.height) for block in sample.media] == [(84, 56), (56, 28), (56, 28)]
+    renderer.vision.check(sample.ids, sample.media)
+    said = [one for one, mask in zip(sample.ids, sample.mask, strict=True) if mask]
+    assert said == [one for reply in replies for one in renderer.encode_reply(reply)]
+    (wrong,) = play("vision_generate.py:generate", replies, [row], renderer=renderer, args={"shift": 0.01})
+    assert "multimodal_train_inputs: pixel_values differs by 0.01 from what the trainer computes" in wrong.error.message
 
 
 def test_an_episode_that_is_cut_before_its_first_step_has_reward_0():
@@ -162,7 +180,7 @@ def test_what_cannot_be_trained_is_an_error_of_the_episode():
     (found,) = play("others.py:wrong_mask", ["a"], [tw.Task("?")])
     assert "loss_mask[2] is 1, and the engine did not sample that id" in found.error.message
     (found,) = play("others.py:pixels", ["a"], [tw.Task("?")])
-    assert "multimodal_train_inputs are the trainer's to compute" in found.error.message
+    assert "multimodal_train_inputs: a text-only model has none; the trainer computes its own" in found.error.message
     (found,) = play("guess_env.py:build_env", ["\\boxed{7}"], [tw.Task("?", "7")])
     assert "give [env.args] custom_rm_path or rm_type" in found.error.message
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from turnwise.envs.base import Scores
 from turnwise.envs.user_code import as_number, describe_value, number_of
 from turnwise.errors import EnvError
+from turnwise.types import Image, ImageRef, Video, VideoRef
 
 LOGPROB_TOLERANCE = 1e-3
 _LENGTHS = ("max_tokens", "max_new_tokens", "max_generate_length")
@@ -25,9 +27,19 @@ def sampling_options(given: Mapping[str, Any], media: Sequence[Any] | None = Non
         "min_p": given.get("min_p"),
         "stop": _several(given.get("stop")),
         "stop_ids": _several(given.get("stop_token_ids")),
-        "media": _several(media),
+        "media": tuple(map(image_of, _several(media))),
     }
     return {key: value for key, value in found.items() if value not in (None, ())}
+
+
+def image_of(value: Any) -> Any:
+    """Return an image of a request as a part of a message: also a data URL, a path, base64 text, or a dict with one of them."""
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, str) and not value.startswith("data:"):
+        is_path = len(value) < 4096 and Path(value).is_file()
+        value = Path(value) if is_path else f"data:image;base64,{value}"
+    return value if isinstance(value, (Image, ImageRef, Video, VideoRef)) else Image(value)
 
 
 def _several(value: Any) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 from turnwise.compat.common import accepted, attribute_config, derives_from, load_named, plain
 from turnwise.compat.sampled_rows import read_output
 from turnwise.compat.slime_engine import EPISODE, HOST, PORT, EngineServer, GenerateState
+from turnwise.compat.slime_processor import pictures
 from turnwise.config import Limits
 from turnwise.envs.base import Action, Env, Scores, Step
 from turnwise.envs.foreign import ForeignObject, Framework, refuse_faithful
@@ -148,20 +149,20 @@ def _arguments(settings: Mapping[str, Any], limits: Limits) -> Any:
     return attribute_config({**known, **settings})
 
 
-def new_sample(task: Task, prompt: Any) -> Any:
-    """Return a new `Sample` of a task."""
+def new_sample(task: Task, prompt: Any, *, images: bool = True) -> Any:
+    """Return a new `Sample` of a task, with its images unless they are not needed."""
     info = dict(task.info)
     metadata = dict(info.pop("metadata", None) or {})
     if (tools := info.pop("tools", None)) is not None:
         metadata.setdefault("tools", tools)
-    images = list(task.images)
+    found = pictures(task) if images else []
     return import_foreign("slime.utils.types").Sample(
         group_index=0,
         index=0,
         prompt=prompt,
         label=task.answer,
         metadata={**info, **metadata},
-        multimodal_inputs={"images": images} if images else None,
+        multimodal_inputs={"images": found, "videos": None} if found else None,
     )
 
 
@@ -305,6 +306,8 @@ def _agent_function(
         finally:
             EPISODE.reset(token)
         several, missing = len(samples) > 1, any(one.own is None for one in rewards)
+        for one in samples:
+            server.check_train_inputs(one)
         rows = {**_rows(samples), "rewards": [one.own or 0.0 for one in rewards]}
         scores = read_output(rows, server.calls, model.weigh, "loss_mask", "rollout_log_probs", own_rewards=several)
         statuses = [STATUSES.get(one.status.name, "completed") for one in samples]
@@ -348,8 +351,6 @@ def _rows(samples: list[Any]) -> dict[str, Any]:
     """Return samples as rows of ids, masks and logprobs."""
     rows: dict[str, Any] = {"prompt_token_ids": [], "response_ids": [], "loss_masks": [], "rollout_logprobs": []}
     for sample in samples:
-        if sample.multimodal_train_inputs is not None:
-            raise EnvError("multimodal_train_inputs are the trainer's to compute; give images as image_data, and leave it None")
         start, length = len(sample.tokens) - sample.response_length, sample.response_length
         mask = [1] * length if sample.loss_mask is None else list(sample.loss_mask)
         rows["prompt_token_ids"].append(list(sample.tokens[:start]))

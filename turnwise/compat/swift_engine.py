@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from turnwise.compat.sampled_rows import sampling_options
+from turnwise.compat.sampled_rows import image_of, sampling_options
 from turnwise.compat.swift_scales import LossScales
 from turnwise.envs.user_imports import import_foreign
 from turnwise.errors import EnvError
-from turnwise.types import Image, ImageRef
+from turnwise.types import Image
 
 PROTOCOL = "swift.infer_engine.protocol"
 
@@ -253,7 +253,7 @@ def _place_images(messages: list[dict[str, Any]], images: list[Any]) -> list[Any
         for text in texts[1:]:
             if len(placed) == len(images):
                 raise EnvError(f"the messages have more <image> than the request has images ({len(images)})")
-            placed.append(_image(images[len(placed)]))
+            placed.append(image_of(images[len(placed)]))
             parts += [placed[-1], text]
         message["content"] = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts if part != ""]
     return placed
@@ -265,16 +265,6 @@ def given_image(part: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     return b64encode(value).decode("ascii") if isinstance(value, bytes) else value
-
-
-def _image(value: Any) -> Any:
-    """Return an image of a request as a part of a message: also a path, base64 text, or a dict with one of them."""
-    if isinstance(value, Mapping):
-        value = value.get("bytes") or value.get("path")
-    if isinstance(value, str) and not value.startswith("data:"):
-        is_path = len(value) < 4096 and Path(value).is_file()
-        value = Path(value) if is_path else f"data:image;base64,{value}"
-    return value if isinstance(value, (Image, ImageRef)) else Image(value)
 
 
 def _plain_tool(tool: Any) -> Any:
