@@ -193,8 +193,24 @@ class SlimeFactory:
     def __call__(self) -> SlimeEnv:
         return SlimeEnv(self)
 
+    def check_row(self, task: Task) -> None:
+        """Make the environment of a row, and close it.
+
+        Raises:
+            EnvError: for an environment without a hook that is needed, or with another signature.
+        """
+        made = SlimeEnv(self)
+        try:
+            made.build(task)
+        finally:
+            made.close()
+
     def __repr__(self) -> str:
         return f"slime:{self.where}"
+
+
+HOOKS = {"reset": 0, "step": 1, "format_observation": 1}
+"""Hooks of an interaction environment, with the number of their arguments."""
 
 
 class SlimeEnv(Env):
@@ -220,13 +236,28 @@ class SlimeEnv(Env):
     def _args(self) -> Any:
         return _arguments(self._factory.settings, self._limits)
 
-    def reset(self, task: Task, *, seed: int | None = None) -> list[Message]:
-        """Build the environment of the row, and reset it; the row has the opening."""
+    def build(self, task: Task) -> None:
+        """Build the environment of a row.
+
+        Raises:
+            EnvError: for an object without a hook that is needed, or with another signature of one.
+        """
         factory = self._factory
         self._sample = new_sample(task, [message.to_dict() for message in task.messages])
         self._env = factory.build(**accepted(factory.build, {"sample": self._sample, "args": self._args}))
         if not callable(getattr(self._env, "step", None)):
-            raise EnvError(f"{factory.where} returned {describe_value(self._env)}; return an environment with reset and step")
+            kind = type(self._env).__name__
+            raise EnvError(f"{factory.where} returned {kind}, which has no step; return an environment with reset and step")
+        for hook, count in HOOKS.items():
+            try:
+                if callable(method := getattr(self._env, hook, None)):
+                    inspect.signature(method).bind(*range(count))
+            except TypeError as error:
+                raise EnvError(f"{type(self._env).__name__}.{hook}: {error}; slime calls it with {count} arguments") from None
+
+    def reset(self, task: Task, *, seed: int | None = None) -> list[Message]:
+        """Build the environment of the row, and reset it; the row has the opening."""
+        self.build(task)
         if callable(getattr(self._env, "reset", None)):
             self._env.reset()
         self.tools = _tools_of(task)

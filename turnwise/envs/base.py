@@ -263,6 +263,15 @@ class IsolatedReward(Protocol):
 
 
 @runtime_checkable
+class ChecksRow(Protocol):
+    """Environment factory that can tell from a row alone whether its environment can be made."""
+
+    def check_row(self, task: Task) -> None:
+        """Make the environment of a row and close it; raise `EnvError` for what is wrong with it."""
+        ...
+
+
+@runtime_checkable
 class HasGroupReward(Protocol):
     """Environment factory with a reward that compares the episodes of a task."""
 
