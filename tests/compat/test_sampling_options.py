@@ -11,6 +11,7 @@ from turnwise.compat.slime_engine import EngineServer
 from turnwise.compat.swift_engine import PROTOCOL, Episode
 from turnwise.compat.verl_loop import ServerManager
 from turnwise.envs.user_imports import import_foreign
+from turnwise.types import Image
 
 
 class OptionsSeen(Exception):
@@ -58,5 +59,5 @@ def test_all_names_of_the_frameworks(length):
         "top_p": 0.9,
         "min_p": 0.0,
         "stop_ids": (5,),
-        "media": ("image",),
+        "media": (Image("data:image;base64,image"),),
     }

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from outbound_kit import make_model
+from PIL import Image as Pillow
 from stand_ins_kit import USERS
 from vision_kit import tiny_vlm_directory
 
@@ -18,6 +19,8 @@ from turnwise.envs.resolve import resolve_env
 from turnwise.errors import ConfigError
 from turnwise.renderers import byte_renderer, load_renderer
 from turnwise.training import load_model_and_renderer
+from turnwise.training.advantages import advantages
+from turnwise.types import Group
 
 HOME = USERS / "slime"
 MATH = {"rm_type": "math"}
@@ -83,6 +86,23 @@ def test_pictures_reach_a_vision_model(tmp_path):
     assert [len(message.images) for message in found.messages if message.role == "user"] == [0, 1, 1]
 
 
+def test_a_generate_function_of_images_has_the_models_processor(tmp_path):
+    """Ids and `multimodal_train_inputs` that user code computes are those of the trainer, and others are refused."""
+    renderer = load_renderer(tiny_vlm_directory(tmp_path / "vlm"))
+    picture = tw.Image(Pillow.new("RGB", (84, 56), "green"))
+    row = tw.Task([tw.Message("user", ("Name the colours.", picture))], info={"metadata": {"colours": ["red", "blue"]}})
+    replies = ["green", "red", "blue"]
+    (found,) = play("vision_generate.py:generate", replies, [row], renderer=renderer, args={"shift": 0})
+    assert (found.error, found.reward, len(found.turns)) == (None, 1.0, 3)
+    (sample,) = found.samples()
+    assert [(block.media.width, block.media.height) for block in sample.media] == [(84, 56), (56, 28), (56, 28)]
+    renderer.vision.check(sample.ids, sample.media)
+    said = [one for one, mask in zip(sample.ids, sample.mask, strict=True) if mask]
+    assert said == [one for reply in replies for one in renderer.encode_reply(reply)]
+    (wrong,) = play("vision_generate.py:generate", replies, [row], renderer=renderer, args={"shift": 0.01})
+    assert "multimodal_train_inputs: pixel_values differs by 0.01 from what the trainer computes" in wrong.error.message
+
+
 def test_an_episode_that_is_cut_before_its_first_step_has_reward_0():
     (found,) = play("judged_env.py:build_env", ["good"], [JUDGED], limits=tw.Limits(turns=2, turn_tokens=2))
     assert found.error is None, found.error
@@ -135,11 +155,17 @@ def test_a_generate_function_of_miles():
     assert (found.reward, trained(found)) == (1.0, "\\boxed{7}<|im_end|>")
 
 
-def test_several_samples_have_their_mean_reward():
+def test_each_of_several_samples_is_trained_with_its_own_reward():
     (found,) = play("others.py:fan_out", ["a", "b"], [tw.Task("?")])
     assert found.error is None, found.error
     assert found.reward == 0.5
-    assert len(list(found.samples())) == 2
+    rows = list(found.samples())
+    assert sorted(row.reward for row in rows) == [0.0, 1.0]
+    credit = advantages([Group(found.task, [found, found])], kind="mean").credits[0]
+    assert [credit.advantage_of(*row.slots[-1]) for row in rows] == [row.reward - 0.5 for row in rows]
+    (judged,) = play("others.py:fan_out_unscored", ["a", "bb"], [tw.Task("?")], custom_rm_path=f"{HOME}/others.py:length")
+    assert (judged.error, judged.reward) == (None, 1.5)
+    assert sorted(row.reward for row in judged.samples()) == [1.0, 2.0]
 
 
 def test_statuses_and_removed_samples():
@@ -154,7 +180,7 @@ def test_what_cannot_be_trained_is_an_error_of_the_episode():
     (found,) = play("others.py:wrong_mask", ["a"], [tw.Task("?")])
     assert "loss_mask[2] is 1, and the engine did not sample that id" in found.error.message
     (found,) = play("others.py:pixels", ["a"], [tw.Task("?")])
-    assert "multimodal_train_inputs are the trainer's to compute" in found.error.message
+    assert "multimodal_train_inputs: a text-only model has none; the trainer computes its own" in found.error.message
     (found,) = play("guess_env.py:build_env", ["\\boxed{7}"], [tw.Task("?", "7")])
     assert "give [env.args] custom_rm_path or rm_type" in found.error.message
 

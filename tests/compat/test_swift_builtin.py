@@ -68,8 +68,10 @@ def test_thinking_tips_return_a_row_for_each_turn():
     pytest.importorskip("math_verify")
     made = spec("swift:thinking_tips_scheduler", reward_funcs=["accuracy"])
     found = one(made, SIX, ["<think>a</think><answer>41</answer>", "<think>b</think><answer>42</answer>"])
-    assert (len(found.turns), found.reward) == (2, 1.0)
+    assert len(found.turns) == 2
     assert all(turn.weights is None for turn in found.turns)
+    assert [(row.reward, row.turns) for row in found.row_rewards] == [(0.0, (0,)), (1.0, (1,))]  # ms-swift refuses that
+    assert (found.reward, found.rewards) == (0.5, {"accuracy": 0.5})
 
 
 def test_the_gym_scheduler_plays_an_environment_by_name_and_its_rewards_belong_to_turns():

@@ -18,8 +18,9 @@ from turnwise.engines import Generation
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import UsageError
 from turnwise.records.run_dir import RunDir
-from turnwise.records.serialization import rebuild_trajectories
+from turnwise.records.serialization import read_trajectory, rebuild_trajectories, trajectory_row
 from turnwise.renderers import CHATML, load_renderer
+from turnwise.rollouts.replay.compare import as_json
 from turnwise.training import create_tiny_model
 from turnwise.training.advantages import WEIGHED
 from turnwise.training.algorithms.settings import resolve_settings
@@ -81,6 +82,32 @@ def test_weights_are_in_the_rows_the_journal_and_the_account(lists):
     zeros = Counter(expected)[0.0]
     assert credits.tokens.get(WEIGHED, 0) == zeros
     assert sum(credits.tokens.values()) == found.sampled_tokens + other.sampled_tokens
+
+
+def rows_of(*rewards, own=0.0, pick=lambda replies: replies):
+    async def play(task, model):
+        replies = await model.generate(task.messages, n=len(rewards))
+        return tw.Scores(own, rows=tuple((reward, (reply,)) for reward, reply in zip(rewards, pick(replies), strict=True)))
+
+    return play
+
+
+def test_each_row_has_its_reward_in_the_record_and_the_journal(tmp_path):
+    found = play_with(rows_of(1.0, 0.0, own=0.25), out=tmp_path / "run")
+    assert (found.error, found.reward) == (None, 0.75)
+    assert [(row.reward, row.turns) for row in found.row_rewards] == [(1.0, (0,)), (0.0, (1,))]
+    assert [row.reward for row in found.samples()] == [1.25, 0.25]
+    run = RunDir(tmp_path / "run")
+    (again,) = rebuild_trajectories(run.events(), lambda name: TASK).values()
+    read = read_trajectory(as_json(trajectory_row(found, renderer("bpe"))))
+    run.close()
+    assert again.row_rewards == read.row_rewards == found.row_rewards
+
+
+def test_only_replies_of_the_episode_have_rows():
+    found = play_with(rows_of(1.0, pick=lambda replies: ["a reply"]))
+    assert "rows has a reply that is not of this episode" in found.error.message
+    assert "by row" in play_with(rows_of(float("nan"))).error.message
 
 
 def _each(size, one):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import groups
-from train_kit import E, M, P, chain, gradient
+from train_kit import E, M, P, branched, chain, gradient
 from train_model64 import Model64
 
 from turnwise.config import TrainConfig
@@ -16,7 +16,7 @@ from turnwise.errors import ConfigError, UsageError
 from turnwise.training import TRAINED, Trainer, trainable_tokens
 from turnwise.training.advantages import CreditRules, TokenWeights, advantages, discounted_returns, last_round, loss_scale
 from turnwise.training.loss import ESTIMATORS, Correction, k1, k2, k3
-from turnwise.types import Group, Message, Task, Turn
+from turnwise.types import Group, Message, RowReward, Task, Turn
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
 
@@ -38,6 +38,17 @@ def episode(replies, rewards, *, own=0.0, sample=0, roles=None):
 def by_turn(ledger):
     """The advantage of each turn's first id, by trajectory."""
     return [[c.advantage_of(index, 0) for t in c.trajectory.turns for index in t.spans] for c in ledger.credits]
+
+
+def in_rows(rewards, sample=0, added=0.0):
+    """A trajectory whose replies are rows of their own, of one id each, with their rewards."""
+    made = branched(episode([[3 + number + 2 * sample] for number in range(len(rewards))], [0.0] * len(rewards), sample=sample))
+    made.turns = [
+        Turn("main", 2 * number, 0, (2 * number + 1,), (), Message("assistant", "y")) for number in range(len(rewards))
+    ]
+    made.row_rewards = [RowReward(reward, (number,)) for number, reward in enumerate(rewards)]
+    made.reward = math.fsum(rewards) / len(rewards) + added
+    return made
 
 
 # Returns and baselines.
@@ -71,6 +82,60 @@ TWO = [Group(Task("t", id="t"), [episode([[3], [4, 5]], [1.0, 2.0], own=0.5), ep
 def test_turn_advantages_by_hand(kind, discount, expected):
     found = by_turn(advantages(TWO, kind=kind, rules=CreditRules("turn", discount)))
     assert [value for row in found for value in row] == pytest.approx([value for row in expected for value in row], abs=1e-12)
+
+
+ROWS = [Group(Task("t", id="t"), [in_rows([1.0, 0.0, 0.5]), in_rows([1.0], 1, added=0.25)])]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        # means 0.5 and 1.25, whose mean is 0.875
+        ("mean", [[0.125, -0.875, -0.375], [0.375]]),
+        ("rloo", [[-0.25, -1.25, -0.75], [0.75]]),
+        # (0.125 ** 2 + 0.875 ** 2 + 0.375 ** 2) / 3 + 0.375 ** 2 over 2 - 1
+        ("std", [[v / (math.sqrt(0.921875 / 3 + 0.140625) + 1e-4) for v in row] for row in ([0.125, -0.875, -0.375], [0.375])]),
+        # ids 1, 0, 0.5, 1.25: mean 0.6875
+        ("batch", [[v / (math.sqrt(0.23046875) + 1e-4) for v in row] for row in ([0.3125, -0.6875, -0.1875], [0.5625])]),
+    ],
+)
+@pytest.mark.parametrize("credit", ["trajectory", "turn"])
+def test_advantages_of_rows_by_hand(kind, expected, credit):
+    """Each row's own reward against the mean of the episodes' means."""
+    found = by_turn(advantages(ROWS, kind=kind, rules=CreditRules(credit, 0.5)))
+    assert [value for row in found for value in row] == pytest.approx([value for row in expected for value in row], abs=1e-12)
+
+
+def test_rows_give_a_signal_where_the_episodes_are_equal():
+    rewards = [[1.0, 0.0], [0.0, 1.0]]
+    credits = advantages([Group(Task("t", id="t"), [in_rows(row, n) for n, row in enumerate(rewards)])], kind="mean")
+    assert by_turn(credits) == [[0.5, -0.5], [-0.5, 0.5]]
+    same = advantages([Group(Task("t", id="t"), [in_rows([0.5, 0.5], n) for n in range(2)])], kind="mean")
+    assert {one.reason for one in same.credits} == {"no_signal"}
+
+
+def test_a_row_has_its_reward_in_samples_and_at_its_last_token():
+    made = in_rows([1.0, 0.0, 0.5], added=0.25)
+    rows = list(made.samples())
+    assert [row.reward for row in rows] == [1.25, 0.25, 0.75]
+    assert [row.token_rewards[-1] for row in rows] == [1.25, 0.25, 0.75]
+    assert [sum(row.token_rewards) for row in rows] == [1.25, 0.25, 0.75]
+
+
+def test_the_gradient_is_that_of_each_row_with_its_advantage():
+    """Linear in the rows' advantages, and another for each row."""
+
+    def learned(rewards):
+        model = Model64()
+        made = [Group(Task("t", id="t"), [in_rows(row, n) for n, row in enumerate(rewards)])]
+        rest = {"advantage": "mean", "aggregation": "fixed", "fixed_length": 1}
+        Trainer(model, TrainConfig(**STILL, **rest)).step(made, step=0, steps=1)
+        return gradient(model)
+
+    first, second = learned([[2.0, 0.0], [0.0, 0.0]]), learned([[0.0, 2.0], [0.0, 0.0]])
+    mixed = learned([[2.0, 2.0], [0.0, 0.0]])
+    assert (mixed - first - second).norm() < 1e-10 * mixed.norm()
+    assert (first - second).norm() > 0.1 * first.norm()
 
 
 def test_turns_give_a_signal_where_the_sums_are_equal():

@@ -126,13 +126,16 @@ def run_check(args: argparse.Namespace) -> int:
 def _recipe(recipe: Path, overrides: Sequence[str]) -> None:
     """Check a recipe and load its environments; raise `ConfigError` for what cannot be used."""
     from turnwise.config import load
+    from turnwise.envs.check import check_first_row
     from turnwise.envs.resolve import resolve_env
 
     resolved = load(recipe, overrides, envs=builtin_envs())
     count = sum(origin != "default" for origin in resolved.origins.values())
     print(f"ok    {recipe}: {count} keys set, {len(resolved.origins) - count} defaults")
     for env in resolved.config.env:
-        print(f"ok    environment {resolve_env(env, play=resolved.config.rollout.function).name}")
+        spec = resolve_env(env, play=resolved.config.rollout.function)
+        check_first_row(spec)
+        print(f"ok    environment {spec.name}")
 
 
 def _engine(found: ServerCapabilities, *, as_json: bool) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from turnwise.envs.base import Scores
 from turnwise.envs.user_code import as_number, describe_value, number_of
 from turnwise.errors import EnvError
+from turnwise.types import Image, ImageRef, Video, VideoRef
 
 LOGPROB_TOLERANCE = 1e-3
 _LENGTHS = ("max_tokens", "max_new_tokens", "max_generate_length")
@@ -25,9 +27,19 @@ def sampling_options(given: Mapping[str, Any], media: Sequence[Any] | None = Non
         "min_p": given.get("min_p"),
         "stop": _several(given.get("stop")),
         "stop_ids": _several(given.get("stop_token_ids")),
-        "media": _several(media),
+        "media": tuple(map(image_of, _several(media))),
     }
     return {key: value for key, value in found.items() if value not in (None, ())}
+
+
+def image_of(value: Any) -> Any:
+    """Return an image of a request as a part of a message: also a data URL, a path, base64 text, or a dict with one of them."""
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, str) and not value.startswith("data:"):
+        is_path = len(value) < 4096 and Path(value).is_file()
+        value = Path(value) if is_path else f"data:image;base64,{value}"
+    return value if isinstance(value, (Image, ImageRef, Video, VideoRef)) else Image(value)
 
 
 def _several(value: Any) -> tuple[Any, ...]:
@@ -49,10 +61,13 @@ def read_output(
     weigh: Callable[[Any, list[float]], None],
     mask_name: str = "loss_masks",
     logprobs_name: str = "rollout_logprobs",
+    *,
+    own_rewards: bool = False,
 ) -> Scores:
     """Read the episode's rows of a `GeneratorOutput`: set the weights of the replies, return the rewards.
 
-    Errors call masks and logprobs by the names that the user's code has for them.
+    Errors call masks and logprobs by the names that the user's code has for them. With `own_rewards` a row's number is the
+    reward of that row; else the last row's is the episode's.
 
     Raises:
         EnvError: for rows of different lengths, a mask that trains ids which the engine did not sample, or logprobs other than
@@ -63,17 +78,14 @@ def read_output(
     weights: dict[int, list[float]] = {}
     turns, own = [0.0] * len(calls), 0.0
     rows = len(output["response_ids"])
+    by_row: list[tuple[float, tuple[Any, ...]]] = []
     for row in range(rows):
         prompt, response, mask, reward, logprobs = (_of_row(output, key, row) for key in _ROW)
         if mask is None or len(mask) != len(response):
             raise EnvError(f"row {row}: {len(response)} response_ids and {len(mask or ())} {mask_name}; give one for each id")
         placed = _places(calls, list(prompt or ()), list(response))
         _check_mask(mask, logprobs, placed, calls, (f"row {row}: {mask_name}", f"row {row}: {logprobs_name}"))
-        for number, start in placed.items():
-            ids = calls[number].reply.ids
-            found = [float(one) for one in mask[start : start + len(ids)]]
-            found += [0.0] * (len(ids) - len(found))  # the loop cut its response there
-            weights[number] = [max(pair) for pair in zip(found, weights.get(number, [0.0] * len(ids)), strict=True)]
+        trained = _add_weights(weights, mask, placed, calls)
         if isinstance(reward, (list, tuple)):
             if len(reward) != len(response):
                 raise EnvError(f"row {row}: {len(response)} response_ids and {len(reward)} rewards; give one for each id")
@@ -84,11 +96,27 @@ def read_output(
                         turns[max(before, key=placed.__getitem__)] += value
                     else:
                         own += value
+        elif own_rewards:
+            by_row.append((float(reward), trained))
         elif row == rows - 1:
             own += as_number(reward, "the reward") or 0.0
     for number, call in enumerate(calls):
         weigh(call.reply, weights.get(number, [0.0] * len(call.reply.ids)))
-    return Scores(own, tuple(turns), metrics=_metrics(output))
+    return Scores(own, tuple(turns), metrics=_metrics(output), rows=tuple(by_row))
+
+
+def _add_weights(
+    weights: dict[int, list[float]], mask: Sequence[Any], placed: Mapping[int, int], calls: Sequence[EngineCall]
+) -> tuple[Any, ...]:
+    """Add a row's mask to the weights of the calls; return the replies that it trains."""
+    trained = []
+    for number, start in placed.items():
+        reply = calls[number].reply
+        found = [float(one) for one in mask[start : start + len(reply.ids)]]
+        found += [0.0] * (len(reply.ids) - len(found))  # the loop cut its response there
+        weights[number] = [max(pair) for pair in zip(found, weights.get(number, [0.0] * len(reply.ids)), strict=True)]
+        trained += [reply] if any(found) else []
+    return tuple(trained)
 
 
 _ROW = ("prompt_token_ids", "response_ids", "loss_masks", "rewards", "rollout_logprobs")

@@ -11,6 +11,7 @@ from typing import Any
 from turnwise.compat.common import accepted, attribute_config, derives_from, load_named, plain
 from turnwise.compat.sampled_rows import read_output
 from turnwise.compat.slime_engine import EPISODE, HOST, PORT, EngineServer, GenerateState
+from turnwise.compat.slime_processor import pictures
 from turnwise.config import Limits
 from turnwise.envs.base import Action, Env, Scores, Step
 from turnwise.envs.foreign import ForeignObject, Framework, refuse_faithful
@@ -148,20 +149,20 @@ def _arguments(settings: Mapping[str, Any], limits: Limits) -> Any:
     return attribute_config({**known, **settings})
 
 
-def new_sample(task: Task, prompt: Any) -> Any:
-    """Return a new `Sample` of a task."""
+def new_sample(task: Task, prompt: Any, *, images: bool = True) -> Any:
+    """Return a new `Sample` of a task, with its images unless they are not needed."""
     info = dict(task.info)
     metadata = dict(info.pop("metadata", None) or {})
     if (tools := info.pop("tools", None)) is not None:
         metadata.setdefault("tools", tools)
-    images = list(task.images)
+    found = pictures(task) if images else []
     return import_foreign("slime.utils.types").Sample(
         group_index=0,
         index=0,
         prompt=prompt,
         label=task.answer,
         metadata={**info, **metadata},
-        multimodal_inputs={"images": images} if images else None,
+        multimodal_inputs={"images": found, "videos": None} if found else None,
     )
 
 
@@ -192,8 +193,24 @@ class SlimeFactory:
     def __call__(self) -> SlimeEnv:
         return SlimeEnv(self)
 
+    def check_row(self, task: Task) -> None:
+        """Make the environment of a row, and close it.
+
+        Raises:
+            EnvError: for an environment without a hook that is needed, or with another signature.
+        """
+        made = SlimeEnv(self)
+        try:
+            made.build(task)
+        finally:
+            made.close()
+
     def __repr__(self) -> str:
         return f"slime:{self.where}"
+
+
+HOOKS = {"reset": 0, "step": 1, "format_observation": 1}
+"""Hooks of an interaction environment, with the number of their arguments."""
 
 
 class SlimeEnv(Env):
@@ -219,13 +236,28 @@ class SlimeEnv(Env):
     def _args(self) -> Any:
         return _arguments(self._factory.settings, self._limits)
 
-    def reset(self, task: Task, *, seed: int | None = None) -> list[Message]:
-        """Build the environment of the row, and reset it; the row has the opening."""
+    def build(self, task: Task) -> None:
+        """Build the environment of a row.
+
+        Raises:
+            EnvError: for an object without a hook that is needed, or with another signature of one.
+        """
         factory = self._factory
         self._sample = new_sample(task, [message.to_dict() for message in task.messages])
         self._env = factory.build(**accepted(factory.build, {"sample": self._sample, "args": self._args}))
         if not callable(getattr(self._env, "step", None)):
-            raise EnvError(f"{factory.where} returned {describe_value(self._env)}; return an environment with reset and step")
+            kind = type(self._env).__name__
+            raise EnvError(f"{factory.where} returned {kind}, which has no step; return an environment with reset and step")
+        for hook, count in HOOKS.items():
+            try:
+                if callable(method := getattr(self._env, hook, None)):
+                    inspect.signature(method).bind(*range(count))
+            except TypeError as error:
+                raise EnvError(f"{type(self._env).__name__}.{hook}: {error}; slime calls it with {count} arguments") from None
+
+    def reset(self, task: Task, *, seed: int | None = None) -> list[Message]:
+        """Build the environment of the row, and reset it; the row has the opening."""
+        self.build(task)
         if callable(getattr(self._env, "reset", None)):
             self._env.reset()
         self.tools = _tools_of(task)
@@ -304,11 +336,15 @@ def _agent_function(
             rewards = [await _reward_of(one, args, score, where) for one in samples]
         finally:
             EPISODE.reset(token)
-        scores = read_output(_rows(samples), server.calls, model.weigh, "loss_mask", "rollout_log_probs")
-        own = None if any(one.own is None for one in rewards) else sum(one.own or 0.0 for one in rewards) / len(rewards)
+        several, missing = len(samples) > 1, any(one.own is None for one in rewards)
+        for one in samples:
+            server.check_train_inputs(one)
+        rows = {**_rows(samples), "rewards": [one.own or 0.0 for one in rewards]}
+        scores = read_output(rows, server.calls, model.weigh, "loss_mask", "rollout_log_probs", own_rewards=several)
         statuses = [STATUSES.get(one.status.name, "completed") for one in samples]
         worst = max(statuses, key=list(STATUSES.values()).index)
-        return replace(scores, own=own, parts=rewards[-1].parts, status=worst)  # type: ignore[arg-type]
+        parts = {name: sum(one.parts.get(name, 0.0) for one in rewards) / len(rewards) for one in rewards for name in one.parts}
+        return replace(scores, own=None if missing else scores.own, parts=parts, status=worst)  # type: ignore[arg-type]
 
     return play
 
@@ -346,8 +382,6 @@ def _rows(samples: list[Any]) -> dict[str, Any]:
     """Return samples as rows of ids, masks and logprobs."""
     rows: dict[str, Any] = {"prompt_token_ids": [], "response_ids": [], "loss_masks": [], "rollout_logprobs": []}
     for sample in samples:
-        if sample.multimodal_train_inputs is not None:
-            raise EnvError("multimodal_train_inputs are the trainer's to compute; give images as image_data, and leave it None")
         start, length = len(sample.tokens) - sample.response_length, sample.response_length
         mask = [1] * length if sample.loss_mask is None else list(sample.loss_mask)
         rows["prompt_token_ids"].append(list(sample.tokens[:start]))
@@ -355,7 +389,6 @@ def _rows(samples: list[Any]) -> dict[str, Any]:
         rows["loss_masks"].append([0] * len(mask) if sample.remove_sample else mask)
         logprobs = sample.rollout_log_probs
         rows["rollout_logprobs"].append(list(logprobs) if logprobs else [None] * length)
-    rows["rewards"] = [0.0] * len(samples)
     if all(one is None for row in rows["rollout_logprobs"] for one in row):
         rows["rollout_logprobs"] = None
     return rows

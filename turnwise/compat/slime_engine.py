@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextvars import ContextVar
+from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
 
 from turnwise.compat.sampled_rows import EngineCall, sampling_options
+from turnwise.compat.slime_processor import ProcessorFace
 from turnwise.errors import EnvError
 
 HOST, PORT = "turnwise.invalid", 1
@@ -35,7 +37,6 @@ class GenerateState:
 
     def __init__(self, args: Any) -> None:
         self.args = args
-        self.processor = None  # images belong in image_data; the trainer computes its own inputs
         self.semaphore = asyncio.Semaphore(1 << 16)  # the engine has its own limit
         self.aborted = False
         self.pendings: set[Any] = set()
@@ -46,6 +47,11 @@ class GenerateState:
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
         return current_server("GenerateState").model.tokenizer
+
+    @property
+    def processor(self) -> ProcessorFace | None:
+        """The model's processor; None for a text-only model."""
+        return current_server("GenerateState").processor
 
     @property
     def sampling_params(self) -> dict[str, Any]:
@@ -61,6 +67,26 @@ class EngineServer:
         self.calls: list[EngineCall] = []
         self._known: dict[str, list[int]] = {}
         """Ids of contexts with their replies, by text."""
+
+    @cached_property
+    def processor(self) -> ProcessorFace | None:
+        """The model's processor; None for a text-only model."""
+        return ProcessorFace(self.model) if self.model.media_intake.has_vision else None
+
+    def check_train_inputs(self, sample: Any) -> None:
+        """Raise `EnvError` where a sample has `multimodal_train_inputs` other than those that the trainer computes."""
+        if sample.multimodal_train_inputs is None:
+            return
+        trajectory, tokens = self.model.trajectory, list(sample.tokens)
+        placed, end = list[Any](), 0
+        for call in self.calls:
+            path = [*(call.context or ()), *call.reply.ids]
+            if len(path) > end and tokens[: len(path)] == path:
+                turn = next(turn for turn in trajectory.turns if turn.reply is call.reply.message)
+                placed, end = [one for one in trajectory.media_placements(turn.prompt) if one.end <= turn.context], len(path)
+        wrong = "a text-only model has none"
+        if self.processor is None or (wrong := self.processor.check(sample.multimodal_train_inputs, placed, tokens[end:])):
+            raise EnvError(f"multimodal_train_inputs: {wrong}; the trainer computes its own, so leave it None")
 
     def sampling_params(self) -> dict[str, Any]:
         """Return what slime gives to a generate function; the run's settings apply where a call has none."""

@@ -32,7 +32,7 @@ def read_choice(found: Any) -> tuple[bool, str] | None:
 def _sample_of(trajectory: Trajectory) -> Any:
     """Return a trajectory as a sample; its response is the text of the replies."""
     task = trajectory.task
-    sample = new_sample(task, [message.to_dict() for message in task.messages])
+    sample = new_sample(task, [message.to_dict() for message in task.messages], images=False)
     vars(sample).update(index=trajectory.key.sample, reward=trajectory.reward)
     replies = (message.text for message in trajectory.messages if message.role == "assistant")
     return finish_sample(sample, trajectory, "".join(replies))

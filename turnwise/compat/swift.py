@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 from turnwise.compat.common import attribute_config, derives_from, load_named
@@ -186,9 +186,9 @@ class SchedulerEpisodes:
         outputs = list(made) if isinstance(made, (list, tuple)) else [made]
         if not outputs or not all(hasattr(one, "response") and hasattr(one, "rollout_infos") for one in outputs):
             raise EnvError(f"run returned {describe_value(made)}; return a RolloutOutput, or a list of them")
-        set_weights(outputs, episode, self.scales)
+        replies = set_weights(outputs, episode, self.scales)
         rows = [self._row(output, request, columns, episode) for output in outputs]
-        return await self._score(rows[-1], rows, len(episode.calls))
+        return await self._score(rows, replies, len(episode.calls))
 
     def __repr__(self) -> str:
         return f"swift:{self.scheduler.__name__}"
@@ -241,34 +241,42 @@ class SchedulerEpisodes:
             "multi_turn_infos": {**episode.infos, "num_turns": output.rollout_infos.get("num_turns")},
         }
 
-    async def _score(self, row: dict[str, Any], rows: list[dict[str, Any]], turns: int) -> Scores:
-        """Return the weighted rewards, and those of the environment's steps."""
-        infos = row["rollout_infos"]
-        completions = [row["messages"][-1]["content"]]
-        columns: dict[str, Any] = {key: [value] for key, value in row.items()}
-        columns |= {"trainer_state": None, "trajectory_inputs": {row["request_id"]: rows}}
-        parts: dict[str, float] = {}
-        own = 0.0
+    async def _score(self, rows: list[dict[str, Any]], replies: Sequence[tuple[Any, ...]], turns: int) -> Scores:
+        """Return the weighted rewards, and those of the environment's steps; of several rows, each row's with its replies."""
+        completions = [row["messages"][-1]["content"] for row in rows]
+        columns: dict[str, Any] = {key: [row[key] for row in rows] for key in rows[-1]}
+        columns |= {"trainer_state": None, "trajectory_inputs": {rows[-1]["request_id"]: rows}}
+        found: dict[str, list[float]] = {}
+        own, scored = [0.0] * len(rows), [not self.rewards] * len(rows)
         for name, function, weight in self.rewards:
             made = await _call_reward(function, completions, columns)
-            made = [None] if made is None else made
-            if not isinstance(made, (list, tuple)) or len(made) != 1:
+            made = [None] * len(rows) if made is None else made
+            if not isinstance(made, (list, tuple)) or len(made) != len(rows):
                 raise EnvError(
-                    f"the reward {name} returned {describe_value(made)} for 1 completion; return a list of one number"
+                    f"the reward {name} returned {describe_value(made)} for {len(rows)} completions; return a list with a "
+                    "number for each"
                 )
-            if (value := as_number(made[0], f"the reward {name}")) is not None:
-                parts[name] = value
-                own += weight * value
-        if self.rewards and not parts:
+            for number, one in enumerate(made):
+                if (value := as_number(one, f"the reward {name}")) is not None:
+                    found.setdefault(name, []).append(value)
+                    own[number] += weight * value
+                    scored[number] = True
+        if not all(scored):
             return Scores(None)
+        parts = {name: sum(values) / len(values) for name, values in found.items()}
+        infos, truncated = rows[-1]["rollout_infos"], rows[-1]["is_truncated"]
+        metrics = {f"environment/{key}": float(value) for key, one in infos.items() if (value := number_of(one)) is not None}
+        status: Literal["truncated", "completed"] = "truncated" if truncated else "completed"
         weights = list(self.args.get("reward_weights") or ())
         gym = float(weights[-1]) if len(weights) > len(self.rewards) else 1.0
-        total = number_of(infos.get("total_reward")) if self.args.get("use_gym_env", True) else None
+        played = bool(self.args.get("use_gym_env", True))
+        totals = [number_of(row["rollout_infos"].get("total_reward")) if played else None for row in rows]
+        if len(rows) > 1:
+            own = [one + gym * (total or 0.0) for one, total in zip(own, totals, strict=True)]
+            return Scores(0.0, (), parts, metrics, status, tuple(zip(own, replies, strict=True)))
         steps = [gym * (as_number(one, "step_rewards") or 0.0) for one in infos.get("step_rewards") or ()]
-        by_turn = tuple(steps) if len(steps) == turns and total is not None else ()
-        own += 0.0 if by_turn or total is None else gym * total
-        metrics = {f"environment/{key}": float(found) for key, one in infos.items() if (found := number_of(one)) is not None}
-        return Scores(own, by_turn, parts, metrics, "truncated" if row["is_truncated"] else "completed")
+        by_turn = tuple(steps) if len(steps) == turns and totals[0] is not None else ()
+        return Scores(own[0] + (0.0 if by_turn else gym * (totals[0] or 0.0)), by_turn, parts, metrics, status)
 
 
 def make_scheduler(target: Any, engine: InferEngine, turns: int, args: Mapping[str, Any]) -> Any:

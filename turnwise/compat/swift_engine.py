@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from turnwise.compat.sampled_rows import sampling_options
+from turnwise.compat.sampled_rows import image_of, sampling_options
 from turnwise.compat.swift_scales import LossScales
 from turnwise.envs.user_imports import import_foreign
 from turnwise.errors import EnvError
-from turnwise.types import Image, ImageRef
+from turnwise.types import Image
 
 PROTOCOL = "swift.infer_engine.protocol"
 
@@ -176,15 +176,24 @@ class Episode:
         return found, edited
 
 
-def set_weights(outputs: Sequence[Any], episode: Episode, scales: LossScales | None = None) -> None:
+def set_weights(outputs: Sequence[Any], episode: Episode, scales: LossScales | None = None) -> list[tuple[Any, ...]]:
     """Set the weights of the replies by `response_token_ids` and `response_loss_mask`, times the loss scales.
 
-    Ids that the outputs lack are not trained.
+    Ids that the outputs lack are not trained. Return the replies that each output trains; one that several outputs have is
+    trained in the first.
 
     Raises:
         EnvError: for a mask of another length than its ids, or one that trains an id which the engine did not sample.
     """
-    given = [row for output in outputs for row in _rows_of(output)] or list(episode.rows())
+    by_output = [list(_rows_of(output)) for output in outputs]
+    if len(outputs) > 1:
+        by_output = [
+            rows or [(list(one.response.choices[0].token_ids or ()), None)]
+            for rows, one in zip(by_output, outputs, strict=True)
+        ]
+    given = [row for rows in by_output for row in rows] or list(episode.rows())
+    owners = [number for number, rows in enumerate(by_output) for _ in rows] or [0] * len(given)
+    trained: list[list[Any]] = [[] for _ in outputs]
     weights = [[0.0] * len(reply.ids) for _, reply in episode.calls]
     sampled: list[set[int]] = [set() for _ in given]
     last = -1
@@ -195,6 +204,7 @@ def set_weights(outputs: Sequence[Any], episode: Episode, scales: LossScales | N
         if row is None:
             continue
         last = row
+        trained[owners[row]].append(reply)
         kept, mask = given[row]
         for at in range(_shared(kept[start:], ids)):
             sampled[row].add(start + at)
@@ -210,6 +220,7 @@ def set_weights(outputs: Sequence[Any], episode: Episode, scales: LossScales | N
     for (_, reply), found in zip(episode.calls, weights, strict=True):
         if any(one != 1.0 for one in found):
             episode.model.weigh(reply, found)
+    return [tuple(replies) for replies in trained]
 
 
 def _rows_of(output: Any) -> Iterator[tuple[list[int], list[int] | None]]:
@@ -242,7 +253,7 @@ def _place_images(messages: list[dict[str, Any]], images: list[Any]) -> list[Any
         for text in texts[1:]:
             if len(placed) == len(images):
                 raise EnvError(f"the messages have more <image> than the request has images ({len(images)})")
-            placed.append(_image(images[len(placed)]))
+            placed.append(image_of(images[len(placed)]))
             parts += [placed[-1], text]
         message["content"] = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts if part != ""]
     return placed
@@ -254,16 +265,6 @@ def given_image(part: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     return b64encode(value).decode("ascii") if isinstance(value, bytes) else value
-
-
-def _image(value: Any) -> Any:
-    """Return an image of a request as a part of a message: also a path, base64 text, or a dict with one of them."""
-    if isinstance(value, Mapping):
-        value = value.get("bytes") or value.get("path")
-    if isinstance(value, str) and not value.startswith("data:"):
-        is_path = len(value) < 4096 and Path(value).is_file()
-        value = Path(value) if is_path else f"data:image;base64,{value}"
-    return value if isinstance(value, (Image, ImageRef)) else Image(value)
 
 
 def _plain_tool(tool: Any) -> Any:

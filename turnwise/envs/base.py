@@ -133,11 +133,15 @@ class Scores:
     status: Literal["completed", "truncated", "aborted", "failed"] | StopReason = "completed"
     """How an agent function's episode ended, or the limit that it met; one that aborted or failed is not trained. Environments
     say it by `Step`."""
+    rows: tuple[tuple[float, tuple[Any, ...]], ...] = ()
+    """Reward of each training row of an agent function, with the replies (of `Model.generate`) that it trains. The episode's
+    reward is `own` plus their mean; what is trained in a row is compared by `own` plus the row's."""
 
     @property
     def total(self) -> float | None:
-        """Sum of the episode's and all turns' rewards; None when not computed."""
-        return None if self.own is None else self.own + math.fsum(self.turns)
+        """Sum of the episode's and all turns' rewards, and the mean of the rows'; None when not computed."""
+        mean = math.fsum(reward for reward, _ in self.rows) / max(len(self.rows), 1)
+        return None if self.own is None else self.own + math.fsum(self.turns) + mean
 
     def checked(self, what: str) -> Scores:
         """Return a copy with every number as a float; raise `RewardError` for one that is not finite."""
@@ -151,6 +155,7 @@ class Scores:
             },
             {str(name): as_number(one, f"{what}, metric {name!r}") or 0.0 for name, one in self.metrics.items()},
             self.status,
+            tuple((as_number(one, f"{what} by row") or 0.0, tuple(replies)) for one, replies in self.rows),
         )
 
     def with_added(self, added: float | None) -> Scores:
@@ -254,6 +259,15 @@ class IsolatedReward(Protocol):
 
     def isolated_reward(self, trajectory: Trajectory) -> Any:
         """Compute the reward of the finished episode in a separate process."""
+        ...
+
+
+@runtime_checkable
+class ChecksRow(Protocol):
+    """Environment factory that can tell from a row alone whether its environment can be made."""
+
+    def check_row(self, task: Task) -> None:
+        """Make the environment of a row and close it; raise `EnvError` for what is wrong with it."""
         ...
 
 

@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from turnwise.envs.base import Env
+from turnwise.envs.base import ChecksRow, Env
 from turnwise.envs.isolation.fork_server import open_resources
 from turnwise.envs.scripted_play import ScriptedEpisode, ScriptedRunner, Speak, call_method, play_scripted, run
 from turnwise.envs.spec import EnvSpec
 from turnwise.envs.tasks import check_disjoint, content_key
 from turnwise.envs.tool_env import NO_REWARD, ToolEnv, ToolEnvFactory
 from turnwise.envs.user_code import user_location
-from turnwise.errors import EnvError, UsageError
+from turnwise.errors import ConfigError, EnvError, UsageError
 from turnwise.types import Task
 
 T = TypeVar("T")
@@ -61,14 +61,31 @@ class EnvFinding:
 _ok, _note, _warning, _error = (partial(EnvFinding, severity) for severity in ("ok", "note", "warning", "error"))
 
 
-def check_env(spec: EnvSpec, *, n: int = 16, seed: int = 0) -> list[EnvFinding]:
-    """Play `n` tasks per split with scripted players and report faults; never raises for a fault of the environment."""
-    return run(_check(spec, n, seed))
+def check_env(spec: EnvSpec, *, n: int = 16, seed: int = 0, made: int = _TASKS) -> list[EnvFinding]:
+    """Play `n` of `made` tasks per split with scripted players and report faults; never raises for one of the environment."""
+    return run(_check(spec, n, seed, made))
 
 
-async def _check(spec: EnvSpec, n: int, seed: int) -> list[EnvFinding]:
+def check_first_row(spec: EnvSpec) -> None:
+    """Make the environment of the first training task, where that alone shows whether it can be used.
+
+    Raises:
+        ConfigError: for an environment that cannot be made.
+    """
+    if not isinstance(spec.factory, ChecksRow):
+        return
+    for task in spec.tasks("train", 1):
+        try:
+            spec.factory.check_row(task)
+        except EnvError as error:
+            raise ConfigError(f"{spec.name}, task {task.id}: {error}") from error
+        except Exception as error:
+            raise ConfigError(f"{spec.name}, task {task.id}: raised {_describe_error(error)}") from error
+
+
+async def _check(spec: EnvSpec, n: int, seed: int, made: int) -> list[EnvFinding]:
     findings: list[EnvFinding] = []
-    tasks = _check_tasks(spec, n, seed, findings)
+    tasks = _check_tasks(spec, n, seed, made, findings)
     if spec.factory is None:
         findings.append(_note(f"{spec.name} is a play function; only its tasks are checked.", "Play it with a ScriptedEngine."))
         return findings
@@ -89,15 +106,15 @@ async def _check(spec: EnvSpec, n: int, seed: int) -> list[EnvFinding]:
     return list(dict.fromkeys(findings))
 
 
-def _check_tasks(spec: EnvSpec, n: int, seed: int, findings: list[EnvFinding]) -> list[Task]:
+def _check_tasks(spec: EnvSpec, n: int, seed: int, made: int, findings: list[EnvFinding]) -> list[Task]:
     sides: dict[str, list[Task]] = {}
     for split in ("train", "eval"):
         try:
-            sides[split] = spec.tasks(split, _TASKS, seed)
+            sides[split] = spec.tasks(split, made, seed)
         except UsageError as error:
             findings.append(_error(f"Cannot load the {split} tasks: {error}."))
         except Exception as error:
-            findings.append(_error(f"tasks({split!r}, {_TASKS}, {seed}) raised {_describe_error(error)}."))
+            findings.append(_error(f"tasks({split!r}, {made}, {seed}) raised {_describe_error(error)}."))
     if len(sides) < 2:
         return sides.get("train", [])[:n]
     repeated = _repeated(sides["train"]) or _repeated(sides["eval"])

@@ -132,7 +132,7 @@ class TrainedRow:
     logprobs: list[float]
     """Logprobs of the response's ids, 0.0 where they were not sampled."""
     rewards: list[float]
-    """Rewards by id of the response. They sum to the episode's reward over its rows."""
+    """Rewards by id of the response. They sum to the episode's reward over its rows, or to the row's own in each."""
     media: tuple[MediaPlacement, ...] = ()
     """Images and videos of the complete row."""
 

@@ -151,7 +151,7 @@ def _fill(
     **own: Any,
 ) -> Any:
     """Write a row into a sample, and values of its own; return the sample."""
-    reward = trajectory.reward or 0.0
+    reward = sum(row.rewards) if trajectory.row_rewards else trajectory.reward or 0.0
     keys = [given[name] for name in ("reward_key", "eval_reward_key") if given.get(name)]
     status = trajectory.stop.status if trajectory.stop is not None else Status.FAILED
     values: dict[str, Any] = {

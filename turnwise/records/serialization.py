@@ -22,6 +22,7 @@ from turnwise.types import (
     MediaPlacement,
     Message,
     Origin,
+    RowReward,
     SamplingDistribution,
     Span,
     StopReason,
@@ -162,6 +163,8 @@ def outcome_row(trajectory: Trajectory) -> dict[str, Any]:
     """Return the outcome of an episode as JSON: fields of the record and of the journal's last event."""
     row = {name: getattr(trajectory, name) for name in _OUTCOME}
     row |= {"error": failure_row(trajectory.error), "final": [message_row(message) for message in trajectory.final]}
+    if trajectory.row_rewards:
+        row["row_rewards"] = [[one.reward, one.turns] for one in trajectory.row_rewards]
     return row | {"failures": [failure_row(failure) for failure in trajectory.failures]} if trajectory.failures else row
 
 
@@ -302,6 +305,7 @@ def apply_event(trajectory: Trajectory, event: Event) -> None:
 def _read_outcome(trajectory: Trajectory, row: Mapping[str, Any]) -> None:
     """Set what `outcome_row` wrote, except the stop reason."""
     trajectory.reward, trajectory.rewards = row["reward"], row["rewards"]
+    trajectory.row_rewards = [RowReward(reward, tuple(turns)) for reward, turns in row.get("row_rewards", ())]
     trajectory.error = Failure(**row["error"]) if row["error"] else None
     trajectory.final = tuple(read_message(message) for message in row["final"])
     trajectory.metrics, trajectory.branches = row["metrics"], row["branches"]

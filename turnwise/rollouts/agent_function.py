@@ -14,13 +14,13 @@ from turnwise.config import Limits
 from turnwise.engines import Sampling, StopText
 from turnwise.envs.user_code import scalar
 from turnwise.errors import MediaError, UsageError
-from turnwise.renderers import Branch, ChatRenderer, Extend, SampledReply
+from turnwise.renderers import Branch, ChatRenderer, Extend, Renderer, SampledReply
 from turnwise.renderers.base import vision_of
 from turnwise.renderers.history import History, render_next
 from turnwise.renderers.tokenizer_face import TokenizerFace
 from turnwise.renderers.vision.media_blocks import media_of
 from turnwise.rollouts.conversation import ConversationPath, reply_text
-from turnwise.rollouts.observations import AgentMediaIntake
+from turnwise.rollouts.observations import AgentMediaIntake, MediaIntake
 from turnwise.rollouts.recorder import Recorder
 from turnwise.rollouts.timeouts import Deadline
 from turnwise.types import (
@@ -283,6 +283,16 @@ class Model:
     def limits(self) -> Limits:
         """Limits of the episode."""
         return self._recorder.limits
+
+    @property
+    def renderer(self) -> Renderer:
+        """The run's renderer."""
+        return self._recorder.renderer
+
+    @property
+    def media_intake(self) -> MediaIntake:
+        """Store of the episode's images."""
+        return self._recorder.media_intake
 
     @cached_property
     def tokenizer(self) -> TokenizerFace:

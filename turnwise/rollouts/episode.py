@@ -16,13 +16,14 @@ from turnwise.errors import EnvError, InvalidAction, RewardError, words
 from turnwise.media import has_media
 from turnwise.renderers import Branch, Extend, Renderer
 from turnwise.renderers.base import Decode, cut_ids
+from turnwise.rollouts.agent_function import Reply
 from turnwise.rollouts.conversation import ConversationPath, reply_decoder, reply_text
 from turnwise.rollouts.env_session import EnvSession
 from turnwise.rollouts.observations import MediaIntake
 from turnwise.rollouts.recorder import Recorder
 from turnwise.rollouts.resume import RestartEpisode
 from turnwise.rollouts.timeouts import Deadline
-from turnwise.types import Message, Messages, StopReason, Turn, as_messages
+from turnwise.types import Message, Messages, RowReward, StopReason, Turn, as_messages
 
 THREAD_ENCODE_CHARS = 20_000
 """Text length in characters above which encoding runs in a worker thread: about 5 ms of a core."""
@@ -249,4 +250,10 @@ def reward_value(value: Any, recorder: Recorder, what: str) -> float | None:
         if added:
             turn = trajectory.turns[index]
             recorder.record_step(index, (turn.reward or 0.0) + added, turn.info, turn.env_s)
-    return own + sum(by_turn)
+    numbers = {id(turn.reply): number for number, turn in enumerate(trajectory.turns)}
+    for row_reward, replies in scores.rows:
+        turns = [numbers.get(id(reply.message), -1) if isinstance(reply, Reply) else -1 for reply in replies]
+        if min(turns, default=0) < 0:
+            raise RewardError(f"{what}: rows has a reply that is not of this episode; pass what model.generate returned")
+        trajectory.row_rewards.append(RowReward(row_reward, tuple(sorted(turns))))
+    return scores.total

@@ -155,7 +155,7 @@ class CreditRules:
 
 @dataclass(slots=True)
 class GroupMember:
-    """Trajectory being compared, as units (turns, or all of it) with a return each."""
+    """Trajectory being compared, as units (turns, rows, or all of it) with a return each."""
 
     trajectory: Trajectory
     weights: TokenWeights | None
@@ -175,23 +175,28 @@ class GroupMember:
         """Assign a trajectory's reward to its units; `by_token` keeps penalties separate for `token_returns`."""
         assert trajectory.reward is not None
         units = [[index for index, span in enumerate(trajectory.spans) if span.sampled]]
-        if rules.credit == "turn" and trajectory.turns:
-            sampled, units = units[0], [list(turn.spans) for turn in trajectory.turns]
+        by_row = trajectory.row_units()
+        if by_row or (rules.credit == "turn" and trajectory.turns):
+            chosen = [turns for turns, _ in by_row] or [[number] for number in range(len(trajectory.turns))]
+            sampled, units = units[0], [[span for turn in turns for span in trajectory.turns[turn].spans] for turns in chosen]
             assigned = {span for spans in units for span in spans}
-            # Spans without a turn were sampled in failed attempts; they carry no loss.
+            # Spans without a turn were sampled in failed attempts, and no row has their turn; they carry no loss.
             units[-1] += [span for span in sampled if span not in assigned]
         rewards = [float(trajectory.reward)]
-        if len(units) > 1:
+        if by_row:
+            rewards = [reward for _, reward in by_row]
+        elif len(units) > 1:
             # The last turn also gets what the episode's reward exceeds the sum of the turns' own by.
             rewards = [turn.reward or 0.0 for turn in trajectory.turns]
             rewards[-1] += trajectory.reward - sum(rewards)
         if rules.shape is not None:
-            rewards[-1] += rules.shape(trajectory)
+            added = rules.shape(trajectory)
+            rewards = [reward + added for reward in rewards] if by_row else [*rewards[:-1], rewards[-1] + added]
         penalties = rules.penalty(trajectory) if rules.penalty is not None else None
         if penalties is not None and not by_token:
             for unit, spans in enumerate(units):
                 rewards[unit] -= sum(sum(penalties.get(span, ())) for span in spans)
-        discount = rules.discount if len(units) > 1 else 1.0
+        discount = 0.0 if by_row else rules.discount if len(units) > 1 else 1.0  # a row's return is its own
         weights = rules.scale(trajectory) if rules.scale is not None else None
         return cls(trajectory, weights, units, discounted_returns(rewards, discount), penalties if by_token else None, discount)
 
@@ -431,6 +436,13 @@ def advantages(
     at every turn; with `mean` it is (n - 1) / n of that. A mean over only the siblings that reached turn k would be biased:
     it would shrink the advantages of the few that did.
 
+    Where an agent function gave its rows rewards of their own, G_ir is the reward of row r of trajectory i, and the baseline is
+    made of the trajectories' means m_j over their rows: a trajectory with many rows weighs as much as one with few::
+
+        mean         G_ir - mean_j m_j
+        std          (G_ir - mean_j m_j) / (s + 1e-4)         s^2 = sum_j mean_r (G_jr - mean_j m_j)^2 / (n - 1)
+        rloo         G_ir - mean_{j != i} m_j
+
     Args:
         groups: of any sizes; failed trajectories and those without a reward are excluded from the baseline.
         own: replaces the formula of `kind`; a group whose advantages are all 0 has no signal.
@@ -454,7 +466,8 @@ def advantages(
         usable = [t for t, reason in zip(group.trajectories, reasons, strict=True) if reason is None]
         dropped = SIBLING_FAILED if on_failure == "drop_group" and FAILED in reasons else None
         dropped = dropped or (GROUP_TOO_SMALL if len(usable) < min_group else None)
-        members = [] if dropped else [GroupMember.of(t, rules, by_token=kind == "batch") for t in usable]
+        used = replace(rules, credit="trajectory") if any(t.row_rewards for t in usable) else rules
+        members = [] if dropped else [GroupMember.of(t, used, by_token=kind == "batch") for t in usable]
         choice = keep(usable) if members and keep is not None else GroupChoice(True)
         if not choice.keep:
             dropped = FILTERED
@@ -539,6 +552,8 @@ def exclusion_reason(trajectory: Trajectory) -> str | None:
 
 def set_group_values(members: Sequence[GroupMember], kind: str) -> bool:
     """Set the values of a group's members; return whether they differ by more than rounding of the summed reward components."""
+    if any(member.trajectory.row_rewards for member in members):
+        return _set_row_values(members, kind)
     n, longest = len(members), max(len(member.units) for member in members)
     squares: list[float] = []
     signal = False
@@ -556,6 +571,24 @@ def set_group_values(members: Sequence[GroupMember], kind: str) -> bool:
         for member in members:
             member.values = [value / (std + STD_FLOOR) for value in member.values]
     return signal
+
+
+def _set_row_values(members: Sequence[GroupMember], kind: str) -> bool:
+    """Set the values of a group's members whose units are rows, as `set_group_values` does."""
+    n = len(members)
+    means = [math.fsum(member.returns) / len(member.returns) for member in members]
+    total = math.fsum(means)
+    squares = []
+    for member, own in zip(members, means, strict=True):
+        baseline = (total - own) / (n - 1) if kind == "rloo" and n > 1 else total / n
+        member.values = [value - baseline for value in member.returns]
+        squares.append(math.fsum((value - total / n) ** 2 for value in member.returns) / len(member.returns))
+    if kind == "std" and n > 1:
+        std = math.sqrt(math.fsum(squares) / (n - 1))
+        for member in members:
+            member.values = [value / (std + STD_FLOOR) for value in member.values]
+    every = [value for member in members for value in member.returns]
+    return max(every) - min(every) > FLAT * max(1.0, abs(max(every)), abs(min(every)))
 
 
 def normalize_batch(members: Sequence[GroupMember]) -> bool:

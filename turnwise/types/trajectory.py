@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 from turnwise._old_names import Renamed
 from turnwise.types.expert_routing import ExpertRoutes, SpanRoutes
@@ -224,6 +225,14 @@ class EpisodeKey:
     attempt: int = 0
 
 
+class RowReward(NamedTuple):
+    """Reward of one training row of an agent function."""
+
+    reward: float
+    turns: tuple[int, ...]
+    """Numbers of the turns that the row trains."""
+
+
 @dataclass(slots=True)
 class Sample:
     """One training row: a root-to-leaf path of a trajectory.
@@ -240,12 +249,14 @@ class Sample:
     """None for ids that were not sampled."""
     versions: list[int | None]
     reward: float | None
+    """Reward of the trajectory; with rewards by row, that of its last trained reply."""
     trajectory: Trajectory
     token_rewards: list[float] | None = None
     """Reward by token, 0.0 elsewhere: a turn's at the last id of its reply, the episode's own at the last trained id.
 
     Like weights, they are only in the first row with the id, so they sum to the trajectory's reward over all rows. Ids that
-    were not sampled have none. None if the reward was not computed.
+    were not sampled have none. With rewards by row, each is at the last trained id of its row. None if the reward was not
+    computed.
     """
     media: list[MediaPlacement] = field(default_factory=list)
     """Images and videos, by position in `ids`; each block is complete."""
@@ -288,6 +299,8 @@ class Trajectory:
     """None if it was not computed, never 0.0 instead."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Named parts of the reward."""
+    row_rewards: list[RowReward] = field(default_factory=list)
+    """Rewards by row, where an agent function gave each row its own; `reward` is their mean, plus what applies to all rows."""
     stop: StopReason | None = None
     """None while the episode runs."""
     error: Failure | None = None
@@ -439,6 +452,7 @@ class Trajectory:
         """
         used_before = [0] * len(self.spans)  # number of first ids of each span in earlier rows
         token_rewards, routes, given = self._token_rewards(), SpanRoutes(self), self.turn_weights()
+        own = {span: reward for turns, reward in self.row_units() for turn in turns for span in self.turns[turn].spans}
         for leaf in self.leaves():
             row, links = Sample([], [], [], [], [], self.reward, self, None if token_rewards is None else []), self.chain(leaf)
             for index, used in links:
@@ -455,6 +469,8 @@ class Trajectory:
                 new = max(old, min(used, span.trained))
                 weights = given[index][old:new] if index in given else [1.0] * (new - old)
                 row.weights += [*[0.0] * old, *weights, *[0.0] * (used - new)]
+                if new > old:
+                    row.reward = own.get(index, row.reward)
                 if token_rewards is not None and row.token_rewards is not None:
                     row.token_rewards += [0.0] * old
                     row.token_rewards += [token_rewards.get((index, offset), 0.0) for offset in range(old, used)]
@@ -474,13 +490,36 @@ class Trajectory:
                     found[index], rest = rest[:size], rest[size:]
         return found
 
+    def row_units(self) -> list[tuple[list[int], float]]:
+        """Return turns that are in the same rows, with the mean reward of those rows, and no turns for a row without;
+        empty without rewards by row."""
+        if not self.row_rewards or self.reward is None:
+            return []
+        added = self._added_to_rows()
+        found: dict[tuple[int, ...], tuple[list[int], float]] = {}
+        for number in range(len(self.turns)):
+            rows = [at for at, row in enumerate(self.row_rewards) if number in row.turns]
+            if rows:
+                mean = math.fsum(self.row_rewards[at].reward for at in rows) / len(rows)
+                found.setdefault(tuple(rows), ([], added + mean))[0].append(number)
+        empty: list[tuple[list[int], float]] = [([], added + row.reward) for row in self.row_rewards if not row.turns]
+        return [*found.values(), *empty]
+
+    def _added_to_rows(self) -> float:
+        """Return what the episode's reward has beyond the mean of its rows'."""
+        return (self.reward or 0.0) - math.fsum(row.reward for row in self.row_rewards) / len(self.row_rewards)
+
     def _token_rewards(self) -> dict[tuple[int, int], float] | None:
         """Return rewards by sampled id, as (span, offset); None if the reward was not computed."""
         if self.reward is None:
             return None
         token_rewards: dict[tuple[int, int], float] = {}
         last: tuple[int, int] | None = None
-        for turn in self.turns:
+        for row in self.row_rewards:
+            ids = [(span, self.spans[span].trained) for turn in row.turns for span in self.turns[turn].spans]
+            if trained := [(span, size - 1) for span, size in ids if size]:
+                token_rewards[trained[-1]] = token_rewards.get(trained[-1], 0.0) + row.reward + self._added_to_rows()
+        for turn in () if self.row_rewards else self.turns:
             spans = [(index, self.spans[index]) for index in turn.spans if self.spans[index].ids]
             if not spans:
                 continue
@@ -488,7 +527,7 @@ class Trajectory:
             token_rewards[end] = token_rewards.get(end, 0.0) + (turn.reward or 0.0)
             last = next(((index, span.trained - 1) for index, span in reversed(spans) if span.trained), last)
         remainder = self.reward - sum(token_rewards.values())
-        if token_rewards and remainder:
+        if token_rewards and remainder and not self.row_rewards:
             last = last or end
             token_rewards[last] = token_rewards.get(last, 0.0) + remainder
         return token_rewards

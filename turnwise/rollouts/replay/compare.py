@@ -77,6 +77,7 @@ def _pairs(recorded: Trajectory, now: Trajectory) -> Iterator[tuple[str, int, An
         yield f"metric {name}", -1, old_metrics.get(name), new_metrics.get(name)
     for what in ("branches", "failures"):
         yield what, -1, old_end.pop(what), new_end.pop(what)
+    yield "rewards by row", -1, recorded.row_rewards, now.row_rewards
     yield "weights", -1, [sample.weights for sample in recorded.samples()], [sample.weights for sample in now.samples()]
 
 

@@ -31,6 +31,19 @@ async def fan_out(args, sample, sampling_params, evaluation=False):
     return [_filled(one, prompt, rows, float(at)) for at, (one, (rows, _)) in enumerate(zip(samples, both, strict=True))]
 
 
+async def fan_out_unscored(args, sample, sampling_params):
+    """The same without rewards, which `length` gives to each."""
+    both = await fan_out(args, sample, sampling_params)
+    tokenizer = GenerateState(args).tokenizer
+    for one in both:
+        one.reward, one.response = None, tokenizer.decode(one.tokens[-one.response_length : -1])
+    return both
+
+
+async def length(args, sample):
+    return float(len(sample.response))
+
+
 async def aborted(args, sample, sampling_params):
     sample.status = Sample.Status.ABORTED
     return sample
