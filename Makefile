@@ -6,7 +6,7 @@ ARGS ?=
 # Tests start hundreds of interpreters: they find compiled modules, also where the environment turns that off.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help setup quickstart quickstart-vlm test test-slow check format clean test-browser test-engines test-compat
+.PHONY: help setup quickstart quickstart-vlm test test-slow check format clean test-browser test-engines test-compat test-agents
 
 help:
 	@echo "make setup        .venv with exactly the versions of constraints.txt (once; the others do it when needed)"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-slow    the tests that take minutes, or a package index"
 	@echo "make test-engines the tests against real vLLM, SGLang and llama.cpp servers, installed by the first call"
 	@echo "make test-compat  user code of other frameworks against their own packages, installed by the first call"
+	@echo "make test-agents  real programs (Claude Code, Codex, ...) against the proxy, offline, installed by the first call"
 	@echo "make test-browser the viewer in a real Chromium; fails where there is none"
 	@echo "make check        ruff, mypy and the floors"
 	@echo "make format       put the code into the house's format"
@@ -57,6 +58,13 @@ test-compat: $(READY)
 	@home="$${TURNWISE_COMPAT:-$$HOME/.cache/turnwise/compat}"; \
 	[ -e "$$home/ready" ] || $(BIN)/python tests/compat/originals.py "$$home" || exit 1
 	@$(BIN)/python -m pytest -m compat --timeout 3600 -n0 $(ARGS) tests/compat
+
+# A namespace of its own, where the programs reach this machine and nothing else.
+test-agents: $(READY)
+	@home="$${TURNWISE_AGENTS:-$$HOME/.cache/turnwise/agents}"; \
+	[ -e "$$home/ready" ] || $(BIN)/python tests/agents/real_programs.py "$$home" || exit 1
+	@unshare --net --map-root-user sh -c 'ip link set lo up && exec "$$@"' sh \
+	$(BIN)/python -m pytest -m agents -n0 $(ARGS) tests/agents
 
 test-slow: $(READY)
 	@$(BIN)/python -m pytest -m slow --timeout 3600 $(ARGS)

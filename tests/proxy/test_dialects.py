@@ -24,7 +24,7 @@ from turnwise.proxy.chat import ChatCompletions
 from turnwise.proxy.responses import FIELDS as RESPONSES_FIELDS
 from turnwise.proxy.responses import Responses
 from turnwise.proxy.wire import IGNORED, REFUSED, Dialect, ImageCache, RequestFault, WireRequest
-from turnwise.renderers import load_renderer
+from turnwise.renderers import byte_renderer, load_renderer
 
 REPLIES = [called("look_up", key="a b"), "<think>\nwell\n</think>\n\nIt is é.", "Good bye."]
 PARTS = "role content type text function name arguments id call_id output image_url source data url input thinking signature"
@@ -408,3 +408,57 @@ def test_a_call_that_is_required_and_missing_is_counted_and_none_offers_no_tools
     trajectory = direct(work, RecordingEngine(["Plain.", called("look_up", key="a")]))
     assert trajectory.metrics["proxy_tool_choice_unmet"] == 1
     assert trajectory.branches == {"tools_changed": 1}
+
+
+def test_tools_of_a_namespace_are_offered_and_called_by_both_names() -> None:
+    class Grouped(ResponsesProgram):
+        def body(self) -> dict[str, Any]:
+            group = {"type": "namespace", "name": "words", "tools": [{"type": "function", **TOOL}, {"type": "custom"}]}
+            return super().body() | {"tools": [group]}
+
+    for stream in (False, True):
+        program, engine = Grouped(stream), RecordingEngine([called("words.look_up", key="a b"), "So."])
+
+        async def work(session: ProxySession, root: str, program: ChatProgram = program) -> None:
+            async with client(root) as http:
+                (call,) = program.take((await http.post(program.path, json=program.body())).text)
+                assert (call["namespace"], call["name"]) == ("words", "look_up")
+                program.answer(call, "a letter pair")
+                program.take((await http.post(program.path, json=program.body())).text)
+
+        trajectory = direct(work, engine)
+        assert trajectory.branches == {}
+        assert len(list(trajectory.samples())) == 1
+        assert "words.look_up" in byte_renderer().decode(engine.received[0][1])
+        assert trajectory.metrics["proxy_tools_left_out"] == 2
+
+
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_a_stop_text_is_sampled_and_not_sent_and_may_come_back(kind: type[ChatProgram]) -> None:
+    """Chat completions and Messages stop at texts; a program that puts the text back changed nothing."""
+    if kind is ResponsesProgram:
+        return
+    program, engine = kind(False), RecordingEngine(["One. END", "Two. END", "Three."])
+    stop = {"stop_sequences" if kind is MessagesProgram else "stop": ["END"]}
+
+    async def work(session: ProxySession, root: str) -> None:
+        async with client(root) as http:
+            for number in range(3):
+                response = await http.post(program.path, json=program.body() | stop)
+                program.take(response.text)
+                assert "END" not in json.dumps(program.messages[-1])
+                if kind is MessagesProgram:
+                    found = response.json()
+                    assert (found["stop_reason"], found["stop_sequence"]) == (
+                        ("stop_sequence", "END") if number < 2 else ("end_turn", None)
+                    )
+                if number == 0:
+                    text = {"type": "text", "text": "One. END"}
+                    program.messages[-1]["content"] = [text] if kind is MessagesProgram else "One. END"
+                program.say("More?")
+
+    trajectory = direct(work, engine)
+    assert trajectory.branches == {}
+    assert len(list(trajectory.samples())) == 1
+    assert trajectory.metrics["proxy_stop_text_added"] == 2  # in two requests
+    account(trajectory)

@@ -134,6 +134,37 @@ async def compacted(talk: Conversation, http: Any, session: ProxySession) -> Non
     await other.ask()
 
 
+async def compacted_by_lines(talk: Conversation, http: Any, session: ProxySession) -> None:
+    """The last exchange stays, the beginning is a summary, of which the program took the tags off."""
+    message = await talk.ask()
+    call = message["tool_calls"][0]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "x"}
+    await talk.ask(result, user("Sum up."))
+    system = talk.messages[0]
+    talk.messages = [system, user(f"What was:\n{LONG}"), message, result, user("Go on.")]
+    await talk.ask()
+    await talk.ask(user("And on."))
+
+
+async def compacted_to_a_reply(talk: Conversation, http: Any, session: ProxySession) -> None:
+    """A side call sums up, and its reply stands as a reply in a new conversation."""
+    await two(talk)
+    other = Conversation(http, tools=[])
+    other.messages = [user("Sum this up: ...")]
+    reply = await other.ask()
+    talk.messages = [talk.messages[0], user("What did we do?"), reply, user("Go on.")]
+    await talk.ask()
+
+
+async def quoted(talk: Conversation, http: Any, session: ProxySession) -> None:
+    """A reply that repeats its own prompt makes no compacted conversation of another with that text."""
+    talk.messages[1] = user(LONG)
+    await talk.ask()
+    other = Conversation(http, tools=[{"type": "function", "function": TOOL | {"name": "other"}}])
+    other.messages = [user(f"Also: {LONG}")]
+    await other.ask()
+
+
 CASES = [
     (rewritten, ["One.", "Two."], {"rewritten_reply": 1}, 2),
     (unknown, ["One.", "Two.", "Three."], {"unknown_reply": 2}, 3),
@@ -145,6 +176,14 @@ CASES = [
     (side, ["One.", "A name."], {"side": 1}, 2),
     (subagent, ["One.", "Two.", "Three.", "Four."], {"subagent": 1}, 2),
     (compacted, ["One.", LONG, "Three."], {"compacted": 1}, 2),
+    (
+        compacted_by_lines,
+        [called("look_up", key="a"), f"<analysis>\nHm.\n</analysis>\n<summary>\n{LONG}\n</summary>", "Three.", "Four."],
+        {"compacted": 1},
+        2,
+    ),
+    (compacted_to_a_reply, ["One.", "Two.", LONG, "Four."], {"side": 1, "compacted": 1}, 3),
+    (quoted, [LONG, "Two."], {"subagent": 1}, 2),
 ]
 
 
@@ -160,6 +199,10 @@ def test_every_branch_has_its_reason(work: Any, replies: list[str], branches: di
     if work is compacted:
         assert trajectory.metrics["proxy_summaries"] == 1
         assert trajectory.turns[1].info == {"proxy": {"summary": True}}
+    if work in (compacted_by_lines, compacted_to_a_reply):
+        (summary,) = [turn for turn in trajectory.turns if turn.info.get("proxy", {}).get("summary")]
+        assert LONG in summary.reply.text
+        assert summary.info["proxy"].get("branch") == ("side" if work is compacted_to_a_reply else None)
     if work is side:
         assert trajectory.turns[1].weights is not None
         assert set(trajectory.turns[1].weights) == {0.0}
@@ -241,6 +284,9 @@ def test_a_repeated_request_joins_the_one_in_flight_and_a_retry_is_served_again(
         assert first.json()["id"] == second.json()["id"]
         retry = await http.post("/v1/chat/completions", json=body, headers={"x-stainless-retry-count": "1"})
         assert retry.json()["id"] == first.json()["id"]
+        reordered = dict(reversed(body.items()))
+        retry = await http.post("/v1/chat/completions", json=reordered, headers={"x-stainless-retry-count": "1"})
+        assert retry.json()["id"] == first.json()["id"]
         anew = await http.post("/v1/chat/completions", json=body)
         assert anew.json()["id"] != first.json()["id"]
 
@@ -258,7 +304,7 @@ def test_a_repeated_request_joins_the_one_in_flight_and_a_retry_is_served_again(
     trajectory = direct(connected, engine)
     assert len(trajectory.turns) == 2
     assert trajectory.metrics["proxy_joined"] == 1
-    assert trajectory.metrics["proxy_served_again"] == 1
+    assert trajectory.metrics["proxy_served_again"] == 2
 
 
 def test_a_stream_that_was_cut_is_served_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ class AnthropicMessages:
 
     def answer(self, request: WireRequest, reply: WireReply) -> dict[str, Any]:
         """Return the body of a reply that is not streamed."""
-        return _message(request, reply, _blocks(reply)) | {"stop_reason": _stop(reply), "usage": _usage(reply)}
+        return _message(request, reply, _blocks(reply)) | _stop(reply) | {"usage": _usage(reply)}
 
     def events(self, request: WireRequest, reply: WireReply) -> Iterator[bytes]:
         """Return the pieces of a streamed reply."""
@@ -84,8 +84,7 @@ class AnthropicMessages:
             for delta in deltas:
                 yield sse({"type": "content_block_delta", "index": index, "delta": delta}, "content_block_delta")
             yield sse({"type": "content_block_stop", "index": index}, "content_block_stop")
-        end = {"type": "message_delta", "delta": {"stop_reason": _stop(reply), "stop_sequence": None}, "usage": _usage(reply)}
-        yield sse(end, "message_delta")
+        yield sse({"type": "message_delta", "delta": _stop(reply), "usage": _usage(reply)}, "message_delta")
         yield sse({"type": "message_stop"}, "message_stop")
 
     def error(self, status: int, text: str) -> dict[str, Any]:
@@ -203,5 +202,8 @@ def _usage(reply: WireReply) -> dict[str, int]:
     return {"input_tokens": reply.prompt_tokens, "output_tokens": reply.sampled_tokens} | cache
 
 
-def _stop(reply: WireReply) -> str:
-    return "max_tokens" if reply.finish == "length" else "tool_use" if reply.calls else "end_turn"
+def _stop(reply: WireReply) -> dict[str, str | None]:
+    if reply.stop_text:
+        return {"stop_reason": "stop_sequence", "stop_sequence": reply.stop_text}
+    reason = "max_tokens" if reply.finish == "length" else "tool_use" if reply.calls else "end_turn"
+    return {"stop_reason": reason, "stop_sequence": None}

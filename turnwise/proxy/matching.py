@@ -9,6 +9,7 @@ which is rendered by the template and never trained.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,9 @@ from turnwise.rollouts.agent_function import Reply
 from turnwise.types import Message, ToolCall
 
 SUMMARY_CHARS = 32
-"""Minimum length of a reply's text whose appearance in another conversation makes that conversation a compacted one."""
+"""Minimum length of a line of a reply whose appearance in another conversation makes that conversation a compacted one."""
+_TAGS = re.compile(r"</?\w+>")
+"""Tags around a summary, which programs take off."""
 
 
 @dataclass(eq=False, slots=True)
@@ -57,6 +60,10 @@ class Exchange:
         """Note that the program received all of the reply."""
         self.delivered = True
 
+    def about(self) -> dict[str, Any]:
+        """Return what is noted with its turn."""
+        return dict(self.counts) | ({} if self.branch is None else {"branch": self.branch})
+
     @property
     def chain(self) -> list[Exchange]:
         """The exchanges of its conversation, first to last."""
@@ -92,7 +99,8 @@ class History:
             self._by_mark[mark] = exchange
         for call, recorded in zip(wire.calls, reply.tool_calls, strict=False):
             self._call_ids[call.id] = recorded.id
-        self._by_text[_key(wire.text, wire.calls)].append(exchange)
+        for text in {wire.text, wire.text + wire.stop_text}:
+            self._by_text[_key(text, wire.calls)].append(exchange)
 
     def withdraw(self, exchange: Exchange) -> None:
         """Forget an exchange that has no reply."""
@@ -174,6 +182,9 @@ class History:
             if any(messages[: len(other)] == other for other in others):
                 return "dropped_reply"
             return "edited" if others else None
+        opening = parent.chain[0].messages
+        if messages[: len(opening)] != opening and next(self.summaries(messages), None) is not None:
+            return "compacted"
         recorded = [id(one.reply.message) for one in parent.chain if one.reply is not None]
         present = [id(message) for message in messages if id(message) in set(recorded)]
         return "dropped_reply" if present != recorded else "edited"
@@ -183,20 +194,33 @@ class History:
             return None
         if any(one.messages == messages for one in self.exchanges):
             return "sampled_again"
-        if next(self.summaries(messages), None) is not None:
-            return "compacted"
         first = self.exchanges[0]
         if agent != first.agent and not any(one.agent == agent for one in self.exchanges):
             return "subagent"
+        if next(self.summaries(messages), None) is not None:
+            return "compacted"
         if messages[0] == first.messages[0] and any(message in first.messages[1:] for message in messages[1:]):
             return "dropped_reply" if messages[: len(first.messages)] == first.messages else "edited"
         return "side" if len(request.tools) < len(first.tools) or not request.tools else "subagent"
 
     def summaries(self, messages: Sequence[Message]) -> Iterator[Exchange]:
-        """Yield the exchanges whose replies are text in messages of another conversation."""
+        """Yield the exchanges whose replies are used in another conversation: a line of one is text there that was not in its
+        own conversation, or all of it is a message between others that were not."""
+        replies = {id(one.reply.message) for one in self.exchanges if one.reply is not None}
+        present = {id(message) for message in messages}
+        texts = {message.text for message in messages if id(message) not in replies}
         for one in self.exchanges:
-            text = "" if one.wire is None else one.wire.text.strip()
-            if len(text) >= SUMMARY_CHARS and any(text in message.text for message in messages):
+            if one.reply is None or one.wire is None:
+                continue
+            known = {message.text for message in one.messages if message.text}
+            new = texts - known
+            lines = [line for line in _TAGS.sub("", one.wire.text).splitlines() if len(line.strip()) >= SUMMARY_CHARS]
+            found = (line.strip() for line in lines if any(line.strip() in text for text in new))
+            if (
+                (bool(lines) and new == texts)
+                if id(one.reply.message) in present
+                else any(all(line not in text for text in known) for line in found)
+            ):
                 yield one
 
 
@@ -204,9 +228,12 @@ def compare(one: WireMessage, sent: WireReply) -> Counter[str] | None:
     """Return the tolerated differences between a message and a reply as it was sent; None if they say different things."""
     found: Counter[str] = Counter()
     if one.text != sent.text:
-        if "".join(one.text.split()) != "".join(sent.text.split()):
+        texts = {"".join(text.split()): text for text in (sent.text + sent.stop_text, sent.text)}
+        text = texts.get("".join(one.text.split()))
+        if text is None:
             return None
-        found["whitespace"] += 1
+        found["whitespace"] += one.text != text
+        found["stop_text_added"] += text != sent.text
     if (one.reasoning or "").strip() != (sent.reasoning or "").strip():
         if one.reasoning:
             return None
@@ -225,7 +252,7 @@ def compare(one: WireMessage, sent: WireReply) -> Counter[str] | None:
             found["arguments_defaulted"] += 1
         else:
             return None
-    return found
+    return +found
 
 
 def _arguments(text: str) -> Mapping[str, Any]:

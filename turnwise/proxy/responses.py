@@ -120,11 +120,19 @@ class Responses:
 
 
 def _tools(value: Any, counts: Counter[str]) -> list[dict[str, Any]]:
-    rows = list(rows_of(value or [], "tools"))
-    functions = [tool for tool in rows if tool.get("type") == "function"]
-    if len(functions) < len(rows):
-        counts["tools_left_out"] += len(rows) - len(functions)
-    return [tool_schema(tool.get("name"), tool.get("description"), tool.get("parameters")) for tool in functions]
+    """Return the schemas of functions; those of a namespace are `NAMESPACE.NAME`, a name that no function can have itself."""
+    tools = []
+    for tool in rows_of(value or [], "tools"):
+        is_group = tool.get("type") == "namespace"
+        prefix = f"{text_of(tool.get('name'), 'the name of a namespace')}." if is_group else ""
+        for one in rows_of(tool.get("tools") or [], "the tools of a namespace") if is_group else [tool]:
+            if one.get("type") != "function":
+                counts["tools_left_out"] += 1
+                continue
+            schema = tool_schema(one.get("name"), one.get("description"), one.get("parameters"))
+            schema["function"]["name"] = prefix + schema["function"]["name"]
+            tools.append(schema)
+    return tools
 
 
 def _items(reply: WireReply) -> list[dict[str, Any]]:
@@ -139,7 +147,8 @@ def _items(reply: WireReply) -> list[dict[str, Any]]:
         items.append({"type": "message", "id": f"msg_{reply.uid}", "role": "assistant", "content": [text]})
     for number, call in enumerate(reply.calls):
         row = {"type": "function_call", "id": f"fc_{reply.uid}_{number}", "call_id": call.id}
-        items.append(row | {"name": call.name, "arguments": call.arguments})
+        namespace, _, name = call.name.rpartition(".")
+        items.append(row | {"name": name, "arguments": call.arguments} | ({"namespace": namespace} if namespace else {}))
     return items
 
 
@@ -188,7 +197,8 @@ class _Input:
                 self._reasoning += [str(part.get("text", "")) for part in rows_of(item.get("content") or [], "content")]
                 self._mark(item)
             elif kind == "function_call":
-                name = text_of(item.get("name"), "the name of a call")
+                name, group = text_of(item.get("name"), "the name of a call"), item.get("namespace")
+                name = f"{group}.{name}" if group else name
                 self._calls.append(WireCall(str(item.get("call_id") or ""), name, str(item.get("arguments") or "{}")))
                 self._mark(item)
             else:

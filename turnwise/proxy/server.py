@@ -105,10 +105,12 @@ class ProxyServer:
         session = None
         try:
             session = self._session(call)
-            request = dialect.read(_parsed(call.body), session.images)
+            body = _parsed(call.body)
+            request = dialect.read(body, session.images)
             retried = call.headers.get(_RETRIES, "0") not in ("", "0")
             agent = self._agent(session, call.headers)
-            task = session.submit(request, dialect.name.encode() + call.body, agent, retried=retried)
+            form = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)  # Codex writes the keys of a retry in another order
+            task = session.submit(request, dialect.name.encode() + form, agent, retried=retried)
         except RequestFault as fault:
             return _refused(dialect, fault, session)
         await asyncio.wait([task], timeout=HEARTBEAT_S if request.stream else None)

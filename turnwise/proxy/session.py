@@ -101,7 +101,7 @@ class ProxySession:
             self.history.withdraw(exchange)
             raise
         self._record(exchange, reply)
-        wire = self._wire(reply, number)
+        wire = self._wire(reply, number, request.stop)
         self.history.add_reply(exchange, reply, wire)
         if request.needs_call and not wire.calls:
             self.count(UNMET_CHOICE)
@@ -147,20 +147,17 @@ class ProxySession:
     def _record(self, exchange: Exchange, reply: Reply) -> None:
         """Record what a reply continues, and weigh it."""
         self.count(*exchange.counts)
-        about: dict[str, Any] = dict(exchange.counts)
-        if exchange.branch is not None:
-            about["branch"] = exchange.branch
-            if exchange.branch == "compacted":
-                for summary in self.history.summaries(exchange.messages):
-                    assert summary.reply is not None
-                    self.model.note(summary.reply, {"proxy": {"summary": True}})
-                    self.count("summaries")
-        if about:
+        if exchange.branch == "compacted":
+            for summary in self.history.summaries(exchange.messages):
+                assert summary.reply is not None
+                self.model.note(summary.reply, {"proxy": summary.about() | {"summary": True}})
+                self.count("summaries")
+        if about := exchange.about():
             self.model.note(reply, {"proxy": about})
         if exchange.branch in self.settings.untrained:
             self.model.weigh(reply, 0.0)
 
-    def _wire(self, reply: Reply, number: int) -> WireReply:
+    def _wire(self, reply: Reply, number: int, stop: tuple[str, ...]) -> WireReply:
         """Return a reply as it is sent; calls that cannot be read are text, unless their name and arguments are known."""
         uid = f"{self.token[:8]}{number:04d}"
         message, calls = reply.message, reply.tool_calls
@@ -171,7 +168,9 @@ class ProxySession:
             WireCall(f"call_{uid}_{at}", call.name, call.raw or _json(call.arguments)) for at, call in enumerate(calls)
         )
         turn = next(turn for turn in reversed(self.model.trajectory.turns) if turn.reply is message)
-        return WireReply(uid, text, reasoning, sent, reply.finish, turn.context, len(reply.ids))
+        stopped = next((one for one in stop if not calls and text.endswith(one)), "")
+        text = text.removesuffix(stopped)
+        return WireReply(uid, text, reasoning, sent, reply.finish, turn.context, len(reply.ids), stopped)
 
     async def end(self) -> None:
         """Refuse further requests, and cancel those in flight."""

@@ -87,6 +87,8 @@ class WireReply:
     """`stop` or `length`."""
     prompt_tokens: int = 0
     sampled_tokens: int = 0
+    stop_text: str = ""
+    """The stop text that ended it, which is sampled and not sent; some programs put it back."""
 
     @property
     def signature(self) -> str:
