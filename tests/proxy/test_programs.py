@@ -230,6 +230,10 @@ def test_files_stay_inside_and_braces_are_replaced_once(tmp_path: Path) -> None:
     assert kill_marked("0" * 32) == 0
 
 
+def test_it_is_a_public_name() -> None:
+    assert tw.program is program
+
+
 @pytest.mark.parametrize("command", ["python agent.py", [], [1]])
 def test_a_command_is_a_list_of_texts(command: Any) -> None:
     with pytest.raises(UsageError, match="list of texts"):

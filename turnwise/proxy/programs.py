@@ -14,17 +14,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from turnwise.envs.base import Scores
 from turnwise.envs.tasks import TaskSource
 from turnwise.envs.user_code import call_user
 from turnwise.errors import EnvError, UsageError, words
-from turnwise.proxy.server import ProxyServer
 from turnwise.proxy.session import ProxySession, ProxySettings
 from turnwise.rollouts.agent_function import Model
 from turnwise.types import StopReason, Task, Trajectory
 from turnwise.types.outcomes import shortened
+
+if TYPE_CHECKING:
+    from turnwise.proxy.server import ProxyServer
 
 MAX_OUTPUT = 2**20
 """Maximum characters of each output stream that a score reads; of longer output the end is kept."""
@@ -202,7 +204,7 @@ def program(
 
     Example::
 
-        play = program(["python", "agent.py", "{task}"], score=lambda result: float("done" in result.output))
+        play = tw.program(["python", "agent.py", "{task}"], score=lambda result: float("done" in result.output))
         trajectories = tw.rollout(play, tasks, engine)
 
     Args:
@@ -220,8 +222,9 @@ def program(
         models: names of models that requests may ask for; by default any.
 
     Raises:
-        UsageError: for an empty command.
+        UsageError: for an empty command, or without the packages of the extra `serve`.
     """
+    _server_class()
     if not callable(command) and (isinstance(command, str) or not command or not all(isinstance(one, str) for one in command)):
         raise UsageError(f'program: the command is a list of texts, such as ["python", "agent.py"], not {command!r:.80}')
     settings = ProxySettings(untrained=tuple(untrained), models=tuple(models))
@@ -334,6 +337,16 @@ def write_files(directory: Path, files: Mapping[str, str | bytes]) -> None:
         target.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
+def _server_class() -> type[ProxyServer]:
+    """Import the server; raise `UsageError` without its packages."""
+    try:
+        from turnwise.proxy.server import ProxyServer
+    except ImportError as error:
+        needs = f"programs need starlette and uvicorn ({error.name} is missing)"
+        raise UsageError(f"{needs}: pip install 'turnwise[serve]'") from None
+    return ProxyServer
+
+
 class _SharedServer:
     """The server of an event loop, open while an episode uses it."""
 
@@ -345,7 +358,7 @@ class _SharedServer:
     async def __aenter__(self) -> ProxyServer:
         async with self._lock:
             if self._server is None:
-                self._server = await ProxyServer().__aenter__()
+                self._server = await _server_class()().__aenter__()
             self._users += 1
             return self._server
 
