@@ -13,7 +13,7 @@ from turnwise.errors import ConfigError, UsageError, suggest_or_list
 if TYPE_CHECKING:
     from turnwise.proxy.programs import Program
 
-_ARGUMENTS = ("command", "agent", "score", "files", "env", "exit_codes", "seconds", "untrained", "models")
+_ARGUMENTS = ("command", "agent", "score", "files", "env", "exit_codes", "seconds", "untrained", "models", "sandbox")
 
 
 def adapt(found: ForeignObject) -> Program | None:
