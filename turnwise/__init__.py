@@ -10,6 +10,7 @@ from turnwise._old_names import PUBLIC, install, warn_renamed
 
 if TYPE_CHECKING:
     from turnwise.api import train as train
+    from turnwise.proxy.programs import program as program
     from turnwise.rollouts import rollout as rollout
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ _NAMES, _load = lazy_names(
         "renderers": "Branch Extend Renderer byte_renderer load_renderer",
         "rollouts": "EngineJudge Model ReplayResult Reply Rollout arollout replay_loop rollout",
         "media": "MediaLimits MediaStore",
+        "proxy.programs": "program",
         "types": "Failure FailureKind Group Image ImageRef EpisodeKey Message Origin MediaPlacement Sample "
         "SamplingDistribution Span "
         "StopReason Task ToolCall Trajectory Turn Video VideoRef",

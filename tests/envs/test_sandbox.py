@@ -451,3 +451,56 @@ def test_as_a_tool_it_answers_with_what_was_printed():
     assert said[1].endswith("ZeroDivisionError: division by zero\n[exit status 1]")
     assert said[2] == "[no output]"
     assert trajectory.turns[1].info["python/failed"] == 1.0
+
+
+def test_files_are_kept_when_it_is_ended(tmp_path):
+    shown = tmp_path / "shown.txt"
+    shown.write_text("given")
+    bell = tmp_path / "bell"
+    os.mkfifo(bell)
+    bell.chmod(0o666)
+    source = f"""
+import os, time
+os.makedirs("work/a", mode=0o700)
+print(open({str(shown)!r}).read(), os.path.exists({str(tmp_path)!r} + "/other.txt"), flush=True)
+os.symlink("/etc/hostname", "work/link")
+os.mkfifo("work/pipe")
+with open("work/a/own.bin", "wb") as file:
+    file.write(b"\\xff")
+os.chmod("work/a/own.bin", 0o600)
+open({str(bell)!r}, "w").close()
+time.sleep(600)
+"""
+    (tmp_path / "other.txt").write_text("secret")
+
+    async def work():
+        until = asyncio.Event()
+        box = Sandbox(seconds=60, readable=(str(shown), str(bell)))
+        run = asyncio.ensure_future(box.arun(source, keep="work", until=until))
+        await asyncio.to_thread(bell.read_text)  # opened when the program rings
+        until.set()
+        return await run
+
+    ran = asyncio.run(work())
+    assert ran.stdout == "given False\n"
+    assert dict(ran.files) == {"a/own.bin": b"\xff"}
+    assert (ran.signal, ran.timed_out, ran.limit) == ("SIGKILL", False, None)
+
+
+def test_files_beyond_the_disks_size_are_left_out():
+    source = """
+import os
+os.makedirs("work")
+for number in range(40):  # sparse: together they say to be larger than the disk
+    with open(f"work/{number}", "wb") as file:
+        file.truncate(1 << 20)
+"""
+    ran = asyncio.run(Sandbox(disk=8 << 20).arun(source, keep="work"))
+    assert ran.ok
+    assert sum(map(len, ran.files.values())) == 8 << 20
+
+
+@pytest.mark.parametrize("path", ["/", "/tmp", "relative", "/does/not/exist"])
+def test_what_may_be_read_is_a_path_of_its_own(path):
+    with pytest.raises(ConfigError, match="readable"):
+        Sandbox(readable=(path,))

@@ -98,28 +98,27 @@ def test_a_limit_ends_the_program_and_it_is_scored() -> None:
 
 
 def test_a_program_that_does_not_end_is_killed_with_all_its_processes() -> None:
-    pids: list[str] = []
+    task = tw.Task(f"Begin {os.getpid()} {time.monotonic_ns()}.")  # no other test's processes have it
+    mark = f"TURNWISE_TASK={task.messages[0].text}".encode()
+    counts: list[int] = []
 
-    def score(result: ProgramResult) -> float:
-        key = next(iter(keys))
-        pids.extend(str(one) for one in Path("/proc").glob("[0-9]*/environ") if key in _environ(one))
-        return 1.0
-
-    keys: list[bytes] = []
+    def running() -> int:
+        return sum(mark in _environ(one).split(b"\0") for one in Path("/proc").glob("[0-9]*/environ"))
 
     class Noting(RecordingEngine):
         async def generate(self, request: tw.Request) -> tw.Generation:
-            if not keys:
-                found = [_environ(one) for one in Path("/proc").glob("[0-9]*/environ")]
-                keys.extend(row for one in found for row in one.split(b"\0") if row.startswith(b"TURNWISE_SESSION="))
+            counts.append(running())
             return await super().generate(request)
 
-    trajectory = play(
-        script(FOREVER), Noting(lambda messages, rng: "Go on."), score=score, seconds=2.0, limits=tw.Limits(turns=10**6)
-    )
+    def score(result: ProgramResult) -> float:
+        counts.append(running())
+        return 1.0
+
+    engine = Noting(lambda messages, rng: "Go on.")
+    trajectory = play(script(FOREVER), engine, score=score, seconds=2.0, limits=tw.Limits(turns=10**6), tasks=[task])
     assert (trajectory.reward, trajectory.stop) == (1.0, "wall_clock")
-    assert keys
-    assert pids == []
+    assert max(counts) == 2
+    assert counts[-1] == 0
     account(trajectory)
 
 
@@ -228,6 +227,10 @@ def test_files_stay_inside_and_braces_are_replaced_once(tmp_path: Path) -> None:
             write_files(tmp_path, {name: "x"})
     assert fill("{task} {other} {{x} {", {"task": "{key}", "key": "secret"}) == "{key} {other} {{x} {"
     assert kill_marked("0" * 32) == 0
+
+
+def test_it_is_a_public_name() -> None:
+    assert tw.program is program
 
 
 @pytest.mark.parametrize("command", ["python agent.py", [], [1]])

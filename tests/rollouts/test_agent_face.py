@@ -227,7 +227,7 @@ def several(path, generate):
         return 1.0
 
     engine = LocalEngine(AutoModelForCausalLM.from_pretrained(path), slots=8)
-    given = {"renderer": tw.load_renderer(path), "limits": tw.Limits(turn_tokens=12, on_turn_length="continue"), "seed": 5}
+    given = {"renderer": tw.load_renderer(path), "limits": tw.Limits(turn_tokens=12, on_turn_length="continue"), "seed": 8}
     (found,) = tw.rollout(play, [TASK], engine, **given)
     assert found.error is None, found.error
     return found, kept

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.compat.common import load_named
 from turnwise.envs.foreign import ForeignObject, Framework, Registered
-from turnwise.errors import ConfigError, suggest_or_list
+from turnwise.errors import ConfigError, UsageError, suggest_or_list
 
 if TYPE_CHECKING:
     from turnwise.proxy.programs import Program
 
-_ARGUMENTS = ("command", "agent", "score", "files", "env", "exit_codes", "seconds", "untrained", "models")
+_ARGUMENTS = ("command", "agent", "score", "files", "env", "exit_codes", "seconds", "untrained", "models", "sandbox")
 
 
 def adapt(found: ForeignObject) -> Program | None:
@@ -24,11 +24,6 @@ def adapt(found: ForeignObject) -> Program | None:
     """
     if not isinstance(found.target, Registered):
         return None
-    try:
-        from turnwise.proxy import program
-    except ImportError as error:
-        needs = f"needs starlette and uvicorn ({error.name} is missing): pip install 'turnwise[serve]'"
-        raise ConfigError(f'use = "program" {needs}') from None
     args = dict(found.args)
     for key in args:
         if key not in _ARGUMENTS:
@@ -50,7 +45,12 @@ def adapt(found: ForeignObject) -> Program | None:
     env = args.pop("env", {})
     if not isinstance(env, Mapping) or not all(isinstance(one, str) for one in env.values()):
         raise ConfigError("args.env is a table of texts, the variables of the program")
-    return program(command, score=_function(args.pop("score"), "score", found), files=files, env=env, **args)
+    from turnwise.proxy import program
+
+    try:
+        return program(command, score=_function(args.pop("score"), "score", found), files=files, env=env, **args)
+    except UsageError as error:
+        raise ConfigError(f'use = "program": {error}') from None
 
 
 def _command(value: Any, base: Path) -> list[str]:

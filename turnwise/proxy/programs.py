@@ -11,20 +11,24 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from turnwise.envs.base import Scores
+from turnwise.envs.isolation.sandbox import Sandbox, SandboxError
 from turnwise.envs.tasks import TaskSource
 from turnwise.envs.user_code import call_user
 from turnwise.errors import EnvError, UsageError, words
-from turnwise.proxy.server import ProxyServer
+from turnwise.proxy.sandboxed import HOME, WORK, check_sandbox, run_sandboxed
 from turnwise.proxy.session import ProxySession, ProxySettings
 from turnwise.rollouts.agent_function import Model
 from turnwise.types import StopReason, Task, Trajectory
 from turnwise.types.outcomes import shortened
+
+if TYPE_CHECKING:
+    from turnwise.proxy.server import ProxyServer
 
 MAX_OUTPUT = 2**20
 """Maximum characters of each output stream that a score reads; of longer output the end is kept."""
@@ -70,7 +74,10 @@ class ProgramEndpoint:
     key: str
     """API key, for programs that cannot have the session in their base URL."""
     directory: Path
+    """Working directory."""
     model: str = "turnwise"
+    gate: tuple[int, Path] | None = None
+    """Port of the server and its Unix socket, for programs in a sandbox."""
 
     @property
     def base_url(self) -> str:
@@ -82,15 +89,14 @@ class ProgramEndpoint:
         """URL of the server without the session, for programs that send `key`."""
         return self.root.partition("/s/")[0]
 
-    def values(self) -> dict[str, str]:
-        """Return the values of `{name}` in commands and variables."""
+    def values(self, directory: str | None = None) -> dict[str, str]:
+        """Return the values of `{name}` in commands and variables; `directory` is the working one as the program sees it."""
         text = "\n".join(message.text for message in self.task.messages)
         urls = {"base_url": self.base_url, "root": self.root, "server": self.server, "key": self.key}
-        return urls | {"task": text, "model": self.model, "dir": str(self.directory), "python": sys.executable}
+        return urls | {"task": text, "model": self.model, "dir": directory or str(self.directory), "python": sys.executable}
 
-    def variables(self) -> dict[str, str]:
+    def variables(self, home: str) -> dict[str, str]:
         """Return the environment variables that point common clients to the session."""
-        home = str(self.directory / ".home")
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_BASE": self.base_url,
@@ -117,6 +123,7 @@ class Program:
     seconds: float | None
     settings: ProxySettings
     tasks: TaskSource | None = None
+    sandbox: Sandbox | None = None
 
     async def __call__(self, task: Task, model: Model) -> Any:
         """Play one episode."""
@@ -125,8 +132,8 @@ class Program:
         try:
             async with _servers.setdefault(asyncio.get_running_loop(), _SharedServer()) as server:
                 try:
-                    endpoint = ProgramEndpoint(task, server.open(session), session.token, directory, self._model)
-                    write_files(directory, self.files(task) if callable(self.files) else self.files or {})
+                    gate = None if server.socket is None else (server.port, server.socket)
+                    endpoint = ProgramEndpoint(task, server.open(session), session.token, directory, self._model, gate)
                     ended = await self._run(endpoint, session)
                 finally:
                     server.close_session(session)
@@ -146,21 +153,43 @@ class Program:
         if seconds is None:
             limit = session.model.limits.wall_clock_s
             seconds = max(limit / 2, limit - END_S - 5)  # the rest is for ending and scoring
-        run = _call(self.command, endpoint) if callable(self.command) else _process(self.command, endpoint, self.env)
-        work = asyncio.ensure_future(run)
+        until = asyncio.Event()
+        work = asyncio.ensure_future(self._start(endpoint, seconds, until))
         over = asyncio.ensure_future(session.ended.wait())
         try:
             await asyncio.wait([work, over], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             late = not work.done() and not over.done()
             if over.done() and not work.done():
                 await asyncio.wait([work], timeout=END_S)
-            if work.done():
-                return _End(*work.result())
-            return _End(late=late)
+            until.set()
+            if not work.done() and self.sandbox is not None:
+                await asyncio.wait([work], timeout=END_S)
+            return replace(work.result(), late=late) if work.done() else _End(late=late)
         finally:
             for one in (work, over):
                 one.cancel()
             await asyncio.gather(work, over, return_exceptions=True)
+
+    async def _start(self, endpoint: ProgramEndpoint, seconds: float, until: asyncio.Event) -> _End:
+        """Run the function, the command, or the command in a sandbox, which ends when `until` is set."""
+        files = checked_files(self.files(endpoint.task) if callable(self.files) else self.files or {})
+        if self.sandbox is None or callable(self.command):
+            write_files(endpoint.directory, files)
+        if callable(self.command):
+            return await _call(self.command, endpoint)
+        if self.sandbox is None:
+            return await _process(self.command, endpoint, self.env)
+        box = replace(self.sandbox, seconds=seconds + 2 * END_S, output=MAX_OUTPUT)
+        values = endpoint.values(WORK)
+        command = [fill(one, values) for one in self.command]
+        env = endpoint.variables(HOME) | {name: fill(value, values) for name, value in self.env.items()}
+        assert endpoint.gate is not None  # the sandbox works here, so this is Linux
+        try:
+            ran = await run_sandboxed(box, command, env, files, endpoint.gate, until)
+        except SandboxError as error:
+            return _End(error=EnvError(str(error)))
+        write_files(endpoint.directory, {**ran.files, ".home/stdout": ran.stdout, ".home/stderr": ran.stderr})
+        return _End(ran.exit_status)
 
     async def _score(self, task: Task, model: Model, session: ProxySession, directory: Path, ended: _End) -> Any:
         stop = StopReason.DONE
@@ -193,6 +222,7 @@ def program(
     tasks: TaskSource | None = None,
     untrained: Iterable[str] = ("side",),
     models: Iterable[str] = (),
+    sandbox: bool | Sandbox | Mapping[str, Any] = False,
 ) -> Program:
     """Return an agent function that runs a program for each episode and records what the model samples for it.
 
@@ -202,7 +232,7 @@ def program(
 
     Example::
 
-        play = program(["python", "agent.py", "{task}"], score=lambda result: float("done" in result.output))
+        play = tw.program(["python", "agent.py", "{task}"], score=lambda result: float("done" in result.output))
         trajectories = tw.rollout(play, tasks, engine)
 
     Args:
@@ -218,15 +248,23 @@ def program(
         tasks: tasks of the environment, as on an Env class.
         untrained: reasons of branches (`side`, `subagent`, `compacted`, ...) whose replies are recorded and not trained.
         models: names of models that requests may ask for; by default any.
+        sandbox: whether a command runs in a `Sandbox`, without a network but for its endpoint; or the sandbox, or a table of
+            its limits. It can read the system's programs, this Python, files and directories that the command names, and
+            `readable`. Of its working directory, regular files are copied out for the score.
 
     Raises:
-        UsageError: for an empty command.
+        UsageError: for an empty command, without the packages of the extra `serve`, for a function in a sandbox, or where the
+            sandbox does not work.
     """
+    _server_class()
     if not callable(command) and (isinstance(command, str) or not command or not all(isinstance(one, str) for one in command)):
         raise UsageError(f'program: the command is a list of texts, such as ["python", "agent.py"], not {command!r:.80}')
     settings = ProxySettings(untrained=tuple(untrained), models=tuple(models))
+    if sandbox and callable(command):
+        raise UsageError("program: a function runs in this process, so it cannot be in a sandbox; give a command")
     given = command if callable(command) else tuple(command)
-    return Program(given, score, files, dict(env or {}), tuple(exit_codes), seconds, settings, tasks)
+    box = check_sandbox(sandbox, () if callable(command) else command)
+    return Program(given, score, files, dict(env or {}), tuple(exit_codes), seconds, settings, tasks, box)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,21 +287,17 @@ class _End:
             return ""
 
 
-async def _call(
-    function: Callable[[ProgramEndpoint], Any], endpoint: ProgramEndpoint
-) -> tuple[None, Any, BaseException | None]:
+async def _call(function: Callable[[ProgramEndpoint], Any], endpoint: ProgramEndpoint) -> _End:
     try:
-        return None, await call_user(partial(function, endpoint), {}), None
+        return _End(returned=await call_user(partial(function, endpoint), {}))
     except Exception as error:
-        return None, None, error
+        return _End(error=error)
 
 
-async def _process(
-    command: Sequence[str], endpoint: ProgramEndpoint, more: Mapping[str, str]
-) -> tuple[int | None, None, BaseException | None]:
+async def _process(command: Sequence[str], endpoint: ProgramEndpoint, more: Mapping[str, str]) -> _End:
     home, values = endpoint.directory / ".home", endpoint.values()
     home.mkdir(exist_ok=True)
-    env = {name: os.environ[name] for name in _INHERITED if name in os.environ} | endpoint.variables()
+    env = {name: os.environ[name] for name in _INHERITED if name in os.environ} | endpoint.variables(str(home))
     env |= {name: fill(value, values) for name, value in more.items()}
     with (home / "stdout").open("wb") as stdout, (home / "stderr").open("wb") as stderr:
         try:
@@ -277,9 +311,9 @@ async def _process(
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:
-            return None, None, EnvError(f"the program {command[0]!r:.80} cannot be started: {words(error)}")
+            return _End(error=EnvError(f"the program {command[0]!r:.80} cannot be started: {words(error)}"))
     try:
-        return await process.wait(), None, None
+        return _End(await process.wait())
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -323,15 +357,31 @@ def _bytes(path: Path) -> bytes:
         return b""
 
 
-def write_files(directory: Path, files: Mapping[str, str | bytes]) -> None:
-    """Write files of a task below a directory; raise `EnvError` for a path that leaves it."""
-    for name, content in files.items():
+def checked_files(files: Mapping[str, str | bytes]) -> Mapping[str, str | bytes]:
+    """Return files of a task; raise `EnvError` for a path that leaves the directory."""
+    for name in files:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.parts:
             raise EnvError(f"the file {name!r:.80} is not inside the program's directory; give relative paths")
-        target = directory / path
+    return files
+
+
+def write_files(directory: Path, files: Mapping[str, str | bytes]) -> None:
+    """Write files below a directory; raise `EnvError` as `checked_files`."""
+    for name, content in checked_files(files).items():
+        target = directory / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def _server_class() -> type[ProxyServer]:
+    """Import the server; raise `UsageError` without its packages."""
+    try:
+        from turnwise.proxy.server import ProxyServer
+    except ImportError as error:
+        needs = f"programs need starlette and uvicorn ({error.name} is missing)"
+        raise UsageError(f"{needs}: pip install 'turnwise[serve]'") from None
+    return ProxyServer
 
 
 class _SharedServer:
@@ -345,7 +395,7 @@ class _SharedServer:
     async def __aenter__(self) -> ProxyServer:
         async with self._lock:
             if self._server is None:
-                self._server = await ProxyServer().__aenter__()
+                self._server = await _server_class()().__aenter__()
             self._users += 1
             return self._server
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import tempfile
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -47,7 +50,10 @@ class ProxyServer:
             self._add(routes, "POST", path, partial(self._answer, dialect), bytes)
         self._add(routes, "POST", "/v1/messages/count_tokens", self._count_tokens, bytes)
         self._add(routes, "GET", "/v1/models", self._models, None)
-        self._http = JsonHttpServer(routes, host=host, port=port, token=None)
+        self._folder = tempfile.TemporaryDirectory(prefix="turnwise-")
+        self.socket = Path(self._folder.name, "proxy") if sys.platform.startswith("linux") else None
+        """Unix socket of the server, for programs in a sandbox without a network; in a directory of this user."""
+        self._http = JsonHttpServer(routes, host=host, port=port, token=None, unix=self.socket)
 
     @staticmethod
     def _add(routes: dict[tuple[str, str], Endpoint], method: str, path: str, handler: Any, body: type[bytes] | None) -> None:
@@ -60,6 +66,12 @@ class ProxyServer:
 
     async def __aexit__(self, *error: object) -> None:
         await self._http.close()
+        self._folder.cleanup()
+
+    @property
+    def port(self) -> int:
+        """Port of the server."""
+        return self._http.port
 
     @property
     def url(self) -> str:

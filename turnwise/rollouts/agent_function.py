@@ -456,7 +456,7 @@ class Model:
         if not ids:
             raise UsageError("model.generate needs at least one message or id")
         trajectory = self._recorder.trajectory
-        seed = self._unique_seed(derive_seed(self._recorder.seed, agent, ids_with_media_keys(ids, media)))
+        seed = self._root_seed(agent, ids, media)
         leaf, shared, sampled = -1, 0, False
         for found, used in self._walk(-1, ids, agent, media):
             leaf, shared, sampled = found, shared + used, sampled or trajectory.spans[found].sampled
@@ -481,6 +481,14 @@ class Model:
         if leaf >= 0 and position < spans[leaf].end:
             return sampled
         return any(span.sampled and span.parent == leaf and span.start == position for span in spans)
+
+    def _root_seed(self, agent: str, ids: list[int], media: Sequence[MediaPlacement]) -> int:
+        """Return the seed of a conversation: that of the episode for the first one, so that a function which asks what the loop
+        of an environment asks gets the same replies; for others one of their ids, whatever order they begin in."""
+        if not self._seed_uses:
+            self._seed_uses[self._recorder.seed] += 1
+            return self._recorder.seed
+        return self._unique_seed(derive_seed(self._recorder.seed, agent, ids_with_media_keys(ids, media)))
 
     def _unique_seed(self, seed: int) -> int:
         """Return a distinct seed for each of several paths that begin alike, by call order."""

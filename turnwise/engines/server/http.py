@@ -10,6 +10,7 @@ import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -93,10 +94,19 @@ class JsonHttpServer:
         token: required value of `authorization: Bearer ...` in every request. By default the server generates one for requests
             that change anything and writes it to a file for this user's clients (`turnwise.engines.tokens`). None: the
             endpoints check access themselves.
+        unix: path of a Unix socket to serve too. Every user of this machine who reaches the path may connect.
     """
 
-    def __init__(self, routes: Mapping[tuple[str, str], Endpoint], *, host: str, port: int, token: str | None = "") -> None:
-        self._host, self._port = host, port
+    def __init__(
+        self,
+        routes: Mapping[tuple[str, str], Endpoint],
+        *,
+        host: str,
+        port: int,
+        token: str | None = "",
+        unix: Path | None = None,
+    ) -> None:
+        self._host, self._port, self._unix = host, port, unix
         self.token = token or secrets.token_urlsafe(24)
         """Token required by requests that change anything."""
         self.published = token == ""
@@ -149,9 +159,18 @@ class JsonHttpServer:
         except (OSError, ConfigError):
             self._socket.close()
             raise
-        self._task = asyncio.create_task(self._server.serve([self._socket]))
+        self._task = asyncio.create_task(self._server.serve([self._socket, *self._unix_sockets()]))
         while not self._server.started and not self._task.done():
             await asyncio.sleep(0.001)
+
+    def _unix_sockets(self) -> list[socket.socket]:
+        if self._unix is None:
+            return []
+        made = socket.socket(socket.AF_UNIX)
+        made.bind(str(self._unix))
+        self._unix.chmod(0o666)
+        made.setblocking(False)
+        return [made]
 
     async def run(self) -> None:
         """Serve until cancelled."""

@@ -6,6 +6,8 @@ system calls that bypass them. `sandbox_child.py` is the first process inside.
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import contextlib
 import functools
 import importlib.util
@@ -21,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -101,6 +103,8 @@ class SandboxResult:
     channel: str = ""
     """Output to descriptor 3, if requested."""
     seconds: float = 0.0
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Files that the program left below `keep`, by relative path."""
 
     @property
     def ok(self) -> bool:
@@ -163,6 +167,8 @@ class Sandbox:
     """Bytes to keep of standard output, and of standard error."""
     python: str = field(default_factory=lambda: _own_python())
     """Interpreter; it finds the packages of its own installation, not of a virtual environment."""
+    readable: tuple[str, ...] = ()
+    """Further files and directories that the program may read, by absolute path."""
 
     def __post_init__(self) -> None:
         for name, minimum in (("seconds", 0.01), ("memory", 32 * MIB), ("disk", 4096), ("processes", 1), ("open_files", 8)):
@@ -172,6 +178,9 @@ class Sandbox:
             raise ConfigError("Sandbox: output is at least 64 bytes, cpu_seconds at least 1")
         if not os.access(self.python, os.X_OK):
             raise ConfigError(f"Sandbox(python={self.python!r}): not an executable file")
+        for path in self.readable:
+            if not os.path.isabs(path) or not os.path.exists(path) or os.path.realpath(path) in ("/", "/tmp", "/dev", "/proc"):
+                raise ConfigError(f"Sandbox(readable=...): {path!r} is not the absolute path of a file, or of a directory in /")
 
     def run(self, source: str, files: Mapping[str, str] | None = None, *, channel: int = 0) -> SandboxResult:
         """Run a program; return when all its processes have ended. See `SandboxProtocol.arun`.
@@ -182,14 +191,35 @@ class Sandbox:
         """
         return _Run(self, source, files or {}, channel).run(_bubblewrap(self.python))
 
-    async def arun(self, source: str, files: Mapping[str, str] | None = None, *, channel: int = 0) -> SandboxResult:
-        """Run a program without blocking the event loop; kill it when cancelled. See `run`."""
-        run = _Run(self, source, files or {}, channel)
+    async def arun(
+        self,
+        source: str,
+        files: Mapping[str, str] | None = None,
+        *,
+        channel: int = 0,
+        keep: str = "",
+        until: asyncio.Event | None = None,
+    ) -> SandboxResult:
+        """Run a program without blocking the event loop; kill it when cancelled. See `run`.
+
+        Args:
+            keep: directory below the program's own whose files are returned, also of a program that was killed.
+            until: kills the program when it is set; unlike a cancellation, the result is returned.
+        """
+        run = _Run(self, source, files or {}, channel, keep)
+        ender = None if until is None else asyncio.ensure_future(_end_after(until, run))
         try:
             ran: SandboxResult = await run_in_thread(lambda: run.run(_bubblewrap(self.python)), {})
             return ran
         finally:
             run.stop()
+            if ender is not None:
+                ender.cancel()
+
+
+async def _end_after(until: asyncio.Event, run: _Run) -> None:
+    await until.wait()
+    run.end()
 
 
 def python_tool(sandbox: SandboxProtocol | None = None) -> Tool:
@@ -253,8 +283,25 @@ class _Bubblewrap(NamedTuple):
             words += ["--perms", "0000", "--size", "4096", "--tmpfs", str(_PACKAGE)]
         words += ["--proc", "/proc"] if self.proc else []
         words += ["--perms", "1777", "--size", str(box.disk), "--tmpfs", "/tmp"]
+        words += _readable(box.readable, bound)
         words += ["--symlink", "/tmp", "/dev/shm", "--remount-ro", "/", "--chdir", "/tmp"]  # semaphores of multiprocessing
         return [*words, "--seccomp", str(seccomp), "--", box.python, "-I", "-S", "-B", "-c", _child_source()]
+
+
+def _readable(paths: Sequence[str], bound: Sequence[str]) -> list[str]:
+    """Return the words for `Sandbox.readable`, which may be below /tmp; paths that are there already are left out."""
+    words: list[str] = []
+    taken = list(bound)
+    for path in sorted(paths, key=len):
+        if any(_within(path, other) for other in taken):
+            continue
+        taken.append(path)
+        for parent in [str(parent) for parent in Path(path).parents if str(parent) not in ("/", "/tmp")][::-1]:
+            words += ["--perms", "0755", "--dir", parent]
+        words += ["--ro-bind", path, path]
+    if any(_within(str(_PACKAGE), path) for path in taken[len(bound) :]):
+        words += ["--perms", "0000", "--size", "4096", "--tmpfs", str(_PACKAGE)]
+    return words
 
 
 @functools.cache
@@ -333,15 +380,26 @@ def _seccomp_program() -> bytes:
 class _Run:
     """One run of a program; `stop` may be called from another thread."""
 
-    def __init__(self, box: Sandbox, source: str, files: Mapping[str, str], channel: int) -> None:
-        self._box, self._channel = box, channel
+    def __init__(self, box: Sandbox, source: str, files: Mapping[str, str], channel: int, keep: str = "") -> None:
+        self._box, self._channel, self._keep = box, channel, keep
         self._files = {**files, "main.py": source}
         for name in self._files:
             if os.path.basename(name) != name or name in ("", ".", ".."):
                 raise ConfigError(f"Sandbox: a file is given by a plain name, not {name!r}")
         self._lock = threading.Lock()
         self._lifeline: Any = None
-        self._stopped = False
+        self._stopped = self._ordered = self._ended = False
+
+    def end(self) -> None:
+        """Kill the program if it runs; its result is that of a program that was killed."""
+        with self._lock:
+            self._ended = True
+            self._send_end()
+
+    def _send_end(self) -> None:
+        if self._ended and self._ordered and not self._stopped:
+            with contextlib.suppress(OSError, ValueError):
+                self._lifeline.write(b"x")
 
     def stop(self) -> None:
         """Kill the program if it runs; `run` in the other thread then returns."""
@@ -401,6 +459,7 @@ class _Run:
         """Send the order and read the report, with a deadline on this side."""
         box = self._box
         order = asdict(box) | {"cpu": box.cpu_seconds or math.ceil(box.seconds), "channel": self._channel, "files": self._files}
+        order["keep"] = self._keep
         words = json.dumps(order | {"uid": _fresh_uid() if os.geteuid() == 0 else None}).encode()
         until = time.monotonic() + box.seconds + _GRACE_S
         assert process.stdin is not None
@@ -409,6 +468,9 @@ class _Run:
         with contextlib.suppress(OSError, ValueError):  # it died or was stopped: its output has the cause
             while left:
                 left = left[process.stdin.write(left) :]
+        with self._lock:
+            self._ordered = True
+            self._send_end()
         answer = bytearray()
         poll = select.poll()
         poll.register(process.stdout, select.POLLIN | select.POLLHUP)
@@ -443,6 +505,7 @@ def _result(report: dict[str, Any], box: Sandbox) -> SandboxResult:
     stdout, stderr = _with_marker(report["out"]), _with_marker(report["err"])
     channel = report["channel"]
     number = -status if status is not None and status < 0 else None
+    reached = None if why else _limit(number, report.get("cpu", 0.0), stderr if status else "", box)
     return SandboxResult(
         stdout=stdout,
         stderr=stderr,
@@ -450,9 +513,10 @@ def _result(report: dict[str, Any], box: Sandbox) -> SandboxResult:
         signal="SIGKILL" if why else None if number is None else _SIGNALS.get(number, f"signal {number}"),
         timed_out=why == "deadline",
         cut=bool(report["out"]["missing"] or report["err"]["missing"]),
-        limit="deadline" if why else _limit(number, report.get("cpu", 0.0), stderr if status else "", box),
+        limit="deadline" if why == "deadline" else reached,
         channel="" if channel["missing"] else channel["head"],
         seconds=report["seconds"],
+        files={name: base64.b64decode(content) for name, content in report["kept"].items()},
     )
 
 

@@ -2,11 +2,13 @@
 
 Uses only the standard library. Bubblewrap runs it as ``python -I -S -c SOURCE``, as process 1 of the sandbox: it receives no
 signal from inside, and all processes end with it. It reads the order from standard input as JSON after an eight-byte length,
-and writes the report to standard output as JSON. When standard input closes, the caller has ended, and so does the sandbox.
+and writes the report to standard output as JSON. A further byte ends the program early. When standard input closes, the caller
+has ended, and so does the sandbox.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import ctypes
 import json
@@ -14,14 +16,18 @@ import os
 import resource
 import select
 import signal
+import stat
 import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # importing typing takes a tenth of a program's start time
+    from collections.abc import Iterator
     from typing import Any, NoReturn
 
 _PR_SET_DUMPABLE = 4
 _HOME = "/tmp"
+_MAX_KEPT = 10_000
+"""Maximum number of files that a report returns."""
 
 
 def main() -> None:
@@ -108,7 +114,8 @@ class SandboxMonitor:
         error = os.read(self.error_read, 65536)
         found |= {"error": error.decode()} if error else {}
         out, err, channel = (capture.report() for capture in self.captures)
-        return {"out": out, "err": err, "channel": channel, "seconds": time.monotonic() - began, **found}
+        kept = _kept_files(self.order) if self.order["keep"] else {}
+        return {"out": out, "err": err, "channel": channel, "seconds": time.monotonic() - began, "kept": kept, **found}
 
     def _watch(self, program: int, wake: int, deadline: float) -> dict[str, Any]:
         by_end = {capture.read_end: capture for capture in self.captures}
@@ -120,8 +127,10 @@ class SandboxMonitor:
                 if end in by_end:
                     if not by_end[end].drain():
                         poll.unregister(end)
-                elif not os.read(end, 4096):
-                    return {"why": "abandoned"}  # only standard input can reach its end
+                elif end == wake:
+                    os.read(wake, 4096)
+                else:
+                    return {"why": "ended" if os.read(end, 1) else "abandoned"}
             if ended := _reap(program):
                 return ended
         return {"why": "deadline"}
@@ -144,10 +153,7 @@ class SandboxMonitor:
                     with contextlib.suppress(OSError):
                         os.close(end)
             _limit(order)
-            if order["uid"] is not None:
-                os.setgroups([])
-                os.setresgid(order["uid"], order["uid"], order["uid"])
-                os.setresuid(order["uid"], order["uid"], order["uid"])
+            _drop_privileges(order)
             for number in (signal.SIGXFSZ, signal.SIGCHLD):
                 signal.signal(number, signal.SIG_DFL)
             os.chdir(_HOME)
@@ -165,6 +171,53 @@ class SandboxMonitor:
         except BaseException as error:
             os.write(self.error_write, f"{type(error).__name__}: {error}".encode()[:4096])
         os._exit(127)
+
+
+def _drop_privileges(order: dict[str, Any]) -> None:
+    if order["uid"] is not None:
+        os.setgroups([])
+        os.setresgid(order["uid"], order["uid"], order["uid"])
+        os.setresuid(order["uid"], order["uid"], order["uid"])
+
+
+def _kept_files(order: dict[str, Any]) -> dict[str, str]:
+    """Return the regular files below `keep` by relative path, in base64, up to the size of the disk together.
+
+    All other processes have ended. They are read with the program's uid, since files may be readable for it only.
+    """
+    read_end, write_end = os.pipe()
+    if os.fork() == 0:
+        try:
+            os.close(read_end)
+            _drop_privileges(order)
+            with open(write_end, "wb") as pipe:
+                pipe.write(json.dumps(dict(_read_files(f"{_HOME}/{order['keep']}", order["disk"]))).encode())
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    with open(read_end, "rb") as pipe:
+        content = pipe.read()
+    with contextlib.suppress(ChildProcessError):
+        os.wait()
+    found: dict[str, str] = json.loads(content or b"{}")
+    return found
+
+
+def _read_files(top: str, left: int) -> Iterator[tuple[str, str]]:
+    count = 0
+    for folder, _, names in os.walk(top):
+        for name in names:
+            path = os.path.join(folder, name)
+            try:
+                status = os.lstat(path)
+                if not stat.S_ISREG(status.st_mode) or status.st_size > left or count == _MAX_KEPT:
+                    continue
+                with open(path, "rb") as file:
+                    content = file.read(left)
+            except OSError:
+                continue
+            left, count = left - len(content), count + 1
+            yield os.path.relpath(path, top), base64.b64encode(content).decode()
 
 
 def _limit(order: dict[str, Any]) -> None:
