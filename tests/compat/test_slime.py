@@ -187,9 +187,8 @@ PLAIN = {"rollout_skip_special_tokens": True}
 def test_rewards_by_name(rule, reply, answer, reward):
     """Values of slime's own rules at 624b824a8."""
     task = tw.Task("?", answer, info={"metadata": {"choices": ["Paris", "Rome"]} if rule == "gpqa" else {}})
-    (found,) = play(
-        "slime:generate", [reply], [task], rm_type=rule, args=PLAIN, **({"reward_key": "score"} if rule == "dapo" else {})
-    )
+    key = {"reward_key": "score"} if rule == "dapo" else {}
+    (found,) = play("slime:generate", [reply], [task], rm_type=rule, args=PLAIN, **key)
     assert (found.error, found.reward) == (None, pytest.approx(reward))
     row = tw.Task("?", answer, info={"metadata": {**task.info["metadata"], "rm_type": rule}})
     (named,) = play("slime:generate", [reply], [row], args=PLAIN, **key)
