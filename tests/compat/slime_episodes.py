@@ -66,7 +66,6 @@ EPISODES = {
     "Miles, of one input": Played("miles_generate.py:generate", ("\\boxed{7}",), {"label": "7"}, system="miles"),
     "Miles, of three arguments": Played("miles_turns.py:generate", ("a", "b"), {"label": "7"}, 2, system="miles"),
 }
-ENDS = ("</search>", "</answer>")
 
 
 class Servers:
@@ -78,8 +77,8 @@ class Servers:
     async def post(self, url, payload, *_, **options):
         text = self.replies[len(self.contexts)]
         ids = list(self.encode(text))
-        if text.endswith(ENDS):
-            ids.pop()
+        if text.endswith(tuple((payload.get("sampling_params") or {}).get("stop") or ())):
+            ids.pop()  # before its end token
         self.contexts.append(payload.get("input_ids", payload.get("text")))
         self.contexts[-1] = self.contexts[-1] if isinstance(self.contexts[-1], str) else [int(i) for i in self.contexts[-1]]
         rows = [[-0.5, one, None] for one in ids]
