@@ -168,6 +168,50 @@ def test_each_of_several_samples_is_trained_with_its_own_reward():
     assert sorted(row.reward for row in judged.samples()) == [1.0, 2.0]
 
 
+PLAIN = {"rollout_skip_special_tokens": True}
+
+
+@pytest.mark.parametrize(
+    ("rule", "reply", "answer", "reward"),
+    [
+        ("deepscaler", "<think>x</think> \\boxed{7}", "7", 1.0),
+        ("deepscaler", "\\boxed{7}", "7", 0.0),
+        ("dapo", "so\nAnswer: 7", "7", 1.0),
+        ("dapo", "Answer: 8", "7", -1.0),
+        ("boxed_f1", "\\boxed{the Baltic Sea}", "Baltic Sea, north", 0.8),
+        ("f1", "yes, it is", "yes", 0.0),
+        ("gpqa", "The answer is B", "B", 1.0),
+        ("gpqa", "I think Rome", 1, 1.0),
+    ],
+)
+def test_rewards_by_name(rule, reply, answer, reward):
+    """Values of slime's own rules at 624b824a8."""
+    task = tw.Task("?", answer, info={"metadata": {"choices": ["Paris", "Rome"]} if rule == "gpqa" else {}})
+    key = {"reward_key": "score"} if rule == "dapo" else {}
+    (found,) = play("slime:generate", [reply], [task], rm_type=rule, args=PLAIN, **key)
+    assert (found.error, found.reward) == (None, pytest.approx(reward))
+    row = tw.Task("?", answer, info={"metadata": {**task.info["metadata"], "rm_type": rule}})
+    (named,) = play("slime:generate", [reply], [row], args=PLAIN, **key)
+    assert named.reward == found.reward
+
+
+def test_slimes_own_generate_function_sees_the_images_of_a_row(tmp_path):
+    renderer = load_renderer(tiny_vlm_directory(tmp_path / "vlm"))
+    picture = tw.Image(Pillow.new("RGB", (84, 56), "green"))
+    row = tw.Task([tw.Message("user", ("Which?", picture))], "green")
+    (found,) = play("slime:generate", ["green"], [row], renderer=renderer, rm_type="f1", args=PLAIN)
+    assert (found.error, found.reward) == (None, 1.0)
+    (sample,) = found.samples()
+    assert [(block.media.width, block.media.height) for block in sample.media] == [(84, 56)]
+
+
+def test_user_code_asks_for_rewards_itself():
+    (found,) = play("others.py:rewarded", ["\\boxed{7}"], [tw.Task("?", "7")], **MATH)
+    assert (found.error, found.reward) == (None, 2.0)
+    (found,) = play("others.py:rewarded", ["abc"], [tw.Task("?", "7")], custom_rm_path=f"{HOME}/others.py:batch_length")
+    assert (found.error, found.reward) == (None, 6.0)
+
+
 def test_statuses_and_removed_samples():
     (found,) = play("others.py:aborted", ["a"], [tw.Task("?")])
     assert found.stop.status == "aborted"

@@ -64,6 +64,12 @@ def test_math_tip_trick_multi_turn_asks_in_a_new_turn():
     assert found.rewards == {"accuracy": 1.0, "format": 1.0}
 
 
+def test_one_turn_with_rewards_by_name():
+    pytest.importorskip("math_verify")
+    found = one(spec("swift:single_turn", reward_funcs=["accuracy", "format"]), SIX, ["<think>x</think><answer>42</answer>"])
+    assert (len(found.turns), found.reward) == (1, 2.0)
+
+
 def test_thinking_tips_return_a_row_for_each_turn():
     pytest.importorskip("math_verify")
     made = spec("swift:thinking_tips_scheduler", reward_funcs=["accuracy"])

@@ -258,6 +258,34 @@ def test_a_loss_scale_of_swift_that_trains_prompts_has_no_equivalent():
     assert kinds(found)["loss_scale"] == "none"
 
 
+SERVED = "swift rlhf --rlhf_type grpo --model m --dataset d.jsonl --vllm_mode server --max_length 100\n"
+
+
+@pytest.mark.parametrize(
+    ("comment", "use"),
+    [
+        ("# swift rollout \\\n#     --model m \\\n#     --multi_turn_scheduler mine \\\n#     --max_turns 3\n", "swift:mine"),
+        (
+            "# GPUS=0 \\\n# swift rollout \\\n#     --model m\n\n# --multi_turn_scheduler x\n",
+            "swift:single_turn",
+        ),
+        ("# First, start swift rollout.\n", "REPLACE.py:Env"),
+        ("swift rollout --model m --multi_turn_scheduler mine\n# swift rollout --multi_turn_scheduler x\n", "swift:mine"),
+    ],
+)
+def test_the_server_of_swift_is_often_in_the_comments(comment, use):
+    found = of(comment + SERVED)
+    assert table(found)["env"][0]["use"] == use
+    assert ("limits" in table(found) and table(found)["limits"].get("turns") == 3) == ("max_turns" in comment)
+
+
+def test_settings_without_a_loop_of_the_user_have_one_turn():
+    assert table(of(SERVED.replace("server", "colocate")))["env"][0]["use"] == "swift:single_turn"
+    flags = "train.py --hf-checkpoint m --prompt-data d.jsonl --rollout-batch-size 4 --rm-type deepscaler"
+    env = table(of(flags))["env"][0]
+    assert (env["use"], env["args"]) == ("slime:generate", {"rm_type": "deepscaler"})
+
+
 def test_a_yaml_of_swift_with_groups_of_workers():
     text = "rlhf_type: grpo\nmodel: m\ndataset: d.jsonl\nmax_turns: 4\ntrain:\n  gpus: 8\n  lora_rank: 4\n  tuner_type: lora\n"
     recipe = table(of(text, "a.yaml"))

@@ -14,7 +14,7 @@ from turnwise.compat.slime_engine import EPISODE, HOST, PORT, EngineServer, Gene
 from turnwise.compat.slime_processor import pictures
 from turnwise.config import Limits
 from turnwise.envs.base import Action, Env, Scores, Step
-from turnwise.envs.foreign import ForeignObject, Framework, refuse_faithful
+from turnwise.envs.foreign import ForeignObject, Framework, Registered, refuse_faithful
 from turnwise.envs.user_code import as_number, call_user, describe_value
 from turnwise.envs.user_imports import import_foreign
 from turnwise.errors import ConfigError, EnvError, RewardError, suggest_or_list
@@ -22,7 +22,10 @@ from turnwise.types import Message, StopReason, Task, Trajectory
 
 ARGUMENTS = ("custom_config_path", "custom_rm_path", "rm_type", "reward_key", "eval_reward_key", "args")
 """Keys of `[env.args]`; `args` has further arguments of the run, over those of the file."""
-RM_TYPES = ("math", "boxed_math", "f1")
+IDS = ("generate",)
+"""`slime:generate`: one reply, as slime samples it without a function of the user."""
+RM_TYPES = ("deepscaler", "dapo", "math", "f1", "gpqa", "remote_rm")
+"""Each may have the prefix `boxed_`."""
 GENERATE = ("args", "sample", "sampling_params")
 ROLLOUT_PARAMETERS = ("args", "rollout_id")
 STEPPED = (StopReason.DONE, StopReason.ENV_TRUNCATED, StopReason.MAX_TURNS)
@@ -33,6 +36,8 @@ STATUSES = {"COMPLETED": "completed", "TRUNCATED": "truncated", "ABORTED": "abor
 def adapt(found: ForeignObject) -> Any:
     """Make a factory of `build_env`, or an agent function of a generate function."""
     target = found.target
+    if isinstance(target, Registered):
+        target = import_foreign("slime.rollout.sglang_rollout").generate
     names = parameter_names(target)
     if names[:2] == ROLLOUT_PARAMETERS or (inspect.isclass(target) and derives_from(target, "miles", "RolloutFn")):
         raise ConfigError(
@@ -48,10 +53,11 @@ def adapt(found: ForeignObject) -> Any:
     for key in found.args:
         if key not in ARGUMENTS:
             raise ConfigError(f"{found.where} has no argument {key!r}; {suggest_or_list(key, ARGUMENTS)}")
-    settings, score = _settings(found), _score_function(found)
+    _check_rule(found)
+    settings = _settings(found)
     if not build:
-        return _agent_function(target, settings, score, miles, found.where)
-    return SlimeFactory(target, settings, score, found.where)
+        return _agent_function(target, settings, miles, found.where)
+    return SlimeFactory(target, settings, found.where)
 
 
 def parameter_names(target: Any) -> tuple[str, ...]:
@@ -82,51 +88,19 @@ def _settings(found: ForeignObject) -> dict[str, Any]:
         if not isinstance(read, Mapping):
             raise ConfigError(f"{found.where}: custom_config_path = {named}: expected keys and values")
         settings |= read
-    keys = {key: found.args[key] for key in ("reward_key", "eval_reward_key") if found.args.get(key) is not None}
+    keys = {key: found.args[key] for key in ("reward_key", "eval_reward_key", "rm_type") if found.args.get(key) is not None}
+    if (named := found.args.get("custom_rm_path")) is not None:
+        keys["custom_rm_path"] = load_named(named, found, "custom_rm_path")
     return settings | dict(found.args.get("args") or {}) | keys
 
 
-Score = Callable[[Any, Any], Any]
-"""An asynchronous reward of `(args, sample)`; None where the recipe names none."""
-
-
-def _score_function(found: ForeignObject) -> Score | None:
-    named, kind = found.args.get("custom_rm_path"), found.args.get("rm_type")
-    if named is not None:
-        function = load_named(named, found, "custom_rm_path")
-
-        async def custom(args: Any, sample: Any) -> Any:
-            return await call_user(function, accepted(function, {"args": args, "sample": sample}))
-
-        return custom
-    if kind is None:
-        return None
-    if kind not in RM_TYPES:
+def _check_rule(found: ForeignObject) -> None:
+    """Raise `ConfigError` for an `rm_type` that is not here."""
+    kind = found.args.get("rm_type")
+    if kind is not None and str(kind).removeprefix("boxed_") not in RM_TYPES:
         raise ConfigError(
             f"{found.where}: rm_type = {kind!r}; {suggest_or_list(str(kind), RM_TYPES)}, or custom_rm_path = file.py:function"
         )
-
-    async def built_in(args: Any, sample: Any) -> float:
-        return _f1(sample) if kind == "f1" else _math(sample)
-
-    return built_in
-
-
-def _math(sample: Any) -> float:
-    grade = import_foreign("slime.rollout.rm_hub").grade_answer_verl
-    return float(grade(sample.response, sample.label))
-
-
-def _f1(sample: Any) -> float:
-    """Return the F1 of the words of a response and of the label, without case and punctuation."""
-    given, right = (_words(text) for text in (sample.response, sample.label))
-    shared = sum(min(given.count(word), right.count(word)) for word in set(given))
-    return 2 * shared / (len(given) + len(right)) if shared else 0.0
-
-
-def _words(text: Any) -> list[str]:
-    kept = "".join(char if char.isalnum() or char.isspace() else " " for char in str(text).lower())
-    return [word for word in kept.split() if word not in ("a", "an", "the")]
 
 
 def _arguments(settings: Mapping[str, Any], limits: Limits) -> Any:
@@ -136,11 +110,14 @@ def _arguments(settings: Mapping[str, Any], limits: Limits) -> Any:
         "rollout_max_response_len": limits.episode_tokens or limits.turns * limits.turn_tokens,
         "rollout_max_context_len": limits.context,
         "rollout_temperature": 1.0,
+        "rollout_skip_special_tokens": False,
         "partial_rollout": False,
         "apply_chat_template": True,
         "apply_chat_template_kwargs": {},
         "reward_key": None,
         "eval_reward_key": None,
+        "rm_type": None,
+        "custom_rm_path": None,
         "hf_checkpoint": None,
         "use_rollout_routing_replay": False,
         "sglang_router_ip": HOST,
@@ -187,7 +164,6 @@ class SlimeFactory:
 
     build: Callable[..., Any]
     settings: Mapping[str, Any]
-    score: Score | None
     where: str
 
     def __call__(self) -> SlimeEnv:
@@ -281,7 +257,7 @@ class SlimeEnv(Env):
     async def reward(self, trajectory: Trajectory) -> Scores:
         """Call the recipe's reward with the finished sample."""
         factory = self._factory
-        if factory.score is None:
+        if not _is_scored(self._sample, self._args):
             if self._earned is None and self._sample.reward is None and trajectory.stop in STEPPED:
                 raise RewardError(
                     f"{factory.where}: nothing rewards the episode; give [env.args] custom_rm_path or rm_type, or return "
@@ -289,7 +265,7 @@ class SlimeEnv(Env):
                 )
             return _read_reward(self._sample.reward if self._sample.reward is not None else 0.0, self._args)
         sample = finish_sample(self._sample, trajectory, self._decode)
-        return _read_reward(await factory.score(self._args, sample), self._args)
+        return _read_reward(await _scored(sample, self._args), self._args)
 
     def close(self) -> None:
         """Close the environment if it was made."""
@@ -319,21 +295,21 @@ def _read_reward(value: Any, args: Any) -> Scores:
 
 
 def _agent_function(
-    generate: Callable[..., Any], settings: Mapping[str, Any], score: Score | None, miles: bool, where: str
+    generate: Callable[..., Any], settings: Mapping[str, Any], miles: bool, where: str
 ) -> Callable[[Task, Any], Any]:
     """Make an agent function of a custom generate function."""
 
     async def play(task: Task, model: Any) -> Scores:
-        server = EngineServer(model)
+        args = _arguments(settings, model.limits)
+        server = EngineServer(model, bool(args.rollout_skip_special_tokens))
         token = EPISODE.set(server)
         try:
-            args = _arguments(settings, model.limits)
             sample = new_sample(task, _prompt(task, model, args))
             found = await _call(generate, args, sample, server, miles)
             samples = list(found) if isinstance(found, (list, tuple)) else [found]
             if not samples or not all(hasattr(one, "response_length") for one in samples):
                 raise EnvError(f"{where} returned {describe_value(found)}; return a Sample, or a list of them")
-            rewards = [await _reward_of(one, args, score, where) for one in samples]
+            rewards = [await _reward_of(one, args, where) for one in samples]
         finally:
             EPISODE.reset(token)
         several, missing = len(samples) > 1, any(one.own is None for one in rewards)
@@ -394,15 +370,32 @@ def _rows(samples: list[Any]) -> dict[str, Any]:
     return rows
 
 
-async def _reward_of(sample: Any, args: Any, score: Score | None, where: str) -> Scores:
+def _is_scored(sample: Any, args: Any) -> bool:
+    """Whether the recipe or the row names a reward."""
+    return bool(args.custom_rm_path or args.rm_type or (sample.metadata or {}).get("rm_type"))
+
+
+async def _scored(sample: Any, args: Any) -> Any:
+    """Return the reward that the recipe or the row names."""
+    if (function := args.custom_rm_path) is not None:
+        return await call_user(function, accepted(function, {"args": args, "sample": sample}))
+    return await import_foreign("slime.rollout.rm_hub").async_rm(args, sample)
+
+
+async def _reward_of(sample: Any, args: Any, where: str) -> Scores:
     if sample.status.name in ("ABORTED", "FAILED"):
         return Scores(0.0)
     value = sample.reward
-    if value is None and score is not None:
-        value = await score(args, sample)
+    if value is None and _is_scored(sample, args):
+        value = await _scored(sample, args)
     if value is None:
         raise RewardError(f"{where}: the sample has no reward; set it, or give [env.args] custom_rm_path or rm_type")
     return _read_reward(value, args)
 
 
-FRAMEWORK = Framework("slime", adapt)
+def find(id: str) -> Registered | None:
+    """Return slime's own generate function; None for another id."""
+    return Registered("slime", id) if id in IDS else None
+
+
+FRAMEWORK = Framework("slime", adapt, find, lambda: IDS)

@@ -62,8 +62,9 @@ class GenerateState:
 class EngineServer:
     """The model of an episode, as a server with SGLang's `/generate`; keeps the calls in order."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, skip_special_tokens: bool = False) -> None:
         self.model = model
+        self._skips = skip_special_tokens
         self.calls: list[EngineCall] = []
         self._known: dict[str, list[int]] = {}
         """Ids of contexts with their replies, by text."""
@@ -94,7 +95,7 @@ class EngineServer:
             "max_new_tokens": self.model.limits.turn_tokens,
             "stop": None,
             "stop_token_ids": None,
-            "skip_special_tokens": False,
+            "skip_special_tokens": self._skips,
             "no_stop_trim": True,
             "spaces_between_special_tokens": False,
         }
@@ -114,8 +115,11 @@ class EngineServer:
         options = sampling_options(payload.get("sampling_params") or {}, payload.get("image_data"))
         reply = await self.model.generate(context, **options)
         self.calls.append(EngineCall(context, reply))
+        params = payload.get("sampling_params") or {}
+        skips = bool(params.get("skip_special_tokens", True))  # as SGLang
+        replied = self.model.tokenizer.decode(list(reply.ids), skip_special_tokens=True) if skips else reply.raw_text
         if isinstance(text, str):
-            self._known[text + reply.raw_text] = [*context, *reply.ids]
+            self._known[text + replied] = [*context, *reply.ids]
         logprobs = [[one, token, None] for one, token in zip(reply.logprobs, reply.ids, strict=True)]
         meta = {
             "id": str(len(self.calls)),
@@ -127,7 +131,7 @@ class EngineServer:
         }
         if payload.get("return_logprob"):
             meta["output_token_logprobs"] = logprobs
-        return {"text": reply.raw_text, "output_ids": list(reply.ids), "meta_info": meta}
+        return {"text": replied, "output_ids": list(reply.ids), "meta_info": meta}
 
     def _ids_of(self, text: str) -> list[int]:
         """Return the ids of a text, those that were sampled where it begins with a known one."""

@@ -280,6 +280,7 @@ def convert_source(source: Source, system: System, name: str, folder: Path | Non
     draft, accounts = Draft(folder=folder), []
     settings = [Setting(_known_key(system, one.key), plain_value(one.value)) for one in source.settings]
     draft.given.update((f"${key}", plain_value(value)) for key, value in source.variables.items())
+    draft.given["$launched"] = source.launched
     draft.given.update((one.key, one.value) for one in settings)
     draft.notes.extend(source.notes)
     for setting in settings:

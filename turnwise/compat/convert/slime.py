@@ -101,6 +101,8 @@ def _finish(draft: Draft) -> None:
     given, batch = draft.given, draft.number("rollout-batch-size", 0) * draft.number("n-samples-per-prompt", 1)
     if "num-steps-per-rollout" not in given and "global-batch-size" in given:
         minibatches(draft, draft.number("global-batch-size", 0), batch, "global-batch-size")
+    if "env.use" not in draft.values and "rollout-function-path" not in given:
+        draft.put("env.use", "slime:generate", origin="no custom-generate-function-path")
     if "num-epoch" in given and "num-rollout" not in given:
         draft.put("train.data_epochs", given["num-epoch"], origin="num-epoch")
     if draft.isset("use-kl-loss") and draft.number("kl-loss-coef", 0):

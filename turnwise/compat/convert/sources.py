@@ -83,6 +83,10 @@ _SPACED = re.compile(r"^[ \t]*([A-Za-z_]\w*(?:\.\w+)+)[ \t]+=[ \t]+(\S+)[ \t]*$"
 
 
 def _from_script(text: str, name: str) -> Source:
+    notes = []
+    if server := _commented_server(text):
+        text = f"{server}\n{text}"
+        notes.append("the command `swift rollout` in its comments is read too: the server has the scheduler")
     try:
         script = read_script(_SPACED.sub(r"\1=\2", text))
     except ConfigError as error:
@@ -94,7 +98,20 @@ def _from_script(text: str, name: str) -> Source:
         launched += command[:start]
         settings += _overrides(command[start:]) if hydra else _flags(command[start:])
     unresolved = _used(script.unresolved, settings)
-    return Source(settings, " ".join(launched), script.variables, unresolved, script.notes)
+    return Source(settings, " ".join(launched), script.variables, unresolved, [*notes, *script.notes])
+
+
+def _commented_server(text: str) -> str:
+    """Return the command `swift rollout` that a script has in its comments, where it has none of its own."""
+    lines = [line.strip() for line in text.splitlines()]
+    if any(line.startswith("swift rollout") for line in lines):
+        return ""
+    plain = [line.lstrip("#").strip() if line.startswith("#") else "" for line in lines]
+    start = next((at for at, line in enumerate(plain) if line.startswith("swift rollout")), None)
+    if start is None:
+        return ""
+    end = next((at for at in range(start, len(plain)) if not plain[at].endswith("\\")), len(plain) - 1)
+    return "\n".join(plain[start : end + 1])
 
 
 def _used(unresolved: Sequence[str], settings: Sequence[Setting]) -> list[str]:

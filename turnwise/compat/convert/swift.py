@@ -145,6 +145,9 @@ def _finish(draft: Draft) -> None:
     draft.reasons["use_gym_env"] = "the scheduler decides"
     if draft.isset("use_gym_env") and "env.use" not in draft.values:
         draft.put("env.use", USE.format("gym_scheduler"), origin="use_gym_env")
+    served = given.get("vllm_mode") == "server" and "rollout" not in str(given.get("$launched")).split()
+    if "env.use" not in draft.values and not served:  # a server has the scheduler
+        draft.put("env.use", USE.format("single_turn"), origin="no multi_turn_scheduler")
 
 
 def _loss_terms(draft: Draft) -> None:

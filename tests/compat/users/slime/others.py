@@ -44,6 +44,21 @@ async def length(args, sample):
     return float(len(sample.response))
 
 
+async def rewarded(args, sample, sampling_params):
+    """Sampled by slime's own function, and rewarded twice over."""
+    from slime.rollout.rm_hub import batched_async_rm
+    from slime.rollout.sglang_rollout import generate
+
+    sample = await generate(args, sample, dict(sampling_params))
+    sample.response = sample.response.removesuffix("<|im_end|>")
+    sample.reward = sum(await batched_async_rm(args, [sample, sample]))
+    return sample
+
+
+async def batch_length(args, samples):
+    return [float(len(one.response)) for one in samples]
+
+
 async def aborted(args, sample, sampling_params):
     sample.status = Sample.Status.ABORTED
     return sample

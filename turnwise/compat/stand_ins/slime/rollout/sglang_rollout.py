@@ -1,5 +1,45 @@
-"""State of slime's rollouts."""
+"""State of slime's rollouts, and its own generate function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.utils.http_utils import post
+from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine
 
 from turnwise.compat.slime_engine import GenerateState
 
-__all__ = ["GenerateState"]
+__all__ = ["GenerateState", "generate"]
+
+
+async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """Sample one reply to the prompt of a sample, or go on with one that has ids already."""
+    state = GenerateState(args)
+    images = (sample.multimodal_inputs or {}).get("images")
+    if not sample.tokens and images and state.processor is not None:
+        sample.tokens = list(
+            state.processor(text=sample.prompt, **build_processor_kwargs(sample.multimodal_inputs))["input_ids"][0]
+        )
+    elif not sample.tokens:
+        sample.tokens = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    left = sampling_params["max_new_tokens"] - sample.response_length
+    if left <= 0:
+        sample.status = type(sample).Status.TRUNCATED
+        return sample
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    payload = {
+        "input_ids": sample.tokens,
+        "sampling_params": {**sampling_params, "max_new_tokens": left},
+        "return_logprob": True,
+        "image_data": [encode_image_for_rollout_engine(one) for one in images or ()],
+    }
+    output = await post(url, payload)
+    rows = output["meta_info"]["output_token_logprobs"]
+    sample.append_response_tokens(
+        args,
+        tokens=[row[1] for row in rows],
+        log_probs=[row[0] for row in rows],
+        meta_info=output["meta_info"],
+        text=output["text"],
+    )
+    return sample

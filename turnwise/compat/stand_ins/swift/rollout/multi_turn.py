@@ -296,9 +296,20 @@ class GYMScheduler(MultiTurnScheduler):
         return envs[name](env_config)
 
 
+class SingleTurnScheduler(MultiTurnScheduler):
+    """One reply, as ms-swift samples it without a scheduler."""
+
+    def check_finished(self, infer_request: Request, response_choice: Choice, current_turn: int) -> bool:
+        return True
+
+    def step(self, infer_request: Request, response_choice: Choice, current_turn: int) -> dict[str, Any]:
+        raise NotImplementedError("there is one turn")
+
+
 multi_turns: dict[str, Any] = {
     "math_tip_trick": MathTipsScheduler,
     "math_tip_trick_multi_turn": MathTipsMultiTurnScheduler,
     "gym_scheduler": GYMScheduler,
     "thinking_tips_scheduler": ThinkingModelTipsScheduler,
+    "single_turn": SingleTurnScheduler,
 }

@@ -1,5 +1,5 @@
 """Answers of mathematics in boxes, as slime's."""
 
-from slime.rollout.rm_hub.math_utils import extract_answer
+from slime.rollout.rm_hub import extract_answer, grade_answer_verl
 
-__all__ = ["extract_answer"]
+__all__ = ["extract_answer", "grade_answer_verl"]

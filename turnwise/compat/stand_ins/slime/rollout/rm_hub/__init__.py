@@ -2,15 +2,54 @@
 
 from __future__ import annotations
 
-from slime.rollout.rm_hub.math_utils import extract_answer
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
+from slime.rollout.rm_hub.f1 import f1_score
+from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
+from slime.rollout.rm_hub.math_dapo_utils import compute_score
+from slime.rollout.rm_hub.math_utils import extract_answer, grade_answer_verl
+from slime.utils.http_utils import post
+from slime.utils.misc import load_function
+
+RULES = {
+    "deepscaler": lambda response, label, metadata: get_deepscaler_rule_based_reward(response, label),
+    "dapo": lambda response, label, metadata: compute_score(response, label),
+    "math": lambda response, label, metadata: int(grade_answer_verl(response, label)),
+    "f1": lambda response, label, metadata: f1_score(response, label)[0],
+    "gpqa": compute_gpqa_reward,
+}
+REMOTE = "remote_rm"
+BOXED = "boxed_"
+"""Prefix of a rule that reads what is in the last box."""
 
 
-def grade_answer_verl(solution_str: str, ground_truth: object) -> bool:
-    r"""Whether the last ``\boxed{...}`` of a text is the right answer."""
-    from turnwise.envs.builtin.answers import is_correct
+async def async_rm(args: Any, sample: Any, **options: Any) -> Any:
+    """Return the reward of a sample: of `args.custom_rm_path`, else of the rule in its metadata or in `args.rm_type`.
 
-    found = extract_answer(solution_str)
-    return found is not None and is_correct(found, str(ground_truth))
+    Raises:
+        NotImplementedError: for no rule, or one that is not here.
+    """
+    custom = sample.custom_rm_path or args.custom_rm_path
+    if custom:
+        return await load_function(custom)(args, sample, **options)
+    metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
+    kind = str(metadata.get("rm_type") or args.rm_type or "").strip()
+    if kind == REMOTE:
+        return await post(args.rm_url, {"prompt": sample.prompt, "response": sample.response, "label": sample.label})
+    rule, response = RULES.get(kind.removeprefix(BOXED)), sample.response
+    if rule is None:
+        raise NotImplementedError(f"rm_type {kind!r}; there are {', '.join(RULES)}, each also with {BOXED}, and {REMOTE}")
+    return rule(extract_answer(response) or "" if kind.startswith(BOXED) else response, sample.label, metadata)
 
 
-__all__ = ["extract_answer", "grade_answer_verl"]
+async def batched_async_rm(args: Any, samples: Sequence[Any], **options: Any) -> Any:
+    """Return the rewards of several samples, which a custom reward gets at once."""
+    if args.custom_rm_path:
+        return await load_function(args.custom_rm_path)(args, samples, **options)
+    return await asyncio.gather(*(async_rm(args, sample, **options) for sample in samples))
+
+
+__all__ = ["async_rm", "batched_async_rm", "extract_answer", "grade_answer_verl"]

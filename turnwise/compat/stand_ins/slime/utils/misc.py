@@ -1,0 +1,24 @@
+"""Functions by path, and classes with one object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from turnwise.compat.common import import_object
+
+
+class SingletonMeta(type):
+    """Metaclass of classes with one object."""
+
+    _only: Any
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        """Return the one object, made by the first call."""
+        if "_only" not in vars(cls):
+            cls._only = super().__call__(*args, **options)
+        return cls._only
+
+
+def load_function(path: Any) -> Any:
+    """Return what `module.name` names; a function as it is."""
+    return path if callable(path) else import_object(str(path), "load_function")
