@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx2
 import pytest
@@ -98,28 +99,31 @@ def test_a_limit_ends_the_program_and_it_is_scored() -> None:
 
 
 def test_a_program_that_does_not_end_is_killed_with_all_its_processes() -> None:
-    pids: list[str] = []
+    mark = f"OWN_MARK={uuid4().hex}"  # other tests on this machine run programs too
+    seen: list[int] = []
+
+    def alive() -> list[Path]:
+        return [one for one in Path("/proc").glob("[0-9]*/environ") if mark.encode() in _environ(one).split(b"\0")]
 
     def score(result: ProgramResult) -> float:
-        key = next(iter(keys))
-        pids.extend(str(one) for one in Path("/proc").glob("[0-9]*/environ") if key in _environ(one))
+        assert alive() == []
         return 1.0
-
-    keys: list[bytes] = []
 
     class Noting(RecordingEngine):
         async def generate(self, request: tw.Request) -> tw.Generation:
-            if not keys:
-                found = [_environ(one) for one in Path("/proc").glob("[0-9]*/environ")]
-                keys.extend(row for one in found for row in one.split(b"\0") if row.startswith(b"TURNWISE_SESSION="))
+            seen.append(len(alive()))
             return await super().generate(request)
 
     trajectory = play(
-        script(FOREVER), Noting(lambda messages, rng: "Go on."), score=score, seconds=2.0, limits=tw.Limits(turns=10**6)
+        script(FOREVER),
+        Noting(lambda messages, rng: "Go on."),
+        score=score,
+        seconds=2.0,
+        env={"OWN_MARK": mark.partition("=")[2]},
+        limits=tw.Limits(turns=10**6),
     )
-    assert (trajectory.reward, trajectory.stop) == (1.0, "wall_clock")
-    assert keys
-    assert pids == []
+    assert (trajectory.error, trajectory.reward, trajectory.stop) == (None, 1.0, "wall_clock")
+    assert max(seen) == 2
     account(trajectory)
 
 
