@@ -46,6 +46,8 @@ class ProxyServer:
         """
         self._sessions: dict[str, ProxySession] = {}
         self._recorded = recorded
+        self.unknown_sessions = 0
+        """Number of requests that named no session; those of a session are counted in its episode."""
         routes: dict[tuple[str, str], Endpoint] = {}
         for path, dialect in (
             ("/v1/chat/completions", ChatCompletions()),
@@ -94,6 +96,7 @@ class ProxyServer:
             return await self._recorded.session(self._recorded.name_of(call.path.get("token", ""), call.headers, _key(call)))
         session = self._sessions.get(call.path.get("token", "") or _key(call))
         if session is None:
+            self.unknown_sessions += 1
             raise RequestFault("no such session: its episode is over, or the base URL or API key is wrong", 401)
         return session
 
@@ -196,8 +199,8 @@ def _problem(task: asyncio.Task[Exchange]) -> RequestFault | None:
 
 def _refused(dialect: Dialect, fault: RequestFault, session: ProxySession | None) -> Response:
     """Return the answer to a request that has no reply; after the end of an episode, in the form that ends its program."""
-    if session is not None and not session.ended.is_set():
-        session.count("refused_requests")
+    if session is not None:
+        session.count("requests_after_end" if session.ended.is_set() else "refused_requests")
     if session is None or session.ended.is_set():
         fault = RequestFault(str(fault), dialect.end_status)
     return _error(dialect, fault)
