@@ -28,6 +28,8 @@ class Conversation:
     def __init__(self, http: Any, *, tools: Any = TOOLS, headers: dict[str, str] | None = None) -> None:
         self.http, self.tools, self.headers = http, tools, headers or {}
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": "Rules."}, {"role": "user", "content": "Begin."}]
+        self.replies: list[str] = []
+        """Ids of the replies."""
 
     async def ask(self, *more: dict[str, Any]) -> dict[str, Any]:
         self.messages += more
@@ -35,6 +37,7 @@ class Conversation:
         response = await self.http.post("/v1/chat/completions", json=body, headers=self.headers)
         assert response.status_code == 200, response.text
         message = response.json()["choices"][0]["message"]
+        self.replies.append(response.json()["id"])
         self.messages.append(message)
         return message
 
@@ -363,6 +366,7 @@ OPERATIONS = st.sampled_from(
         "fork",
         "twice",
         "leave",
+        "steal",
     ]
 )
 
@@ -384,7 +388,8 @@ def test_histories_never_mix_sessions_nor_train_an_id_twice(steps: list[tuple[in
         assert all(recorded.get(id(message), trajectory) is trajectory for message in used), "a reply of another session"
         for turn in trajectory.turns:
             prompt = byte_renderer().decode(trajectory.path(turn.prompt)[: turn.context])
-            assert f"I am {name}." in prompt, "a turn of another session"
+            assert f"I am {name.partition('-')[0]}." in prompt, "a turn of another session"
+        assert all(reply.startswith(f"chatcmpl-{watched.token[:8]}") for reply in watched.replies), "a reply of another session"
         named = sum("branch" in turn.info.get("proxy", {}) for turn in trajectory.turns)
         roots_and_forks = rows(trajectory) - 1 if trajectory.turns else 0
         assert named >= roots_and_forks, "a row without a reason"
@@ -397,6 +402,7 @@ class Watched(ProxySession):
         super().__init__(model)
         self.differing: list[Any] = []
         self.sampled: list[list[tw.Message]] = []
+        self.replies: list[str] = []
 
     async def _reply(self, request: WireRequest, agent: str) -> Exchange:
         exchange = await super()._reply(request, agent)
@@ -429,7 +435,7 @@ class Uneven(RecordingEngine):
 
 
 async def _play(steps: list[tuple[int, str, int]], seed: int) -> list[tuple[tw.Trajectory, list[list[int]], str, Watched]]:
-    names = ["north", "south", "west"]
+    names = ["north", "north-2", "south"]  # two whose requests are equal
 
     def script(messages: Any, rng: Any) -> str:
         number = rng.randrange(4)  # replies repeat, also in other sessions, so that texts alone do not tell them apart
@@ -454,9 +460,13 @@ async def _play(steps: list[tuple[int, str, int]], seed: int) -> list[tuple[tw.T
             clients = [client(server.open(ready[name])) for name in names]
             talks = [Conversation(http) for http in clients]
             for name, talk in zip(names, talks, strict=True):
-                talk.messages[1] = user(f"I am {name}.")
+                talk.messages[1] = user(f"I am {name.partition('-')[0]}.")
+                talk.replies = ready[name].replies
             running: list[asyncio.Future[Any]] = []
             for number, operation, place in steps:
+                stolen = [one for one in talks[(number + 1) % 3].messages if one["role"] == "assistant"]
+                if operation == "steal" and stolen and talks[number].messages[-1].get("tool_calls") is None:
+                    talks[number].messages += [user("also"), json.loads(json.dumps(stolen[-1])), user("stolen")]
                 talk = _changed(talks[number], operation, place)
                 if operation == "fork":  # in parallel with what follows
                     running.append(asyncio.ensure_future(talk.ask(user("fork"))))
@@ -532,6 +542,7 @@ def _changed(talk: Conversation, operation: str, place: int) -> Conversation:
 
 def _copy(talk: Conversation) -> Conversation:
     other = Conversation(talk.http, tools=talk.tools)
+    other.replies = talk.replies
     other.messages = json.loads(json.dumps(talk.messages))
     return other
 
