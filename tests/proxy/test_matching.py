@@ -347,31 +347,19 @@ def test_a_template_with_one_system_message_gets_the_later_ones_as_user() -> Non
     assert [(m.role, m.text) for m in folded] == [("system", "a\nb"), ("user", "c"), ("assistant", "d"), ("user", "e")]
 
 
-OPERATIONS = st.sampled_from(
-    [
-        "say",
-        "say",
-        "say",
-        "answer",
-        "answer",
-        "again",
-        "drop",
-        "edit",
-        "rewrite",
-        "reorder",
-        "default",
-        "strip",
-        "tools",
-        "retry",
-        "fork",
-        "twice",
-        "leave",
-        "steal",
-    ]
-)
+_NAMES = "say say answer again drop edit rewrite forge forge reorder default strip tools retry fork twice leave steal steal"
+OPERATIONS = st.sampled_from(_NAMES.split())
+FORGED: list[Callable[[dict[str, Any]], None]] = [
+    lambda message: message.update(content="forged"),
+    lambda message: message["tool_calls"][0]["function"].update(arguments='{"key": "forged"}'),
+    lambda message: message["tool_calls"][0]["function"].update(name="forged"),
+    lambda message: message["tool_calls"].append(json.loads(json.dumps(message["tool_calls"][0]))),
+    lambda message: message.update(tool_calls=[], content=message["content"] or "forged"),
+]
+"""Changes of a reply that keeps the ids of its calls."""
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.integers(0, 2), OPERATIONS, st.integers(0, 5)), min_size=2, max_size=14), st.integers(0, 2**16))
 def test_histories_never_mix_sessions_nor_train_an_id_twice(steps: list[tuple[int, str, int]], seed: int) -> None:
     """Programs that edit, drop, reorder, retry, leave and interleave: every sampled id once, under the context that the engine
@@ -462,6 +450,7 @@ async def _play(steps: list[tuple[int, str, int]], seed: int) -> list[tuple[tw.T
             for name, talk in zip(names, talks, strict=True):
                 talk.messages[1] = user(f"I am {name.partition('-')[0]}.")
                 talk.replies = ready[name].replies
+            await asyncio.gather(*(talk.ask() for talk in talks))
             running: list[asyncio.Future[Any]] = []
             for number, operation, place in steps:
                 stolen = [one for one in talks[(number + 1) % 3].messages if one["role"] == "assistant"]
@@ -523,10 +512,8 @@ def _changed(talk: Conversation, operation: str, place: int) -> Conversation:
         messages[-1] = user(f"edited {place}")
     elif at is not None and operation == "strip":
         messages[at]["content"] = f"\n{messages[at].get('content') or ''} "
-    elif calls and operation in ("reorder", "default"):
-        arguments = json.loads(calls[0]["function"]["arguments"])
-        given = dict(reversed(arguments.items())) | ({"all": False} if operation == "default" else {})
-        calls[0]["function"]["arguments"] = json.dumps(given, indent=place or None)
+    elif at is not None and calls:
+        _change_calls(messages[at], operation, place)
     last = messages[-1]
     if operation == "again" and last["role"] == "assistant" and len(messages) > 2:
         messages.pop()
@@ -538,6 +525,16 @@ def _changed(talk: Conversation, operation: str, place: int) -> Conversation:
     elif len(messages) > 2:
         messages.append(user(f"more {place}"))
     return talk
+
+
+def _change_calls(message: dict[str, Any], operation: str, place: int) -> None:
+    call = message["tool_calls"][0]["function"]
+    if operation == "forge":
+        FORGED[place % len(FORGED)](message)
+    elif operation in ("reorder", "default"):
+        arguments = json.loads(call["arguments"])
+        given = dict(reversed(arguments.items())) | ({"all": False} if operation == "default" else {})
+        call["arguments"] = json.dumps(given, indent=place or None)
 
 
 def _copy(talk: Conversation) -> Conversation:
