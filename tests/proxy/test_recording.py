@@ -12,7 +12,9 @@ import pytest
 
 import turnwise as tw
 from tests.proxy_kit import TOOL, RecordingEngine, account, called, client, contexts
+from turnwise import commands
 from turnwise.cli.main import main
+from turnwise.config import load
 from turnwise.engines.remote import ChatEngine
 from turnwise.errors import ConfigError
 from turnwise.proxy import ProxyServer, ProxySession
@@ -32,10 +34,15 @@ def script(messages: Any, rng: Any) -> str:
 
 
 def record(
-    work: Callable[[str], Awaitable[Any]], engine: Any, *, out: Path | None = None, idle_s: float = 60.0
+    work: Callable[[str], Awaitable[Any]],
+    engine: Any,
+    *,
+    out: Path | None = None,
+    idle_s: float = 600.0,
+    notes: list[str] | None = None,
 ) -> tuple[list[tw.Trajectory], list[str]]:
     """Record while `work(url)` runs; return the episodes and the notes."""
-    notes: list[str] = []
+    notes = [] if notes is None else notes
 
     async def run() -> list[tw.Trajectory]:
         run_dir = RunDir(out) if out is not None else None
@@ -101,7 +108,7 @@ def test_each_session_is_an_episode_by_path_header_or_key() -> None:
         assert (trajectory.key.phase, trajectory.reward) == ("record", None)
 
 
-def test_a_session_ends_by_a_request_with_its_reward_or_by_silence() -> None:
+def test_a_session_ends_by_a_request_with_its_reward() -> None:
     async def work(url: str) -> None:
         await talk(url, "/s/one")
         async with client(url) as http:
@@ -111,18 +118,25 @@ def test_a_session_ends_by_a_request_with_its_reward_or_by_silence() -> None:
             assert (await http.post("/s/never/end", json={})).status_code == 404
             assert (await http.get("/s/no%20name/v1/models")).status_code == 404
         await talk(url, "/s/one")  # the name again: another episode
-        await talk(url, "/s/silent")
-        await asyncio.sleep(0.6)
-        await talk(url, "/s/silent")
 
-    played, _ = record(work, RecordingEngine(script), idle_s=0.3)
-    assert sorted((t.key.task, t.key.sample, t.reward) for t in played) == [
-        ("one", 0, 0.5),
-        ("one", 1, None),
-        ("silent", 0, None),
-        ("silent", 1, None),
-    ]
+    played, _ = record(work, RecordingEngine(script))
+    assert [(t.key.task, t.key.sample, t.reward) for t in played] == [("one", 0, 0.5), ("one", 1, None)]
     assert {len(trajectory.turns) for trajectory in played} == {2}
+
+
+def test_a_session_without_requests_ends() -> None:
+    notes: list[str] = []
+
+    async def work(url: str) -> None:
+        async with client(url) as http:
+            for number in (1, 2):
+                body = {"model": "any", "messages": [{"role": "user", "content": "x"}]}
+                assert (await http.post("/s/silent/v1/chat/completions", json=body)).status_code == 200
+                while len(notes) < number:
+                    await asyncio.sleep(0.01)
+
+    played, _ = record(work, RecordingEngine(script), idle_s=0.1, notes=notes)
+    assert [(t.key.task, t.key.sample, len(t.turns)) for t in played] == [("silent", 0, 1), ("silent", 1, 1)]
 
 
 def test_a_chat_service_is_recorded_and_nothing_of_it_is_trained(tmp_path: Path) -> None:
@@ -208,3 +222,56 @@ def test_the_command_writes_a_run_directory(tmp_path: Path, monkeypatch: pytest.
     assert "record" in (tmp_path / "view.html").read_text()
     assert main(["record", *engine, *out]) == 2
     assert "already contains a run" in capsys.readouterr().err
+
+
+ASK = """
+import json, os, urllib.request
+body = json.dumps({"messages": [{"role": "user", "content": os.environ["TURNWISE_TASK"]}]}).encode()
+head = {"content-type": "application/json"}
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, head)
+with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as answer:
+    print(json.load(answer)["choices"][0]["message"]["content"])
+"""
+EVALUATED = """
+[[env]]
+use = "program"
+tasks = "tasks.jsonl"
+eval_tasks = "eval.jsonl"
+
+[env.args]
+command = ["{python}", "{recipe}/ask.py"]
+score = "scores.py:score"
+
+[engine]
+kind = "chat"
+model = "m"
+
+[eval]
+tasks = 4
+greedy = false
+"""
+
+
+def test_programs_are_evaluated_in_front_of_a_chat_service(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text(EVALUATED)
+    (tmp_path / "ask.py").write_text(ASK)
+    (tmp_path / "scores.py").write_text("def score(result):\n    return float(result.output.strip() == 'Right.')\n")
+    for name in ("tasks", "eval"):
+        rows = ({"prompt": f"{name} {number}", "answer": ""} for number in range(4))
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found: list[Any] = []
+
+    async def service(task: tw.Task, model: tw.Model) -> float:
+        session = ProxySession(model)
+        async with ProxyServer() as server:
+            words = [f'--engine.urls=["{server.open(session)}/v1"]']
+            resolved = load(tmp_path / "r.toml", words, envs=[], training=False)
+            loop = asyncio.get_running_loop()
+            found.append(await loop.run_in_executor(None, lambda: commands.run_evaluation(resolved)))
+        await session.end()
+        return 1.0
+
+    engine = RecordingEngine(lambda messages, rng: "Wrong." if "eval 3" in messages[-1].text else "Right.")
+    (behind,) = tw.rollout(service, [tw.Task("x")], engine, sanity="off", limits=tw.Limits(turns=1000))
+    assert behind.error is None, behind.error.traceback
+    assert (found[0]["sampled"]["success"], len(found[0]["counts"])) == (0.75, 4)
