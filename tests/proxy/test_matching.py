@@ -28,8 +28,8 @@ class Conversation:
     def __init__(self, http: Any, *, tools: Any = TOOLS, headers: dict[str, str] | None = None) -> None:
         self.http, self.tools, self.headers = http, tools, headers or {}
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": "Rules."}, {"role": "user", "content": "Begin."}]
-        self.replies: list[str] = []
-        """Ids of the replies."""
+        self.replies: list[tuple[str, str]] = []
+        """Ids of the replies, and their requests."""
 
     async def ask(self, *more: dict[str, Any]) -> dict[str, Any]:
         self.messages += more
@@ -37,7 +37,7 @@ class Conversation:
         response = await self.http.post("/v1/chat/completions", json=body, headers=self.headers)
         assert response.status_code == 200, response.text
         message = response.json()["choices"][0]["message"]
-        self.replies.append(response.json()["id"])
+        self.replies.append((response.json()["id"], json.dumps(body, sort_keys=True)))
         self.messages.append(message)
         return message
 
@@ -377,7 +377,8 @@ def test_histories_never_mix_sessions_nor_train_an_id_twice(steps: list[tuple[in
         for turn in trajectory.turns:
             prompt = byte_renderer().decode(trajectory.path(turn.prompt)[: turn.context])
             assert f"I am {name.partition('-')[0]}." in prompt, "a turn of another session"
-        assert all(reply.startswith(f"chatcmpl-{watched.token[:8]}") for reply in watched.replies), "a reply of another session"
+        assert all(one.startswith(f"chatcmpl-{watched.token[:8]}") for one, _ in watched.replies), "a reply of another session"
+        assert len(set(watched.replies)) == len(dict(watched.replies)), "one reply to different requests"
         named = sum("branch" in turn.info.get("proxy", {}) for turn in trajectory.turns)
         roots_and_forks = rows(trajectory) - 1 if trajectory.turns else 0
         assert named >= roots_and_forks, "a row without a reason"
@@ -390,7 +391,7 @@ class Watched(ProxySession):
         super().__init__(model)
         self.differing: list[Any] = []
         self.sampled: list[list[tw.Message]] = []
-        self.replies: list[str] = []
+        self.replies: list[tuple[str, str]] = []
 
     async def _reply(self, request: WireRequest, agent: str) -> Exchange:
         exchange = await super()._reply(request, agent)
@@ -499,6 +500,8 @@ def _changed(talk: Conversation, operation: str, place: int) -> Conversation:
     messages = talk.messages
     replies = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
     at = replies[place % len(replies)] if replies else None
+    calling = [number for number in replies if messages[number].get("tool_calls")]
+    at = calling[place % len(calling)] if calling and operation in ("forge", "reorder", "default") else at
     calls = messages[at].get("tool_calls") if at is not None else None
     if operation == "fork":
         return _copy(talk)
@@ -513,7 +516,7 @@ def _changed(talk: Conversation, operation: str, place: int) -> Conversation:
     elif at is not None and operation == "strip":
         messages[at]["content"] = f"\n{messages[at].get('content') or ''} "
     elif at is not None and calls:
-        _change_calls(messages[at], operation, place)
+        _change_calls(messages[at], operation, place, len(messages))
     last = messages[-1]
     if operation == "again" and last["role"] == "assistant" and len(messages) > 2:
         messages.pop()
@@ -527,10 +530,10 @@ def _changed(talk: Conversation, operation: str, place: int) -> Conversation:
     return talk
 
 
-def _change_calls(message: dict[str, Any], operation: str, place: int) -> None:
+def _change_calls(message: dict[str, Any], operation: str, place: int, number: int) -> None:
     call = message["tool_calls"][0]["function"]
     if operation == "forge":
-        FORGED[place % len(FORGED)](message)
+        FORGED[(place + number) % len(FORGED)](message)
     elif operation in ("reorder", "default"):
         arguments = json.loads(call["arguments"])
         given = dict(reversed(arguments.items())) | ({"all": False} if operation == "default" else {})
