@@ -131,6 +131,14 @@ async def subagent(talk: Conversation, http: Any, session: ProxySession) -> None
     await talk.ask(user("More."))
 
 
+async def subagents_alike(talk: Conversation, http: Any, session: ProxySession) -> None:
+    """Two agents with equal requests at once: neither gets the other's reply."""
+    await talk.ask()
+    others = [Conversation(http, headers={"x-claude-code-agent-id": name}) for name in ("a1", "a2")]
+    await asyncio.gather(*(other.ask() for other in others))
+    assert others[0].replies[0][0] != others[1].replies[0][0]
+
+
 async def compacted(talk: Conversation, http: Any, session: ProxySession) -> None:
     await two(talk)
     other = Conversation(http)
@@ -179,6 +187,7 @@ CASES = [
     (newest_dropped, ["One.", "Two.", "Three."], {"dropped_reply": 1}, 2),
     (side, ["One.", "A name."], {"side": 1}, 2),
     (subagent, ["One.", "Two.", "Three.", "Four."], {"subagent": 1}, 2),
+    (subagents_alike, ["One.", "Two.", "Three."], {"subagent": 2}, 3),
     (compacted, ["One.", LONG, "Three."], {"compacted": 1}, 2),
     (
         compacted_by_lines,
