@@ -60,6 +60,7 @@ FOREIGN = {
     # Python's own modules, coroutines and errors of the system
     "envs/isolation/sandbox.py": "_base_executable",
     "rollouts/watchdog.py": "SIGUSR1 cr_await cr_code cr_frame",
+    "proxy/recording.py": "strerror",
     "training/server.py": "strerror",
     "viewer/web/server.py": "strerror",
 }

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwise.config import ResolvedConfig
+from turnwise.config import Limits, ResolvedConfig
 from turnwise.config.dump import load_run_config, to_json_dict
 from turnwise.config.launch import world_size
 from turnwise.errors import ConfigError, ModelError, TraceError, UsageError
@@ -253,7 +253,61 @@ def preview_rollouts(
     return trajectories
 
 
-def _rollout(resolved: ResolvedConfig, specs: Sequence[EnvSpec], checkpoint: str | None, engine: str) -> Rollout:
+def record_programs(
+    resolved: ResolvedConfig,
+    *,
+    port: int,
+    idle_s: float,
+    note: Callable[[str], None],
+    checkpoint: str | None = None,
+    untrained: Sequence[str] = ("side",),
+) -> list[Trajectory]:
+    """Record what programs do at a port until interrupted, in the directory `out`; `note` receives a line for each session."""
+    from turnwise.training.metrics import versions
+
+    try:
+        from turnwise.proxy import ProxySettings
+        from turnwise.proxy.recording import record_sessions
+    except ImportError as error:
+        raise ConfigError(
+            f"turnwise record needs starlette and uvicorn ({error.name} is missing): pip install 'turnwise[serve]'"
+        ) from None
+    path = Path(resolved.config.out)
+    if (path / "journal.jsonl").exists():
+        raise ConfigError(f"{path} already contains a run; choose another --out")
+    resolved = replace(resolved, config=replace(resolved.config, limits=_limits_of_programs(resolved)))
+
+    def started(url: str) -> None:
+        note(f"{url}  (give programs {url}/s/NAME/v1 as their base URL, or {url}/s/NAME where they add /v1; Ctrl-C ends)")
+        if resolved.config.engine.kind == "chat":
+            note("the service returns text: ids are the built-in renderer's, without logprobs, and none can be trained on")
+
+    async def record(run: RunDir) -> list[Trajectory]:
+        rollout = _rollout(resolved, [], checkpoint, "local", run=run, stop_on_bugs=False)
+        settings = ProxySettings(untrained=tuple(untrained))
+        try:
+            return await record_sessions(rollout, port=port, idle_s=idle_s, on_start=started, note=note, settings=settings)
+        finally:
+            await rollout.engine.close()
+
+    with RunDir(path) as run:
+        run.write_json("config.json", to_json_dict(resolved) | {"versions": versions()})
+        return run_sync(record(run))
+
+
+def _limits_of_programs(resolved: ResolvedConfig) -> Limits:
+    """Return limits for sessions of unknown length, where none were given."""
+
+    def free(name: str) -> bool:
+        return resolved.origins.get(f"limits.{name}", "default") == "default"
+
+    limits = resolved.config.limits
+    limits = replace(limits, turns=10_000) if free("turns") else limits
+    limits = replace(limits, turn_tokens=16_384) if free("turn_tokens") else limits
+    return replace(limits, wall_clock_s=7 * 86_400.0) if free("wall_clock_s") else limits
+
+
+def _rollout(resolved: ResolvedConfig, specs: Sequence[EnvSpec], checkpoint: str | None, engine: str, **more: Any) -> Rollout:
     from turnwise.engines import ScriptedEngine
     from turnwise.renderers import byte_renderer
     from turnwise.rollouts import Rollout
@@ -261,7 +315,7 @@ def _rollout(resolved: ResolvedConfig, specs: Sequence[EnvSpec], checkpoint: str
     config = resolved.config
     options: dict[str, Any] = {"limits": config.limits, "seed": config.seed, "concurrency": config.rollout.concurrency}
     names = ("environments", "stop", "history", "watchdog_s", "sanity", "sanity_every", "sanity_share")
-    options |= {"stop_on_bugs": True} | {name: getattr(config.rollout, name) for name in names}
+    options |= {"stop_on_bugs": True} | {name: getattr(config.rollout, name) for name in names} | more
     if engine == "scripted":
         solvers = [spec.solver for spec in specs]
         if len(solvers) != 1 or solvers[0] is None:

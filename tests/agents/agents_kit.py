@@ -24,6 +24,8 @@ OPENCODE: dict[str, Any] = {
     "options": {"baseURL": "{env:OPENAI_BASE_URL}", "apiKey": "{env:OPENAI_API_KEY}"},
     "models": {"turnwise": {"limit": {"context": 200_000, "output": 8_000}}},
 }
+MINI = ("mini", "--task", "{task}", "--yolo", "--exit-immediately", "--model", "openai/turnwise", "--cost-limit", "0")
+MINI_ENV = {"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors"}
 CODEX = '{name="turnwise",base_url="{base_url}",env_key="OPENAI_API_KEY",wire_api="responses"}'
 
 
@@ -65,7 +67,7 @@ AGENTS = {
         ("claude", "-p", "{task}", "--model", "{model}", "--allowedTools", "Bash,Read,Edit,Write,Agent"),
         lambda command: called("Bash", command=command, description="Run"),
         lambda task: called("Agent", description="Look", prompt=task, subagent_type="general-purpose"),
-        {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"},
+        {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "IS_SANDBOX": "1"},
         compaction="Respond with TEXT ONLY",
     ),
     "codex": Agent(
@@ -142,9 +144,7 @@ def run_program(
         return float(total.exists() and total.read_text().strip() == "42")
 
     files = {"numbers.txt": "12\n30\n", **(files or {})}
-    player = program(
-        [installed(command[0]), *command[1:]], score=score, files=files, env={"IS_SANDBOX": "1", **(env or {})}, **given
-    )
+    player = program([installed(command[0]), *command[1:]], score=score, files=files, env=env, **given)
     tasks = [tw.Task(TASK, id=f"task{number}") for number in range(episodes)]
     outcome.trajectories = list(tw.rollout(player, tasks, outcome.engine, limits=limits))
     for trajectory in outcome.trajectories:

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 import turnwise as tw
-from tests.agents.agents_kit import END, STEPS, Outcome, counts, run_program
+from tests.agents.agents_kit import END, MINI, MINI_ENV, STEPS, Outcome, counts, run_program
 from tests.proxy_kit import called
 
 pytestmark = [pytest.mark.agents, pytest.mark.timeout(300)]
 PROGRAMS = Path(__file__).parent / "programs"
-MINI = ("mini", "--task", "{task}", "--yolo", "--exit-immediately", "--model", "openai/turnwise", "--cost-limit", "0")
-MINI_ENV = {"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors"}
 SUBMIT = "Done.\n" + called("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
 
 APPENDING = [

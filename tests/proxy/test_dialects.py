@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vision_kit import tiny_vlm_directory
 
+import turnwise as tw
 from tests.proxy_kit import TOOL, RecordingEngine, account, called, client, contexts, direct
-from turnwise.proxy import ProxySession
+from turnwise.proxy import ProxyServer, ProxySession, ProxySettings
 from turnwise.proxy.anthropic import FIELDS as MESSAGES_FIELDS
 from turnwise.proxy.anthropic import AnthropicMessages
 from turnwise.proxy.chat import FIELDS as CHAT_FIELDS
@@ -296,8 +297,6 @@ def test_media_of_unknown_kinds_and_foreign_urls_are_refused(kind: type[ChatProg
 
 @pytest.mark.parametrize("kind", PROGRAMS)
 def test_an_unknown_session_and_an_unknown_model_are_named(kind: type[ChatProgram]) -> None:
-    from turnwise.proxy import ProxySettings
-
     program = kind(False)
 
     async def work(session: ProxySession, root: str) -> None:
@@ -462,4 +461,95 @@ def test_a_stop_text_is_sampled_and_not_sent_and_may_come_back(kind: type[ChatPr
     assert trajectory.branches == {}
     assert len(list(trajectory.samples())) == 1
     assert trajectory.metrics["proxy_stop_text_added"] == 2  # in two requests
+    account(trajectory)
+
+
+def _media(kind: type[ChatProgram]) -> list[dict[str, Any]]:
+    """Return content that no model here reads, in a dialect."""
+    data = {"type": "base64", "media_type": "application/pdf", "data": PNG}
+    if kind is MessagesProgram:
+        return [{"type": "document", "source": data}, {"type": "search_result", "content": []}, {"type": "image"}]
+    if kind is ResponsesProgram:
+        return [{"type": "input_file", "file_data": PNG}, {"type": "input_audio", "data": PNG}]
+    return [
+        {"type": "input_audio", "input_audio": {"data": PNG, "format": "wav"}},
+        {"type": "file", "file": {"file_data": PNG}},
+        {"type": "video_url", "video_url": {"url": "https://example.org/a.mp4"}},
+    ]
+
+
+def _error_of(response: Any, kind: type[ChatProgram]) -> dict[str, Any]:
+    """Return the error of a response, which has the dialect's own shape."""
+    body = response.json()
+    assert response.headers["x-should-retry"] == "false"
+    if kind is MessagesProgram:
+        assert body.keys() == {"type", "error"}
+        assert body["type"] == "error"
+        assert body["error"].keys() == {"type", "message"}
+    else:
+        assert body.keys() == {"error"}
+        assert body["error"].keys() == {"message", "type", "param", "code"}
+    return body["error"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_every_kind_of_bad_input_has_the_shape_of_its_dialect_and_a_count(kind: type[ChatProgram], stream: bool) -> None:
+    program, servers = kind(stream), []
+    refused = 0
+
+    async def work(session: ProxySession, root: str) -> None:
+        nonlocal refused
+
+        async def error(**changed: Any) -> tuple[int, dict[str, Any]]:
+            response = await http.post(program.path, json=program.body() | changed)
+            return response.status_code, _error_of(response, kind)
+
+        async with client(root) as http:
+            status, found = await error(model="gpt-9")
+            assert (status, found.get("code"), found["type"]) == (
+                (404, None, "not_found_error") if kind is MessagesProgram else (404, "model_not_found", "invalid_request_error")
+            )
+            refused += 1
+            for name, value in {
+                "logit_bias": {"5": 1},
+                "frequency_penalty": 0.5,
+                "top_logprobs": 5,
+                "guided_regex": "a*",
+            }.items():
+                status, found = await error(**{name: value})
+                assert (status, found["type"]) == (400, "invalid_request_error")
+                assert name in found["message"]
+                refused += 1
+            for part in _media(kind):
+                before = list(program.messages)
+                program.messages.append({"role": "user", "content": [part]})
+                status, found = await error()
+                assert (status, found["type"]) == (400, "invalid_request_error")
+                program.messages = before
+                refused += 1
+            program.take((await http.post(program.path, json=program.body())).text)
+            program.messages.append({"role": "user", "content": [{"type": "text", "text": "word " * 2000}]})
+            if kind is ResponsesProgram:
+                program.messages[-1]["content"] = "word " * 2000
+            status, found = await error()  # over the context: a limit, which ends the episode and its program
+            assert (status, found["type"]) == (
+                (403, "permission_error") if kind is MessagesProgram else (400, "invalid_request_error")
+            )
+            assert "the episode is over" in found["message"]
+            assert "too long" not in found["message"]  # what makes programs compact and go on
+        async with ProxyServer() as server, client(f"{server.url}/s/{'0' * 32}") as http:
+            status, found = await error()
+            assert (status, "no such session" in found["message"]) == (403 if kind is MessagesProgram else 400, True)
+            servers.append(server.unknown_sessions)
+        if session.limit is not None:
+            raise session.limit
+
+    settings = ProxySettings(models=("m",))
+    limits = tw.Limits(context=4000, turn_tokens=100)
+    trajectory = direct(work, RecordingEngine(REPLIES), settings=settings, limits=limits)
+    assert (trajectory.stop, len(trajectory.turns)) == ("context", 1)
+    assert trajectory.metrics["proxy_refused_requests"] == refused
+    assert trajectory.metrics["proxy_requests_after_end"] == 1
+    assert servers == [1]
     account(trajectory)

@@ -16,6 +16,7 @@ from tests.proxy_kit import TOOL, RecordingEngine, account, called, client, cont
 from turnwise.proxy import ProxyServer, ProxySession, ProxySettings
 from turnwise.proxy.matching import Exchange
 from turnwise.proxy.wire import WireRequest
+from turnwise.renderers import byte_renderer
 
 TOOLS = [{"type": "function", "function": TOOL}]
 LONG = "A summary of everything that happened so far."
@@ -27,6 +28,8 @@ class Conversation:
     def __init__(self, http: Any, *, tools: Any = TOOLS, headers: dict[str, str] | None = None) -> None:
         self.http, self.tools, self.headers = http, tools, headers or {}
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": "Rules."}, {"role": "user", "content": "Begin."}]
+        self.replies: list[tuple[str, str]] = []
+        """Ids of the replies, and their requests."""
 
     async def ask(self, *more: dict[str, Any]) -> dict[str, Any]:
         self.messages += more
@@ -34,6 +37,7 @@ class Conversation:
         response = await self.http.post("/v1/chat/completions", json=body, headers=self.headers)
         assert response.status_code == 200, response.text
         message = response.json()["choices"][0]["message"]
+        self.replies.append((response.json()["id"], json.dumps(body, sort_keys=True)))
         self.messages.append(message)
         return message
 
@@ -127,6 +131,14 @@ async def subagent(talk: Conversation, http: Any, session: ProxySession) -> None
     await talk.ask(user("More."))
 
 
+async def subagents_alike(talk: Conversation, http: Any, session: ProxySession) -> None:
+    """Two agents with equal requests at once: neither gets the other's reply."""
+    await talk.ask()
+    others = [Conversation(http, headers={"x-claude-code-agent-id": name}) for name in ("a1", "a2")]
+    await asyncio.gather(*(other.ask() for other in others))
+    assert others[0].replies[0][0] != others[1].replies[0][0]
+
+
 async def compacted(talk: Conversation, http: Any, session: ProxySession) -> None:
     await two(talk)
     other = Conversation(http)
@@ -175,6 +187,7 @@ CASES = [
     (newest_dropped, ["One.", "Two.", "Three."], {"dropped_reply": 1}, 2),
     (side, ["One.", "A name."], {"side": 1}, 2),
     (subagent, ["One.", "Two.", "Three.", "Four."], {"subagent": 1}, 2),
+    (subagents_alike, ["One.", "Two.", "Three."], {"subagent": 2}, 3),
     (compacted, ["One.", LONG, "Three."], {"compacted": 1}, 2),
     (
         compacted_by_lines,
@@ -343,40 +356,38 @@ def test_a_template_with_one_system_message_gets_the_later_ones_as_user() -> Non
     assert [(m.role, m.text) for m in folded] == [("system", "a\nb"), ("user", "c"), ("assistant", "d"), ("user", "e")]
 
 
-OPERATIONS = st.sampled_from(
-    [
-        "say",
-        "say",
-        "say",
-        "answer",
-        "answer",
-        "again",
-        "drop",
-        "edit",
-        "rewrite",
-        "reorder",
-        "default",
-        "strip",
-        "tools",
-        "retry",
-        "fork",
-    ]
-)
+_NAMES = "say say answer again drop edit rewrite forge forge reorder default strip tools retry fork twice leave steal steal"
+OPERATIONS = st.sampled_from(_NAMES.split())
+FORGED: list[Callable[[dict[str, Any]], None]] = [
+    lambda message: message.update(content="forged"),
+    lambda message: message["tool_calls"][0]["function"].update(arguments='{"key": "forged"}'),
+    lambda message: message["tool_calls"][0]["function"].update(name="forged"),
+    lambda message: message["tool_calls"].append(json.loads(json.dumps(message["tool_calls"][0]))),
+    lambda message: message.update(tool_calls=[], content=message["content"] or "forged"),
+]
+"""Changes of a reply that keeps the ids of its calls."""
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.integers(0, 2), OPERATIONS, st.integers(0, 5)), min_size=2, max_size=14), st.integers(0, 2**16))
 def test_histories_never_mix_sessions_nor_train_an_id_twice(steps: list[tuple[int, str, int]], seed: int) -> None:
-    """Programs that edit, drop, reorder, retry and interleave: every sampled id once, under the context that the engine saw."""
+    """Programs that edit, drop, reorder, retry, leave and interleave: every sampled id once, under the context that the engine
+    saw, which is what the program sent."""
     outcome = asyncio.run(_play(steps, seed))
-    for trajectory, received, name, differing in outcome:
+    recorded = {id(turn.reply): trajectory for trajectory, *_ in outcome for turn in trajectory.turns}
+    for trajectory, received, name, watched in outcome:
         assert trajectory.error is None, trajectory.error.traceback
         account(trajectory)
         assert contexts(trajectory) == received
-        assert not differing, "the conversation is not the program's"
+        assert not watched.differing, "the conversation is not the program's"
+        assert len(trajectory.turns) == len(watched.sampled) == len(received), "a request without a turn of its own"
+        used = [message for messages in watched.sampled for message in messages]
+        assert all(recorded.get(id(message), trajectory) is trajectory for message in used), "a reply of another session"
         for turn in trajectory.turns:
-            said = turn.reply.text + json.dumps([dict(call.arguments) for call in turn.reply.tool_calls])
-            assert name in said, "a reply of another session"
+            prompt = byte_renderer().decode(trajectory.path(turn.prompt)[: turn.context])
+            assert f"I am {name.partition('-')[0]}." in prompt, "a turn of another session"
+        assert all(one.startswith(f"chatcmpl-{watched.token[:8]}") for one, _ in watched.replies), "a reply of another session"
+        assert len(set(watched.replies)) == len(dict(watched.replies)), "one reply to different requests"
         named = sum("branch" in turn.info.get("proxy", {}) for turn in trajectory.turns)
         roots_and_forks = rows(trajectory) - 1 if trajectory.turns else 0
         assert named >= roots_and_forks, "a row without a reason"
@@ -388,27 +399,47 @@ class Watched(ProxySession):
     def __init__(self, model: tw.Model) -> None:
         super().__init__(model)
         self.differing: list[Any] = []
+        self.sampled: list[list[tw.Message]] = []
+        self.replies: list[tuple[str, str]] = []
 
     async def _reply(self, request: WireRequest, agent: str) -> Exchange:
         exchange = await super()._reply(request, agent)
-        asked = [(one.role, "".join(one.text.split()), [call.name for call in one.calls]) for one in request.messages]
-        own = [(one.role, "".join(one.text.split()), [call.name for call in one.tool_calls]) for one in exchange.messages]
-        arguments = [json.loads(call.arguments) for one in request.messages for call in one.calls]
-        recorded = [call.arguments for one in exchange.messages for call in one.tool_calls]
-        within = all(given.items() >= dict(known).items() for given, known in zip(arguments, recorded, strict=True))
-        self.differing += [(asked, own)] if asked != own or not within else []
+        turn = next(one for one in self.model.trajectory.turns if one.reply is exchange.reply.message)
+        own = self.model.trajectory.conversation(self.model.trajectory.turns.index(turn))[:-1]
+        self.sampled.append(exchange.messages)
+        said = [(one.role, "".join(one.text.split()), [call.name for call in one.calls]) for one in request.messages]
+        for conversation in (exchange.messages, own):
+            held = [(one.role, "".join(one.text.split()), [call.name for call in one.tool_calls]) for one in conversation]
+            self.differing += [(said, held)] if said != held else []
+            arguments = [json.loads(call.arguments) for one in request.messages for call in one.calls]
+            known = [dict(call.arguments) for one in conversation for call in one.tool_calls]
+            within = len(arguments) == len(known) and all(
+                given.items() >= one.items() for given, one in zip(arguments, known, strict=True)
+            )
+            self.differing += [] if within else [(arguments, known)]
+        offered = [tool["function"]["name"] for tool in request.tools]
+        prompt = byte_renderer().decode(self.model.trajectory.path(turn.prompt)[: turn.context])
+        self.differing += [offered] if any(f'"name": "{name}"' not in prompt.partition("I am")[0] for name in offered) else []
         return exchange
 
 
-async def _play(steps: list[tuple[int, str, int]], seed: int) -> list[tuple[tw.Trajectory, list[list[int]], str, list[Any]]]:
-    names = ["north", "south", "west"]
+class Uneven(RecordingEngine):
+    """Takes unevenly long, so that requests overtake each other."""
+
+    async def generate(self, request: tw.Request) -> tw.Generation:
+        for _ in range(request.seed % 7):
+            await asyncio.sleep(0.001)
+        return await super().generate(request)
+
+
+async def _play(steps: list[tuple[int, str, int]], seed: int) -> list[tuple[tw.Trajectory, list[list[int]], str, Watched]]:
+    names = ["north", "north-2", "south"]  # two whose requests are equal
 
     def script(messages: Any, rng: Any) -> str:
-        name = next(name for name in names if any(name in message.text for message in messages))
-        number = rng.randrange(4)  # replies repeat, so that texts alone do not tell them apart
-        return called("look_up", key=f"{name} {number}") if number < 2 else f"{name} {number}"
+        number = rng.randrange(4)  # replies repeat, also in other sessions, so that texts alone do not tell them apart
+        return called("look_up", key=f"{number}") if number < 2 else f"reply {number}"
 
-    engine = RecordingEngine(script)
+    engine = Uneven(script)
     ready: dict[str, Watched] = {}
     over = asyncio.Event()
 
@@ -427,13 +458,28 @@ async def _play(steps: list[tuple[int, str, int]], seed: int) -> list[tuple[tw.T
             clients = [client(server.open(ready[name])) for name in names]
             talks = [Conversation(http) for http in clients]
             for name, talk in zip(names, talks, strict=True):
-                talk.messages[1] = user(f"I am {name}.")
+                talk.messages[1] = user(f"I am {name.partition('-')[0]}.")
+                talk.replies = ready[name].replies
+            await asyncio.gather(*(talk.ask() for talk in talks))
             running: list[asyncio.Future[Any]] = []
             for number, operation, place in steps:
+                stolen = [one for one in talks[(number + 1) % 3].messages if one["role"] == "assistant"]
+                if operation == "steal" and stolen and talks[number].messages[-1].get("tool_calls") is None:
+                    talks[number].messages += [user("also"), json.loads(json.dumps(stolen[-1])), user("stolen")]
                 talk = _changed(talks[number], operation, place)
                 if operation == "fork":  # in parallel with what follows
                     running.append(asyncio.ensure_future(talk.ask(user("fork"))))
                     continue
+                if operation == "twice" and talk.messages[-1]["role"] != "assistant":  # the same request, in flight
+                    other = _copy(talk)
+                    (first, second) = await asyncio.gather(talk.ask(), other.ask())
+                    assert first == second, "two replies to a request that was in flight"
+                    continue
+                if operation == "leave":  # the client leaves, and asks the same again
+                    left = asyncio.ensure_future(_copy(talk).ask())
+                    await asyncio.wait([left], timeout=0.001 * place)
+                    left.cancel()
+                    await asyncio.gather(left, return_exceptions=True)
                 await talk.ask()
             await asyncio.gather(*running)
             for http in clients:
@@ -446,7 +492,7 @@ async def _play(steps: list[tuple[int, str, int]], seed: int) -> list[tuple[tw.T
         by_session.setdefault(session_name.split("/")[2], []).append(ids)
     ids = [t.task.id for t in trajectories]
     received = [_in_turn_order(t, by_session.get(t.task.id, [])) for t in trajectories]
-    return list(zip(trajectories, received, ids, (ready[name].differing for name in ids), strict=True))
+    return list(zip(trajectories, received, ids, (ready[name] for name in ids), strict=True))
 
 
 def _in_turn_order(trajectory: tw.Trajectory, received: list[list[int]]) -> list[list[int]]:
@@ -463,11 +509,11 @@ def _changed(talk: Conversation, operation: str, place: int) -> Conversation:
     messages = talk.messages
     replies = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
     at = replies[place % len(replies)] if replies else None
+    calling = [number for number in replies if messages[number].get("tool_calls")]
+    at = calling[place % len(calling)] if calling and operation in ("forge", "reorder", "default") else at
     calls = messages[at].get("tool_calls") if at is not None else None
     if operation == "fork":
-        other = Conversation(talk.http, tools=talk.tools)
-        other.messages = json.loads(json.dumps(messages))
-        return other
+        return _copy(talk)
     if operation == "tools":
         talk.tools = [] if talk.tools else TOOLS
     elif at is not None and operation == "drop":
@@ -478,10 +524,8 @@ def _changed(talk: Conversation, operation: str, place: int) -> Conversation:
         messages[-1] = user(f"edited {place}")
     elif at is not None and operation == "strip":
         messages[at]["content"] = f"\n{messages[at].get('content') or ''} "
-    elif calls and operation in ("reorder", "default"):
-        arguments = json.loads(calls[0]["function"]["arguments"])
-        given = dict(reversed(arguments.items())) | ({"all": False} if operation == "default" else {})
-        calls[0]["function"]["arguments"] = json.dumps(given, indent=place or None)
+    elif at is not None and calls:
+        _change_calls(messages[at], operation, place, len(messages))
     last = messages[-1]
     if operation == "again" and last["role"] == "assistant" and len(messages) > 2:
         messages.pop()
@@ -493,6 +537,23 @@ def _changed(talk: Conversation, operation: str, place: int) -> Conversation:
     elif len(messages) > 2:
         messages.append(user(f"more {place}"))
     return talk
+
+
+def _change_calls(message: dict[str, Any], operation: str, place: int, number: int) -> None:
+    call = message["tool_calls"][0]["function"]
+    if operation == "forge":
+        FORGED[(place + number) % len(FORGED)](message)
+    elif operation in ("reorder", "default"):
+        arguments = json.loads(call["arguments"])
+        given = dict(reversed(arguments.items())) | ({"all": False} if operation == "default" else {})
+        call["arguments"] = json.dumps(given, indent=place or None)
+
+
+def _copy(talk: Conversation) -> Conversation:
+    other = Conversation(talk.http, tools=talk.tools)
+    other.replies = talk.replies
+    other.messages = json.loads(json.dumps(talk.messages))
+    return other
 
 
 def _said(talk: Conversation, text: str) -> Conversation:

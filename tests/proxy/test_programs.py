@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx2
 import pytest
@@ -98,27 +99,31 @@ def test_a_limit_ends_the_program_and_it_is_scored() -> None:
 
 
 def test_a_program_that_does_not_end_is_killed_with_all_its_processes() -> None:
-    task = tw.Task(f"Begin {os.getpid()} {time.monotonic_ns()}.")  # no other test's processes have it
-    mark = f"TURNWISE_TASK={task.messages[0].text}".encode()
-    counts: list[int] = []
+    mark = f"OWN_MARK={uuid4().hex}"  # other tests on this machine run programs too
+    seen: list[int] = []
 
-    def running() -> int:
-        return sum(mark in _environ(one).split(b"\0") for one in Path("/proc").glob("[0-9]*/environ"))
+    def alive() -> list[Path]:
+        return [one for one in Path("/proc").glob("[0-9]*/environ") if mark.encode() in _environ(one).split(b"\0")]
+
+    def score(result: ProgramResult) -> float:
+        assert alive() == []
+        return 1.0
 
     class Noting(RecordingEngine):
         async def generate(self, request: tw.Request) -> tw.Generation:
-            counts.append(running())
+            seen.append(len(alive()))
             return await super().generate(request)
 
-    def score(result: ProgramResult) -> float:
-        counts.append(running())
-        return 1.0
-
-    engine = Noting(lambda messages, rng: "Go on.")
-    trajectory = play(script(FOREVER), engine, score=score, seconds=2.0, limits=tw.Limits(turns=10**6), tasks=[task])
-    assert (trajectory.reward, trajectory.stop) == (1.0, "wall_clock")
-    assert max(counts) == 2
-    assert counts[-1] == 0
+    trajectory = play(
+        script(FOREVER),
+        Noting(lambda messages, rng: "Go on."),
+        score=score,
+        seconds=2.0,
+        env={"OWN_MARK": mark.partition("=")[2]},
+        limits=tw.Limits(turns=10**6),
+    )
+    assert (trajectory.error, trajectory.reward, trajectory.stop) == (None, 1.0, "wall_clock")
+    assert max(seen) == 2
     account(trajectory)
 
 

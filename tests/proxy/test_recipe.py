@@ -42,6 +42,17 @@ def test_a_program_of_a_recipe_is_played(tmp_path: Path) -> None:
     assert trajectory.reward == 1.0
 
 
+def test_a_loaded_recipe_knows_its_directory(tmp_path: Path) -> None:
+    """Also where the command runs elsewhere, as always: the directory of these tests is another."""
+    section(tmp_path)
+    text = '[[env]]\nuse = "program"\n[env.args]\ncommand = ["{python}", "{recipe}/agent.py"]\nscore = "scores.py:score"\n'
+    (tmp_path / "r.toml").write_text(text + 'files = "scores.py:files"\n')
+    spec = resolve_env(load(tmp_path / "r.toml", envs=["hop"]).config.env[0])
+    assert spec.agent_function is not None
+    (trajectory,) = tw.rollout(spec.agent_function, [tw.Task("Begin.")], RecordingEngine([]))
+    assert trajectory.reward == 1.0
+
+
 def test_a_recipe_may_name_it(tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text('[[env]]\nuse = "program"\n[env.args]\ncommand = ["x"]\nscore = "scores.py:score"\n')
     assert load(tmp_path / "r.toml", envs=["hop"]).config.env[0].use == "program"

@@ -7,7 +7,8 @@ import importlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,17 @@ def import_training() -> None:
     finally:
         if plain is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM end the body alike, so that it cleans up."""
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        with suppress(KeyboardInterrupt):
+            yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -7,15 +7,13 @@ import json
 import keyword
 import os
 import re
-import signal
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwise.cli.options import add_command, builtin_envs
+from turnwise.cli.options import add_command, builtin_envs, stopped_by_signals
 from turnwise.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -327,12 +325,8 @@ def run_serve(args: argparse.Namespace) -> int:
         raise UsageError(f"--speculate {args.speculate}: must be at least 0; 0 disables drafts")
     settings = {name: vars(args)[name] for name in ("host", "port", "context", "device", "speculate")}
     settings["token"] = os.environ.get("TURNWISE_SERVE_TOKEN", "")
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        with suppress(KeyboardInterrupt):
-            commands.serve_model(args.model, args.formats, partial(print, flush=True), **settings)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with stopped_by_signals():
+        commands.serve_model(args.model, args.formats, partial(print, flush=True), **settings)
     return 0
 
 

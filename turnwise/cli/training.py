@@ -1,4 +1,4 @@
-"""Commands train, eval, rollout."""
+"""Commands train, eval, rollout, record."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from turnwise.cli.options import (
     percent,
     requested,
     resolve,
+    stopped_by_signals,
     table,
 )
 from turnwise.errors import UsageError
@@ -101,6 +102,35 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1, not {text!r}")
     return value
+
+
+def add_record(subparsers: Any) -> None:
+    """Register the command."""
+    help = "record programs that speak to a chat API, in front of a model or another service"
+    parser = add_command(subparsers, "record", help, run_record, overrides=True)
+    add_recipe(parser)
+    parser.add_argument("--port", metavar="N", type=int, default=8100, help="0 selects a free one (default: 8100)")
+    parser.add_argument("--out", metavar="DIR", help="the run directory to write")
+    parser.add_argument("--checkpoint", metavar="DIR", help="a checkpoint or model directory instead of the recipe's model")
+    idle = "end a session without requests for so many seconds (default: 900)"
+    parser.add_argument("--idle", metavar="S", type=_positive, default=900, help=idle)
+
+
+def run_record(args: argparse.Namespace) -> int:
+    """Record until Ctrl-C or SIGTERM, which both end it with everything written."""
+    if args.recipe is None:
+        args.overrides.append("--env.use=program")  # a recipe needs one; here the programs come by themselves
+    resolved = requested(args, partial(resolve, training=False))
+    if resolved is None:
+        return 0
+    from turnwise import commands
+
+    import_training()
+    say = partial(print, flush=True)
+    with stopped_by_signals():
+        commands.record_programs(resolved, port=args.port, idle_s=args.idle, note=say, checkpoint=args.checkpoint)
+    say(f"{resolved.config.out} is written; turnwise view {resolved.config.out}")
+    return 0
 
 
 def add_rollout(subparsers: Any) -> None:

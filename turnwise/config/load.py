@@ -353,13 +353,15 @@ def _absolute_path(key: str, value: Any, folder: Path) -> Any:
 
 
 def _absolute_files(value: Any, folder: Path) -> Any:
-    """Make the names of files next to the recipe absolute, `file.py:Name` included; other settings of an environment stay."""
+    """Make the names of files next to the recipe absolute, `file.py:Name` and `{recipe}/...` included; other settings of an
+    environment stay."""
     if isinstance(value, Mapping):
         return {key: _absolute_files(inner, folder) for key, inner in value.items()}
     if isinstance(value, list):
         return [_absolute_files(inner, folder) for inner in value]
     if not isinstance(value, str):
         return value
+    value = value.replace("{recipe}", str(folder.resolve()))  # later, nobody knows where the recipe was
     name, colon, rest = value.rpartition(":") if ".py:" in value else (value, "", "")
     try:
         found = bool(Path(name).suffix) and (folder / name).is_file()

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from turnwise._old_names import Renamed, old_member
 from turnwise.errors import BackendContractError, UsageError
-from turnwise.types import ROUTES, ExpertRoutes, MediaPlacement, Message, Sampling
+from turnwise.types import ROUTES, ExpertRoutes, MediaPlacement, Message, Sampling, Tools
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -138,6 +138,8 @@ class Request:
     """Sampling also ends after the id that completes one of these texts (`stop_text.texts`, for engines that see text)."""
     reply_position: int = 0
     """Number of ids at the end of `ids` that earlier calls sampled for this reply; its draws continue at this position."""
+    tools: Tools = ()
+    """Tools that `ids` offer, for evaluation chat endpoints."""
     want = Renamed("extras")
 
 

@@ -94,8 +94,8 @@ class ChatCompletions:
 
     def error(self, status: int, text: str) -> dict[str, Any]:
         """Return the body of an error."""
-        kind = {401: "authentication_error", 404: "not_found_error"}.get(status, "invalid_request_error")
-        return {"error": {"message": text, "type": kind, "param": None, "code": None}}
+        code = {401: "invalid_api_key", 404: "model_not_found"}.get(status)
+        return {"error": {"message": text, "type": "invalid_request_error", "param": None, "code": code}}
 
     def error_event(self, status: int, text: str) -> bytes:
         """Return the piece of a stream that is an error."""

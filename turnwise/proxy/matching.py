@@ -192,11 +192,11 @@ class History:
     def _reason_of_root(self, messages: list[Message], request: WireRequest, agent: str) -> str | None:
         if not self.exchanges:
             return None
+        if all(one.agent != agent for one in self.exchanges):
+            return "subagent"
         if any(one.messages == messages for one in self.exchanges):
             return "sampled_again"
         first = self.exchanges[0]
-        if agent != first.agent and not any(one.agent == agent for one in self.exchanges):
-            return "subagent"
         if next(self.summaries(messages), None) is not None:
             return "compacted"
         if messages[0] == first.messages[0] and any(message in first.messages[1:] for message in messages[1:]):

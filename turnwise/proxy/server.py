@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from starlette.responses import Response, StreamingResponse
@@ -20,6 +20,9 @@ from turnwise.proxy.matching import Exchange
 from turnwise.proxy.responses import Responses
 from turnwise.proxy.session import ProxySession
 from turnwise.proxy.wire import Dialect, RequestFault, WireRequest
+
+if TYPE_CHECKING:
+    from turnwise.proxy.recording import RecordedSessions
 
 HEARTBEAT_S = 5.0
 """Seconds without a reply after which a streamed answer begins, and between heartbeats. An answer that begins later can still
@@ -39,8 +42,15 @@ class ProxyServer:
             url = server.open(ProxySession(model))     # http://127.0.0.1:PORT/s/TOKEN/v1
     """
 
-    def __init__(self, *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, *, host: str = "127.0.0.1", port: int = 0, recorded: RecordedSessions | None = None) -> None:
+        """
+        Args:
+            recorded: sessions that begin with their first request; by default only opened ones are served.
+        """
         self._sessions: dict[str, ProxySession] = {}
+        self._recorded = recorded
+        self.unknown_sessions = 0
+        """Number of requests that named no session; those of a session are counted in its episode."""
         routes: dict[tuple[str, str], Endpoint] = {}
         for path, dialect in (
             ("/v1/chat/completions", ChatCompletions()),
@@ -50,6 +60,8 @@ class ProxyServer:
             self._add(routes, "POST", path, partial(self._answer, dialect), bytes)
         self._add(routes, "POST", "/v1/messages/count_tokens", self._count_tokens, bytes)
         self._add(routes, "GET", "/v1/models", self._models, None)
+        if recorded is not None:
+            self._add(routes, "POST", "/end", self._end, bytes)
         self._folder = tempfile.TemporaryDirectory(prefix="turnwise-")
         self.socket = Path(self._folder.name, "proxy") if sys.platform.startswith("linux") else None
         """Unix socket of the server, for programs in a sandbox without a network; in a directory of this user."""
@@ -73,6 +85,10 @@ class ProxyServer:
         """Port of the server."""
         return self._http.port
 
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        await self._http.run()
+
     @property
     def url(self) -> str:
         """URL of the server, for programs that send a session's token as their API key."""
@@ -87,28 +103,37 @@ class ProxyServer:
         """Serve a session no longer."""
         self._sessions.pop(session.token, None)
 
-    def _session(self, call: Call) -> ProxySession:
-        token = call.path.get("token", "")
-        if not token:
-            scheme, _, given = call.headers.get("authorization", "").partition(" ")
-            token = call.headers.get("x-api-key", "") or (given.strip() if scheme.lower() == "bearer" else "")
-        session = self._sessions.get(token)
+    async def _session(self, call: Call) -> ProxySession:
+        if self._recorded is not None:
+            return await self._recorded.session(self._recorded.name_of(call.path.get("token", ""), call.headers, _key(call)))
+        session = self._sessions.get(call.path.get("token", "") or _key(call))
         if session is None:
+            self.unknown_sessions += 1
             raise RequestFault("no such session: its episode is over, or the base URL or API key is wrong", 401)
         return session
 
     async def _models(self, call: Call) -> Any:
         try:
-            names = self._session(call).settings.models or ("turnwise",)
+            names = (await self._session(call)).settings.models or ("turnwise",)
         except RequestFault as fault:
             raise HttpError(fault.status, str(fault)) from None
         rows = [{"id": name, "object": "model", "created": 0, "owned_by": "turnwise"} for name in names]
         return {"object": "list", "data": rows}
 
+    async def _end(self, call: Call) -> Any:
+        """End a recorded session: `{"reward": 1.0}`, or an empty object for none."""
+        assert self._recorded is not None
+        try:
+            name = self._recorded.name_of(call.path.get("token", ""), call.headers, _key(call))
+            self._recorded.end(name, _reward(_parsed(call.body)))
+        except RequestFault as fault:
+            raise HttpError(fault.status, str(fault)) from None
+        return {"ended": name}
+
     async def _count_tokens(self, call: Call) -> Any:
         dialect = AnthropicMessages()
         try:
-            session = self._session(call)
+            session = await self._session(call)
             return {"input_tokens": await session.count_tokens(dialect.read(_parsed(call.body), session.images))}
         except RequestFault as fault:
             return _error(dialect, fault)
@@ -116,7 +141,7 @@ class ProxyServer:
     async def _answer(self, dialect: Dialect, call: Call) -> Any:
         session = None
         try:
-            session = self._session(call)
+            session = await self._session(call)
             body = _parsed(call.body)
             request = dialect.read(body, session.images)
             retried = call.headers.get(_RETRIES, "0") not in ("", "0")
@@ -169,6 +194,12 @@ async def _stream(
     exchange.mark_delivered()
 
 
+def _key(call: Call) -> str:
+    """Return the API key of a request."""
+    scheme, _, given = call.headers.get("authorization", "").partition(" ")
+    return call.headers.get("x-api-key", "") or (given.strip() if scheme.lower() == "bearer" else "")
+
+
 def _problem(task: asyncio.Task[Exchange]) -> RequestFault | None:
     if task.cancelled():
         return RequestFault("the episode is over")
@@ -180,8 +211,8 @@ def _problem(task: asyncio.Task[Exchange]) -> RequestFault | None:
 
 def _refused(dialect: Dialect, fault: RequestFault, session: ProxySession | None) -> Response:
     """Return the answer to a request that has no reply; after the end of an episode, in the form that ends its program."""
-    if session is not None and not session.ended.is_set():
-        session.count("refused_requests")
+    if session is not None:
+        session.count("requests_after_end" if session.ended.is_set() else "refused_requests")
     if session is None or session.ended.is_set():
         fault = RequestFault(str(fault), dialect.end_status)
     return _error(dialect, fault)
@@ -200,3 +231,11 @@ def _parsed(body: bytes) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
         raise RequestFault(f"the body must be an object, not {type(found).__name__}")
     return found
+
+
+def _reward(body: Mapping[str, Any]) -> float | None:
+    """Return the reward in the body of a request that ends a session."""
+    reward = body.get("reward")
+    if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
+        raise RequestFault(f"reward must be a number, not {reward!r:.40}")
+    return None if reward is None else float(reward)

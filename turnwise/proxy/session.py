@@ -52,6 +52,11 @@ class ProxySession:
         self._requests = 0
 
     @property
+    def busy(self) -> bool:
+        """Whether a reply is being sampled."""
+        return any(not task.done() for task in self._tasks.values())
+
+    @property
     def why_ended(self) -> str:
         """Why no further request is answered."""
         return "the episode is over" if self.limit is None else f"the episode is over: {self.limit}"

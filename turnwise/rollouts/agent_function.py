@@ -38,7 +38,8 @@ from turnwise.types import (
 )
 from turnwise.types.seeds import derive_seed
 
-AgentFunction = Callable[[Task, "Model"], Awaitable[float | None]]
+AgentFunction = Callable[[Task, "Model"], Awaitable[Any]]
+"""Returns a reward, `Scores` or None."""
 
 
 @dataclass(frozen=True, slots=True)

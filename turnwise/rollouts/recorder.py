@@ -460,6 +460,7 @@ class Recorder:
                 min_version=self._min_version,
                 stop_text=stop.continued_after(ids) if stop and ids else stop,
                 reply_position=len(ids),
+                tools=path.tools,
             )
             self._calls += 1
             call = request, ids, path, stop, deadline

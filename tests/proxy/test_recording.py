@@ -1,0 +1,277 @@
+"""`turnwise record`: programs come to a port, each session is an episode, in front of our engines or of a chat service."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import turnwise as tw
+from tests.proxy_kit import TOOL, RecordingEngine, account, called, client, contexts
+from turnwise import commands
+from turnwise.cli.main import main
+from turnwise.config import load
+from turnwise.engines.remote import ChatEngine
+from turnwise.errors import ConfigError
+from turnwise.proxy import ProxyServer, ProxySession
+from turnwise.proxy.recording import record_sessions
+from turnwise.records import RunDir
+from turnwise.renderers import byte_renderer
+from turnwise.rollouts.api import make_episode_specs
+from turnwise.rollouts.runner import Rollout
+from turnwise.viewer.recompute import steps_of
+
+TOOLS = [{"type": "function", "function": TOOL}]
+
+
+def script(messages: Any, rng: Any) -> str:
+    """Call the tool once, then answer."""
+    return called("look_up", key="é") if messages[-1].role != "tool" else "Found."
+
+
+def record(
+    work: Callable[[str], Awaitable[Any]],
+    engine: Any,
+    *,
+    out: Path | None = None,
+    idle_s: float = 600.0,
+    notes: list[str] | None = None,
+) -> tuple[list[tw.Trajectory], list[str]]:
+    """Record while `work(url)` runs; return the episodes and the notes."""
+    notes = [] if notes is None else notes
+
+    async def run() -> list[tw.Trajectory]:
+        run_dir = RunDir(out) if out is not None else None
+        rollout = Rollout(engine, byte_renderer(), run=run_dir, limits=tw.Limits(turns=100, turn_tokens=500), sanity="off")
+        started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        recording = asyncio.ensure_future(
+            record_sessions(rollout, port=0, idle_s=idle_s, on_start=started.set_result, note=notes.append)
+        )
+        try:
+            await work(await started)
+        finally:
+            recording.cancel()
+            played = await recording
+            await engine.close()
+            if run_dir is not None:
+                run_dir.close()
+        return played
+
+    return asyncio.run(run()), notes
+
+
+async def talk(url: str, path: str = "", headers: dict[str, str] | None = None) -> list[Any]:
+    """Ask, answer the call, and ask again; return the messages."""
+    messages: list[Any] = [{"role": "user", "content": f"What is é? {headers or ''}"}]
+    async with client(url + path) as http:
+        for _ in range(2):
+            body = {"model": "any", "messages": messages, "tools": TOOLS}
+            response = await http.post("/v1/chat/completions", json=body, headers=headers or {})
+            assert response.status_code == 200, response.text
+            messages.append(response.json()["choices"][0]["message"])
+            for call in messages[-1].get("tool_calls") or ():
+                assert json.loads(call["function"]["arguments"]) == {"key": "é"}
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": "a letter"})
+    return messages
+
+
+def test_each_session_is_an_episode_by_path_header_or_key() -> None:
+    engine = RecordingEngine(script)
+
+    async def work(url: str) -> None:
+        await asyncio.gather(
+            talk(url, "/s/one"),
+            talk(url, "/s/two"),
+            talk(url, headers={"session-id": "codex-1"}),
+            talk(url, headers={"authorization": "Bearer secret-key"}),
+        )
+        await talk(url, headers={"x-session-id": "ses_1"})
+        await talk(url, headers={"x-session-id": "ses_2", "x-parent-session-id": "ses_1"})
+        await talk(url, headers={"x-session-id": "ses_3", "x-parent-session-id": "ses_2"})
+
+    played, notes = record(work, engine)
+    names = sorted(trajectory.key.task for trajectory in played)
+    assert [name for name in names if not name.startswith("key-")] == ["codex-1", "one", "ses_1", "two"]
+    assert len(names) == len(notes) == 5
+    assert not any("secret" in line for line in [*names, *notes])
+    for trajectory in played:
+        account(trajectory)
+        received = [ids for session, ids in engine.received if session.split("/")[2] == trajectory.task.id]
+        assert contexts(trajectory) == received
+        with_sub_agents = trajectory.key.task == "ses_1"
+        assert len(trajectory.turns) == (6 if with_sub_agents else 2)
+        assert trajectory.branches == ({"subagent": 2} if with_sub_agents else {})
+        assert (trajectory.key.phase, trajectory.reward) == ("record", None)
+
+
+def test_a_session_ends_by_a_request_with_its_reward() -> None:
+    async def work(url: str) -> None:
+        await talk(url, "/s/one")
+        async with client(url) as http:
+            assert (await http.post("/s/one/end", json={"reward": "much"})).status_code == 400
+            assert (await http.post("/s/one/end", json={"reward": 0.5})).json() == {"ended": "one"}
+            assert (await http.post("/s/one/end", json={})).status_code == 404
+            assert (await http.post("/s/never/end", json={})).status_code == 404
+            assert (await http.get("/s/no%20name/v1/models")).status_code == 404
+        await talk(url, "/s/one")  # the name again: another episode
+
+    played, _ = record(work, RecordingEngine(script))
+    assert [(t.key.task, t.key.sample, t.reward) for t in played] == [("one", 0, 0.5), ("one", 1, None)]
+    assert {len(trajectory.turns) for trajectory in played} == {2}
+
+
+def test_a_session_without_requests_ends() -> None:
+    notes: list[str] = []
+
+    async def work(url: str) -> None:
+        async with client(url) as http:
+            for number in (1, 2):
+                body = {"model": "any", "messages": [{"role": "user", "content": "x"}]}
+                assert (await http.post("/s/silent/v1/chat/completions", json=body)).status_code == 200
+                while len(notes) < number:
+                    await asyncio.sleep(0.01)
+
+    played, _ = record(work, RecordingEngine(script), idle_s=0.1, notes=notes)
+    assert [(t.key.task, t.key.sample, len(t.turns)) for t in played] == [("silent", 0, 1), ("silent", 1, 1)]
+
+
+def test_a_chat_service_is_recorded_and_nothing_of_it_is_trained(tmp_path: Path) -> None:
+    """The service is a proxy of ours: it gets tools and calls in its own API, with ids that are unique in a conversation."""
+    served: list[Any] = []
+
+    async def work(url: str) -> None:
+        messages = await talk(url, "/s/one")
+        assert messages[-1]["content"] == "Found."
+
+    async def service(task: tw.Task, model: tw.Model) -> float:
+        session = ProxySession(model)
+        async with ProxyServer() as server:
+            engine = ChatEngine(server.open(session) + "/v1", "any")
+            loop = asyncio.get_running_loop()
+            served.append(await loop.run_in_executor(None, lambda: record(work, engine, out=tmp_path / "run")))
+        await session.end()
+        return 1.0
+
+    (behind,) = tw.rollout(service, [tw.Task("x")], RecordingEngine(script), sanity="off")
+    assert behind.error is None, behind.error.traceback
+    assert behind.branches == {}  # what the service gets back is what it sent
+    ((trajectory,), _) = served[0]
+    assert trajectory.error is None, trajectory.error.traceback
+    assert [turn.reply.tool_calls != () for turn in trajectory.turns] == [True, False]
+    for span in trajectory.spans:
+        assert not span.sampled or (span.trained, span.untrained) == (0, "no_logprob")
+    assert not any(any(row.weights) for row in trajectory.samples())
+    (recorded,) = [one for _, _, played in steps_of(tmp_path / "run") for one in played]
+    assert [turn.reply.text for turn in recorded.turns] == [turn.reply.text for turn in trajectory.turns]
+
+
+def test_an_engine_that_fails_ends_its_session_and_not_the_recording() -> None:
+    async def work(url: str) -> None:
+        async with client(url) as http:
+            body = {"model": "any", "messages": [{"role": "user", "content": "x"}]}
+            for name, status in (("one", 400), ("two", 400)):
+                response = await http.post(f"/s/{name}/v1/chat/completions", json=body)
+                assert response.status_code == status
+                assert "the model failed" in response.json()["error"]["message"]
+
+    played, notes = record(work, RecordingEngine([]))
+    assert [(trajectory.stop, trajectory.reward) for trajectory in played] == [("engine_error", None)] * 2
+    assert all("engine_error" in line for line in notes)
+
+
+def test_a_port_in_use_is_named() -> None:
+    async def run() -> None:
+        async with ProxyServer() as server:
+            port = int(server.url.rpartition(":")[2])
+            rollout = Rollout(RecordingEngine([]), byte_renderer())
+            with pytest.raises(ConfigError, match="choose another --port"):
+                await record_sessions(rollout, port=port, idle_s=1, on_start=print, note=print)
+
+    asyncio.run(run())
+
+
+def test_the_command_writes_a_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Its limits fit sessions of unknown length, unless limits were given; the viewer opens what it wrote."""
+    limits: list[tw.Limits] = []
+
+    async def one_session(rollout: Rollout, *, on_start: Any, note: Any, **given: Any) -> list[tw.Trajectory]:
+        limits.append(rollout.limits)
+        rollout.engine = RecordingEngine(script)
+        rollout.engine.set_renderer(rollout.renderer)
+
+        async def play(task: tw.Task, model: tw.Model) -> float:
+            await model.generate([{"role": "user", "content": "x"}])
+            return 1.0
+
+        on_start("http://127.0.0.1:1")
+        return await rollout.play(make_episode_specs(play, [tw.Task("one")], phase="record", step=0))
+
+    monkeypatch.setattr("turnwise.proxy.recording.record_sessions", one_session)
+    engine = ["--engine.kind", "chat", "--engine.urls", '["http://127.0.0.1:9/v1"]', "--engine.model", "m"]
+    out = ["--out", str(tmp_path / "run")]
+    assert main(["record", *engine, *out, "--limits.turns", "7"]) == 0
+    said = capsys.readouterr().out
+    assert "http://127.0.0.1:1/s/NAME/v1" in said
+    assert "none can be trained on" in said
+    assert (limits[0].turns, limits[0].turn_tokens, limits[0].wall_clock_s) == (7, 16_384, 604_800.0)
+    assert main(["view", str(tmp_path / "run"), "--html", str(tmp_path / "view.html")]) == 0
+    assert "record" in (tmp_path / "view.html").read_text()
+    assert main(["record", *engine, *out]) == 2
+    assert "already contains a run" in capsys.readouterr().err
+
+
+ASK = """
+import json, os, urllib.request
+body = json.dumps({"messages": [{"role": "user", "content": os.environ["TURNWISE_TASK"]}]}).encode()
+head = {"content-type": "application/json"}
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, head)
+with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as answer:
+    print(json.load(answer)["choices"][0]["message"]["content"])
+"""
+EVALUATED = """
+[[env]]
+use = "program"
+tasks = "tasks.jsonl"
+eval_tasks = "eval.jsonl"
+
+[env.args]
+command = ["{python}", "{recipe}/ask.py"]
+score = "scores.py:score"
+
+[engine]
+kind = "chat"
+model = "m"
+
+[eval]
+tasks = 4
+greedy = false
+"""
+
+
+def test_programs_are_evaluated_in_front_of_a_chat_service(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text(EVALUATED)
+    (tmp_path / "ask.py").write_text(ASK)
+    (tmp_path / "scores.py").write_text("def score(result):\n    return float(result.output.strip() == 'Right.')\n")
+    for name in ("tasks", "eval"):
+        rows = ({"prompt": f"{name} {number}", "answer": ""} for number in range(4))
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found: list[Any] = []
+
+    async def service(task: tw.Task, model: tw.Model) -> float:
+        session = ProxySession(model)
+        async with ProxyServer() as server:
+            words = [f'--engine.urls=["{server.open(session)}/v1"]']
+            resolved = load(tmp_path / "r.toml", words, envs=[], training=False)
+            loop = asyncio.get_running_loop()
+            found.append(await loop.run_in_executor(None, lambda: commands.run_evaluation(resolved)))
+        await session.end()
+        return 1.0
+
+    engine = RecordingEngine(lambda messages, rng: "Wrong." if "eval 3" in messages[-1].text else "Right.")
+    (behind,) = tw.rollout(service, [tw.Task("x")], engine, sanity="off", limits=tw.Limits(turns=1000))
+    assert behind.error is None, behind.error.traceback
+    assert (found[0]["sampled"]["success"], len(found[0]["counts"])) == (0.75, 4)
