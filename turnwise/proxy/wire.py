@@ -28,7 +28,7 @@ UNMET_CHOICE = "tool_choice_unmet"
 
 
 KEPT_CONVERSATIONS = 8
-"""Conversations of an episode whose messages are kept for requests that continue them; others are read anew."""
+"""Conversations of an episode whose messages are kept for requests that continue them; others are read again."""
 
 
 class RequestFault(TurnwiseError):
@@ -143,6 +143,14 @@ class _Conversation:
             size = next(at for at in range(most) if self.rows[at] != rows[at])
         return next((at for at, text in self.typed if at < size and json.dumps(rows[at]) != text), size)
 
+    def add(self, row: Any, messages: list[WireMessage]) -> None:
+        """Add a row and its messages."""
+        if _has_other_than_text(row):
+            self.typed.append((len(self.rows), json.dumps(row)))
+        self.rows.append(row)
+        self.messages += messages
+        self.ends.append(len(self.messages))
+
 
 def _has_other_than_text(value: Any) -> bool:
     if isinstance(value, dict):
@@ -162,14 +170,11 @@ class ImageCache:
         """Return the messages of rows; a message is the object of an earlier request that began with the same rows."""
         shared = [(one.shared(rows), -number, one) for number, one in enumerate(self._conversations)]
         known, _, best = max(shared, default=(0, 0, _Conversation()))
-        now = _Conversation(best.rows[:known], [], best.ends[:known], [one for one in best.typed if one[0] < known])
-        now.messages = best.messages[: now.ends[-1] if known else 0]
+        ends = best.ends[:known]
+        messages, typed = best.messages[: ends[-1] if ends else 0], [one for one in best.typed if one[0] < known]
+        now = _Conversation(best.rows[:known], messages, ends, typed)
         for row in rows[known:]:
-            now.messages += read(row)
-            if _has_other_than_text(row):
-                now.typed.append((len(now.rows), json.dumps(row)))
-            now.rows.append(row)
-            now.ends.append(len(now.messages))
+            now.add(row, read(row))
         if known and known >= len(best.rows) - 1:  # it goes on; programs change marks of the last row
             self._conversations.remove(best)
         self._conversations = [*self._conversations[-KEPT_CONVERSATIONS + 1 :], now]
