@@ -18,6 +18,7 @@ from turnwise.config import load
 from turnwise.engines.remote import ChatEngine
 from turnwise.errors import ConfigError
 from turnwise.proxy import ProxyServer, ProxySession
+from turnwise.proxy import recording
 from turnwise.proxy.recording import record_sessions
 from turnwise.records import RunDir
 from turnwise.renderers import byte_renderer
@@ -210,7 +211,7 @@ def test_the_command_writes_a_run_directory(tmp_path: Path, monkeypatch: pytest.
         on_start("http://127.0.0.1:1")
         return await rollout.play(make_episode_specs(play, [tw.Task("one")], phase="record", step=0))
 
-    monkeypatch.setattr("turnwise.proxy.recording.record_sessions", one_session)
+    monkeypatch.setattr(recording, "record_sessions", one_session)
     engine = ["--engine.kind", "chat", "--engine.urls", '["http://127.0.0.1:9/v1"]', "--engine.model", "m"]
     out = ["--out", str(tmp_path / "run")]
     assert main(["record", *engine, *out, "--limits.turns", "7"]) == 0

@@ -49,9 +49,9 @@ class AnthropicMessages:
         counts: Counter[str] = Counter()
         check_fields(body, FIELDS, counts)
         system = [part for part in _texts(body.get("system")) if not part.startswith(_BILLING)]
-        messages = [WireMessage("system", "\n".join(system))] if system else []
-        for row in rows_of(body.get("messages"), "messages"):
-            messages += _read_message(row, images)
+        opening = [{"role": "system", "content": "\n".join(system)}] if system else []
+        conversation = [*opening, *rows_of(body.get("messages"), "messages")]
+        messages = images.read_rows(conversation, lambda row: _read_message(row, images))
         rows = list(rows_of(body.get("tools") or [], "tools"))
         schemas = [
             tool_schema(row.get("name"), row.get("description"), row["input_schema"]) for row in rows if "input_schema" in row

@@ -13,7 +13,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from turnwise.proxy.wire import WireCall, WireMessage, WireReply, WireRequest
 from turnwise.rollouts.agent_function import Reply
@@ -80,6 +80,20 @@ class Exchange:
         return own and messages[:size] == self.messages
 
 
+class _Prefix(NamedTuple):
+    """What the first messages of a request were read as."""
+
+    last: WireMessage
+    """The last one of them, which has the same messages before it wherever it is the same object."""
+    messages: list[Message]
+    counts: Counter[str]
+    parent: Exchange | None
+
+
+KEPT_PREFIXES = 32
+"""Prefixes of requests that are not matched again when a request repeats them, the newest ones."""
+
+
 class History:
     """The exchanges of one episode, and how to find their replies again."""
 
@@ -88,6 +102,8 @@ class History:
         """In the order of the requests; those in flight have no reply yet."""
         self._by_mark: dict[str, Exchange] = {}
         self._by_text: defaultdict[tuple[Any, ...], list[Exchange]] = defaultdict(list)
+        self._prefixes: dict[int, _Prefix] = {}
+        """By the identity of their last message."""
         self._call_ids: dict[str, str] = {}
         """Recorded ids of calls, by the ids that were sent."""
 
@@ -100,7 +116,10 @@ class History:
         for call, recorded in zip(wire.calls, reply.tool_calls, strict=False):
             self._call_ids[call.id] = recorded.id
         for text in {wire.text, wire.text + wire.stop_text}:
-            self._by_text[_key(text, wire.calls)].append(exchange)
+            same = self._by_text[_key(text, wire.calls)]
+            if same:  # which of them a message repeats may be another one now
+                self._prefixes.clear()
+            same.append(exchange)
 
     def withdraw(self, exchange: Exchange) -> None:
         """Forget an exchange that has no reply."""
@@ -121,23 +140,32 @@ class History:
     def read(self, request: WireRequest) -> tuple[list[Message], Counter[str], Exchange | None, str]:
         """Return the conversation of a request with recorded replies in their places, the differences, the exchange whose reply
         it repeats last, and the reason of a message of the assistant that is no recorded reply."""
-        messages: list[Message] = []
-        counts: Counter[str] = Counter()
-        parent, own_text = None, ""
-        for one in request.messages:
+        wire, size = request.messages, len(request.messages)
+        while size and id(wire[size - 1]) not in self._prefixes:
+            size -= 1
+        known = self._prefixes[id(wire[size - 1])] if size else None
+        messages: list[Message] = [] if known is None else list(known.messages)
+        counts: Counter[str] = Counter(None if known is None else known.counts)
+        parent, own_text = None if known is None else known.parent, ""
+        for number, one in enumerate(wire[size:], size + 1):
             if one.role != "assistant":
                 messages.append(self._other(one, messages))
-                continue
-            found = self._find(one, parent)
-            wire = None if found is None else found.wire
-            if found is not None and wire is not None and (differences := compare(one, wire)) is not None:
-                counts.update(differences)
-                parent = found
-                assert found.reply is not None
-                messages.append(found.reply.message)
             else:
-                own_text = own_text or ("rewritten_reply" if found is not None or self._replied(messages) else "unknown_reply")
-                messages.append(_own_message(one))
+                found = self._find(one, parent)
+                sent = None if found is None else found.wire
+                if found is not None and sent is not None and (differences := compare(one, sent)) is not None:
+                    counts.update(differences)
+                    parent = found
+                    assert found.reply is not None
+                    messages.append(found.reply.message)
+                else:
+                    rewritten = found is not None or (not own_text and self._replied(messages))
+                    own_text = own_text or ("rewritten_reply" if rewritten else "unknown_reply")
+                    messages.append(_own_message(one))
+            if not own_text and number > len(wire) - 3:  # later requests change marks of the last message
+                self._prefixes[id(one)] = _Prefix(one, list(messages), Counter(counts), parent)
+        for old in list(self._prefixes)[:-KEPT_PREFIXES]:
+            del self._prefixes[old]
         return messages, counts, parent, own_text
 
     def _other(self, one: WireMessage, before: Sequence[Message]) -> Message:

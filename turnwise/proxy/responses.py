@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from typing import Any
 
 from turnwise.proxy.chat import ChatCompletions
@@ -52,8 +53,11 @@ class Responses:
         if kind != "text":
             raise RequestFault(f"text.format: {kind!r:.40} is not supported, since nothing constrains sampling")
         given, instructions = body.get("input"), body.get("instructions")
-        messages = [WireMessage("system", text_of(instructions, "instructions"))] if instructions else []
-        messages += [WireMessage("user", given)] if isinstance(given, str) else _Input(images, counts).read(given)
+        opening = [{"role": "system", "content": text_of(instructions, "instructions")}] if instructions else []
+        items = [{"role": "user", "content": given}] if isinstance(given, str) else rows_of(given, "input")
+        replies = groupby([*opening, *items], _is_of_model)
+        groups = [part for of_model, run in replies for part in ([list(run)] if of_model else [[item] for item in run])]
+        messages = images.read_rows(groups, lambda group: _Input(images, counts).read(group))
         tools, needs_call = tool_choice(body.get("tool_choice"), _tools(body.get("tools"), counts))
         return WireRequest(
             messages,
@@ -173,6 +177,11 @@ def _item_events(item: dict[str, Any], here: dict[str, Any]) -> Iterator[tuple[s
         yield "response.function_call_arguments.delta", here | {"delta": item["arguments"]}
         yield "response.function_call_arguments.done", here | {"arguments": item["arguments"], "name": item["name"]}
     yield "response.output_item.done", {"output_index": index, "item": item}
+
+
+def _is_of_model(item: Mapping[str, Any]) -> bool:
+    kind = item.get("type") or "message"
+    return kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant")
 
 
 class _Input:

@@ -147,7 +147,8 @@ class ProxyServer:
             retried = call.headers.get(_RETRIES, "0") not in ("", "0")
             agent = self._agent(session, call.headers)
             form = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)  # Codex writes the keys of a retry in another order
-            task = session.submit(request, dialect.name.encode() + form, agent, retried=retried)
+            key = dialect.name, len(form), hash(form)  # a fifth of the time of BLAKE2 for a long body
+            task = session.submit(request, key, agent, retried=retried)
         except RequestFault as fault:
             return _refused(dialect, fault, session)
         await asyncio.wait([task], timeout=HEARTBEAT_S if request.stream else None)

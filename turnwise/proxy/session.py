@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from typing import Any
 
 from turnwise.errors import LimitReached, MediaError, TemplateError, UsageError
@@ -46,7 +45,7 @@ class ProxySession:
         """Set when no further request is answered."""
         self.agents: dict[str, str] = {}
         """Names of agents by the headers that tell them apart."""
-        self._tasks: dict[bytes, asyncio.Task[Exchange]] = {}
+        self._tasks: dict[tuple[Hashable, str], asyncio.Task[Exchange]] = {}
         """The last task of each request, by the request."""
         self._folds_roles = False
         self._requests = 0
@@ -65,8 +64,8 @@ class ProxySession:
         """Count in the episode's metrics, as `proxy_<name>`."""
         add_counts(self.model.trajectory, *(f"proxy_{name}" for name in names), by=by)
 
-    def submit(self, request: WireRequest, raw: bytes, agent: str, *, retried: bool) -> asyncio.Task[Exchange]:
-        """Return the task that samples the reply to a request, which no client can cancel.
+    def submit(self, request: WireRequest, key: Hashable, agent: str, *, retried: bool) -> asyncio.Task[Exchange]:
+        """Return the task that samples the reply to a request, which no client can cancel; equal requests have an equal key.
 
         A request that repeats one in flight joins it. One whose reply was not delivered completely, or that is marked as a
         retry, gets the same reply.
@@ -77,8 +76,7 @@ class ProxySession:
         if self.settings.models and request.model not in self.settings.models:
             known = ", ".join(self.settings.models)
             raise RequestFault(f"the model {request.model!r:.80} does not exist here; models are {known}", 404)
-        key = blake2b(raw + agent.encode(), digest_size=16).digest()
-        last = self._tasks.get(key)
+        last = self._tasks.get((key, agent))
         if last is not None and not last.done():
             self.count("joined")
             return last
@@ -89,7 +87,7 @@ class ProxySession:
                 return last
         if self.ended.is_set():
             raise RequestFault(self.why_ended)
-        self._tasks[key] = task = asyncio.ensure_future(self._reply(request, agent))
+        self._tasks[key, agent] = task = asyncio.ensure_future(self._reply(request, agent))
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its client may have left
         return task
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -25,6 +25,10 @@ REFUSED = frozenset(_REFUSED_FIELDS.split())
 """Fields that change what is sampled or returned, and that no reply here obeys; 0, false and empty values are accepted."""
 UNMET_CHOICE = "tool_choice_unmet"
 """Count of replies without a call where the request required one: nothing constrains sampling."""
+
+
+KEPT_CONVERSATIONS = 8
+"""Conversations of an episode whose messages are kept for requests that continue them; others are read again."""
 
 
 class RequestFault(TurnwiseError):
@@ -121,11 +125,62 @@ class Dialect(Protocol):
         """Return the piece of a stream that is an error."""
 
 
+@dataclass(slots=True)
+class _Conversation:
+    """Rows of a request, and the messages that were read from them."""
+
+    rows: list[Any] = field(default_factory=list)
+    messages: list[WireMessage] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    """Number of messages up to each row, itself included."""
+    typed: list[tuple[int, str]] = field(default_factory=list)
+    """Rows with other values than texts, and their JSON: for Python `true` and `1` are equal, which matters in calls."""
+
+    def shared(self, rows: list[Any]) -> int:
+        """Return the number of first rows that are equal."""
+        most = min(len(self.rows), len(rows))
+        # Nearly all requests repeat the rows of an earlier one, but for marks in its last row.
+        size = next((size for size in (most, most - 1) if self.rows[:size] == rows[:size]), None) if most else 0
+        if size is None:
+            size = next(at for at in range(most) if self.rows[at] != rows[at])
+        return next((at for at, text in self.typed if at < size and json.dumps(rows[at]) != text), size)
+
+    def add(self, row: Any, messages: list[WireMessage]) -> None:
+        """Add a row and its messages."""
+        if _has_other_than_text(row):
+            self.typed.append((len(self.rows), json.dumps(row)))
+        self.rows.append(row)
+        self.messages += messages
+        self.ends.append(len(self.messages))
+
+
+def _has_other_than_text(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_other_than_text, value.values()))
+    return any(map(_has_other_than_text, value)) if isinstance(value, list) else not isinstance(value, str)
+
+
 class ImageCache:
-    """Images of an episode's requests: equal data becomes one `Image` object, which is decoded once."""
+    """What an episode's requests repeat, read once: equal image data becomes one `Image` object, which is decoded once, and
+    messages with equal ones before them become the same objects."""
 
     def __init__(self) -> None:
         self._images: dict[bytes, Image] = {}
+        self._conversations: list[_Conversation] = []
+
+    def read_rows(self, rows: list[Any], read: Callable[[Any], list[WireMessage]]) -> list[WireMessage]:
+        """Return the messages of rows; a message is the object of an earlier request that began with the same rows."""
+        shared = [(one.shared(rows), -number, one) for number, one in enumerate(self._conversations)]
+        known, _, best = max(shared, default=(0, 0, _Conversation()))
+        ends = best.ends[:known]
+        messages, typed = best.messages[: ends[-1] if ends else 0], [one for one in best.typed if one[0] < known]
+        now = _Conversation(best.rows[:known], messages, ends, typed)
+        for row in rows[known:]:
+            now.add(row, read(row))
+        if known and known >= len(best.rows) - 1:  # it goes on; programs change marks of the last row
+            self._conversations.remove(best)
+        self._conversations = [*self._conversations[-KEPT_CONVERSATIONS + 1 :], now]
+        return list(now.messages)
 
     def of_url(self, url: Any) -> Image:
         """Return the image of a data URL; nothing is fetched and no file is read."""
@@ -176,7 +231,7 @@ def rows_of(value: Any, what: str) -> Iterator[Mapping[str, Any]]:
     if not isinstance(value, list):
         raise RequestFault(f"{what} must be a list, not {type(value).__name__}")
     for number, one in enumerate(value):
-        if not isinstance(one, Mapping):
+        if type(one) is not dict and not isinstance(one, Mapping):
             raise RequestFault(f"{what}[{number}] must be an object, not {type(one).__name__}")
         yield one
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from turnwise.types.media import Image, ImageRef, Media, Video, VideoRef
@@ -159,6 +160,8 @@ def as_messages(value: Messages | None, role: str = "user") -> tuple[Message, ..
     if not isinstance(value, Iterable):
         raise TypeError(f"messages must be a str, a message or a list of messages, not {type(value).__name__}")
     items = tuple(value)
+    if all(type(item) is Message for item in items):  # a long conversation, at each of its calls
+        return items  # type: ignore[return-value]
     if any(map(is_media, items)) and all(isinstance(item, str) or is_media(item) for item in items):
         return (Message(role, tuple(map(read_part, items))),)
     return tuple(Message.of(item, role) for item in items)
@@ -176,8 +179,15 @@ def _content(value: Any) -> str | tuple[ContentPart, ...]:
 
 def is_image_object(value: Any) -> bool:
     """Return whether a value is an image object: a PIL image or a numpy array."""
-    packages = {base.__module__.partition(".")[0] for base in type(value).__mro__[:-1]}
+    kind: type = type(value)
+    packages = _packages(kind)
     return ("PIL" in packages and hasattr(value, "tobytes")) or ("numpy" in packages and getattr(value, "ndim", 0) > 0)
+
+
+@lru_cache(maxsize=256)
+def _packages(kind: type) -> frozenset[str]:
+    """Return the packages of a type and its bases; long conversations ask for the same few types at each call."""
+    return frozenset(base.__module__.partition(".")[0] for base in kind.__mro__[:-1])
 
 
 def is_media(value: Any) -> bool:
