@@ -17,8 +17,7 @@ from turnwise.cli.main import main
 from turnwise.config import load
 from turnwise.engines.remote import ChatEngine
 from turnwise.errors import ConfigError
-from turnwise.proxy import ProxyServer, ProxySession
-from turnwise.proxy import recording
+from turnwise.proxy import ProxyServer, ProxySession, recording
 from turnwise.proxy.recording import record_sessions
 from turnwise.records import RunDir
 from turnwise.renderers import byte_renderer

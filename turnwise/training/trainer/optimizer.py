@@ -166,6 +166,8 @@ class GradientSignal:
         """Starts at 0: no evidence."""
         self.variance = 0.0
         """Variance of `average` if agreements were noise around 0: the sum of its squared terms."""
+        self.weight = 0.0
+        """Sum of the weights of the steps in `average`; the 0 that it starts from has the rest."""
 
     def update(self, agreement: float | None) -> None:
         """Add one step's agreement; None (no momentum yet) counts as 0."""
@@ -174,11 +176,22 @@ class GradientSignal:
             value = agreement or 0.0
             self.average = (1.0 - weight) * self.average + weight * value
             self.variance = (1.0 - weight) ** 2 * self.variance + (weight * value) ** 2
+            self.weight = (1.0 - weight) * self.weight + weight
 
     @property
     def share(self) -> float:
-        """Factor on the learning rate, from 0 to 1, from the lower bound of the average: that of pure noise is over 0 half of
-        the time, and over two standard errors one time in forty."""
+        """Factor on the learning rate, from 0 to 1; 0 unless the average exceeds two standard errors, as noise does one time
+        in forty. Beyond them, the square of the average is reduced by what noise adds to it, and the average is corrected for
+        its start, as Adam's are (arXiv 1412.6980, section 3)."""
         if not self.memory:
             return 1.0
-        return signal_share(self.average - STANDARD_ERRORS * math.sqrt(self.variance), self.beta)
+        signal = self.average * abs(self.average) - STANDARD_ERRORS**2 * self.variance
+        return signal_share(math.sqrt(signal) / self.weight, self.beta) if signal > 0 else 0.0
+
+    def state(self) -> tuple[float, float, float]:
+        """Return the arguments of `restore`."""
+        return self.average, self.variance, self.weight
+
+    def restore(self, average: float, variance: float, weight: float = 1.0) -> None:
+        """Restore what `state` returned; checkpoints of older versions have no weight."""
+        self.average, self.variance, self.weight = average, variance, weight

@@ -433,7 +433,7 @@ class Trainer:
         tensors = {name: tensor.contiguous() for name, tensor in self.optimizer.tensors()}
         tensors["rng.cpu"] = torch.get_rng_state()
         tensors["updates"] = torch.tensor([self.updates])
-        tensors["signal"] = torch.tensor([self.signal.average, self.signal.variance], dtype=torch.float64)
+        tensors["signal"] = torch.tensor(self.signal.state(), dtype=torch.float64)
         reference = None if self._reference is None else self._reference.tensors()
         if self.ranks.rank:
             return
@@ -448,7 +448,7 @@ class Trainer:
         torch.set_rng_state(tensors.pop("rng.cpu"))
         self.updates = int(tensors.pop("updates"))
         if "signal" in tensors:  # older checkpoints have none
-            self.signal.average, self.signal.variance = tensors.pop("signal").tolist()
+            self.signal.restore(*tensors.pop("signal").tolist())
         self.optimizer.restore(tensors)
         self._reference = None
         if self.config.kl and (directory / REFERENCE_FILE).exists():
