@@ -14,7 +14,7 @@ from stand_ins_kit import USERS  # noqa: E402
 TEXT = renderer("bpe")
 WRONG, RIGHT = "<think>it is</think><answer>5</answer>", " four</think><answer>4</answer>"
 EPISODES = {
-    "new turns": ("swift:memory", {"external_plugins": ["whole.py"], "reward_funcs": ["kept"]}, {}, ["a", "bcd", "e"]),
+    "new turns": ("swift:memory", {"external_plugins": ["own_loops.py"], "reward_funcs": ["kept"]}, {}, ["a", "bcd", "e"]),
     "a tool in the message": (
         "swift:calculate",
         {"external_plugins": ["calculate.py", "rewards.py"], "reward_funcs": ["sums", "kept"]},
@@ -40,9 +40,9 @@ EPISODES = {
         {"goal": 1, "env_config": {"name": "lights", "step": 2.0}},
         ["on"],
     ),
-    "a loop of its own": ("whole.py:TwoDrafts", {"reward_funcs": ["kept"]}, {}, ["a", "b"]),
+    "a loop of its own": ("own_loops.py:TwoDrafts", {"reward_funcs": ["kept"]}, {}, ["a", "b"]),
     "a step of 3.6": ("swift:ask_again", {"reward_funcs": ["said", "kept"]}, {"solution": "4"}, ["three", "4"]),
-    "appended ids": ("whole.py:Half", {"reward_funcs": ["kept"]}, {}, ["one", "two", "three", "four"]),
+    "appended ids": ("own_loops.py:Half", {"reward_funcs": ["kept"]}, {}, ["one", "two", "three", "four"]),
     "loss scales": (
         "swift:ask_again",
         {"reward_funcs": ["kept"], "loss_scale": "last_round+answers+thoughts"},
@@ -57,7 +57,7 @@ EPISODES = {
     ),
     "most turns": ("swift:ask_again", {"reward_funcs": ["said", "kept"]}, {"solution": "4"}, ["1", "2", "3", "5"]),
 }
-PLUGINS = ["whole.py", "calculate.py", "rewards.py", "lights.py", "tips.py", "scales.py", "kept.py"]
+PLUGINS = ["own_loops.py", "calculate.py", "rewards.py", "lights.py", "tips.py", "scales.py", "kept.py"]
 
 
 def _without_ends(output):

@@ -121,3 +121,23 @@ def test_images_read_with_their_rows_or_later_are_the_same_inputs(tmp_path):
     assert all(
         torch.equal(one, two) for row, same in zip(tensors, others, strict=True) for one, two in zip(row, same, strict=True)
     )
+
+
+def test_a_tool_of_a_user_sees_the_same_images_either_way(tmp_path):
+    from PIL import Image
+
+    Image.effect_noise((96, 64), 80).convert("RGB").save(tmp_path / "0.png")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "<image> What?", "images": ["0.png"]}))
+    sees = tw.load_renderer(tiny_vlm_directory(tmp_path / "vlm", "qwen3_vl", weights=False))
+    spec = resolve_env(EnvConfig(use="verl:tools", args={"tool_config_path": "zoom.yaml"}), base=USERS / "verl")
+    rows = []
+    for read in (True, False):
+        tasks = load_tasks(tmp_path / "rows.jsonl", return_multi_modal_inputs=read)
+        replies = ['<tool_call>{"name": "zoom", "arguments": {}}</tool_call>', "blue"]
+        limits = Limits(turns=3, turn_tokens=200)
+        (found,) = tw.rollout(spec.factory, tasks, tw.ScriptedEngine(replies), renderer=sees, limits=limits)
+        assert found.error is None, found.error
+        (row,) = found.samples()
+        rows.append((row.ids, row.mask, [block.media.key for block in row.media]))
+    assert rows[0] == rows[1]
+    assert len(rows[0][2]) == 4  # of the row, of create (a video too), of execute

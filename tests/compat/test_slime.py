@@ -233,6 +233,7 @@ def test_what_cannot_be_trained_is_an_error_of_the_episode():
     ("use", "args", "says"),
     [
         ("others.py:generate_rollout", {}, "plays all samples of a step"),
+        ("miles_rollout.py:RolloutOfMiles", {}, "plays all samples of a step .* name what it calls for each sample"),
         ("guess_env.py:build_env", {"custom_config": "x"}, "has no argument 'custom_config'"),
         ("guess_env.py:build_env", {"rm_type": "maths"}, "rm_type = 'maths'"),
         ("guess_env.py:build_env", {"custom_config_path": "none.yaml"}, "cannot be read"),

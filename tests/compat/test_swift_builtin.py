@@ -137,13 +137,13 @@ def test_a_tool_scheduler_writes_into_its_message_with_ids_and_masks():
 
 
 def test_a_run_of_its_own():
-    found = one(spec("whole.py:TwoDrafts", external_plugins=[], best=2), tw.Task("Go."), ["a", "b"])
+    found = one(spec("own_loops.py:TwoDrafts", external_plugins=[], best=2), tw.Task("Go."), ["a", "b"])
     assert [message.text for message in found.conversation(1)] == ["Go.", "a", "Which is better?", "b"]
     assert found.turns[0].weights == (0.0,) * len(TEXT.encode_reply("a"))
     assert found.metrics["environment/best"] == 2
 
 
-@pytest.mark.parametrize("use", ["tips.py:AskAgain", "tips.py:GoBack", "whole.py:Memory"])
+@pytest.mark.parametrize("use", ["tips.py:AskAgain", "tips.py:GoBack", "own_loops.py:Memory"])
 def test_64_at_once_equal_64_in_order(use):
     tasks = [tw.Task(f"Question {n}?", info={"solution": "no such"}, id=f"t{n}") for n in range(64)]
     limits = tw.Limits(turns=3, turn_tokens=40)
@@ -191,7 +191,7 @@ class Words:
 def test_random_ids_keep_the_invariants_of_records():
     engine = Sampler()
     tasks = [tw.Task(f"Say {n}.", info={"solution": "none"}, id=f"t{n}") for n in range(12)]
-    made = spec("whole.py:Half")
+    made = spec("own_loops.py:Half")
     rows = tw.rollout(made.agent_function, tasks, engine, renderer=TEXT, limits=tw.Limits(turns=4, turn_tokens=20), seed=4)
     assert sum(len(row.turns) for row in rows) > 24
     for row in rows:
@@ -218,6 +218,14 @@ def test_random_ids_keep_the_invariants_of_records():
 def test_what_is_wrong_is_named(use, args, words):
     with pytest.raises(ConfigError, match=words):
         spec(use, **args)
+
+
+@pytest.mark.parametrize(("column", "words"), [("audios", "has audios: "), ("videos", "has videos; videos belong to the row")])
+def test_media_that_the_model_would_not_receive(column, words):
+    made = spec("tips.py:AskAgain", external_plugins=[])
+    task = tw.Task("Go.", info={column: ["a.bin"], "solution": "4"})
+    (found,) = tw.rollout(made.agent_function, [task], tw.ScriptedEngine(["4"]), renderer=TEXT, limits=LIMITS)
+    assert words in found.error.message
 
 
 def test_a_mask_that_trains_what_was_not_sampled():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from turnwise.compat.common import accepted, attribute_config, derives_from, load_named, plain
+from turnwise.compat.common import accepted, attribute_config, load_named, plain
 from turnwise.compat.sampled_rows import read_output
 from turnwise.compat.slime_engine import EPISODE, HOST, PORT, EngineServer, GenerateState
 from turnwise.compat.slime_processor import pictures
@@ -39,7 +39,7 @@ def adapt(found: ForeignObject) -> Any:
     if isinstance(target, Registered):
         target = import_foreign("slime.rollout.sglang_rollout").generate
     names = parameter_names(target)
-    if names[:2] == ROLLOUT_PARAMETERS or (inspect.isclass(target) and derives_from(target, "miles", "RolloutFn")):
+    if names[:2] == ROLLOUT_PARAMETERS or _is_rollout_class(target):
         raise ConfigError(
             f"{found.where} plays all samples of a step (--rollout-function-path), which our loop replaces; name what it calls "
             "for each sample: its generate function, or build_env"
@@ -58,6 +58,15 @@ def adapt(found: ForeignObject) -> Any:
     if not build:
         return _agent_function(target, settings, miles, found.where)
     return SlimeFactory(target, settings, found.where)
+
+
+def _is_rollout_class(target: Any) -> bool:
+    """Whether a class is Miles' kind for a complete step, by what its constructor is annotated to take."""
+    if not inspect.isclass(target) or not inspect.isfunction(made := getattr(target, "__init__", None)):
+        return False
+    hints = [one.annotation for one in inspect.signature(made).parameters.values()]
+    names = [hint if isinstance(hint, str) else getattr(hint, "__name__", "") for hint in hints]
+    return any(name.rpartition(".")[2] == "RolloutFnConstructorInput" for name in names)
 
 
 def parameter_names(target: Any) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from turnwise.compat.sampled_rows import image_of, sampling_options
 from turnwise.compat.swift_scales import LossScales
 from turnwise.envs.user_imports import import_foreign
 from turnwise.errors import EnvError
-from turnwise.types import Image
+from turnwise.types import NO_AUDIO, Image
 
 PROTOCOL = "swift.infer_engine.protocol"
 
@@ -68,6 +68,7 @@ class Episode:
         messages = [dict(message) for message in request.messages]
         if len(messages) > 1 and messages[-1]["role"] == "assistant" and not messages[-1]["content"]:
             messages.pop()  # an empty one is the place of the next reply
+        _refuse_media(request)
         media = _place_images(messages, list(request.images or ()))
         tools = tuple(_plain_tool(tool) for tool in request.tools or ())
         opened = self._open(messages[-1]["content"]) if messages[-1]["role"] == "assistant" else []
@@ -239,6 +240,14 @@ def _continues(row: list[int], opened: list[int], ids: list[int]) -> bool:
 
 def _shared(first: Sequence[Any], second: Sequence[Any]) -> int:
     return next((at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+
+
+def _refuse_media(request: Any) -> None:
+    """Raise `EnvError` for what a request has besides images: the model would never receive it."""
+    if request.audios:
+        raise EnvError(f"the request has audios: {NO_AUDIO}")
+    if request.videos:
+        raise EnvError("the request has videos; videos belong to the row, with <video> in its messages")
 
 
 def _place_images(messages: list[dict[str, Any]], images: list[Any]) -> list[Any]:

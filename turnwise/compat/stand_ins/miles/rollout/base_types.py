@@ -26,3 +26,46 @@ class GenerateFnOutput:
     """One sample, or several."""
 
     samples: Any
+
+
+@dataclass(frozen=True)
+class RolloutFnConstructorInput:
+    """What a class for a complete step is made with."""
+
+    args: Any
+    data_source: Any
+
+
+@dataclass(frozen=True)
+class RolloutFnTrainInput:
+    """A step of training."""
+
+    rollout_id: int
+    weight_version: int | None = None
+
+
+@dataclass(frozen=True)
+class RolloutFnEvalInput:
+    """An evaluation."""
+
+    rollout_id: int
+
+
+@dataclass
+class RolloutFnTrainOutput:
+    """Groups of samples."""
+
+    samples: list[list[Any]]
+    metrics: dict[str, Any] | None = None
+
+
+@dataclass
+class RolloutFnEvalOutput:
+    """Samples by data set."""
+
+    data: dict[str, dict[str, Any]]
+    metrics: dict[str, Any] | None = None
+
+
+RolloutFnInput = RolloutFnTrainInput | RolloutFnEvalInput
+RolloutFnOutput = RolloutFnTrainOutput | RolloutFnEvalOutput
