@@ -552,3 +552,21 @@ def test_every_kind_of_bad_input_has_the_shape_of_its_dialect_and_a_count(kind: 
     assert trajectory.metrics["proxy_requests_after_end"] == 1
     assert servers == [1]
     account(trajectory)
+
+
+def test_a_message_with_marks_of_two_replies_is_neither() -> None:
+    """The reasoning of one reply beside the text of another that says the same: nothing is guessed."""
+    program, engine = ResponsesProgram(False), RecordingEngine(["<think>\nwell\n</think>\n\nYes."] * 3)
+
+    async def work(session: ProxySession, root: str) -> None:
+        async with client(root) as http:
+            for _ in range(2):
+                program.take((await http.post(program.path, json=program.body())).text)
+                program.say("Sure?")
+            first, second = (at for at, item in enumerate(program.messages) if item.get("type") == "reasoning")
+            program.messages[first] = program.messages[second]
+            program.take((await http.post(program.path, json=program.body())).text)
+
+    trajectory = direct(work, engine)
+    assert trajectory.branches == {"rewritten_reply": 1}
+    account(trajectory)
