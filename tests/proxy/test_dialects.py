@@ -292,6 +292,7 @@ def test_media_of_unknown_kinds_and_foreign_urls_are_refused(kind: type[ChatProg
 
     trajectory = direct(work, RecordingEngine(REPLIES))
     assert trajectory.metrics["proxy_refused_requests"] == 1
+    assert trajectory.branches == {}  # a refused request is no conversation
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
