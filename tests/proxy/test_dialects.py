@@ -571,3 +571,36 @@ def test_a_message_with_marks_of_two_replies_is_neither() -> None:
     trajectory = direct(work, engine)
     assert trajectory.branches == {"rewritten_reply": 1}
     account(trajectory)
+
+
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_changed_reasoning_is_a_rewritten_reply(kind: type[ChatProgram]) -> None:
+    program, engine = kind(False), RecordingEngine(REPLIES[1:])
+
+    async def work(session: ProxySession, root: str) -> None:
+        async with client(root) as http:
+            program.take((await http.post(program.path, json=program.body())).text)
+            program.messages = json.loads(json.dumps(program.messages).replace("well", "never thought"))
+            program.say("More?")
+            program.take((await http.post(program.path, json=program.body())).text)
+
+    trajectory = direct(work, engine)
+    assert trajectory.branches == {"rewritten_reply": 1}
+    account(trajectory)
+
+
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_a_request_may_shorten_its_reply(kind: type[ChatProgram]) -> None:
+    program, found = kind(False), []
+    name = "max_output_tokens" if kind is ResponsesProgram else "max_tokens"
+
+    async def work(session: ProxySession, root: str) -> None:
+        async with client(root) as http:
+            found.append((await http.post(program.path, json=program.body() | {name: 4})).json())
+
+    trajectory = direct(work, RecordingEngine(["A long reply."]), limits=tw.Limits(on_turn_length="continue"))
+    assert [len(trajectory.spans[span].ids) for turn in trajectory.turns for span in turn.spans] == [4]
+    text = json.dumps(found[0])
+    assert {ChatProgram: '"finish_reason": "length"', MessagesProgram: '"stop_reason": "max_tokens"'}.get(
+        kind, '"status": "incomplete"'
+    ) in text
