@@ -1,4 +1,4 @@
-"""Claude Code, Codex and OpenCode at one port of `turnwise record`, told apart by their own headers: `make test-agents`."""
+"""Claude Code, Codex and OpenCode at one port of `turnwise record`, distinguished by their own headers: `make test-agents`."""
 
 from __future__ import annotations
 

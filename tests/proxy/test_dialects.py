@@ -293,6 +293,7 @@ def test_media_of_unknown_kinds_and_foreign_urls_are_refused(kind: type[ChatProg
 
     trajectory = direct(work, RecordingEngine(REPLIES))
     assert trajectory.metrics["proxy_refused_requests"] == 1
+    assert trajectory.branches == {}  # a refused request is no conversation
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
@@ -553,3 +554,54 @@ def test_every_kind_of_bad_input_has_the_shape_of_its_dialect_and_a_count(kind: 
     assert trajectory.metrics["proxy_requests_after_end"] == 1
     assert servers == [1]
     account(trajectory)
+
+
+def test_a_message_with_marks_of_two_replies_is_neither() -> None:
+    """The reasoning of one reply beside the text of another that says the same: nothing is guessed."""
+    program, engine = ResponsesProgram(False), RecordingEngine(["<think>\nwell\n</think>\n\nYes."] * 3)
+
+    async def work(session: ProxySession, root: str) -> None:
+        async with client(root) as http:
+            for _ in range(2):
+                program.take((await http.post(program.path, json=program.body())).text)
+                program.say("Sure?")
+            first, second = (at for at, item in enumerate(program.messages) if item.get("type") == "reasoning")
+            program.messages[first] = program.messages[second]
+            program.take((await http.post(program.path, json=program.body())).text)
+
+    trajectory = direct(work, engine)
+    assert trajectory.branches == {"rewritten_reply": 1}
+    account(trajectory)
+
+
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_changed_reasoning_is_a_rewritten_reply(kind: type[ChatProgram]) -> None:
+    program, engine = kind(False), RecordingEngine(REPLIES[1:])
+
+    async def work(session: ProxySession, root: str) -> None:
+        async with client(root) as http:
+            program.take((await http.post(program.path, json=program.body())).text)
+            program.messages = json.loads(json.dumps(program.messages).replace("well", "never thought"))
+            program.say("More?")
+            program.take((await http.post(program.path, json=program.body())).text)
+
+    trajectory = direct(work, engine)
+    assert trajectory.branches == {"rewritten_reply": 1}
+    account(trajectory)
+
+
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_a_request_may_shorten_its_reply(kind: type[ChatProgram]) -> None:
+    program, found = kind(False), []
+    name = "max_output_tokens" if kind is ResponsesProgram else "max_tokens"
+
+    async def work(session: ProxySession, root: str) -> None:
+        async with client(root) as http:
+            found.append((await http.post(program.path, json=program.body() | {name: 4})).json())
+
+    trajectory = direct(work, RecordingEngine(["A long reply."]), limits=tw.Limits(on_turn_length="continue"))
+    assert [len(trajectory.spans[span].ids) for turn in trajectory.turns for span in turn.spans] == [4]
+    text = json.dumps(found[0])
+    assert {ChatProgram: '"finish_reason": "length"', MessagesProgram: '"stop_reason": "max_tokens"'}.get(
+        kind, '"status": "incomplete"'
+    ) in text

@@ -97,6 +97,12 @@ async def edited(talk: Conversation, http: Any, session: ProxySession) -> None:
     await talk.ask(user("Last."))
 
 
+async def forked(talk: Conversation, http: Any, session: ProxySession) -> None:
+    await two(talk)
+    del talk.messages[3:]
+    await talk.ask(user("Other words."))
+
+
 async def tools_changed(talk: Conversation, http: Any, session: ProxySession) -> None:
     await talk.ask()
     talk.tools = []
@@ -182,6 +188,7 @@ CASES = [
     (unknown, ["One.", "Two.", "Three."], {"unknown_reply": 2}, 3),
     (dropped, ["One.", "Two.", "Three."], {"dropped_reply": 1}, 2),
     (edited, ["One.", "Two.", "Three."], {"edited": 1}, 2),
+    (forked, ["One.", "Two.", "Three."], {"edited": 1}, 2),
     (tools_changed, ["One.", "Two."], {"tools_changed": 1}, 2),
     (again, ["One.", "Two."], {"sampled_again": 1}, 2),
     (newest_dropped, ["One.", "Two.", "Three."], {"dropped_reply": 1}, 2),
@@ -292,7 +299,7 @@ def test_equal_texts_from_one_context_are_told_apart_or_branch() -> None:
 
 def test_a_repeated_request_joins_the_one_in_flight_and_a_retry_is_served_again() -> None:
     async def work(talk: Conversation, http: Any, session: ProxySession) -> None:
-        body = {"model": "m", "messages": talk.messages}
+        body = {"model": "m", "messages": list(talk.messages)}
         first, second = await asyncio.gather(*(http.post("/v1/chat/completions", json=body) for _ in range(2)))
         assert first.json()["id"] == second.json()["id"]
         retry = await http.post("/v1/chat/completions", json=body, headers={"x-stainless-retry-count": "1"})
@@ -302,20 +309,24 @@ def test_a_repeated_request_joins_the_one_in_flight_and_a_retry_is_served_again(
         assert retry.json()["id"] == first.json()["id"]
         anew = await http.post("/v1/chat/completions", json=body)
         assert anew.json()["id"] != first.json()["id"]
+        talk.messages += [anew.json()["choices"][0]["message"], user("More.")]
+        await http.post("/v1/chat/completions", json={"model": "m", "messages": talk.messages})
+        late = await http.post("/v1/chat/completions", json=body, headers={"x-stainless-retry-count": "1"})
+        assert late.json()["id"] != anew.json()["id"], "its reply was received, since the program went on from it"
 
     class Slow(RecordingEngine):
         async def generate(self, request: tw.Request) -> tw.Generation:
             await asyncio.sleep(0.2)
             return await super().generate(request)
 
-    engine = Slow(in_order(["One.", "Two."]))
+    engine = Slow(in_order(["One.", "Two.", "Three.", "Four."]))
 
     async def connected(session: ProxySession, root: str) -> None:
         async with client(root) as http:
             await work(Conversation(http), http, session)
 
     trajectory = direct(connected, engine)
-    assert len(trajectory.turns) == 2
+    assert len(trajectory.turns) == 4
     assert trajectory.metrics["proxy_joined"] == 1
     assert trajectory.metrics["proxy_served_again"] == 2
 

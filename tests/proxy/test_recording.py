@@ -29,8 +29,8 @@ TOOLS = [{"type": "function", "function": TOOL}]
 
 
 def script(messages: Any, rng: Any) -> str:
-    """Call the tool once, then answer."""
-    return called("look_up", key="é") if messages[-1].role != "tool" else "Found."
+    """Call the tool twice, then answer."""
+    return called("look_up", key="é") if sum(message.role == "tool" for message in messages) < 2 else "Found."
 
 
 def record(
@@ -65,10 +65,10 @@ def record(
 
 
 async def talk(url: str, path: str = "", headers: dict[str, str] | None = None) -> list[Any]:
-    """Ask, answer the call, and ask again; return the messages."""
+    """Ask, answer the calls, and ask again until the end; return the messages."""
     messages: list[Any] = [{"role": "user", "content": f"What is é? {headers or ''}"}]
     async with client(url + path) as http:
-        for _ in range(2):
+        for _ in range(3):
             body = {"model": "any", "messages": messages, "tools": TOOLS}
             response = await http.post("/v1/chat/completions", json=body, headers=headers or {})
             assert response.status_code == 200, response.text
@@ -103,7 +103,7 @@ def test_each_session_is_an_episode_by_path_header_or_key() -> None:
         received = [ids for session, ids in engine.received if session.split("/")[2] == trajectory.task.id]
         assert contexts(trajectory) == received
         with_sub_agents = trajectory.key.task == "ses_1"
-        assert len(trajectory.turns) == (6 if with_sub_agents else 2)
+        assert len(trajectory.turns) == (9 if with_sub_agents else 3)
         assert trajectory.branches == ({"subagent": 2} if with_sub_agents else {})
         assert (trajectory.key.phase, trajectory.reward) == ("record", None)
 
@@ -121,7 +121,7 @@ def test_a_session_ends_by_a_request_with_its_reward() -> None:
 
     played, _ = record(work, RecordingEngine(script))
     assert [(t.key.task, t.key.sample, t.reward) for t in played] == [("one", 0, 0.5), ("one", 1, None)]
-    assert {len(trajectory.turns) for trajectory in played} == {2}
+    assert {len(trajectory.turns) for trajectory in played} == {3}
 
 
 def test_a_session_without_requests_ends() -> None:
@@ -139,9 +139,10 @@ def test_a_session_without_requests_ends() -> None:
     assert [(t.key.task, t.key.sample, len(t.turns)) for t in played] == [("silent", 0, 1), ("silent", 1, 1)]
 
 
-def test_a_chat_service_is_recorded_and_nothing_of_it_is_trained(tmp_path: Path) -> None:
+def test_a_chat_service_is_recorded_and_nothing_of_it_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The service is a proxy of ours: it gets tools and calls in its own API, with ids that are unique in a conversation."""
     served: list[Any] = []
+    posted: list[Any] = []
 
     async def work(url: str) -> None:
         messages = await talk(url, "/s/one")
@@ -151,6 +152,13 @@ def test_a_chat_service_is_recorded_and_nothing_of_it_is_trained(tmp_path: Path)
         session = ProxySession(model)
         async with ProxyServer() as server:
             engine = ChatEngine(server.open(session) + "/v1", "any")
+            post = engine.http.post
+
+            async def noted(path: str, body: Any, *given: Any) -> Any:
+                posted.append(body)
+                return await post(path, body, *given)
+
+            monkeypatch.setattr(engine.http, "post", noted)
             loop = asyncio.get_running_loop()
             served.append(await loop.run_in_executor(None, lambda: record(work, engine, out=tmp_path / "run")))
         await session.end()
@@ -161,7 +169,13 @@ def test_a_chat_service_is_recorded_and_nothing_of_it_is_trained(tmp_path: Path)
     assert behind.branches == {}  # what the service gets back is what it sent
     ((trajectory,), _) = served[0]
     assert trajectory.error is None, trajectory.error.traceback
-    assert [turn.reply.tool_calls != () for turn in trajectory.turns] == [True, False]
+    assert [turn.reply.tool_calls != () for turn in trajectory.turns] == [True, True, False]
+    sent = posted[-1]["messages"]
+    assert posted[-1]["tools"] == TOOLS
+    calls = [call for message in sent for call in message.get("tool_calls", ())]
+    assert [call["function"]["arguments"] for call in calls] == ['{"key": "é"}'] * 2
+    assert len({call["id"] for call in calls}) == 2
+    assert [message["tool_call_id"] for message in sent if message["role"] == "tool"] == [call["id"] for call in calls]
     for span in trajectory.spans:
         assert not span.sampled or (span.trained, span.untrained) == (0, "no_logprob")
     assert not any(any(row.weights) for row in trajectory.samples())

@@ -361,7 +361,7 @@ def _absolute_files(value: Any, folder: Path) -> Any:
         return [_absolute_files(inner, folder) for inner in value]
     if not isinstance(value, str):
         return value
-    value = value.replace("{recipe}", str(folder.resolve()))  # config.json does not say where the recipe was
+    value = value.replace("{recipe}", str(folder.resolve()))  # the recipe is not known later
     name, colon, rest = value.rpartition(":") if ".py:" in value else (value, "", "")
     try:
         found = bool(Path(name).suffix) and (folder / name).is_file()
