@@ -124,7 +124,7 @@ class Responses:
 
 
 def _tools(value: Any, counts: Counter[str]) -> list[dict[str, Any]]:
-    rows = list(rows_of(value or [], "tools"))
+    rows = rows_of(value or [], "tools")
     functions = [tool for tool in rows if tool.get("type") == "function"]
     if len(functions) < len(rows):
         counts["tools_left_out"] += len(rows) - len(functions)
