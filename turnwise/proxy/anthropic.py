@@ -52,7 +52,7 @@ class AnthropicMessages:
         opening = [{"role": "system", "content": "\n".join(system)}] if system else []
         conversation = [*opening, *rows_of(body.get("messages"), "messages")]
         messages = images.read_rows(conversation, lambda row: _read_message(row, images))
-        rows = list(rows_of(body.get("tools") or [], "tools"))
+        rows = rows_of(body.get("tools") or [], "tools")
         schemas = [
             tool_schema(row.get("name"), row.get("description"), row["input_schema"]) for row in rows if "input_schema" in row
         ]
@@ -101,7 +101,7 @@ def _read_message(row: Mapping[str, Any], images: ImageCache) -> list[WireMessag
     """Return a message of the assistant, or the results of calls and the texts between them in their order."""
     role, content = row.get("role"), row.get("content")
     text: list[Mapping[str, Any]] = [{"type": "text", "text": content}]
-    blocks = text if isinstance(content, str) else list(rows_of(content, "content"))
+    blocks = text if isinstance(content, str) else rows_of(content, "content")
     if role == "assistant":
         return [_assistant(blocks)]
     if role not in ("user", "system"):

@@ -51,8 +51,7 @@ class ChatCompletions:
         kind = object_of(body.get("response_format"), "response_format").get("type", "text")
         if kind != "text":
             raise RequestFault(f"response_format: {kind!r:.40} is not supported, since nothing constrains sampling")
-        rows = list(rows_of(body.get("messages"), "messages"))
-        messages = images.read_rows(rows, lambda row: [_message(row, images)])
+        messages = images.read_rows(rows_of(body.get("messages"), "messages"), lambda row: [_message(row, images)])
         tools, needs_call = tool_choice(body.get("tool_choice"), _tools(body.get("tools"), counts))
         limits = [positive(body.get(name), name) for name in ("max_tokens", "max_completion_tokens")]
         return WireRequest(

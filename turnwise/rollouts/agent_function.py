@@ -397,7 +397,9 @@ class Model:
                 turn = trajectory.turns[number]
                 if turn.agent != agent or turn.message != last or self._tools(number) != list(tools):
                     continue
-                if messages[:size] == trajectory.conversation(number):
+                path = self._idle.get(number)  # has its conversation at hand
+                appended = path is not None and path.history == "append"
+                if messages[:size] == (path.messages if path and appended else trajectory.conversation(number)):
                     return number, size
         return -1, 0
 

@@ -160,7 +160,7 @@ def as_messages(value: Messages | None, role: str = "user") -> tuple[Message, ..
     if not isinstance(value, Iterable):
         raise TypeError(f"messages must be a str, a message or a list of messages, not {type(value).__name__}")
     items = tuple(value)
-    if all(type(item) is Message for item in items):  # a long conversation, at each of its calls
+    if set(map(type, items)) == {Message}:  # a long conversation, at each of its calls
         return items  # type: ignore[return-value]
     if any(map(is_media, items)) and all(isinstance(item, str) or is_media(item) for item in items):
         return (Message(role, tuple(map(read_part, items))),)
