@@ -118,7 +118,13 @@ def make_eval_engine(config: RunConfig, source: Path, model: nn.Module, renderer
         return connect_fixed_servers(config, renderer)
     if config.engine.kind == "local":
         return _local(config, model, renderer)
-    model = quantize_for_sampling(model, config.quant)
+    quant = config.quant
+    if quant.kind == "fp8" and quant.activations and not quant.packed:
+        raise ConfigError(
+            f"{source} was trained with fp8 activations, which servers do not round; play it with engine.kind = "
+            '"local", or in full precision with --quant.kind none'
+        )
+    model = quantize_for_sampling(model, quant)
     directory = Path(tempfile.mkdtemp(prefix="turnwise-"))
     base = base_model_of(source)
     lora = config.engine.update == "lora" and base is not None
