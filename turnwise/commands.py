@@ -341,7 +341,7 @@ def _rollout(resolved: ResolvedConfig, specs: Sequence[EnvSpec], checkpoint: str
     if checkpoint and not given and read_checkpoint(source) is not None:
         # A run's checkpoint uses the template and arguments it was trained with.
         model = replace(model, template=None, template_args={})
-    if config.engine.kind == "local" and resolved.origins.get("quant.kind", "default") == "default":
+    if config.engine.kind not in ("chat", "llamacpp") and resolved.origins.get("quant.kind", "default") == "default":
         config = replace(config, quant=quant_of(source))  # a checkpoint plays as it was trained
     loaded, renderer = load_model_and_renderer(source, source, model, config.rollout.control_text)
     return Rollout(make_eval_engine(config, source, loaded, renderer), renderer, **options)

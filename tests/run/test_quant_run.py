@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import random
 from pathlib import Path
@@ -74,6 +75,60 @@ def test_what_plays_a_checkpoint_without_a_trainer_plays_the_grid(
     made += [make_service(checkpoint)[1]._model.module] if dtype == "float32" else []
     for model in made:
         assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_served_checkpoint_plays_the_grid_and_stays_on_it_with_the_weights_of_another(
+    tmp_path: Path, recipe: Path, kind: str, capsys: Any
+) -> None:
+    from turnwise.engines import Request
+    from turnwise.engines.remote import SglangEngine, VllmEngine
+    from turnwise.engines.server import JsonHttpServer
+    from turnwise.training import score_with_model
+    from turnwise.training.server import make_service
+
+    out, prompt = tmp_path / "run", list(range(10, 30))
+    assert main(["train", str(recipe), "--out", str(out), "--display", "none", "--train.lr", "2e-2"]) == 0
+    first, *_, last = sorted((out / "checkpoints").glob("step-*"))
+    quant = quant_of(last)
+
+    def gaps(model: Any, replies: list[Any]) -> list[float]:
+        score, found = score_with_model(model), []
+        for reply in replies:
+            wanted = score([*prompt, *reply.ids])[-len(reply.ids) :]
+            found += sorted(abs(a - b) for a, b in zip(wanted, reply.logprobs, strict=True))
+        return found
+
+    async def play(client: Any, sessions: str) -> list[Any]:
+        calls = (client.generate(Request(prompt, 30, frozenset(), n, f"{sessions}{n}")) for n in range(8))
+        return list(await asyncio.gather(*calls))
+
+    async def work() -> tuple[list[Any], list[Any]]:
+        app, engine = make_service(first, context=200, device="cpu")
+        server = JsonHttpServer(app.routes(kind), host="127.0.0.1", port=0, token="")
+        await server.start()
+        client = {"vllm": VllmEngine, "sglang": SglangEngine}[kind](server.url)
+        try:
+            async with asyncio.timeout(100):
+                before = await play(client, "a")
+                await client.load_from_disk(last, 1)
+                return before, await play(client, "b")
+        finally:
+            await client.close()
+            await server.close()
+            await engine.close()
+
+    for checkpoint, replies in zip((first, last), asyncio.run(work()), strict=True):
+        model = load(checkpoint)[0]
+        found, masters = gaps(quantize_for_sampling(model, quant), replies), gaps(model, replies)
+        assert max(found) < (0.5 if quant.kind == "fp8" else 1e-4)
+        assert sum(found) < 0.1 * sum(masters)
+    capsys.readouterr()
+    # A server rounds no activations, so another client must not send it values that are trained with them.
+    words = ["eval", "--run", str(out), "--engine.kind", kind, "--engine.urls", '["http://127.0.0.1:1"]']
+    if quant.kind == "fp8":
+        assert main(words) == 2
+        assert "was trained with fp8 activations, which servers do not round" in capsys.readouterr().err
 
 
 def test_a_step_that_changes_no_code_is_reported_once(tmp_path: Path, recipe: Path, capsys: Any) -> None:

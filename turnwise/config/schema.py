@@ -599,6 +599,8 @@ class QuantConfig:
     """Data type of int4 scales; `auto` is the model's."""
     train: Annotated[bool, Needs("quant.kind = int4 | fp8")] = True
     """Whether the trainer computes on the same grid; false quantizes the engine only, which needs `train.correction`."""
+    packed: Annotated[bool, Needs("quant.kind = int4 | fp8")] = False
+    """Whether servers get packed weights, codes and scales, and compute with them in bfloat16; false sends the values."""
     skip: Annotated[tuple[str, ...], Needs("quant.kind = int4 | fp8")] = ("lm_head",)
     """Layers kept in full precision, by the ends of their names, besides embeddings, norms, routers, vision tower and output
     head."""

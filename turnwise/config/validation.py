@@ -236,6 +236,11 @@ def _quant_rules(config: RunConfig, training: bool) -> Broken:
         yield "quant.kind", f'engine.kind = "{kind}" takes no weights; quantize the model at the server, and leave this out'
     if quant.kind == "int4" and quant.group % 8:
         yield "quant.group", "must be a multiple of 8, the codes in one packed number"
+    if quant.packed and kind == "local":
+        yield "quant.packed", 'is for servers; set engine.kind = "vllm" or "sglang"'
+    if quant.packed and config.engine.update != "disk":
+        why = "servers convert packed weights when they load them, so updates are directories"
+        yield "quant.packed", f'{why}; set engine.update = "disk"'
     if not training:
         return
     if config.lora.rank:
@@ -243,7 +248,9 @@ def _quant_rules(config: RunConfig, training: bool) -> Broken:
         yield "quant.kind", why
     if not quant.train and config.train.correction == "none":
         yield "quant.train", 'trains another policy than the engine samples from; set train.correction, such as "tis"'
-    if kind != "local" and (not quant.train or (quant.kind == "fp8" and quant.activations)):
+    if kind != "local" and quant.packed and quant.kind == "fp8" and not quant.activations:
+        yield "quant.activations", "servers round activations with packed fp8 weights; set quant.activations = true"
+    if kind != "local" and (not quant.train or (quant.kind == "fp8" and quant.activations and not quant.packed)):
         key = "activations" if quant.train else "train"
         why = "is for the local engine: a server gets weights on the grid, and its logprobs must equal the trainer's"
         yield f"quant.{key}", f"{why}; set quant.{key} = {str(not quant.train).lower()}"

@@ -19,7 +19,7 @@ from turnwise.media import MediaStore
 from turnwise.renderers.vision import PixelCache, VisionProcessor
 from turnwise.training.model.models import device_and_dtype, load
 from turnwise.training.model.packed import quant_of
-from turnwise.training.model.quantize import quantize_for_sampling
+from turnwise.training.model.quantize import OnGrid, grid_of, quantize_for_sampling, quantized_names
 from turnwise.training.setup import load_model_and_renderer, score_with_model, unique_weights
 from turnwise.training.weight_transfer import GroupWeightReceiver, Rows
 from turnwise.types import Image, MediaPlacement
@@ -42,7 +42,10 @@ def make_service(
         ) from None
     config = ModelConfig(path=str(source), device=device)
     model, renderer = load_model_and_renderer(source, source, config)
-    model = quantize_for_sampling(model, quant_of(source))
+    quant = quant_of(source)
+    grid = grid_of(quant)
+    on_grid = None if grid is None else OnGrid(grid, quantized_names(model, quant))
+    model = quantize_for_sampling(model, quant)
     engine = LocalEngine(model, renderer=renderer, context=context, speculate=speculate)
     own, lock = model.state_dict(), threading.Lock()  # scoring and weight updates run in threads
 
@@ -53,8 +56,8 @@ def make_service(
 
     async def load_rows(rows: Rows) -> None:
         def put() -> None:
-            with lock:
-                model.load_state_dict(dict(rows), strict=False)
+            with lock:  # another checkpoint of the run has full-precision weights
+                model.load_state_dict(dict(rows if on_grid is None else on_grid(iter(rows))), strict=False)
 
         await asyncio.to_thread(put)
         await engine.update(list(unique_weights(model)), engine.version + 1)

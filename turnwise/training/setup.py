@@ -44,6 +44,7 @@ from turnwise.training.model.models import (
     read_tensors,
     tiny_template,
 )
+from turnwise.training.model.packed import packing, quantization_config
 from turnwise.training.model.quantize import (
     OnGrid,
     grid_of,
@@ -51,7 +52,7 @@ from turnwise.training.model.quantize import (
     quantize_for_training,
     quantized_names,
 )
-from turnwise.training.model.weights import Weights, tied_names
+from turnwise.training.model.weights import Transform, Weights, tied_names
 from turnwise.training.trainer.leader import RankZeroTrainer, follow_rank_zero
 from turnwise.training.trainer.trainer import Trainer
 from turnwise.training.weight_transfer import GroupWeightPacker, RequestWeightPacker
@@ -117,12 +118,24 @@ def make_eval_engine(config: RunConfig, source: Path, model: nn.Module, renderer
         return connect_fixed_servers(config, renderer)
     if config.engine.kind == "local":
         return _local(config, model, renderer)
-    model = quantize_for_sampling(model, config.quant)
+    quant = config.quant
+    if quant.kind == "fp8" and quant.activations and not quant.packed:
+        raise ConfigError(
+            f"{source} was trained with fp8 activations, which servers do not round; play it with engine.kind = "
+            '"local", or in full precision with --quant.kind none'
+        )
+    model = quantize_for_sampling(model, quant)
     directory = Path(tempfile.mkdtemp(prefix="turnwise-"))
     base = base_model_of(source)
     lora = config.engine.update == "lora" and base is not None
     adapter = partial(read_json, source / ADAPTER_FILE, "it is no adapter") if lora else None
-    first = (lambda: read_tensors(source / WEIGHTS_FILE).items()) if lora else partial(unique_weights, model)
+    pack = packing(model, config.quant) if config.quant.packed else None
+
+    def first() -> Iterable[tuple[str, Any]]:
+        if lora:
+            return read_tensors(source / WEIGHTS_FILE).items()
+        return unique_weights(model) if pack is None else pack(unique_weights(model))
+
     fleet = _fleet(config, base or source, model, renderer, directory, first=first, adapter=adapter)
     weakref.finalize(fleet, shutil.rmtree, directory, True)
     return fleet
@@ -159,8 +172,12 @@ def _fleet(
     engine, limit = config.engine, config.limits.context
     weight, weights_directory = next(model.parameters()), engine.weights or directory / "weights"
     untie = not engine.urls and not weight.is_cuda
+    packed = config.quant.packed
+    if packed and weight.dtype == torch.float32:
+        raise ConfigError('quant.packed: servers compute packed weights in bfloat16; set model.dtype = "bfloat16"')
+    quantization = quantization_config(model, config.quant) if packed else None
     options: dict[str, Any] = {
-        "directories": ModelDirectories(weights_directory, source, untie=untie)
+        "directories": ModelDirectories(weights_directory, source, untie=untie, quantization=quantization)
         if adapter is None
         else AdapterDirectories(weights_directory, adapter),
         "most": engine.concurrency,
@@ -380,7 +397,11 @@ def _trainer(
             add_lora(model, config.lora, seed=config.seed)
         else:
             load_adapter(model, weights)
-    stages = [] if (grid := grid_of(config.quant)) is None else [OnGrid(grid, quantized_names(model, config.quant))]
+    stages: list[Transform] = []
+    if (grid := grid_of(config.quant)) is not None:
+        stages.append(OnGrid(grid, quantized_names(model, config.quant)))
+    if config.quant.packed:
+        stages.append(packing(model, config.quant))
     if config.quant.train:
         quantize_for_training(model, config.quant)
     trainer = (Trainer if ranks.size == 1 else RankZeroTrainer)(

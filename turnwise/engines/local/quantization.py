@@ -86,7 +86,8 @@ class WeightGrid:
             yield name, codes
             yield stem + SCALE_FP8, scale
             return
-        nibbles = (codes.to(torch.int32) + 8).unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4, dtype=torch.int32)
+        places = torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device)
+        nibbles = (codes.to(torch.int32) + 8).unflatten(-1, (-1, 8)) << places
         # Bits are disjoint, so a sum is an "or"; int64 would widen it.
         yield stem + PACKED, nibbles.sum(-1, dtype=torch.int32)
         yield stem + SCALE, scale

@@ -156,6 +156,8 @@ def start_command(
         plan.files[folder / f"{vllm_plugin.MODULE}.py"] = vllm_plugin.SOURCE
         plan.env["PYTHONPATH"] = str(folder)
         plan.why.append(("--worker-extension-cls", "weights by a torch process group; vLLM's own transfer needs GPUs"))
+    if not gpu and _is_packed(model):
+        _set_packed(plan, kind)
     if sleep and gpu and kind in SLEEP_OPTIONS:
         plan.add(SLEEP_OPTIONS[kind], "memory can be released while the trainer uses the device")
     return plan
@@ -179,6 +181,26 @@ def _vllm_command(place: Path, model: Path, where: Sequence[str], context: int |
         reason = "on a CPU, tied embeddings need ModelDirectories(untie=True) and a server of such a directory"
         plan.why.append(("new weights", reason))
     return plan
+
+
+def _is_packed(model: Path) -> bool:
+    """Return whether a model directory has quantized weights."""
+    try:
+        return "quantization_config" in json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):  # the server reports what is wrong with it
+        return False
+
+
+def _set_packed(plan: ServerCommand, kind: str) -> None:
+    """Change the command of a server on a CPU for a packed model directory."""
+    command = plan.commands[0]
+    if "--dtype" in command:
+        command[command.index("--dtype") + 1] = "bfloat16"
+        plan.why = [(setting, reason) for setting, reason in plan.why if setting != "--dtype float32"]
+        plan.why.append(("--dtype bfloat16", "kernels for packed weights do not compute in float32"))
+    if kind == "vllm":
+        plan.env["VLLM_CPU_INT4_W4A8"] = "0"
+        plan.why.append(("VLLM_CPU_INT4_W4A8", "a CPU with AMX would round activations to int8"))
 
 
 def _add_lora(plan: ServerCommand, kind: str, place: Path, rank: int, gpu: bool) -> None:

@@ -86,26 +86,40 @@ class ModelDirectories(WeightDirectories):
         untie: write the output matrix separately although it equals the embedding, and say so in the config. vLLM on a CPU
             needs it: after a reload of a tied model it keeps the old output matrix. The server must start from such a
             directory too.
+        quantization: `quantization_config` of the directories, for packed weights; without it they have none.
     """
 
     file, as_source = "model.safetensors", DiskWeights
 
-    def __init__(self, root: str | Path, source: str | Path, keep: int = 2, *, untie: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        root: str | Path,
+        source: str | Path,
+        keep: int = 2,
+        *,
+        untie: bool = False,
+        quantization: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(root, keep=keep, **options)
-        self.source, self.untie = Path(source), untie
+        self.source, self.untie, self.quantization = Path(source), untie, quantization
 
     def _fill(self, draft: Path, rows: dict[str, Any]) -> None:
         for file in sorted(self.source.iterdir()):
             if file.is_file() and not file.name.endswith((*WEIGHTS, ".index.json")) and not file.name.startswith("."):
                 shutil.copy2(file, draft / file.name)
-        if not self.untie:
-            return
         path = draft / "config.json"
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if add_output_head(config, rows):
-            path.write_text(json.dumps(config | {"tie_word_embeddings": False}, indent=2), encoding="utf-8")
+        given = json.loads(path.read_text(encoding="utf-8"))
+        # The source may be packed; the config states how these weights are stored.
+        config = {name: value for name, value in given.items() if name != "quantization_config"}
+        if self.quantization is not None:
+            config["quantization_config"] = dict(self.quantization)
+        if self.untie and add_output_head(config, rows):
+            config["tie_word_embeddings"] = False
             text = "This model's output matrix is its embedding; stored here twice.\n"
             (draft / "tied.txt").write_text(text, encoding="utf-8")
+        if config != given:
+            path.write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 class AdapterDirectories(WeightDirectories):

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -17,7 +18,7 @@ from turnwise.errors import ConfigError
 from turnwise.training.model.directory import base_model_of, read_json
 from turnwise.training.model.models import copy_extras, load
 from turnwise.training.model.quantize import grid_of, packed, quantized_names
-from turnwise.training.model.weights import Weights, clone_tensors, tied_names
+from turnwise.training.model.weights import Transform, Weights, clone_tensors, tied_names
 
 
 def quant_of(source: Path) -> QuantConfig:
@@ -30,24 +31,35 @@ def quant_of(source: Path) -> QuantConfig:
 
 def write_packed(source: Path, directory: Path, config: QuantConfig) -> None:
     """Write a model directory or checkpoint as a packed directory; raise `ConfigError` if it exists or nothing is quantized."""
-    config = replace(config, activations=False)  # files hold weights
-    grid = grid_of(config)
-    if grid is None:
+    if config.kind == "none":
         raise ConfigError(f'{source}: quant.kind is "none"; choose --kind int4 or fp8')
     if directory.exists():
         raise ConfigError(f"{directory}: already exists; choose another --out")
     settings = read_json((base_model_of(source) or source) / "config.json", "it is no Hugging Face model directory")
     model, _ = load(source, "cpu", {"bfloat16": torch.bfloat16}.get(settings.get("dtype", ""), torch.float32))
-    names = quantized_names(model, config)
-    weights = _per_expert(clone_tensors(model, tied_names(model)), names)
-    separate = frozenset(name for name in names if name.endswith(".weight")) | frozenset(_expert_names(model, names))
-    tensors = {name: tensor.contiguous() for name, tensor in packed(grid, separate)(weights)}
-    kept = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and f"{name}.weight" not in names]
+    tensors = {name: tensor.contiguous() for name, tensor in packing(model, config)(clone_tensors(model, tied_names(model)))}
     directory.mkdir(parents=True)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    text = json.dumps(settings | {"quantization_config": grid.config(kept)}, indent=2)
+    text = json.dumps(settings | {"quantization_config": quantization_config(model, config)}, indent=2)
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
     copy_extras(source, directory)
+
+
+def packing(model: nn.Module, config: QuantConfig) -> Transform:
+    """Create a transform for `Trainer.transforms` from a model's weights to those of a packed directory."""
+    config = replace(config, activations=False)  # files hold weights
+    grid, names = grid_of(config), quantized_names(model, config)
+    assert grid is not None
+    stage = packed(grid, frozenset(name for name in names if name.endswith(".weight")) | set(_expert_names(model, names)))
+    return lambda weights: stage(_per_expert(weights, names))
+
+
+def quantization_config(model: nn.Module, config: QuantConfig) -> dict[str, Any]:
+    """Return `quantization_config` of config.json for a model's packed directories."""
+    config = replace(config, activations=False)
+    grid, names = grid_of(config), quantized_names(model, config)
+    assert grid is not None
+    return grid.config(n for n, m in model.named_modules() if isinstance(m, nn.Linear) and f"{n}.weight" not in names)
 
 
 def _per_expert(weights: Weights, names: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
