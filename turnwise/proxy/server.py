@@ -142,13 +142,10 @@ class ProxyServer:
         session = None
         try:
             session = await self._session(call)
-            body = _parsed(call.body)
-            request = dialect.read(body, session.images)
+            request = dialect.read(_parsed(call.body), session.images)
             retried = call.headers.get(_RETRIES, "0") not in ("", "0")
             agent = self._agent(session, call.headers)
-            form = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)  # Codex writes the keys of a retry in another order
-            key = dialect.name, len(form), hash(form)  # a fifth of the time of BLAKE2 for a long body
-            task = session.submit(request, key, agent, retried=retried)
+            task = session.submit(request, dialect.name, call.body, agent, retried=retried)
         except RequestFault as fault:
             return _refused(dialect, fault, session)
         await asyncio.wait([task], timeout=HEARTBEAT_S if request.stream else None)
