@@ -274,6 +274,9 @@ RECIPE = '[[env]]\nuse = "hop"\n[quant]\nkind = "int4"\ngroup = 32\n'
         ("train = false", 'quant.train = False: .*set train.correction, such as "tis"'),
         ("[lora]\nrank = 4", "the base alone would be quantized.*set lora.rank = 0"),
         ('train = false\n[train]\ncorrection = "tis"\n[engine]\nkind = "vllm"', "quant.train .*is for the local engine"),
+        ("packed = true", r"quant.packed = True: is for servers"),
+        ('packed = true\n[engine]\nkind = "vllm"\nupdate = "group"', "servers convert packed.*engine.update = .disk."),
+        ('packed = true\n[engine]\nkind = "sglang"\nupdate = "tensors"', "servers convert packed.*engine.update = .disk."),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_hold_are_refused_in_one_line(tmp_path, more, message):
@@ -284,6 +287,30 @@ def test_settings_that_cannot_hold_are_refused_in_one_line(tmp_path, more, messa
     with pytest.raises(ConfigError, match=message) as found:
         load(path)
     assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            "packed = true\nactivations = false",
+            "servers round activations with packed fp8 weights; set quant.activations = true",
+        ),
+        ("", "is for the local engine.*set quant.activations = false"),
+        ("packed = true", None),
+    ],
+)
+def test_servers_round_activations_with_packed_fp8_weights_only(tmp_path, more, message):
+    from turnwise.config import load
+
+    path = tmp_path / "r.toml"
+    recipe = RECIPE.replace("group = 32\n", "").replace("int4", "fp8")
+    path.write_text(f'{recipe}{more}\n[engine]\nkind = "vllm"\n')
+    if message is None:
+        assert load(path).config.quant.packed
+        return
+    with pytest.raises(ConfigError, match=message):
+        load(path)
 
 
 @pytest.fixture(scope="module")
