@@ -60,6 +60,9 @@ def draw(rng, row, last_k=None) -> int:
     return IDS - 1
 
 
+MODEL = os.environ.get("KIT_NAME", "tiny")  # of this process, if it is a server
+
+
 class State:
     def __init__(self, kind: str, weights: int) -> None:
         self.kind, self.weights, self.name = kind, weights, "default"
@@ -146,7 +149,7 @@ class Handler(BaseHTTPRequestHandler):
             "vllm": {
                 "/health": {},
                 "/version": {"version": "0.32.0"},
-                "/v1/models": {"data": [{"id": "tiny", "parent": None, "max_model_len": 256}]},
+                "/v1/models": {"data": [{"id": MODEL, "parent": None, "max_model_len": 256}]},
                 "/weight_info": {"weight_version": state.name},
                 "/is_sleeping": {"is_sleeping": state.paused or bool(state.gone)},
                 "/server_info": server_info(float(os.environ.get("KIT_KEEPS") or 0)),
@@ -181,7 +184,7 @@ class Handler(BaseHTTPRequestHandler):
                         "schemas": {"GenerateReqInput": {"properties": {} if os.environ.get("KIT_OLD") else {"extra_key": {}}}}
                     }
                 },
-                "/v1/models": {"data": [{"id": "tiny", "parent": None, "max_model_len": 256}]},
+                "/v1/models": {"data": [{"id": MODEL, "parent": None, "max_model_len": 256}]},
             },
             "llamacpp": {
                 "/health": {"status": "ok"},
@@ -217,7 +220,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.say({"detail": "Not Found"}, 404)
         asked = path in ("/v1/completions", "/inference/v1/generate", "/generate", "/completion", "/chat/completions")
         scoring = body.get("prompt_logprobs") == 0 or body.get("logprob_start_len") == 0
-        if asked and state.kind == "vllm" and body["model"] not in ("tiny", *state.adapters):
+        if asked and state.kind == "vllm" and body["model"] not in (MODEL, *state.adapters):
             return self.say({"error": {"message": f"The model `{body['model']}` does not exist.", "code": 404}}, 404)
         fault = state.faults.pop(0) if asked and not scoring and state.faults else {}
         return self.answer(handle, body, fault)

@@ -26,6 +26,7 @@ given = dict(zip(sys.argv[1:], sys.argv[2:]))
 model = given.get("--model") or given.get("--model-path")
 if os.environ.get("KIT_BROKEN"):
     sys.exit("no such kernel")
+os.environ["KIT_NAME"] = given.get("--served-model-name") or model
 sys.path.insert(0, {str(Path(kit.__file__).parent)!r})
 import remote_kit
 kind = "vllm" if "vllm.entrypoints.openai.api_server" in sys.argv else "sglang"

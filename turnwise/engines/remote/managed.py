@@ -347,6 +347,8 @@ class ServerProcess:
             raise EngineError(f"{self.kind} at {self.url} exited {self.starts} times and is not restarted; see {self.log}")
         self.stop()
         plan = start_command(self.kind, self.home, directory, host="127.0.0.1", port=self.port, **self._settings)
+        if self.kind == "vllm":
+            plan.add("--served-model-name turnwise-model", "the same name after a restart from another policy's directory")
         plan.prepare()
         self.starts, self.up = self.starts + 1, False
         self.log.parent.mkdir(parents=True, exist_ok=True)

@@ -44,6 +44,8 @@ class StepMetrics:
     """Correction weights of each batch."""
     updates: list[tuple[float, float]] = field(default_factory=list)
     """Loss and gradient norm (before clipping) of each optimizer step."""
+    moved: bool = False
+    """Whether most ids of a batch differ from the engine's by more than `mismatch_bound`."""
     agreement: float | None = None
     """Cosine of the step's first gradient with the momentum of earlier steps."""
 
@@ -112,6 +114,9 @@ def mismatch_bound(config: TrainConfig, dtype: torch.dtype) -> float:
 ROUNDED_SHARE, ROUNDED_BOUND, ROUNDED_K3, ROUNDED_PART = 0.01, 0.5, 1e-5, 0.25
 """With activations in fp8: allowed share of ids over `mismatch_bound`, maximum of one id in nats, and mean k3. With more such
 ids or a larger k3, the mean difference may be `ROUNDED_PART` of what rounding changes."""
+ROUNDED_STEPS = 2
+"""Steps in a row in which most ids may be over `mismatch_bound`. A crossing in a prompt that all episodes share ends with the
+next update. A fault of the engine remains, and one in the last layer changes less than rounding does."""
 
 
 def check_mismatch(
@@ -121,14 +126,16 @@ def check_mismatch(
     distribution: LogitDistribution,
     *,
     rounding_effect: Callable[[], float] | None = None,
-) -> None:
+    moved_steps: int = 0,
+) -> bool:
     """Compare the trainer's logprobs before the first update with the engine's; raise `TurnwiseError` for an id without
     probability. Raise `SyncError` when a token of the current version differs by more than `mismatch_bound`, or the mean KL of
     those exceeds the allowed divergence. Tokens of older versions differ by training; they are for `train.correction`.
 
     With activations in fp8, sums in another order can cross a rounding boundary and move an id by 1e-2, or all ids after a
     prompt that every episode shares. `rounding_effect` then returns the mean |change of logprobs| by rounding activations; an
-    engine that rounds them differently differs by about that.
+    engine that rounds them differently differs by about that. Return whether most ids were over the bound; `moved_steps` is the
+    number of steps in a row before this one in which they were.
     """
     bound = mismatch_bound(config, dtype)
     # Rounding stays far below 0.1 nats in any precision, and a diverging run reaches it; `max_mismatch` declares a difference
@@ -144,7 +151,7 @@ def check_mismatch(
         )
     current_n = batch.current_n
     if not bool(current_n.any()):
-        return
+        return False
     gap_n = (batch.start_n - batch.engine_n).abs().nan_to_num(0.0).masked_fill(~current_n, 0.0)
     worst = int(gap_n.argmax())
     mismatch = logprob_mismatch(batch.start_n[current_n], batch.engine_n[current_n])
@@ -154,14 +161,16 @@ def check_mismatch(
         f"{len(distribution.banned_ids)} ids, and computes in {str(dtype).removeprefix('torch.')}; if the difference is "
         "intended,"
     )
+    most = 2 * int((gap_n > bound).sum()) > int(current_n.sum())
     if rounding_effect is not None and config.max_mismatch is None and gap_n[worst] > bound:
+        remains = most and moved_steps >= ROUNDED_STEPS
         few = int((gap_n > bound).sum()) <= max(1.0, ROUNDED_SHARE * int(current_n.sum()))
         few = few and mismatch["mismatch_kl"] <= ROUNDED_K3
-        if few or mismatch["mismatch_mean"] <= ROUNDED_PART * rounding_effect():
+        if few or (not remains and mismatch["mismatch_mean"] <= ROUNDED_PART * rounding_effect()):
             bound = ROUNDED_BOUND
     if gap_n[worst] <= bound:
         if not mismatch.get("mismatch_kl", 0.0) > divergence:
-            return
+            return most
         raise SyncError(
             f"engine and trainer sample from different policies: KL(engine || trainer) is {mismatch['mismatch_kl']:.3g} nats "
             f"per token, over train.max_mismatch_kl = {divergence:g}, effective sample size "

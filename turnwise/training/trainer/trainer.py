@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -107,6 +107,7 @@ class Trainer:
         # Dropout off: the trained policy must equal the sampled one. Gradients flow all the same.
         self.model = model.eval()
         self._rounded_inputs = rounds_activations(model)
+        self._moved_steps = 0
         self.config = config
         self.objective = Objective(config, resolve_settings(config))
         self.temperature = temperature
@@ -185,6 +186,7 @@ class Trainer:
             for batch in batches:
                 self._update(batch, lr, step_metrics, step)
         self._probe = None if probe is None else probe.after(self._at_temperature_one)
+        self._moved_steps = self._moved_steps + 1 if step_metrics.moved else 0
         # Metrics.
         step_metrics.reduce(self.ranks)
         metrics = (
@@ -292,7 +294,8 @@ class Trainer:
             return float(changed_n[batch.current_n].abs().mean())
 
         effect = rounding_effect if self._rounded_inputs else None
-        check_mismatch(batch, self.config, self.dtype, self.distribution, rounding_effect=effect)
+        options: dict[str, Any] = {"rounding_effect": effect, "moved_steps": self._moved_steps}
+        step_metrics.moved |= check_mismatch(batch, self.config, self.dtype, self.distribution, **options)
         current_n = batch.current_n
         step_metrics.start.append((start_n[current_n], batch.engine_n[current_n]))
 

@@ -1,0 +1,119 @@
+"""Packed weights of servers: the directories and requests that they get, and what a server that reads them samples from."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+pytest.importorskip("torch")
+import torch
+from safetensors.torch import load_file
+
+from turnwise.config import ModelConfig, QuantConfig
+from turnwise.engines import Request
+from turnwise.engines.local import LocalEngine
+from turnwise.engines.remote import Fleet, SglangEngine, VllmEngine
+from turnwise.engines.remote.managed import start_command
+from turnwise.engines.remote.weight_files import ModelDirectories
+from turnwise.engines.server import JsonHttpServer
+from turnwise.errors import SyncError
+from turnwise.training import create_tiny_model, make_service, score_with_model, unique_weights
+from turnwise.training.model.models import load
+from turnwise.training.model.packed import packing, quantization_config, write_packed
+from turnwise.training.model.quantize import quantize_for_training
+
+QUANTS = {
+    "int4": QuantConfig(kind="int4", group=32, packed=True),
+    "fp8": QuantConfig(kind="fp8", block=32, packed=True),
+}
+CLIENTS = {"vllm": VllmEngine, "sglang": SglangEngine}
+PROMPT = list(range(10, 30))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return create_tiny_model(ModelConfig(hidden=32, layers=1), ["look up the code 17"], tmp_path_factory.mktemp("m") / "m")
+
+
+@pytest.mark.parametrize("kind", QUANTS)
+@pytest.mark.parametrize("server", CLIENTS)
+def test_a_server_of_packed_weights_takes_packed_updates_from_a_disk(tmp_path, source, kind, server):
+    quant, module = QUANTS[kind], load(source)[0]
+    write_packed(source, tmp_path / "packed", quant)
+    pack, stated = packing(module, quant), quantization_config(module, quant)
+    # `turnwise serve` reads the weights of a file, which has no activations.
+    quantize_for_training(module, QuantConfig(kind=kind, group=32, block=32, activations=False))
+    directories = ModelDirectories(tmp_path / "weights", source, quantization=stated)
+
+    async def work():
+        app, engine = make_service(tmp_path / "packed", context=100, device="cpu")
+        http = JsonHttpServer(app.routes(server), host="127.0.0.1", port=0, token="")
+        await http.start()
+        fleet = Fleet([CLIENTS[server](http.url)], directories=directories, expected_logprobs=score_with_model(module))
+        replies = []
+        try:
+            async with asyncio.timeout(100):
+                for version in (1, 2):
+                    with torch.no_grad():
+                        for parameter in module.parameters():
+                            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version))
+                    await fleet.update(pack(unique_weights(module)), version)
+                    reply = await fleet.generate(Request(PROMPT, 40, frozenset(), 1, str(version)))
+                    assert reply.version == version
+                    wanted = score_with_model(module)([*PROMPT, *reply.ids])[-len(reply.ids) :]
+                    replies.append(max(abs(a - b) for a, b in zip(wanted, reply.logprobs, strict=True)))
+                with torch.no_grad():  # the trainer goes on, and the server does not
+                    module.model.layers[0].mlp.down_proj.weight *= 1.5
+                with pytest.raises(SyncError, match="differ from the trainer's by up to"):
+                    await fleet.load_from_disk(directories.root / "policy-2", 3)
+        finally:
+            await fleet.close()
+            await http.close()
+            await engine.close()
+        return replies
+
+    assert max(asyncio.run(work())) < 1e-4
+    config = json.loads((directories.root / "policy-2" / "config.json").read_text())
+    tensors = load_file(directories.root / "policy-2" / "model.safetensors")
+    layer = "model.layers.0.mlp.down_proj"
+    if kind == "int4":
+        assert config["quantization_config"]["format"] == "pack-quantized"
+        assert config["quantization_config"]["ignore"] == ["lm_head"]
+        assert tensors[f"{layer}.weight_packed"].dtype == torch.int32
+        assert {"weight_scale", "weight_shape"} <= {name.rpartition(".")[2] for name in tensors}
+    else:
+        assert config["quantization_config"] == {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [32, 32],
+            "modules_to_not_convert": ["lm_head"],
+        }
+        assert tensors[f"{layer}.weight"].dtype == torch.float8_e4m3fn
+        assert tensors[f"{layer}.weight_scale_inv"].dtype == torch.float32
+    assert f"{layer}.weight" not in tensors or kind == "fp8"
+
+
+def test_plain_weights_of_a_packed_source_get_a_config_without_quantization(tmp_path, source):
+    write_packed(source, tmp_path / "packed", QUANTS["int4"])
+    module = load(tmp_path / "packed")[0]
+    directories = ModelDirectories(tmp_path / "weights", tmp_path / "packed")
+    directory, _ = directories.write(unique_weights(module), 1)
+    assert "quantization_config" not in json.loads((directory / "config.json").read_text())
+    got = load(directory)[0].state_dict()
+    assert all(torch.equal(tensor, got[name]) for name, tensor in module.state_dict().items())
+    assert LocalEngine.load(directory, context=64).fused
+
+
+@pytest.mark.parametrize("server", CLIENTS)
+def test_a_server_of_a_packed_directory_starts_in_bfloat16_on_a_cpu(tmp_path, source, server):
+    (tmp_path / server).mkdir()
+    write_packed(source, tmp_path / "packed", QUANTS["int4"])
+    for directory, dtype in ((source, "float32"), (tmp_path / "packed", "bfloat16")):
+        plan = start_command(server, tmp_path, directory, host="127.0.0.1", port=1)
+        command = plan.commands[0]
+        assert command[command.index("--dtype") + 1] == dtype
+        assert f"--dtype {dtype}" in dict(plan.why)
+        assert plan.env.get("VLLM_CPU_INT4_W4A8") == ("0" if (server, dtype) == ("vllm", "bfloat16") else None)
