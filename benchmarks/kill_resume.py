@@ -142,8 +142,8 @@ def kill_when(words: Sequence[str], run: Path, instant: str | float) -> str | No
     Returns:
         What was interrupted; None when the run had ended before.
     """
-    process = start(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     before, grown = size(run), 0.0
+    process = start(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while process.poll() is None:
         now = time.monotonic()
         grown = grown or (now if size(run) > before else 0.0)

@@ -131,7 +131,6 @@ RECORDS = {
     "state",
     "_state",
     "position",
-    "signal",
 }
 
 # Assignments to attributes of any other object that is not `self`: (file, target) -> why.

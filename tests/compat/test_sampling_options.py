@@ -34,7 +34,7 @@ def slime(model, given):
 
 
 def swift(model, given):
-    request = SimpleNamespace(messages=[{"role": "user", "content": "Go."}], images=[], tools=None)
+    request = SimpleNamespace(messages=[{"role": "user", "content": "Go."}], images=[], audios=[], videos=[], tools=None)
     return Episode(model, "a").infer(request, import_foreign(PROTOCOL).RequestConfig(**given))
 
 
