@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/compat.md").read_text(encoding="utf-8")
-FILE_MAP = (ROOT / "docs/reference/user_files.md").read_text(encoding="utf-8")
+TABLES = (ROOT / "docs/reference/capabilities.md").read_text(encoding="utf-8")
 SYSTEMS = {"S": 15, "K": 6, "V": 8, "W": 6}
 ROW = re.compile(r"^\| ([SKVW]\d+) \| [^|]+ \| ([^|]+) \|$", re.MULTILINE)
 FILES = re.compile(r"^\| ([SKVW]\d+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
@@ -33,7 +33,7 @@ def named_tests(cell: str) -> list[str]:
 
 
 def test_every_row_names_tests_that_exist() -> None:
-    rows = dict(ROW.findall(TEXT))
+    rows = dict(ROW.findall(TABLES))
     assert list(rows) == [f"{system}{number}" for system, most in SYSTEMS.items() for number in range(1, most + 1)]
     for row, cell in rows.items():
         assert named_tests(cell), row
@@ -47,7 +47,7 @@ def test_the_tests_named_elsewhere_on_the_page_exist() -> None:
 
 
 def test_every_row_has_user_files_with_both_kinds_of_tests() -> None:
-    rows = FILES.findall(FILE_MAP)
+    rows = FILES.findall(TABLES)
     assert [row for row, *_ in rows] == [
         f"{system}{number}" for system, most in SYSTEMS.items() for number in range(1, most + 1)
     ]
