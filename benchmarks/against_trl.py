@@ -93,6 +93,8 @@ def theirs(warmed: Path, seed: int, steps: int, out: Path) -> list[dict[str, flo
         logging_strategy="no",
         seed=seed,
         use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,  # it would cost TRL time, and it turns off the cache of `generate`
         disable_tqdm=True,
         shuffle_dataset=False,
     )
