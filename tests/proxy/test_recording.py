@@ -112,7 +112,8 @@ def test_a_session_ends_by_a_request_with_its_reward() -> None:
     async def work(url: str) -> None:
         await talk(url, "/s/one")
         async with client(url) as http:
-            assert (await http.post("/s/one/end", json={"reward": "much"})).status_code == 400
+            for wrong in ("much", True, [1.0]):
+                assert (await http.post("/s/one/end", json={"reward": wrong})).status_code == 400
             assert (await http.post("/s/one/end", json={"reward": 0.5})).json() == {"ended": "one"}
             assert (await http.post("/s/one/end", json={})).status_code == 404
             assert (await http.post("/s/never/end", json={})).status_code == 404

@@ -20,6 +20,7 @@ from turnwise.proxy.matching import Exchange
 from turnwise.proxy.responses import Responses
 from turnwise.proxy.session import ProxySession
 from turnwise.proxy.wire import Dialect, RequestFault, WireRequest
+from turnwise.types import is_finite_number
 
 if TYPE_CHECKING:
     from turnwise.proxy.recording import RecordedSessions
@@ -234,6 +235,6 @@ def _parsed(body: bytes) -> Mapping[str, Any]:
 def _reward(body: Mapping[str, Any]) -> float | None:
     """Return the reward in the body of a request that ends a session."""
     reward = body.get("reward")
-    if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
+    if reward is not None and not is_finite_number(reward):
         raise RequestFault(f"reward must be a number, not {reward!r:.40}")
     return None if reward is None else float(reward)
