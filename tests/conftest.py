@@ -7,6 +7,7 @@ cores from slowing each other tenfold.
 from __future__ import annotations
 
 import gc
+import os
 import random
 import signal
 import sys
@@ -41,6 +42,11 @@ LONG = (
     "run/test_real_models.py",
 )
 """Files that take longest. They come first: a worker that begins one last keeps the others waiting."""
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Two more than there are cores: tests of processes and deadlines mostly wait."""
+    return (os.cpu_count() or 1) + 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -53,7 +53,7 @@ CANNOT_RUN = {
         "composite": "Must specify at least one dataset",
     },
     "textarena": {
-        **dict.fromkeys(("GuessWho", "TwentyQuestions", "Debate", "ScenarioPlanning"), "OpenAI package is required"),
+        **dict.fromkeys(("GuessWho", "TwentyQuestions", "Debate", "ScenarioPlanning"), "OpenRouter API key not found"),
         **dict.fromkeys(
             ("Hangman", "WordLadder", "Wordle", "WordSearch", "DontSayIt", "LetterAuction", "SpellingBee", "WordChains"),
             "LookupError",  # a word list that nltk downloads

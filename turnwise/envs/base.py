@@ -300,7 +300,11 @@ def as_step(value: Any) -> Step:
         raise EnvError(f"step returned {describe_value(value)}; return tw.Step(...) or a Gymnasium 5-tuple")
     observation, reward, terminated, truncated, info = value
     check_size(observation, "step")
-    if type(info) is not dict and not isinstance(info, Mapping):
+    plain_info = type(info) is dict or type(info) is MappingProxyType
+    flags = type(terminated) is type(truncated) is bool
+    if type(value) is Step and plain_info and flags and type(reward) is float and math.isfinite(reward):
+        return value  # nearly every step
+    if not plain_info and not isinstance(info, Mapping):
         raise EnvError(f"step returned the info {describe_value(info)}; info is a dict")
     number = as_number(reward, "a step's reward")
     return Step(observation, number, as_flag(terminated, "a step's terminated"), as_flag(truncated, "a step's truncated"), info)

@@ -29,7 +29,10 @@ def to_json(value: Any) -> bytes:
     NaN becomes null; a lone surrogate is escaped.
     """
     try:
-        return orjson.dumps(value, default=repr, option=_OPTIONS)
+        try:
+            return orjson.dumps(value, default=repr, option=orjson.OPT_SERIALIZE_NUMPY)
+        except TypeError:  # keys of other types cost a sixth of the time, so they are tried only where there are any
+            return orjson.dumps(value, default=repr, option=_OPTIONS)
     except KeyboardInterrupt:
         raise
     except BaseException:  # including exceptions of a repr

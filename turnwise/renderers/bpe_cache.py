@@ -13,7 +13,6 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -83,7 +82,11 @@ class CachedBPE:
                 words = [part for word in words for part in cut(word)]
         if sum(map(len, words)) != len(text):  # the pattern leaves gaps, which are separate words
             return None
-        return list(chain.from_iterable(map(self._look_up, words)))
+        ids: list[int] = []
+        add = ids.extend  # with words of one or two ids a fourth faster than `chain`
+        for known in map(self._look_up, words):
+            add(known)
+        return ids
 
 
 def _harmless(normalizer: Mapping[str, Any] | None) -> bool:

@@ -29,8 +29,13 @@ CONTENT_TRANSFORMS: Mapping[str, Callable[[str], str]] = {
 
 def texts_of(messages: Sequence[Message]) -> list[str]:
     """Return the texts of all contents in order: a text content itself, else its text parts."""
-    contents = [(m.content,) if isinstance(m.content, str) else m.content for m in messages]
-    return [part for content in contents for part in content if isinstance(part, str)]
+    texts: list[str] = []
+    for message in messages:
+        if isinstance(message.content, str):
+            texts.append(message.content)
+        else:
+            texts += [part for part in message.content if isinstance(part, str)]
+    return texts
 
 
 def with_texts(messages: Sequence[Message], texts: Sequence[str]) -> list[Message]:

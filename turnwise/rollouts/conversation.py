@@ -271,9 +271,10 @@ def reply_spans(
     """
     ids, logprobs = tuple(generation.ids), tuple(generation.logprobs)
     cache = generation.cache_version
-    if None not in logprobs and not generation.later_versions:
+    incomplete = generation.missing_logprobs != "error" and None in logprobs  # `check_generation` refused others
+    if not incomplete and not generation.later_versions:
         return (Span(Origin.MODEL, ids, -1, start, logprobs, generation.version, (), agent, None, 0, sampling, cache),)
-    runs = _runs(generation, trajectory) if None in logprobs else ((0, len(ids), None),)
+    runs = _runs(generation, trajectory) if incomplete else ((0, len(ids), None),)
     spans = []
     for begin, end, untrained in runs:
         for first, last, version in _by_version(generation, begin, end):

@@ -256,6 +256,8 @@ class Recorder:
         self, path: ConversationPath, messages: tuple[Message, ...]
     ) -> tuple[Extend | Branch, tuple[Message, ...]]:
         """Render an observation, truncated to the limit. The path is unchanged, so a worker thread may call this."""
+        if self.limits.observation_tokens is None:
+            return render_next(path.history, self.renderer, path.state, messages), messages
         messages, rendered = self.truncate_observation(messages, partial(render_next, path.history, self.renderer, path.state))
         return rendered, messages
 
@@ -403,7 +405,8 @@ class Recorder:
             path.messages.pop()
             path.replies.pop()
         start = self.trajectory.reply_start(path.turn)
-        path.replies.append(SampledReply(len(path.messages), tuple(path.ids[start:]), start))
+        sampled = self.trajectory.spans[spans[0]].ids if len(spans) == 1 and start == context else tuple(path.ids[start:])
+        path.replies.append(SampledReply(len(path.messages), sampled, start))
         path.messages.append(turn.message)
         path.new_messages = ()
         row: dict[str, Any] = {"call": call, "seed": seed}

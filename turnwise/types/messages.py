@@ -155,7 +155,9 @@ def as_messages(value: Messages | None, role: str = "user") -> tuple[Message, ..
     """
     if value is None:
         return ()
-    if isinstance(value, (str, Message, Mapping)) or is_media(value):
+    if isinstance(value, str):
+        return (Message(role, value),)
+    if isinstance(value, (Message, Mapping)) or is_media(value):
         return (Message.of(value, role),)  # type: ignore[arg-type]
     if not isinstance(value, Iterable):
         raise TypeError(f"messages must be a str, a message or a list of messages, not {type(value).__name__}")
