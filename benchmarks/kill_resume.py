@@ -127,7 +127,7 @@ def phase_of(run: Path) -> str:
         return "writing a checkpoint"
     if not (run / "config.json").exists():
         return "before it began"
-    last = next(reversed(events(run)), None)
+    last = last_event(run)
     if last is None:
         return "warm-up" if (run / "model").is_dir() else "making the model"
     name = str(last["k"][0]) if "k" in last else str(last["e"])
@@ -145,6 +145,7 @@ def kill_when(words: Sequence[str], run: Path, instant: str | float) -> str | No
     before, grown = size(run), 0.0
     process = start(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while process.poll() is None:
+        process.send_signal(signal.SIGSTOP)  # while it is looked at: on a busy machine it would be over before
         now = time.monotonic()
         grown = grown or (now if size(run) > before else 0.0)
         if instant == "checkpoint":
@@ -159,6 +160,7 @@ def kill_when(words: Sequence[str], run: Path, instant: str | float) -> str | No
             process.send_signal(signal.SIGKILL)
             process.wait()
             return phase_of(run)
+        process.send_signal(signal.SIGCONT)
         time.sleep(0.0005 if instant == "checkpoint" else 0.003)
     return None
 
@@ -179,6 +181,19 @@ def size(run: Path) -> int:
     """Bytes of the journal."""
     journal = run / "journal.jsonl"
     return journal.stat().st_size if journal.exists() else 0
+
+
+def last_event(run: Path) -> dict[str, Any] | None:
+    """The journal's last whole line; none before there is one."""
+    if not size(run):
+        return None
+    with (run / "journal.jsonl").open("rb") as file:
+        for length in (1 << 16, size(run)):
+            file.seek(max(0, size(run) - length))
+            lines = file.read().split(b"\n")
+            if len(lines) > 2 or length == size(run):
+                return json.loads(lines[-2]) if len(lines) > 1 else None
+    return None
 
 
 def events(run: Path) -> list[dict[str, Any]]:
