@@ -4,9 +4,10 @@
 
 Each session is a program that sends its complete history with every call, up to a context of `--tokens` (a token is a byte);
 all sessions make each call at once. The programs run in a process of their own, whose time is not counted. `growth` is what
-the proxy adds to the last four calls over what it adds to the first four; the minimum of the repeats counts. Python's collector
-of cycles runs about once in 100,000 allocations, for some 30 ms, which would be counted in whichever round it falls on. So it is
-off for the table and `growth`, and on for the other figures; `us_collector` is its share of `us_per_call`. Last line JSON.
+the proxy adds to the last four calls over what it adds to the first four; the minimum of the repeats counts. Last line JSON.
+
+Python's collector of cycles runs about once in 100,000 allocations, for some 30 ms, which are counted in whichever round they
+fall on. So it is off for the table and `growth`, and on for the other figures; `us_collector` is its share of `us_per_call`.
 """
 
 from __future__ import annotations
