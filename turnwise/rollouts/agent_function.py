@@ -90,6 +90,8 @@ class Model:
         self._idle: dict[int, ConversationPath] = {}  # by turn: paths that end in its reply, not continued yet
         self._turns_by_text: defaultdict[str, list[int]] = defaultdict(list)
         self._indexed = 0  # turns in `_turns_by_text`
+        self._children: defaultdict[int, list[int]] = defaultdict(list)  # spans by their parent
+        self._spans_indexed = 0  # spans in `_children`
         self._seed_uses: Counter[int] = Counter()  # paths by initial seed
         self._stops: dict[tuple[str, ...], StopText] = {}
         self._busy: set[asyncio.Task[Any]] = set()
@@ -507,11 +509,15 @@ class Model:
         ids = ids_with_media_keys(ids, media) if media else ids
         links: list[tuple[int, int]] = []
         position = spans[leaf].end if leaf >= 0 else 0
+        for number in range(self._spans_indexed, len(spans)):
+            self._children[spans[number].parent].append(number)
+        self._spans_indexed = len(spans)
         done = 0
         while done < len(ids):
             best, matched = -1, 0
-            for number, span in enumerate(spans):
-                if span.parent != leaf or span.start != position or span.agent != agent:
+            for number in self._children.get(leaf, ()):
+                span = spans[number]
+                if span.start != position or span.agent != agent:
                     continue
                 known = ids_with_media_keys(span.ids, span.media) if span.media else span.ids
                 pairs = enumerate(zip(known, ids[done : done + len(known)], strict=False))
