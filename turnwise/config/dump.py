@@ -29,6 +29,24 @@ def to_toml(resolved: ResolvedConfig) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
+def placement(config: RunConfig) -> list[str]:
+    """Describe where each part of a run would run, one line each."""
+    engine, scale = config.engine, config.scale
+    where = f"{len(engine.urls)} at {', '.join(engine.urls)}" if engine.urls else f"{engine.servers} started by the run"
+    lines = [
+        "trainer: this process, or those of torchrun",
+        f"engine: {'this process' if engine.kind == 'local' else f'{engine.kind} servers, {where}'}",
+    ]
+    places = [f"workers that join at {scale.listen} (turnwise worker --join)"] if scale.listen is not None else []
+    if scale.ray is not None:
+        places.append(f"{scale.ray_workers} workers of {scale.ray_cpus:g} CPUs on the Ray cluster {scale.ray}")
+    return [
+        *lines,
+        f"environments and rewards: {' and '.join(places) or 'this process'}",
+        "journal and checkpoints: " + config.out,
+    ]
+
+
 def to_json_dict(resolved: ResolvedConfig) -> dict[str, Any]:
     """Return the configuration and its origins as plain values for `config.json`."""
     config = asdict(resolved.config)
@@ -63,7 +81,10 @@ def load_run_config(run: Path) -> ResolvedConfig:
     return ResolvedConfig(build(merged.tree, where), origins, Path(recipe) if recipe else None, extended)
 
 
-EXTENDABLE = ("train.steps", "warmup.steps", "train.stop_success")
+EXTENDABLE = (
+    *("train.steps", "warmup.steps", "train.stop_success"),
+    *("scale.listen", "scale.ray", "scale.ray_workers", "scale.ray_cpus", "scale.lease_s", "scale.stall_s", "scale.wait_s"),
+)
 """Keys that a resumed run accepts: they change nothing that it has done."""
 
 
