@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -81,17 +82,14 @@ def load_run_config(run: Path) -> ResolvedConfig:
     return ResolvedConfig(build(merged.tree, where), origins, Path(recipe) if recipe else None, extended)
 
 
-EXTENDABLE = (
-    *("train.steps", "warmup.steps", "train.stop_success"),
-    *("scale.listen", "scale.ray", "scale.ray_workers", "scale.ray_cpus", "scale.lease_s", "scale.stall_s", "scale.wait_s"),
-)
+EXTENDABLE = ("train.steps", "warmup.steps", "train.stop_success", "scale.*")
 """Keys that a resumed run accepts: they change nothing that it has done."""
 
 
 def extend_run(run: Path, overrides: Sequence[str]) -> ResolvedConfig:
     """Load the configuration of a run that is resumed, with more steps or as it is; a `ConfigError` for fewer or other keys."""
     for key, _ in parse_overrides(overrides):
-        if current_key(key, COMMAND_LINE) not in EXTENDABLE:
+        if not any(fnmatchcase(current_key(key, COMMAND_LINE), one) for one in EXTENDABLE):
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in EXTENDABLE)
             raise ConfigError(
                 f"--resume {run} uses the run's own settings; leave out --{key.replace('_', '-')}, or start a new run "
