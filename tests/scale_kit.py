@@ -17,6 +17,7 @@ from fork_kit import Forked
 ENVIRONMENT = '''\
 """Three turns with rewards of any reply; every step takes a moment, so that a kill meets turns."""
 
+import os
 import time
 
 import turnwise as tw
@@ -32,7 +33,7 @@ class World(tw.Env):
         return [tw.Task(f"say {split} {i}", id=f"{split}-{i}", info={"digits": (i, i + 1)}) for i in range(n or 8)]
 
     def reset(self, task, *, seed=None):
-        self.task = task
+        self.task, self.seed = task, seed
         assert isinstance(task.info["digits"], tuple)
         return task.messages
 
@@ -41,15 +42,15 @@ class World(tw.Env):
         self.at += 1
         if self.effects:
             with open(self.effects, "a") as file:
-                file.write(f"{self.task.id} {self.at} {action.text!r}\\n")
+                file.write(f"{time.time()} {os.getpid()} {self.task.id}/{self.seed}/{self.at}\\n")
         reward = sum(map(ord, action.text)) % 7 / 7  # every group has different rewards
         return tw.Step(f"turn {self.at}", reward=reward, terminated=self.at >= 3)
 
     def snapshot(self):
-        return {"at": self.at, "task": self.task.id}
+        return {"at": self.at}
 
-    def restore(self, state, task):
-        self.at, self.task = state["at"], task
+    def restore(self, state):
+        self.at = state["at"]
 '''
 
 RECIPE = """\

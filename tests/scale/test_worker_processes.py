@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -73,3 +74,68 @@ def test_nobody_joins_without_the_token_or_with_other_code(tmp_path):
     assert "differs from the run's: world.py" in (tmp_path / "stale").read_text()
     assert "its code differs from the run's (world.py)" in log.read_text()
     assert "401" in (tmp_path / "guess").read_text()
+
+
+def test_another_worker_goes_on_with_effects_only_after_the_lease_of_a_killed_one(alone, tmp_path):
+    recipe, log, port, acts = write_recipe(tmp_path, pause=0.4), tmp_path / "log", free_port(), tmp_path / "acts"
+    run, lease_s = tmp_path / "run", 1.5
+    with processes() as started:
+        words = ["--scale.listen", f"127.0.0.1:{port}", "--scale.lease_s", lease_s]
+        words += ["--env.effects", "true", "--env.args.effects", acts]
+        started.append(start("train", recipe, "--out", run, *words, log=log))
+        workers = [start("worker", "--join", f"http://127.0.0.1:{port}", log=tmp_path / name) for name in ("one", "two")]
+        started += workers
+        wait_for(lambda: f" {workers[0].pid} train" in (acts.read_text() if acts.exists() else ""), why=log.read_text)
+        killed = time.time()
+        kill(workers[0])
+        finished(started[0], log)
+    assert final_weights(run) == final_weights(alone)  # every episode went on from its state
+    lines = [line.split() for line in acts.read_text().splitlines()]
+    lines = [line for line in lines if line[2].startswith("train")]  # evaluations before and after have equal seeds
+    mine = {step.rpartition("/")[0] for _, pid, step in lines if int(pid) == workers[0].pid}
+    later = [float(at) for at, pid, step in lines if int(pid) == workers[1].pid and step.rpartition("/")[0] in mine]
+    assert later, "the killed worker had nothing in the middle"
+    assert min(later) > killed + lease_s * 0.9  # its last word may be a little older than the kill
+    repeated = len(lines) - len({step for _, _, step in lines})
+    assert repeated <= sum(event["metrics"].get("resume_steps_in_doubt", 0) for event in events(run, "closed"))
+
+
+SEES = """\
+[model]
+vision = true
+hidden = 32
+heads = 4
+layers = 1
+[[env]]
+use = "radar"
+args = { reach = 2 }
+[limits]
+turns = 2
+turn_tokens = 6
+on_turn_length = "continue"
+[rollout]
+groups = 2
+group_size = 2
+[train]
+steps = 1
+[eval]
+tasks = 2
+greedy = false
+"""
+
+
+def test_images_travel_by_hash(tmp_path):
+    recipe, port, weights = tmp_path / "recipe.toml", free_port(), []
+    recipe.write_text(SEES)
+    for name, words in {"alone": [], "remote": ["--scale.listen", f"127.0.0.1:{port}"]}.items():
+        log = tmp_path / f"{name}.log"
+        with processes() as started:
+            started.append(start("train", recipe, "--out", tmp_path / name, *words, log=log))
+            if words:
+                started.append(start("worker", "--join", f"http://127.0.0.1:{port}", log=tmp_path / "one"))
+            finished(started[0], log)
+        weights.append(final_weights(tmp_path / name))
+    assert weights[0] == weights[1]
+    images = [{path.name for path in (tmp_path / name / "media").glob("*.png")} for name in ("alone", "remote")]
+    assert images[0] == images[1]
+    assert images[0]
