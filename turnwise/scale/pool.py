@@ -117,13 +117,30 @@ class WorkerPool:
     async def open(self, rollout: Rollout, gate: CallGate) -> AsyncIterator[None]:
         """As `GroupPlayer.open`."""
         self._rollout, self._opened = rollout, time.monotonic()
-        async with self._server.open(rollout, gate):
+        async with self._server.open(rollout, gate), self._ray():
             watch = asyncio.create_task(self._watch())
             try:
                 yield
             finally:
                 watch.cancel()
                 await asyncio.gather(watch, return_exceptions=True)
+
+    @contextlib.asynccontextmanager
+    async def _ray(self) -> AsyncIterator[None]:
+        """Keep the workers on a Ray cluster running."""
+        if self._config.scale.ray is None:
+            yield
+            return
+        try:
+            from turnwise.scale.ray_workers import RayWorkers
+        except ImportError as error:
+            raise ConfigError(f"scale.ray needs Ray ({error.name} is missing): pip install 'turnwise[ray]'") from None
+        workers = RayWorkers(self._config.scale, on_death=self._server.lose_named, note=self._note)
+        workers.start(self._server.url_at(workers.host), self._server.token)
+        try:
+            yield
+        finally:
+            await workers.close()
 
     async def play(
         self,

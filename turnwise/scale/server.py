@@ -41,6 +41,8 @@ WORKER = "x-turnwise-worker"
 """Header with the id that a worker got when it joined."""
 RECONNECT_S = 1.0
 """Seconds in which a worker whose connection broke must return."""
+ANYWHERE = "0.0.0.0:0"
+"""Address for the workers of a Ray cluster, if none is given."""
 CLOSE_S = 0.3
 """Seconds to inform workers that the run ended."""
 MAX_FILES = 256 * 2**20
@@ -68,7 +70,7 @@ class RunServer:
 
         `on_join` receives each worker, `on_change` is called when one has more room or is gone.
         """
-        host, _, port = (config.scale.listen or "").rpartition(":")
+        host, _, port = (config.scale.listen or ANYWHERE).rpartition(":")
         self._host, self._port = host.strip("[]"), int(port)
         self._config, self._run, self._source, self._recipe, self._code = config, run, source, recipe, code
         self._journal, self._on_join, self._on_change, self._note = journal, on_join, on_change, note
@@ -106,8 +108,8 @@ class RunServer:
                 f"scale.listen = {self._config.scale.listen}: not available ({error}); choose another port, or 0 for a free one"
             ) from None
         port = server.port
-        host = socket.gethostname() if self._host in ("0.0.0.0", "::", "") else self._host
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self._port = port
+        self.url = self.url_at(socket.gethostname())
         if self._generated:
             self._write_token(port)
         watch = asyncio.create_task(self._watch())
@@ -124,6 +126,11 @@ class RunServer:
                 tokens.withdraw(port, self.token)
             await server.close()
             await asyncio.gather(watch, *self._checks, return_exceptions=True)
+
+    def url_at(self, host: str) -> str:
+        """Return the URL for workers that reach this machine as `host`, unless the server has one address only."""
+        host = host if self._host in ("0.0.0.0", "::") else self._host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
 
     def _write_token(self, port: int) -> None:
         """Write the token where this user's workers find it, and into the run directory, for others to be given it."""
@@ -175,6 +182,12 @@ class RunServer:
             worker.fail(WorkerLost(why))
             self._on_change()
 
+    def lose_named(self, name: str, why: str) -> None:
+        """End the leases of the workers of a name."""
+        for worker in self.workers.values():
+            if worker.name == name:
+                self.lose(worker, why)
+
     async def _watch(self) -> None:
         """Lose workers whose lease ended; what was late because this process was busy does not count."""
         lease = self._config.scale.lease_s
@@ -207,9 +220,7 @@ class RunServer:
             self._note(f"worker {name} may not join: its code differs from the run's ({wrong})")
             raise HttpError(403, f"the code of this worker differs from the run's: {wrong}; install the same version here")
         worker = RemoteWorker(name, max(room, 1), row=self._row, release=self._rollout.engine.release)
-        for other in self.workers.values():
-            if other.name == name:
-                self.lose(other, "a worker of its name joined")
+        self.lose_named(name, "a worker of its name joined")
         self.workers[worker.id] = worker
         self._on_join(worker)
         return {"id": worker.id, "lease_s": self._config.scale.lease_s}
