@@ -70,7 +70,7 @@ def start(namespace: str, *words: Any, log: Path) -> subprocess.Popen[bytes]:
     """Start a program in a namespace."""
     with log.open("ab") as file:
         variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
-        variables["TURNWISE_WORKER_TOKEN"] = TOKEN
+        variables |= {"TURNWISE_WORKER_TOKEN": TOKEN, "RAY_AUTH_MODE": "disabled"}  # nothing else reaches the namespaces
         command = ["ip", "netns", "exec", namespace, *map(str, words)]
         return subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | variables)
 
