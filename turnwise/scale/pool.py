@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from turnwise.config import RunConfig
 from turnwise.envs.spec import EnvSpec
@@ -26,6 +26,9 @@ from turnwise.scale.record import GroupRecord
 from turnwise.scale.remote import Lease, RemoteWorker
 from turnwise.scale.server import RunServer
 from turnwise.types import EpisodeKey, Trajectory
+
+if TYPE_CHECKING:
+    from turnwise.scale.ray_workers import RayWorkers
 
 MAX_ASKED = 5
 """Number of workers that are asked for a group before the run stops."""
@@ -106,6 +109,7 @@ class WorkerPool:
             on_change=self._changed_now,
             note=note,
         )
+        self._ray_workers = None if config.scale.ray is None else self._connect_to_ray()
         self._workers: list[RemoteWorker] = []
         self._changed = asyncio.Event()
         self._asked: list[_Asked] = []
@@ -125,17 +129,20 @@ class WorkerPool:
                 watch.cancel()
                 await asyncio.gather(watch, return_exceptions=True)
 
-    @contextlib.asynccontextmanager
-    async def _ray(self) -> AsyncIterator[None]:
-        """Keep the workers on a Ray cluster running."""
-        if self._config.scale.ray is None:
-            yield
-            return
+    def _connect_to_ray(self) -> RayWorkers:
         try:
             from turnwise.scale.ray_workers import RayWorkers
         except ImportError as error:
             raise ConfigError(f"scale.ray needs Ray ({error.name} is missing): pip install 'turnwise[ray]'") from None
-        workers = RayWorkers(self._config.scale, on_death=self._server.lose_named, note=self._note)
+        return RayWorkers(self._config.scale, on_death=self._server.lose_named, note=self._note)
+
+    @contextlib.asynccontextmanager
+    async def _ray(self) -> AsyncIterator[None]:
+        """Keep the workers on a Ray cluster running."""
+        workers = self._ray_workers
+        if workers is None:
+            yield
+            return
         workers.start(self._server.url_at(workers.host), self._server.token)
         try:
             yield
