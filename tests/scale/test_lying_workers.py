@@ -31,9 +31,9 @@ def say(messages, rng):
 
 
 @asynccontextmanager
-async def run_with_workers(folder, alone, *more, seed=0, elsewhere=True):
+async def run_with_workers(folder, alone, *more, seed=0, elsewhere=True, recipe=None):
     """A stream whose groups go to workers that join in this process, and what the run notes."""
-    config = load(write_recipe(folder), ["--scale.listen=127.0.0.1:0", *more]).config
+    config = load(recipe or write_recipe(folder), ["--scale.listen=127.0.0.1:0", *more]).config
     specs = [resolve_env(env) for env in config.env]
     notes = []
     with RunDir(folder / "run") as run:
