@@ -15,6 +15,7 @@ from turnwise.errors import UsageError
 from turnwise.media import MediaStore
 from turnwise.scale.base import GroupSpec, PlayedGroup
 from turnwise.scale.codec import (
+    Contexts,
     dumps,
     generation_row,
     group_row,
@@ -96,14 +97,20 @@ def test_an_engine_call_and_its_answer_arrive_as_they_were():
         "routes_from": 1,
     }.items():
         setattr(request, field, value)
-    found = read_request(
-        json.loads(dumps(request_row(request, renderer.banned_ids, messages=True))), renderer.decode, renderer.banned_ids
-    )
+    ends = Contexts(), Contexts()
+    row = json.loads(dumps(request_row(request, renderer.banned_ids, ends[0], messages=True)))
+    found = read_request(row, renderer.decode, renderer.banned_ids, ends[1])
     assert found.stop_text is not None
     assert found.stop_text.completes([100])  # "en" was sampled before
     for field in Request.__dataclass_fields__:
         if field not in ("stop_text", "messages", "media"):
             assert getattr(found, field) == getattr(request, field), field
+    request.ids = [*request.ids, 5, 6]
+    row = json.loads(dumps(request_row(request, renderer.banned_ids, ends[0], messages=False)))
+    assert row["ids"] == [5, 6]  # the others were sent
+    assert read_request(row, renderer.decode, renderer.banned_ids, ends[1]).ids == request.ids
+    with pytest.raises(ValueError, match="ids of a context of"):
+        read_request(row, renderer.decode, renderer.banned_ids, ends[1])
     routes = ExpertRoutes(bytes(range(12)), 2, 3)
     answer = Generation([1, 2], [-0.1, None], "stop", 4, 9, {ROUTES: (2, routes)}, "mask", 3, 1, [(1, 5)], 3)
     again = read_generation(json.loads(dumps(generation_row(answer))))

@@ -112,10 +112,34 @@ def read_group(row: Mapping[str, Any]) -> PlayedGroup:
     return PlayedGroup((str(phase), int(step), str(task)), int(row["events"]))
 
 
-def request_row(request: Request, banned_ids: frozenset[int], *, messages: bool) -> dict[str, Any]:
+class Contexts:
+    """Last context of each session, on both ends of a connection: a call sends only the ids that it adds."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, list[int]] = {}
+
+    def added(self, session: str, ids: Sequence[int]) -> tuple[int, list[int]]:
+        """Return how many ids of the last context a context begins with, all or none of them, and its other ids."""
+        before, now = self._ids.get(session, []), list(ids)
+        kept = len(before) if now[: len(before)] == before else 0
+        self._ids[session] = now
+        return kept, now[kept:]
+
+    def complete(self, session: str, kept: int, ids: Sequence[int]) -> list[int]:
+        """Return the context of which `added` returned the rest; ValueError when another one was sent before."""
+        before = self._ids.get(session, [])
+        if kept not in (0, len(before)):
+            raise ValueError(f"{kept} ids of a context of {len(before)}")
+        self._ids[session] = now = [*before[:kept], *map(int, ids)]
+        return list(now)
+
+
+def request_row(request: Request, banned_ids: frozenset[int], contexts: Contexts, *, messages: bool) -> dict[str, Any]:
     """Return an engine call as JSON, with `messages` for engines that read them, and with ids banned beside `banned_ids`."""
+    kept, ids = contexts.added(request.session, request.ids)
     row: dict[str, Any] = {
-        "ids": list(request.ids),
+        "kept": kept,
+        "ids": ids,
         "max_tokens": request.max_tokens,
         "stop_ids": sorted(request.stop_ids),
         "seed": request.seed,
@@ -135,9 +159,11 @@ def request_row(request: Request, banned_ids: frozenset[int], *, messages: bool)
     return row if request.banned_ids == banned_ids else row | {"banned": sorted(request.banned_ids)}
 
 
-def read_request(row: Mapping[str, Any], decode: Callable[[Sequence[int]], str], banned_ids: frozenset[int]) -> Request:
+def read_request(
+    row: Mapping[str, Any], decode: Callable[[Sequence[int]], str], banned_ids: frozenset[int], contexts: Contexts
+) -> Request:
     """Return the engine call that `request_row` wrote; KeyError, TypeError or ValueError for anything else."""
-    ids, position = [int(one) for one in row["ids"]], int(row["reply_position"])
+    ids, position = contexts.complete(str(row["session"]), int(row["kept"]), row["ids"]), int(row["reply_position"])
     stop = StopText(row["stop"], decode) if "stop" in row else None
     if stop is not None and position:
         stop = stop.continued_after(ids[len(ids) - position :])

@@ -12,6 +12,7 @@ from turnwise.records.run_dir import definition_name
 from turnwise.records.serialization import Event, key_row
 from turnwise.rollouts import EpisodeSpec, Rollout
 from turnwise.rollouts.stream import RolloutStream
+from turnwise.rollouts.timeouts import CallGate
 from turnwise.scale.base import GroupKey, GroupSpec, OnTurn, PlayedGroup
 
 
@@ -71,6 +72,11 @@ class StreamWorker:
         """The rollout writes its events to `router`; `specs` are the environments of the recipe by name."""
         self.name = name
         self._rollout, self._stream, self._router, self._specs = rollout, stream, router, specs
+
+    @property
+    def gate(self) -> CallGate:
+        """Gate of its engine calls."""
+        return self._stream.gate
 
     async def play(self, spec: GroupSpec, on_turn: OnTurn) -> PlayedGroup:
         """As `RolloutWorker.play`."""

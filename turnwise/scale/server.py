@@ -30,7 +30,7 @@ from turnwise.rollouts.timeouts import CallGate
 from turnwise.scale.base import GroupSpec, WorkerLied, WorkerLost
 from turnwise.scale.code import difference
 from turnwise.scale.codec import generation_row, read_request, spec_row
-from turnwise.scale.remote import RemoteWorker
+from turnwise.scale.remote import Lease, RemoteWorker
 from turnwise.types import Image, ImageRef
 
 TOKEN_VARIABLE = "TURNWISE_WORKER_TOKEN"
@@ -47,6 +47,8 @@ CLOSE_S = 0.3
 """Seconds to inform workers that the run ended."""
 MAX_FILES = 256 * 2**20
 """Maximum bytes of a model directory without its weights."""
+ENTRIES = {"event": [dict], "answer": [dict], "cancel": [int], "call": [int, dict]}
+"""Types of an entry of a report, after its kind and its lease."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
@@ -87,6 +89,7 @@ class RunServer:
     async def open(self, rollout: Rollout, gate: CallGate) -> Any:
         """Serve for a stream; `ConfigError` when the address is not available."""
         self._rollout, self._gate = rollout, gate
+        gate.watch(self._wake)
         engine = rollout.engine
         self._context = engine if isinstance(engine, HasContextLimit) else None
         self._messages = not isinstance(engine, SupportsWeightUpdate)
@@ -94,7 +97,6 @@ class RunServer:
             ("POST", "/hello"): Endpoint(self._welcome, bytes),
             ("POST", "/join"): Endpoint(self._join, bytes),
             ("POST", "/work"): Endpoint(self._as_worker(self._work), bytes),
-            ("POST", "/generate"): Endpoint(self._as_worker(self._generate), bytes),
             ("POST", "/report"): Endpoint(self._as_worker(self._report), bytes, changes=True),
             ("POST", "/image"): Endpoint(self._as_worker(self._put_image), bytes, changes=True),
             ("POST", "/images"): Endpoint(self._as_worker(self._images), bytes),
@@ -168,6 +170,10 @@ class RunServer:
 
         return answer
 
+    def _wake(self) -> None:
+        for worker in self.workers.values():
+            worker.wake()
+
     def ban(self, worker: RemoteWorker, lie: WorkerLied) -> None:
         """Take nothing from a worker any more, under any id."""
         if worker.name not in self.banned:
@@ -219,7 +225,8 @@ class RunServer:
         if wrong := difference(self._code(), code):
             self._note(f"worker {name} may not join: its code differs from the run's ({wrong})")
             raise HttpError(403, f"the code of this worker differs from the run's: {wrong}; install the same version here")
-        worker = RemoteWorker(name, max(room, 1), row=self._row, release=self._rollout.engine.release)
+        release = self._rollout.engine.release
+        worker = RemoteWorker(name, max(room, 1), row=self._row, release=release, is_held=lambda: self._gate.held)
         self.lose_named(name, "a worker of its name joined")
         self.workers[worker.id] = worker
         self._on_join(worker)
@@ -255,7 +262,6 @@ class RunServer:
             "fingerprint": renderer.fingerprint,
             "context": None if self._context is None else self._context.context,
             "messages": self._messages,
-            "call_s": config.limits.generate_s,
         }
 
     async def _leave(self, worker: RemoteWorker, body: Mapping[str, Any]) -> Any:
@@ -267,7 +273,8 @@ class RunServer:
     async def _work(self, worker: RemoteWorker, body: Mapping[str, Any]) -> Any:
         worker.polls += 1
         try:
-            found = await worker.work(set(body.get("held", ())), self._config.scale.lease_s / 3)
+            held, got = (_typed_list(body.get(name), kind) for name, kind in (("held", str), ("got", int)))
+            found = await worker.work(set(held), got, self._config.scale.lease_s / 3)
         except asyncio.CancelledError:  # its connection broke
             check = asyncio.create_task(self._check_return(worker))
             self._checks.add(check)
@@ -285,31 +292,47 @@ class RunServer:
                 return {}  # it was taken, and its answer was lost
             if body.get("number") != worker.reported + 1:
                 raise WorkerLied(f"sent report {body.get('number')!r:.20} after report {worker.reported}")
-            for lease, event in body["events"]:
-                held = worker.leases.get(lease)
-                if held is not None and not held.answer.done():
-                    held.event(event)
-            for lease, answer in body["answers"]:
-                worker.answered(lease, answer)
+            for entry in _typed_list(body.get("entries"), list):
+                self._take(worker, entry)
             worker.reported += 1
             if body.get("durable"):
                 await self._journal.durable()
         return {}
 
-    async def _generate(self, worker: RemoteWorker, body: Mapping[str, Any]) -> Any:
-        lease = worker.leases.get(body.get("lease", ""))
-        if lease is None or lease.answer.done():
-            raise HttpError(409, "this group is not asked for any more")
+    def _take(self, worker: RemoteWorker, entry: list[Any]) -> None:
+        """Take one entry of a report: an event, an answer, a call, or the end of a call."""
+        kind, lease, *rest = (*entry, None, None, None)[: max(len(entry), 3)]
+        if not isinstance(lease, str) or [type(one) for one in rest] != ENTRIES.get(str(kind)):
+            raise WorkerLied(f"reported {entry!r:.80}")
+        held = worker.leases.get(lease)
+        if kind == "answer":
+            worker.answered(lease, rest[0])
+        elif kind == "cancel":
+            worker.cancel(rest[0])
+        elif held is not None and not held.answer.done():
+            if kind == "event":
+                held.event(rest[0])
+            else:
+                self._begin_call(worker, held, rest[0], rest[1])
+        elif kind == "call":
+            worker.refuse(rest[0], "this group is not asked for any more")
+
+    def _begin_call(self, worker: RemoteWorker, lease: Lease, number: int, row: Mapping[str, Any]) -> None:
         renderer = self._rollout.renderer
         try:
-            request = read_request(body["request"], renderer.decode, renderer.banned_ids)
+            request = read_request(row, renderer.decode, renderer.banned_ids, lease.contexts)
         except (KeyError, TypeError, ValueError) as error:
             raise WorkerLied(f"sent an engine call that cannot be read ({error!r:.200})") from error
         if request.min_version < lease.spec.min_version:
             raise WorkerLied(f"asked for a policy older than {lease.spec.min_version}")
+        worker.call(number, lease, request.session, self._reply(request, lease))
+
+    async def _reply(self, request: Request, lease: Lease) -> Mapping[str, Any]:
+        """Return the reply to a call, or that the calls of training are held: the worker's clocks must not run meanwhile."""
+        if lease.spec.training and self._gate.held:
+            return {"held": True}
         try:
-            with lease.call(request.session):
-                generation = await self._call_engine(request, lease.spec)
+            generation = await self._call_engine(request, lease.spec)
         except (EngineError, TimeoutError) as error:
             after = error.retry_after if isinstance(error, EngineError) else None
             return {"fault": type(error).__name__, "message": str(error), "retry_after": after}
@@ -350,3 +373,10 @@ class RunServer:
             return {name: base64.b64encode(store.png_bytes(ImageRef(str(name)))).decode() for name in body["sha256"]}
         except MediaError as error:
             raise HttpError(404, str(error)) from None
+
+
+def _typed_list(value: Any, kind: type) -> list[Any]:
+    """Return a list of values of one type; raise `WorkerLied` for anything else."""
+    if not isinstance(value, list) or any(type(one) is not kind for one in value):
+        raise WorkerLied(f"sent {value!r:.80} where a list was expected")
+    return value

@@ -4,177 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from turnwise.config import EnvConfig, Limits
 from turnwise.engines import Generation, Request
-from turnwise.engines.remote.http import HttpClient
 from turnwise.envs.resolve import resolve_env
 from turnwise.envs.spec import EnvSpec
 from turnwise.errors import BackendContractError, ConfigError, EngineError, EngineUnavailable, TurnwiseError, class_name, words
 from turnwise.media import MediaStore
-from turnwise.records import to_json
-from turnwise.records.serialization import Event
 from turnwise.renderers import load_renderer
 from turnwise.renderers.chat_renderer import ChatRenderer
 from turnwise.rollouts import Rollout
 from turnwise.scale.base import GroupKey
 from turnwise.scale.code import code_of
-from turnwise.scale.codec import group_row, image_hashes, placed_hashes, read_generation, read_spec, request_row
+from turnwise.scale.codec import Contexts, group_row, image_hashes, placed_hashes, read_generation, read_spec, request_row
+from turnwise.scale.link import RETRY_S, RunLink
 from turnwise.scale.local import EventRouter, StreamWorker
-from turnwise.scale.server import TOKEN_VARIABLE, WORKER
 from turnwise.types import Image, ImageRef
 
-REJOIN_S, RETRY_S = 1.0, 0.2
-"""Seconds between attempts to join a run, and to repeat a request."""
+REJOIN_S = 1.0
+"""Seconds between attempts to join a run."""
 GONE = 410
 """HTTP status for a worker that the run does not know."""
 STOP_S = 2.0
 """Seconds that environments with effects get to stop, before the process ends with what they still do."""
 FAULTS = {kind.__name__: kind for kind in (EngineUnavailable, BackendContractError)}
-
-
-class RunLink:
-    """Connection to a run, and what is to be reported to it: one report at a time, each repeated until it is taken."""
-
-    def __init__(self, url: str, name: str) -> None:
-        """Raises `ConfigError` for an invalid URL, or without `httpx2`."""
-        self._client = HttpClient(url, key_env=TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE) else None, most=512)
-        self.url, self.name = url, name
-        self._id: Mapping[str, str] = {}
-        self.lease_s = 0.0
-        self.reached = time.monotonic()
-        """Time at which the last request that was answered was sent."""
-        self.held: dict[str, asyncio.Task[None]] = {}
-        """Groups by lease, until their answer was taken."""
-        self._events: list[tuple[str, bytes]] = []
-        self._answers: list[tuple[str, Mapping[str, Any]]] = []
-        self._reports = 0
-        self._added = self._taken = self._durable = 0
-        self._news, self._done = asyncio.Event(), asyncio.Condition()
-        self._wants_durable = 0
-        self._store: MediaStore | None = None
-        self._sent: set[str] = set()
-        """Images that the run has."""
-        self._sending = asyncio.Lock()
-
-    def share(self, store: MediaStore) -> None:
-        """Exchange the images of a store with the run."""
-        self._store = store
-
-    async def hello(self) -> dict[str, Any]:
-        """Return what a worker needs to know of the run; errors as of `join`."""
-        return await self._first("/hello", {})
-
-    async def join(self, room: int, code: Mapping[str, str]) -> None:
-        """Join the run; raise `EngineUnavailable` while it cannot be reached, and `TurnwiseError` when it refuses."""
-        sent = time.monotonic()
-        found = await self._first("/join", {"name": self.name, "room": room, "code": code})
-        self._id, self.lease_s, self.reached = {WORKER: found["id"]}, found["lease_s"], sent
-        self._events, self._answers, self._reports, self._sent = [], [], 0, set()
-
-    async def _first(self, path: str, body: Any) -> dict[str, Any]:
-        try:
-            found: dict[str, Any] = await self._client.post(path, body, 60.0)
-        except EngineUnavailable:
-            raise
-        except EngineError as error:
-            token = f"; set {TOKEN_VARIABLE} to the token of the run" if error.status == 401 else ""
-            raise TurnwiseError(f"{error}{token}") from None
-        return found
-
-    async def ask(self, path: str, body: Any, seconds: float) -> Any:
-        """Send a request; errors as of `HttpClient.post`."""
-        sent = time.monotonic()
-        found = await self._client.post(path, body, seconds, self._id)
-        self.reached = max(self.reached, sent)
-        return found
-
-    def event(self, lease: str, event: Event) -> None:
-        """Report an event."""
-        self._events.append((lease, to_json(event)))
-        self._added += 1
-        self._news.set()
-
-    def answer(self, lease: str, row: Mapping[str, Any]) -> None:
-        """Report the end of a group."""
-        self._answers.append((lease, row))
-        self._added += 1
-        self._news.set()
-
-    async def durable(self) -> None:
-        """Return when the run has what was reported so far, on its disk."""
-        async with self._done:
-            number = self._added
-            self._wants_durable = max(self._wants_durable, number)
-            self._news.set()
-            await self._done.wait_for(lambda: self._durable >= number)
-
-    async def report(self) -> bool:
-        """Send reports until the run refuses one, which is raised."""
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            events, answers, number = self._events, self._answers, self._added
-            self._events, self._answers = [], []
-            durable = self._wants_durable > self._durable
-            self._reports += 1
-            for _, event in events if self._store is not None and self._store.encoded else ():
-                await self.send_images(image_hashes(orjson.loads(event)))
-            rows = [(lease, orjson.Fragment(event)) for lease, event in events]
-            body = {"number": self._reports, "events": rows, "answers": answers, "durable": durable}
-            await self._until_taken(body)
-            for lease, _ in answers:
-                self.held.pop(lease, None)
-            async with self._done:
-                self._taken = number
-                self._durable = number if durable else self._durable
-                self._done.notify_all()
-
-    async def _until_taken(self, body: Mapping[str, Any]) -> None:
-        while True:
-            try:
-                await self.ask("/report", body, max(self.lease_s, 30.0))
-                return
-            except EngineUnavailable:
-                await asyncio.sleep(RETRY_S)
-
-    async def send_images(self, hashes: Iterable[str]) -> None:
-        """Send images that the run does not have, each once."""
-        assert self._store is not None
-        async with self._sending:
-            for name in dict.fromkeys(hashes):
-                if name in self._sent:
-                    continue
-                png = base64.b64encode(self._store.png_bytes(ImageRef(name))).decode()
-                await self.ask("/image", {"sha256": name, "png": png}, 60.0)
-                self._sent.add(name)
-
-    async def fetch_images(self, hashes: Iterable[str]) -> None:
-        """Fetch images that are missing here, each once."""
-        assert self._store is not None
-        missing = [name for name in dict.fromkeys(hashes) if name not in self._sent]
-        if missing:
-            found = await self.ask("/images", {"sha256": missing}, 60.0)
-            for png in found.values():
-                await asyncio.to_thread(self._store.put, Image(base64.b64decode(png)))
-            self._sent.update(missing)
-
-    async def close(self) -> None:
-        """Leave the run, and close the connections."""
-        with contextlib.suppress(TurnwiseError):
-            await self.ask("/leave", {}, 2.0)
-        await self._client.close()
 
 
 class RunEngine:
@@ -183,19 +44,21 @@ class RunEngine:
     def __init__(self, link: RunLink, welcome: Mapping[str, Any], banned_ids: frozenset[int]) -> None:
         self.context: int | None = welcome["context"]
         """As `HasContextLimit.context`."""
-        self._link, self._messages, self._seconds, self._banned = link, welcome["messages"], welcome["call_s"], banned_ids
-        self._leases: dict[str, str] = {}
+        self._link, self._messages, self._banned = link, welcome["messages"], banned_ids
+        self._leases: dict[str, tuple[str, Contexts]] = {}
 
     def lease(self, group: str, lease: str) -> None:
         """Call for a lease in the sessions of a group."""
-        self._leases[group] = lease
+        self._leases[group] = lease, Contexts()
 
     async def generate(self, request: Request) -> Generation:
         """As `Engine.generate`."""
         if request.media:
             await self._link.send_images(placed_hashes(request))
-        body = {"lease": self._leases[request.group], "request": request_row(request, self._banned, messages=self._messages)}
-        found = await self._link.ask("/generate", body, self._seconds + 60.0)
+        lease, contexts = self._leases[request.group]
+        found = await self._link.call(lease, request_row(request, self._banned, contexts, messages=self._messages))
+        if "held" in found:  # the call is made again once it is not
+            return Generation([], [], "abort", request.min_version)
         if "fault" in found:
             refused = FAULTS.get(found["fault"], EngineError)(found["message"])
             refused.retry_after = found["retry_after"]
@@ -333,13 +196,15 @@ class WorkerProcess:
 
     async def _work(self, worker: StreamWorker, engine: RunEngine, folder: Path) -> bool:
         """Take groups until the run ends."""
-        link = self._link
+        link, gate = self._link, worker.gate
         while True:
             try:
-                found = await link.ask("/work", {"held": list(link.held)}, link.lease_s)
+                found = await link.work()
             except EngineUnavailable:
                 await asyncio.sleep(RETRY_S)
                 continue
+            if found["held"] != gate.held:
+                (gate.hold_new if found["held"] else gate.resume)()
             for lease in found["ended"]:
                 if task := link.held.pop(lease, None):
                     task.cancel()
