@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from turnwise.renderers.chat_renderer import ChatRenderer
     from turnwise.renderers.history import History
     from turnwise.rollouts import Rollout
+    from turnwise.rollouts.stream import GroupPlayer
     from turnwise.training.distributed import ProcessRanks
     from turnwise.training.run import TrainingRun
 
@@ -107,6 +108,7 @@ def _train(
                 history=history,
                 ranks=ranks,
                 extended=resolved.extended,
+                workers=_workers(resolved, specs, run, watch.note, resumed=resumed),
             )
         except UsageError:
             if resume is None:  # so that the corrected command can be rerun
@@ -136,6 +138,38 @@ def _train(
             for message in trackers.close():
                 watch.note(message)
     return path
+
+
+def _workers(
+    resolved: ResolvedConfig, specs: Sequence[EnvSpec], run: RunDir, note: Callable[[str], None], *, resumed: bool
+) -> Callable[[Path], GroupPlayer] | None:
+    """Return what makes the pool of workers that `[scale]` asks for, or None without one."""
+    scale = resolved.config.scale
+    if scale.listen is None and scale.ray is None:
+        return None
+    try:
+        from turnwise.scale.pool import WorkerPool
+    except ImportError as error:
+        raise ConfigError(
+            f"[scale] needs starlette and uvicorn ({error.name} is missing): pip install 'turnwise[serve]'"
+        ) from None
+    recipe = None if resolved.recipe is None else resolved.recipe.parent.resolve()
+
+    def make(source: Path) -> GroupPlayer:
+        return WorkerPool(resolved.config, specs, run, source, recipe=recipe, note=note, resumed=resumed)
+
+    return make
+
+
+def join_run(url: str, *, name: str, groups: int, root: Path | None, wait_s: float, note: Callable[[str], None]) -> None:
+    """Play episodes for the run at a URL until it ends."""
+    try:
+        from turnwise.scale.worker import WorkerProcess
+    except ImportError as error:
+        raise ConfigError(
+            f"turnwise worker needs starlette and uvicorn ({error.name} is missing): pip install 'turnwise[serve,servers]'"
+        ) from None
+    run_sync(WorkerProcess(url, name=name, room=groups, root=root, note=note).run(patience_s=wait_s))
 
 
 def _warn_early(resolved: ResolvedConfig, specs: Sequence[EnvSpec], watch: ProgressListener) -> None:

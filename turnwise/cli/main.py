@@ -1,5 +1,5 @@
-"""Command line: `turnwise train | eval | rollout | record | check | init | view | engines | serve | track | export | replay |
-convert`.
+"""Command line: `turnwise train | eval | rollout | record | check | init | view | worker | engines | serve | track | export |
+replay | convert`.
 
 Heavy imports are deferred to the commands that need them, so that `turnwise --help` is fast.
 """
@@ -18,12 +18,12 @@ from turnwise import __version__
 from turnwise.cli.options import split_overrides
 from turnwise.cli.runs import add_export, add_replay, add_track, add_view
 from turnwise.cli.tools import add_check, add_convert, add_engines, add_init, add_pack, add_serve
-from turnwise.cli.training import add_evaluate, add_record, add_rollout, add_train
+from turnwise.cli.training import add_evaluate, add_record, add_rollout, add_train, add_worker
 from turnwise.errors import TraceError, TurnwiseError, UsageError, did_you_mean, missing_training
 
 COMMANDS = (
     *(add_train, add_evaluate, add_rollout, add_record, add_check, add_init, add_view),
-    *(add_engines, add_serve, add_track, add_export, add_replay, add_convert, add_pack),
+    *(add_worker, add_engines, add_serve, add_track, add_export, add_replay, add_convert, add_pack),
 )
 EXAMPLES = """\
 examples:

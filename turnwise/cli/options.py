@@ -97,7 +97,7 @@ def add_display(parser: argparse.ArgumentParser) -> None:
 
 def requested(args: argparse.Namespace, read: Callable[[argparse.Namespace], ResolvedConfig]) -> ResolvedConfig | None:
     """Read the settings; print what `--keys` or `--dry-run` asks for instead, and return None."""
-    from turnwise.config.dump import help_keys, to_toml
+    from turnwise.config.dump import help_keys, placement, to_toml
 
     if args.keys:
         print("\n".join(help_keys()))
@@ -105,6 +105,8 @@ def requested(args: argparse.Namespace, read: Callable[[argparse.Namespace], Res
     resolved = read(args)
     if args.dry_run:
         print(to_toml(resolved), end="")
+        print("\n# where it would run")
+        print("\n".join(f"# {line}" for line in placement(resolved.config)))
         return None
     return resolved
 

@@ -1,4 +1,4 @@
-"""Commands train, eval, rollout, record."""
+"""Commands train, eval, rollout, record, worker."""
 
 from __future__ import annotations
 
@@ -130,6 +130,33 @@ def run_record(args: argparse.Namespace) -> int:
     with stopped_by_signals():
         commands.record_programs(resolved, port=args.port, idle_s=args.idle, note=say, checkpoint=args.checkpoint)
     say(f"{resolved.config.out} is written; turnwise view {resolved.config.out}")
+    return 0
+
+
+def add_worker(subparsers: Any) -> None:
+    """Register the command."""
+    help = "play episodes for a run on another machine or in another process"
+    epilog = (
+        'The run has scale.listen = "0.0.0.0:7070"; it prints its URL. TURNWISE_WORKER_TOKEN is the run\'s token, which is in\n'
+        "RUN/worker_token; the same user on the same machine needs none. The environments must be installed here."
+    )
+    parser = add_command(subparsers, "worker", help, run_worker, epilog=epilog)
+    parser.add_argument("--join", required=True, metavar="URL", help="the URL that the run prints")
+    parser.add_argument("--name", default="", metavar="NAME", help="name in the run's messages (default: host and process)")
+    parser.add_argument("--groups", type=_positive, default=16, metavar="N", help="groups played at once (default: 16)")
+    root = "directory in place of the recipe's, for environments in files (default: the recipe's, if it is here, else this one)"
+    parser.add_argument("--root", type=Path, metavar="DIR", help=root)
+    wait = "seconds to wait for a run that cannot be reached (default: 600)"
+    parser.add_argument("--wait", type=_positive, default=600, metavar="S", help=wait)
+
+
+def run_worker(args: argparse.Namespace) -> int:
+    """Play for a run until it ends, or Ctrl-C or SIGTERM."""
+    from turnwise import commands
+
+    say = partial(print, flush=True)
+    with stopped_by_signals():
+        commands.join_run(args.join, name=args.name, groups=args.groups, root=args.root, wait_s=args.wait, note=say)
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,24 @@ def to_toml(resolved: ResolvedConfig) -> str:
             last = section
         lines.append(f"{name} = {value}".ljust(width) + f"  # {origin}")
     return "\n".join(lines).strip() + "\n"
+
+
+def placement(config: RunConfig) -> list[str]:
+    """Describe where each part of a run would run, one line each."""
+    engine, scale = config.engine, config.scale
+    where = f"{len(engine.urls)} at {', '.join(engine.urls)}" if engine.urls else f"{engine.servers} started by the run"
+    lines = [
+        "trainer: this process, or those of torchrun",
+        f"engine: {'this process' if engine.kind == 'local' else f'{engine.kind} servers, {where}'}",
+    ]
+    places = [f"workers that join at {scale.listen} (turnwise worker --join)"] if scale.listen is not None else []
+    if scale.ray is not None:
+        places.append(f"{scale.ray_workers} workers of {scale.ray_cpus:g} CPUs on the Ray cluster {scale.ray}")
+    return [
+        *lines,
+        f"environments and rewards: {' and '.join(places) or 'this process'}",
+        "journal and checkpoints: " + config.out,
+    ]
 
 
 def to_json_dict(resolved: ResolvedConfig) -> dict[str, Any]:
@@ -63,14 +82,14 @@ def load_run_config(run: Path) -> ResolvedConfig:
     return ResolvedConfig(build(merged.tree, where), origins, Path(recipe) if recipe else None, extended)
 
 
-EXTENDABLE = ("train.steps", "warmup.steps", "train.stop_success")
+EXTENDABLE = ("train.steps", "warmup.steps", "train.stop_success", "scale.*")
 """Keys that a resumed run accepts: they change nothing that it has done."""
 
 
 def extend_run(run: Path, overrides: Sequence[str]) -> ResolvedConfig:
     """Load the configuration of a run that is resumed, with more steps or as it is; a `ConfigError` for fewer or other keys."""
     for key, _ in parse_overrides(overrides):
-        if current_key(key, COMMAND_LINE) not in EXTENDABLE:
+        if not any(fnmatchcase(current_key(key, COMMAND_LINE), one) for one in EXTENDABLE):
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in EXTENDABLE)
             raise ConfigError(
                 f"--resume {run} uses the run's own settings; leave out --{key.replace('_', '-')}, or start a new run "

@@ -658,6 +658,37 @@ class TrackConfig:
     """Run name at the trackers; none is the name of the run directory."""
 
 
+def _address_error(address: str) -> str:
+    host, colon, port = address.rpartition(":")
+    fits = bool(host and colon) and port.isdecimal() and int(port) < 2**16
+    return "" if fits else "write host:port, such as 0.0.0.0:7070; port 0 is a free one"
+
+
+OF_WORKERS = Needs("scale.listen given", "scale.ray given")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleConfig:
+    """Workers that play the episodes, in other processes or on other machines; without them, the run plays them itself."""
+
+    listen: Annotated[str | None, Check(_address_error)] = None
+    """Address `host:port` at which workers join over HTTP (`turnwise worker --join`); none plays the episodes in the run, or
+    with `ray` is a free port of every address. Port 0 is a free one."""
+    ray: str | None = None
+    """Ray cluster whose nodes run the workers: `auto`, or the address of its head; none uses no Ray (needs the extra `ray`)."""
+    ray_workers: Annotated[PositiveInt, Needs("scale.ray given")] = 2
+    """Number of workers on the Ray cluster."""
+    ray_cpus: Annotated[NonNegativeFloat, Needs("scale.ray given")] = 1.0
+    """CPUs that Ray reserves per worker."""
+    lease_s: Annotated[PositiveFloat, OF_WORKERS] = 15.0
+    """Seconds without a word after which a worker is lost and stops by itself; a broken connection is noticed at once."""
+    stall_s: Annotated[PositiveFloat | None, OF_WORKERS] = None
+    """Seconds without an event after which a group is asked for elsewhere; none is the sum of `limits.wall_clock_s`, `env_s`
+    and `reward_s`."""
+    wait_s: Annotated[PositiveFloat, OF_WORKERS] = 600.0
+    """Seconds a group waits while there is no worker before the run stops; it can be resumed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """Configuration of a run."""
@@ -679,3 +710,4 @@ class RunConfig:
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     track: TrackConfig = TrackConfig()
+    scale: ScaleConfig = ScaleConfig()

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 STAND_INS = "turnwise.compat.stand_ins"
-_PACKAGE = "turnwise_package_"
+PACKAGE = "turnwise_package_"
 _PROJECT = (".git", "pyproject.toml", "setup.py", "setup.cfg")
 _HOMES: dict[Path, None] = {}
 """Folders of the files that recipes name, in the order of their first use."""
@@ -51,7 +51,7 @@ def loaded_foreign(name: str) -> ModuleType | None:
 
 def public_name(module: str) -> str:
     """Return the name of a module in its framework, also for a stand-in and for a file of the framework's source tree."""
-    if module.startswith(_PACKAGE):
+    if module.startswith(PACKAGE):
         return module.partition(".")[2]
     return module.removeprefix(f"{STAND_INS}.")
 
@@ -79,7 +79,7 @@ def prepare(module: ModuleType) -> None:
 
 def _register(folder: Path) -> str:
     """Make a directory the root of private modules; return the name of the package that holds them."""
-    name = _PACKAGE + hashlib.blake2b(str(folder).encode("utf-8", "surrogateescape"), digest_size=6).hexdigest()
+    name = PACKAGE + hashlib.blake2b(str(folder).encode("utf-8", "surrogateescape"), digest_size=6).hexdigest()
     if name not in sys.modules:
         spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
         spec.submodule_search_locations = [str(folder)]
@@ -107,7 +107,7 @@ def _import(
     names = tuple(fromlist or ())
     if level:
         base = globals.get("__package__") or ""
-        if not base.startswith((_PACKAGE, STAND_INS)):
+        if not base.startswith((PACKAGE, STAND_INS)):
             return builtins.__import__(name, dict(globals, __name__=f"{base}._", __spec__=None), locals, names, level)
         return _named(importlib.util.resolve_name("." * level + name, base), "", names)
     top = _top(name)
@@ -179,7 +179,7 @@ def _lacks(error: ModuleNotFoundError, name: str) -> bool:
 def _own_package(globals: Mapping[str, Any], name: str) -> str | None:
     """Return the private package that comes before installed ones: the file's own, or the folder of a file in a recipe."""
     root, _, inner = str(globals.get("__package__") or "").partition(".")
-    if not root.startswith(_PACKAGE):
+    if not root.startswith(PACKAGE):
         return None
     top = _top(name)
     if inner.partition(".")[0] == top:
@@ -196,7 +196,7 @@ def _around(globals: Mapping[str, Any], name: str) -> str | None:
 
     Beyond that root only directories on the path of the file itself are found, such as `examples` of `examples.game.env`.
     """
-    if not str(globals.get("__package__") or "").startswith(_PACKAGE):
+    if not str(globals.get("__package__") or "").startswith(PACKAGE):
         return None
     file = Path(str(globals.get("__file__") or "")).resolve()
     inside = True
@@ -225,7 +225,7 @@ class _PrivateFinder:
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
         """Return the spec of a private module, whose loader prepares it."""
-        if not name.startswith((_PACKAGE, f"{STAND_INS}.")):
+        if not name.startswith((PACKAGE, f"{STAND_INS}.")):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,6 +55,10 @@ class RecordedEpisode:
     """Of an interrupted episode: the events of its failed attempts."""
     other_plays: list[RecordedEpisode] = field(default_factory=list)
     """Of an interrupted episode: its other interrupted plays. With concurrent calls each may have turns that no other has."""
+    events: Sequence[Event] = ()
+    """Of an interrupted episode: all events of the play but its first, to read it again elsewhere."""
+    definitions: Mapping[str, Any] = field(default_factory=dict)
+    """Values that these events refer to, by name."""
 
     @property
     def key(self) -> EpisodeKey:
@@ -106,6 +110,9 @@ def read_recorded_steps(events: Iterable[Event], tasks: Mapping[str, Task]) -> I
             definitions[event["name"]] = event["value"]
         if kind == "resumed":
             running.clear()  # interrupted episodes never end
+        if kind == "voided":
+            for plays in (running, done):
+                plays.pop(EpisodeKey(*event["k"]), None)
         if kind not in ("opened", "turn", "failed_attempt", "closed"):
             continue
         key = EpisodeKey(*event["k"])
@@ -142,11 +149,16 @@ class InterruptedEpisodes:
         kind = event.get("e")
         if kind == "tools":
             self._definitions[event["name"]] = event["value"]
-        if kind not in ("opened", "turn", "step", "failed_attempt", "closed"):
+        if kind not in ("opened", "turn", "step", "failed_attempt", "closed", "voided"):
             return
         key = EpisodeKey(*event["k"])
         group = self._groups[key.phase, key.step, key.task]
-        if kind == "opened":
+        if kind == "voided":
+            if len(group.get(key, ())) > 1:
+                group[key].pop()
+            else:
+                group.pop(key, None)
+        elif kind == "opened":
             group.setdefault(key, []).append([])
         elif key in group:
             group[key][-1].append(event)
@@ -170,7 +182,8 @@ class InterruptedEpisodes:
 
     def _episode(self, trajectory: Trajectory, events: list[Event]) -> RecordedEpisode:
         last = max((number for number, event in enumerate(events, 1) if event["e"] == "failed_attempt"), default=0)
-        episode = RecordedEpisode(trajectory, {}, [RecordedAttempt()], failed_events=events[:last])
+        known: dict[str, Any] = {"events": events, "definitions": self._definitions}
+        episode = RecordedEpisode(trajectory, {}, [RecordedAttempt()], failed_events=events[:last], **known)
         for event in events:
             if event["e"] != "closed":
                 with reading(event):

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import orjson
 
@@ -88,6 +88,27 @@ class Checks:
     damage: list[str] = field(default_factory=list)  # descriptions of the damage, in file order
 
 
+class EventLog(Protocol):
+    """Takes the events of episodes: the journal of a run, or what carries them to it."""
+
+    broken: str
+    """Why nothing can be written any more; empty while writing works."""
+
+    def append(self, value: Any) -> None:
+        """Write an event; raise `TraceError` when it cannot be written."""
+
+    def append_definition(self, kind: str, value: Any) -> str:
+        """Write a value that many events refer to, once, and return its name."""
+
+    async def durable(self) -> None:
+        """Return when every event so far is on the disk."""
+
+
+def definition_name(kind: str, value: Any) -> str:
+    """Return the name of a value that many events refer to."""
+    return blake2b(kind.encode() + b"\0" + to_json(value), digest_size=8).hexdigest()
+
+
 class JsonLines:
     """An append-only file of JSON lines.
 
@@ -143,7 +164,7 @@ class JsonLines:
 
     def append_definition(self, kind: str, value: Any) -> str:
         """Write a value that many lines refer to, once; return its name for references, made of kind and value."""
-        name = blake2b(kind.encode() + b"\0" + to_json(value), digest_size=8).hexdigest()
+        name = definition_name(kind, value)
         if name not in self._named:
             self.append({"e": kind, "name": name, "value": value})
             self._named.add(name)

@@ -17,7 +17,7 @@ from turnwise.envs.user_code import failure_of
 from turnwise.errors import EngineError, EnvError, LimitReached, UsageError, class_name, words
 from turnwise.media import MediaStore
 from turnwise.records.journal import RecordedTurn
-from turnwise.records.run_dir import JsonLines
+from turnwise.records.run_dir import EventLog
 from turnwise.records.serialization import (
     BANNED,
     INVALID,
@@ -87,7 +87,7 @@ class Recorder:
         *,
         sampling: Sampling,
         seed: int,
-        journal: JsonLines | None = None,
+        journal: EventLog | None = None,
         max_turns: int | None = None,
         min_version: int = 0,
         stop: StopText | None = None,
@@ -559,7 +559,7 @@ class TimedRecorder(Recorder):
 class EpisodeJournal:
     """Writes the entries of one episode: opened, each turn, failed attempts, closed."""
 
-    def __init__(self, journal: JsonLines | None, trajectory: Trajectory, settings: str = "") -> None:
+    def __init__(self, journal: EventLog | None, trajectory: Trajectory, settings: str = "") -> None:
         """`settings` is the name of the episode's settings in the journal; without a journal nothing is written."""
         self._journal = journal
         self._trajectory = trajectory

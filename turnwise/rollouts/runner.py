@@ -18,11 +18,13 @@ from turnwise.engines.base import add_pixel_source, give_renderer
 from turnwise.envs import Env, Scores
 from turnwise.envs.isolation.process_env import ForkServers
 from turnwise.envs.resolve import load_object
+from turnwise.envs.spec import EnvSpec
 from turnwise.envs.user_code import failure_of
 from turnwise.errors import ConfigError, EngineError, LimitReached, RepeatedUserError, TraceError, UsageError
 from turnwise.media import MediaStore
 from turnwise.records import RunDir, trajectory_row
 from turnwise.records.journal import RecordedEpisode
+from turnwise.records.run_dir import EventLog
 from turnwise.records.serialization import LOOP
 from turnwise.renderers import Renderer
 from turnwise.renderers.base import vision_of
@@ -37,7 +39,7 @@ from turnwise.rollouts.observations import MediaIntake
 from turnwise.rollouts.recorder import Recorder, TimedRecorder, Trace
 from turnwise.rollouts.render_check import SHARE, RenderCheck, Sanity
 from turnwise.rollouts.resume import ResumedTurns
-from turnwise.rollouts.stream import EngineRequest, RolloutStream
+from turnwise.rollouts.stream import EngineRequest, GroupPlayer, RolloutStream
 from turnwise.rollouts.timeouts import AbandonableThreads, Deadline, EpisodePlace, Stop
 from turnwise.rollouts.watchdog import PendingEpisode
 from turnwise.types import EpisodeKey, Failure, FailureKind, StopReason, Task, Trajectory
@@ -123,6 +125,16 @@ class EpisodeSpec:
     """Handling of invalid actions and of environment failures."""
     group_reward: GroupReward | None = None
     """Compares all episodes of its task, after the last of them has finished."""
+    env: str = ""
+    """Name of its environment in the recipe."""
+
+    @classmethod
+    def of(cls, env_spec: EnvSpec, task: Task, key: EpisodeKey) -> EpisodeSpec:
+        """Specify one episode of an environment; only training compares the episodes of a task."""
+        make = None if env_spec.agent_function is not None else env_spec.factory
+        compare = env_spec.group_reward if key.phase == "train" else None
+        given = env_spec.agent_function, env_spec.max_turns, env_spec.rules, compare, env_spec.name
+        return cls(task, key, make, *given)
 
 
 class Rollout:
@@ -156,6 +168,8 @@ class Rollout:
         pixels: PixelCache | None = None,
         want: Iterable[str] = (),
         on_episode: Trace | None = None,
+        journal: EventLog | None = None,
+        elsewhere: GroupPlayer | None = None,
     ) -> None:
         """
         Args:
@@ -171,6 +185,8 @@ class Rollout:
             media: media store; by default in the run's directory, or in memory.
             pixels: cache of preprocessed images of `media`, shared by trainer and rollout.
             on_episode: receives the phases of each finished episode and their starts.
+            journal: takes the events of episodes in place of the run's journal.
+            elsewhere: plays the groups, in place of this process.
 
         The other arguments are those of `turnwise.rollout`.
 
@@ -198,7 +214,8 @@ class Rollout:
         """Synchronous environment calls that missed their deadline; each may block a thread forever."""
         self.abandoned_calls: list[str] = []
         """Names of these calls: episode and method."""
-        self._run = run
+        self._journal = run.journal if journal is None and run is not None else journal
+        self.elsewhere = elsewhere
         self._records = run.trajectories if run is not None and records else None
         self._recorded, self._interrupted = dict(recorded or {}), dict(interrupted or {})
         self.watchdog_s = watchdog_s
@@ -261,6 +278,25 @@ class Rollout:
     def recorded(self, key: EpisodeKey) -> Trajectory | None:
         """Return an episode that an earlier process finished."""
         return self._recorded.get(key)
+
+    def resume(self, episodes: Mapping[EpisodeKey, RecordedEpisode]) -> None:
+        """Add interrupted episodes; their recorded turns are not sampled again."""
+        self._interrupted.update(episodes)
+
+    def take_interrupted(self, key: EpisodeKey) -> RecordedEpisode | None:
+        """Return the record of an interrupted episode that is about to be played, and forget it."""
+        return self._interrupted.pop(key, None)
+
+    def finished_elsewhere(self, trajectories: Iterable[Trajectory], *, tools: int, resumed: int) -> None:
+        """Count episodes that were played elsewhere, and write their records; errors as of `count_error`.
+
+        `tools` is the maximum number of tools offered in them, `resumed` the number of turns taken from records.
+        """
+        self.tools_offered, self.resumed_turns = max(self.tools_offered, tools), self.resumed_turns + resumed
+        for trajectory in trajectories:
+            if self._records is not None:
+                self._records.append(trajectory_row(trajectory, self.renderer))
+            self.episode_finished(trajectory)
 
     def episode_finished(self, trajectory: Trajectory) -> None:
         """Count an episode; errors as of `count_error`."""
@@ -343,6 +379,7 @@ class Rollout:
         now = time.monotonic()
         running = [recorder for recorder in list(self._running.values()) if not recorder.waits]
         rows = [PendingEpisode(r.session, r.turn, r.phase, now - r.since, r.since) for r in running]
+        rows += self.elsewhere.pending(now) if self.elsewhere is not None else []
         return sorted(rows, key=lambda row: -row.seconds)
 
     async def play_episode(
@@ -359,7 +396,7 @@ class Rollout:
         began = time.monotonic()
         trajectory = Trajectory(episode.task, episode.key)
         context = None if self._context_source is None else self._context_source.context
-        record = self._interrupted.pop(episode.key, None)
+        record = self.take_interrupted(episode.key)
         recorder = (Recorder if self._on_episode is None else TimedRecorder)(
             trajectory,
             self.engine,
@@ -367,7 +404,7 @@ class Rollout:
             self.limits,
             sampling=request.sampling,
             seed=self.seed,
-            journal=self._run.journal if self._run else None,
+            journal=self._journal,
             max_turns=episode.max_turns,
             min_version=request.min_version,
             stop=self._stop,
@@ -407,7 +444,7 @@ class Rollout:
 
     def _settings_name(self, episode: EpisodeSpec, request: EngineRequest, context: int | None) -> str:
         """Return the name of an episode's settings in the journal; write them if they are new."""
-        if self._run is None:
+        if self._journal is None:
             return ""
         rules, want, sampling = episode.rules, request.want, request.sampling
         blank = request.blank or self.media_intake.store.blank
@@ -430,7 +467,7 @@ class Rollout:
                 "play": play,
                 "group": group,
             }
-            name = self._run.journal.append_definition("settings", row)
+            name = self._journal.append_definition("settings", row)
             self._settings_names[key] = rules, name  # the reference keeps the id of `rules` unique
         return self._settings_names[key][1]
 
@@ -488,7 +525,7 @@ class Rollout:
 
     def _ends_rollout(self, error: BaseException, deadline: Deadline) -> bool:
         """Return whether an exception ends the rollout instead of one episode."""
-        broken = self._run.journal.broken if self._run is not None else ""
+        broken = self._journal.broken if self._journal is not None else ""
         if broken and not deadline.passes(error):
             raise TraceError(broken) from error
         return deadline.passes(error)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterable, Sequence
-from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, NamedTuple, Self
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from turnwise.engines import Sampling
 from turnwise.envs.isolation.process_env import ForkServers
@@ -15,7 +15,7 @@ from turnwise.errors import UsageError, first_exception
 from turnwise.rollouts.conversation import parse_extras
 from turnwise.rollouts.group_rewards import GroupRewards, complete_groups
 from turnwise.rollouts.timeouts import AbandonableThreads, CallGate, EpisodePlace, Stop
-from turnwise.rollouts.watchdog import Watchdog
+from turnwise.rollouts.watchdog import PendingEpisode, Watchdog
 from turnwise.types import Trajectory
 
 if TYPE_CHECKING:
@@ -29,6 +29,30 @@ class EngineRequest(NamedTuple):
     min_version: int
     sampling: Sampling
     blank: bool
+
+
+class GroupPlayer(Protocol):
+    """Plays the groups of a stream elsewhere, such as on other machines. The stream has their retries and their results."""
+
+    def open(self, rollout: Rollout, gate: CallGate) -> AbstractAsyncContextManager[Any]:
+        """Return what keeps it open for a stream, whose engine calls take places of `gate`."""
+
+    async def play(
+        self,
+        episodes: Sequence[EpisodeSpec],
+        request: EngineRequest,
+        *,
+        training: bool,
+        grouped: bool,
+        on_start: Callable[[], None],
+    ) -> list[Trajectory]:
+        """Play episodes of one task; `on_start` is called when they start.
+
+        If they are `grouped`, they are compared, so all of them are played by one process.
+        """
+
+    def pending(self, now: float) -> list[PendingEpisode]:
+        """Return the running episodes; `now` is `time.monotonic()`. May be called from another thread."""
 
 
 class _Announced:
@@ -72,6 +96,8 @@ class RolloutStream:
         self._stack.enter_context(Watchdog(rollout.pending, lambda: rollout.finished, rollout.watchdog_s))
         self._workers = RewardWorkers()
         self._stack.push_async_callback(self._workers.close)
+        if rollout.elsewhere is not None:
+            await self._stack.enter_async_context(rollout.elsewhere.open(rollout, self.gate))
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -150,10 +176,13 @@ class RolloutStream:
                 stop.asked = True  # the task group cancels the others now
                 raise
 
+        starts: Iterable[Coroutine[Any, Any, None]] = map(play, missing)
+        if rollout.elsewhere is not None:
+            starts = self._elsewhere(rollout.elsewhere, episodes, missing, results, request, training, announced)
         try:
             with use_pool(self._workers):
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(play(number)) for number in missing]
+                    tasks = [group.create_task(start) for start in starts]
                     try:
                         if tasks:
                             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -167,3 +196,33 @@ class RolloutStream:
                 await self._fork_servers.close()
         assert None not in results, "an episode ended without a record"
         return results  # type: ignore[return-value]
+
+    def _elsewhere(
+        self,
+        elsewhere: GroupPlayer,
+        episodes: Sequence[EpisodeSpec],
+        missing: Sequence[int],
+        results: list[Trajectory | None],
+        request: EngineRequest,
+        training: bool,
+        announced: _Announced,
+    ) -> Iterator[Coroutine[Any, Any, None]]:
+        """Yield what has each group of the missing episodes played elsewhere, and sets its results."""
+
+        async def play(numbers: Sequence[int]) -> None:
+            group = [episodes[number] for number in numbers]
+            played = await elsewhere.play(
+                group,
+                request,
+                training=training,
+                grouped=group[0].group_reward is not None,
+                on_start=lambda: announced.take_back(len(group) if training else 0),
+            )
+            for number, trajectory in zip(numbers, played, strict=True):
+                results[number] = trajectory
+
+        groups: dict[tuple[str, int, str], list[int]] = {}
+        for number in missing:
+            key = episodes[number].key
+            groups.setdefault((key.phase, key.step, key.task), []).append(number)
+        yield from map(play, groups.values())

@@ -348,6 +348,21 @@ class CallGate:
         self._idle: asyncio.Future[None] | None = None
         self._announced = 0
         self._free_waiter: asyncio.Future[None] | None = None
+        self._watchers: list[Callable[[], None]] = []
+
+    @property
+    def held(self) -> bool:
+        """Whether the calls of training are held."""
+        return self._held
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Call a function when the calls of training are held, and when they continue."""
+        self._watchers.append(changed)
+
+    def _hold(self, held: bool) -> None:
+        self._held = held
+        for changed in self._watchers:
+            changed()
 
     def announce(self, episodes: int) -> None:
         """Count episodes of training that are about to wait for their start; a negative number takes them back."""
@@ -366,18 +381,18 @@ class CallGate:
 
     async def hold(self) -> None:
         """Hold the calls of training, and wait until none of them is in the engine."""
-        self._held = True
+        self._hold(True)
         while self.training_calls:
             self._idle = self._idle or asyncio.get_running_loop().create_future()
             await asyncio.shield(self._idle)
 
     def hold_new(self) -> None:
         """Hold the calls of training that are not in the engine yet."""
-        self._held = True
+        self._hold(True)
 
     def resume(self) -> None:
         """Let the calls of training continue."""
-        self._held = False
+        self._hold(False)
         self._admit()
 
     def _may_start(self) -> bool:

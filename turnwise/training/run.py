@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from turnwise.config import RunConfig
@@ -37,7 +38,7 @@ from turnwise.rollouts import EpisodeSpec, Rollout, group_by_task
 from turnwise.rollouts.retries import backoff_s
 from turnwise.rollouts.runner import left_out, left_out_note, parse_history
 from turnwise.rollouts.scheduler import BatchScheduler
-from turnwise.rollouts.stream import RolloutStream
+from turnwise.rollouts.stream import GroupPlayer, RolloutStream
 from turnwise.training.batches import (
     AsyncBatches,
     Batches,
@@ -90,11 +91,13 @@ class TrainingRun:
         history: History | None = None,
         ranks: Ranks | None = None,
         extended: Mapping[str, Sequence[int]] = {},
+        workers: Callable[[Path], GroupPlayer] | None = None,
     ) -> None:
         """Load all components as rank 0 of `ranks`; start in a fresh directory, else resume (`resumed` if in another process).
 
         `began` has `time.time()` and `time.process_time()` at the start of this process' share; None means now. `extended` has
-        the numbers of steps that the run had before it was resumed with more.
+        the numbers of steps that the run had before it was resumed with more. `workers` returns what plays the groups
+        elsewhere, for the directory of tokenizer and template.
         """
         self.config, self.env_specs = config, list(env_specs)
         self.run = run
@@ -172,6 +175,7 @@ class TrainingRun:
             media=self.parts.media,
             pixels=self.parts.pixels,
             on_episode=watch.episode if isinstance(watch, EpisodeListener) else None,
+            elsewhere=None if workers is None else workers(source),
         )
 
     async def play(self) -> dict[str, Any]:

@@ -62,18 +62,7 @@ class TaskChoice:
 
     def episode(self, phase: str, step: int, sample: int) -> EpisodeSpec:
         """Specify one episode."""
-        env_spec = self.env_spec
-        make = None if env_spec.agent_function is not None else env_spec.factory
-        compare = env_spec.group_reward if phase == "train" else None
-        return EpisodeSpec(
-            self.task,
-            EpisodeKey(phase, step, self.task.id, sample),
-            make,
-            env_spec.agent_function,
-            env_spec.max_turns,
-            env_spec.rules,
-            compare,
-        )
+        return EpisodeSpec.of(self.env_spec, self.task, EpisodeKey(phase, step, self.task.id, sample))
 
     def episodes(self, phase: str, step: int, samples: int) -> list[EpisodeSpec]:
         """Specify `samples` episodes."""

@@ -1,0 +1,101 @@
+"""Where a run would be played, what it needs for that, and what it does not import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from scale_kit import write_recipe
+
+import turnwise as tw
+from turnwise.cli.main import main
+from turnwise.config import RunConfig, ScaleConfig, load
+from turnwise.envs.resolve import resolve_env
+from turnwise.errors import ConfigError
+from turnwise.records import RunDir
+from turnwise.scale.pool import WorkerPool
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "# environments and rewards: this process"),
+        (
+            ["--scale.listen=0.0.0.0:7070"],
+            "# environments and rewards: workers that join at 0.0.0.0:7070 (turnwise worker --join)",
+        ),
+        (
+            ["--scale.ray=auto", "--scale.ray-workers=8"],
+            "# environments and rewards: 8 workers of 1 CPUs on the Ray cluster auto",
+        ),
+    ],
+)
+def test_the_dry_run_ends_with_where_everything_would_run(tmp_path, words, line, capsys):
+    recipe = write_recipe(tmp_path)
+    assert main(["train", str(recipe), "--dry-run", *words]) == 0
+    printed = capsys.readouterr().out
+    assert line in printed.splitlines()
+    assert "# engine: this process" in printed
+    again = tmp_path / "again.toml"
+    again.write_text(printed)  # what it prints is a recipe
+    assert load(again, words).config == load(recipe, words).config
+
+
+BLOCKED = """
+import sys
+sys.modules["ray"] = None  # as if it were not installed
+from turnwise.cli.main import main
+import turnwise.scale.pool, turnwise.scale.worker
+status = main(["train", sys.argv[1], "--out", sys.argv[2], *sys.argv[3:]])
+assert sys.modules["ray"] is None
+sys.exit(status)
+"""
+
+
+def test_without_the_extra_nothing_imports_ray_and_the_recipe_is_the_same(alone, tmp_path):
+    words = [sys.executable, "-c", BLOCKED, str(alone.parent / "recipe.toml")]
+    done = subprocess.run([*words, str(tmp_path / "run"), "--scale.ray=auto"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "scale.ray needs Ray (ray is missing): pip install 'turnwise[ray]'" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = subprocess.run([*words, str(tmp_path / "run"), "--train.steps=0"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("address", ["7070", "host", "host:", ":7070", "host:99999"])
+def test_an_address_is_a_host_and_a_port(tmp_path, address):
+    with pytest.raises(ConfigError, match="write host:port, such as"):
+        load(write_recipe(tmp_path), [f"--scale.listen={address}"])
+
+
+@pytest.mark.parametrize("key", ["lease_s=3", "wait_s=3", "stall_s=3", "ray_workers=3"])
+def test_a_setting_of_workers_needs_workers(tmp_path, key):
+    with pytest.raises(ConfigError, match="has no effect"):
+        load(write_recipe(tmp_path), [f"--scale.{key}"])
+
+
+def test_environments_are_sent_by_their_names(tmp_path):
+    config = load(write_recipe(tmp_path), ["--scale.listen=127.0.0.1:0"]).config
+    specs = [resolve_env(env) for env in config.env]
+    with RunDir(tmp_path / "run") as run:
+        with pytest.raises(ConfigError, match=r"two are called World; set env\.name"):
+            WorkerPool(config, specs * 2, run, tmp_path, note=print)
+        objects = RunConfig(scale=ScaleConfig(listen="127.0.0.1:0"))
+        with pytest.raises(ConfigError, match="name the environment in"):
+            WorkerPool(objects, specs, run, tmp_path, note=print)
+
+
+def test_train_with_an_object_says_that_workers_cannot_have_it(tmp_path):
+    def play(task, model): ...
+
+    with pytest.raises(ConfigError, match="name the environment in"):
+        tw.train(
+            env=tw.tool_env(tools=[], reward=lambda t: 0.0),
+            tasks=[tw.Task("a"), tw.Task("b")],
+            out=tmp_path / "run",
+            model=tw.tiny(hidden=32),
+            eval={"tasks": 1},
+            scale={"listen": "127.0.0.1:0"},
+            display="none",
+        )

@@ -1,0 +1,293 @@
+"""Pool of workers: places groups, asks again elsewhere when a worker is lost, and uses nothing that a lying one sent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from turnwise.config import RunConfig
+from turnwise.envs.spec import EnvSpec
+from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.records import RunDir
+from turnwise.records.serialization import Event
+from turnwise.rollouts import EpisodeSpec, Rollout
+from turnwise.rollouts.stream import EngineRequest
+from turnwise.rollouts.timeouts import CallGate
+from turnwise.rollouts.watchdog import PendingEpisode
+from turnwise.scale.base import GroupSpec, WorkerLied, WorkerLost
+from turnwise.scale.code import code_of
+from turnwise.scale.record import GroupRecord
+from turnwise.scale.remote import Lease, RemoteWorker
+from turnwise.scale.server import RunServer
+from turnwise.types import EpisodeKey, Trajectory
+
+if TYPE_CHECKING:
+    from turnwise.scale.ray_workers import RayWorkers
+
+MAX_ASKED = 5
+"""Number of workers that are asked for a group before the run stops."""
+STOP_SHARE = 0.5
+"""Share of a lease that a worker gets beyond it to stop the groups of environments with effects."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A group that the stream waits for."""
+
+    spec: GroupSpec
+    effects: bool
+    grouped: bool
+    since: float = field(default_factory=time.monotonic)
+    finished: dict[EpisodeKey, Trajectory] = field(default_factory=dict)
+    plays: dict[EpisodeKey, list[tuple[Event, ...]]] = field(default_factory=dict)
+    definitions: dict[str, Any] = field(default_factory=dict)
+    worker: str = ""
+    """Name of the worker that has it; empty while it waits for one."""
+    tried: Counter[str] = field(default_factory=Counter)
+    resumed: int = 0
+    tools: int = 0
+
+    def left(self) -> GroupSpec:
+        """Return what is not finished, with the turns that are known of it."""
+        keys = tuple(key for key in self.spec.keys if key not in self.finished)
+        plays = {key: tuple(self.plays[key]) for key in keys if self.plays.get(key)}
+        return replace(self.spec, keys=keys, plays=plays, definitions=dict(self.definitions))
+
+    def give(self, worker: str) -> None:
+        """Give it to a worker, or with an empty name to none."""
+        self.worker = worker
+        self.tried[worker] += bool(worker)
+
+    def take(self, record: GroupRecord) -> None:
+        """Take what a worker finished and began."""
+        if not self.grouped or len(record.finished) == len(self.spec.keys):
+            self.finished |= record.finished
+        for key, events in record.events.items():
+            if key not in self.finished and events:
+                self.plays.setdefault(key, []).append(tuple(event for event in events if event["e"] != "closed"))
+        self.definitions |= record.definitions
+        self.resumed += record.resumed_turns
+        self.tools = max(self.tools, record.tools)
+
+
+class WorkerPool:
+    """Plays the groups of a run on workers; see `turnwise.rollouts.stream.GroupPlayer`."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        env_specs: Sequence[EnvSpec],
+        run: RunDir,
+        source: Path,
+        *,
+        recipe: Path | None = None,
+        note: Callable[[str], None],
+        resumed: bool = False,
+    ) -> None:
+        """`source` is the directory of tokenizer and template; the environments must be those that the recipe names."""
+        names = [spec.name for spec in env_specs]
+        if not config.env and config.rollout.function is None:
+            raise ConfigError("[scale]: workers are sent names, not objects: name the environment in [[env]] of a recipe")
+        if len(set(names)) < len(names):
+            raise ConfigError(f"[scale]: workers find environments by name, and two are called {_twice(names)}; set env.name")
+        self._config, self._run, self._note = config, run, note
+        uses = [env.use for env in config.env]
+        self._server = RunServer(
+            config,
+            run.path,
+            source,
+            journal=run.journal,
+            recipe=recipe,
+            code=lambda: code_of(uses),
+            on_join=self._joined,
+            on_change=self._changed_now,
+            note=note,
+        )
+        self._ray_workers = None if config.scale.ray is None else self._connect_to_ray()
+        self._workers: list[RemoteWorker] = []
+        self._changed = asyncio.Event()
+        self._asked: list[_Asked] = []
+        self._resumed = resumed
+        self.asked_again: Counter[str] = Counter()
+        """Groups that were asked for again, by reason: `lost`, `lied`, `slow`."""
+
+    @contextlib.asynccontextmanager
+    async def open(self, rollout: Rollout, gate: CallGate) -> AsyncIterator[None]:
+        """As `GroupPlayer.open`."""
+        self._rollout, self._opened = rollout, time.monotonic()
+        async with self._server.open(rollout, gate), self._ray():
+            watch = asyncio.create_task(self._watch())
+            try:
+                yield
+            finally:
+                watch.cancel()
+                await asyncio.gather(watch, return_exceptions=True)
+
+    def _connect_to_ray(self) -> RayWorkers:
+        try:
+            from turnwise.scale.ray_workers import RayWorkers
+        except ImportError as error:
+            raise ConfigError(f"scale.ray needs Ray ({error.name} is missing): pip install 'turnwise[ray]'") from None
+        return RayWorkers(self._config.scale, on_death=self._server.lose_named, note=self._note)
+
+    @contextlib.asynccontextmanager
+    async def _ray(self) -> AsyncIterator[None]:
+        """Keep the workers on a Ray cluster running."""
+        workers = self._ray_workers
+        if workers is None:
+            yield
+            return
+        workers.start(self._server.url_at(workers.host), self._server.token)
+        try:
+            yield
+        finally:
+            await workers.close()
+
+    async def play(
+        self,
+        episodes: Sequence[EpisodeSpec],
+        request: EngineRequest,
+        *,
+        training: bool,
+        grouped: bool,
+        on_start: Callable[[], None],
+    ) -> list[Trajectory]:
+        """As `GroupPlayer.play`."""
+        keys = [episode.key for episode in episodes]
+        first, given = episodes[0], (request.sampling, request.want, request.min_version, request.blank, training)
+        asked = _Asked(GroupSpec(first.env, first.task, tuple(keys), *given), first.rules.effects, grouped)
+        for key in keys:
+            if (record := self._rollout.take_interrupted(key)) is not None:
+                asked.plays[key] = [tuple(play.events) for play in (*record.other_plays, record)]
+                asked.definitions.update(record.definitions)
+        self._asked.append(asked)
+        try:
+            if asked.effects and asked.plays and self._resumed:  # the workers of the killed process may still act
+                await asyncio.sleep(self._opened + self._lease_end() - time.monotonic())
+            worker = await self._place(asked)
+            on_start()
+            await self._ask(worker, asked)
+            while asked.left().keys:
+                await self._ask(await self._place(asked), asked)
+        finally:
+            self._asked.remove(asked)
+            self._changed_now()
+        found = [asked.finished[key] for key in keys]
+        self._rollout.finished_elsewhere(found, tools=asked.tools, resumed=asked.resumed)
+        return found
+
+    async def _ask(self, worker: RemoteWorker, asked: _Asked) -> None:
+        """Ask one worker for what is left of a group."""
+        spec = asked.left()
+        record = GroupRecord(spec, self._run.journal, self._rollout.renderer.fingerprint)
+        asked.give(worker.name)
+        try:
+            await worker.play(spec, record.add)
+            if missing := [key for key in spec.keys if key not in record.finished]:
+                raise WorkerLied(f"answered a group of which {len(missing)} of {len(spec.keys)} episodes did not end")
+        except WorkerLied as lie:
+            record.void()
+            self._server.ban(worker, lie)
+            self._again(asked, worker, "lied", str(lie))
+            await self._until_stopped(asked, worker)
+        except WorkerLost as lost:
+            asked.take(record)
+            self._again(asked, worker, "lost", str(lost))
+            await self._until_stopped(asked, worker)
+        else:
+            asked.take(record)
+        finally:
+            asked.give("")
+            self._changed_now()
+
+    async def _until_stopped(self, asked: _Asked, worker: RemoteWorker) -> None:
+        """Wait until a worker has stopped by itself, if what it does has effects."""
+        if asked.effects and asked.left().keys:
+            await asyncio.sleep(worker.seen + self._lease_end() - time.monotonic())
+
+    def _again(self, asked: _Asked, worker: RemoteWorker, reason: str, why: str) -> None:
+        """Count a group that is asked for again; stop when none of several workers could play it."""
+        self.asked_again[reason] += 1
+        phase, step, task = asked.spec.group
+        self._run.journal.append({"e": "asked_again", "g": [phase, step, task], "worker": worker.name, "why": why})
+        self._note(f"group {phase}/{step}/{task} is asked for again: worker {worker.name}: {why}")
+        if asked.tried.total() >= MAX_ASKED:
+            raise TurnwiseError(
+                f"group {phase}/{step}/{task}: {asked.tried.total()} workers were asked for it in vain, the last "
+                f"{worker.name}: {why}. Fix the cause, then resume with --resume {self._run.path}"
+            )
+
+    async def _place(self, asked: _Asked) -> RemoteWorker:
+        """Wait for a worker with room, and return the one with the most; those that were asked before come last."""
+        scale, alone = self._config.scale, time.monotonic()
+        while True:
+            present = [worker for worker in self._workers if not worker.gone]
+            free = [worker for worker in present if self._load(worker) < worker.room]
+            if free and (asked.tried or self._asked_before(asked)):
+                return min(free, key=lambda one: (asked.tried[one.name], self._load(one) / one.room))
+            alone = time.monotonic() if present else alone
+            if time.monotonic() - alone > scale.wait_s:
+                raise TurnwiseError(
+                    f"no worker for {scale.wait_s:g} s (scale.wait_s): start some with turnwise worker --join "
+                    f"{self._server.url}, then resume with --resume {self._run.path}"
+                )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), 1.0)
+
+    def _asked_before(self, asked: _Asked) -> bool:
+        """Return whether no group that came earlier waits for a worker."""
+        return next(one for one in self._asked if not one.worker) is asked
+
+    def _load(self, worker: RemoteWorker) -> int:
+        return sum(one.worker == worker.name for one in self._asked)
+
+    def _joined(self, worker: RemoteWorker) -> None:
+        self._workers = [one for one in self._workers if not one.gone] + [worker]
+        self._note(f"worker {worker.name} joined: up to {worker.room} groups at once")
+        self._changed_now()
+
+    def _changed_now(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()  # each waiter sees each change
+
+    def _lease_end(self) -> float:
+        return self._config.scale.lease_s * (1 + STOP_SHARE)
+
+    async def _watch(self) -> None:
+        """Ask elsewhere for groups whose worker is there and does nothing."""
+        limits = self._config.limits
+        most = self._config.scale.stall_s or limits.wall_clock_s + limits.env_s + limits.reward_s
+        while True:
+            await asyncio.sleep(min(most / 4, 1.0))
+            for worker in self._workers:
+                for lease in list(worker.leases.values()):
+                    idle = time.monotonic() - lease.active
+                    if not lease.calls and idle > most:
+                        self._slow(worker, lease, idle, most)
+
+    def _slow(self, worker: RemoteWorker, lease: Lease, idle: float, most: float) -> None:
+        self.asked_again["slow"] += 1
+        worker.cut(lease, WorkerLost(f"slow: it did nothing for {idle:.0f} s (scale.stall_s = {most:g})"))
+
+    def pending(self, now: float) -> list[PendingEpisode]:
+        """As `GroupPlayer.pending`."""
+        return [
+            PendingEpisode(f"{key.phase}/{key.step}/{key.task}/{key.sample}", 0, _phase(asked), now - asked.since, asked.since)
+            for asked in list(self._asked)
+            for key in asked.spec.keys
+            if key not in asked.finished
+        ]
+
+
+def _phase(asked: _Asked) -> str:
+    return f"worker {asked.worker}" if asked.worker else "queue for a worker"
+
+
+def _twice(names: Sequence[str]) -> str:
+    return next(name for name, count in Counter(names).items() if count > 1)

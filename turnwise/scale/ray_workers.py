@@ -1,0 +1,91 @@
+"""Workers on the nodes of a Ray cluster.
+
+Ray places them, restarts them and reports their death at once. Groups, turns and engine calls travel between worker and run as
+with `turnwise worker`: no object of Ray holds any of them, so none is lost with its owner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
+
+from turnwise.config import ScaleConfig
+from turnwise.errors import ConfigError
+from turnwise.scale.server import TOKEN_VARIABLE
+from turnwise.scale.worker import WorkerProcess
+
+ROOM = 16
+"""Groups that a worker plays at once, as `turnwise worker --groups`."""
+AGAIN_S = 0.5
+"""Seconds between attempts to reach an actor that Ray restarts."""
+
+
+class _Actor:
+    """Process of one worker; Ray makes an actor of it."""
+
+    async def run(self, url: str, token: str, name: str, patience_s: float) -> str:
+        """Play for a run until it ends; return on which node."""
+        os.environ[TOKEN_VARIABLE] = token
+        await WorkerProcess(url, name=name, room=ROOM, note=lambda line: print(line, flush=True)).run(patience_s=patience_s)
+        return str(ray.get_runtime_context().get_node_id())
+
+
+class RayWorkers:
+    """Actors of a run, each kept running until the run ends."""
+
+    def __init__(self, scale: ScaleConfig, *, on_death: Callable[[str, str], None], note: Callable[[str], None]) -> None:
+        """Connect to the cluster; `on_death` receives a worker's name and why it is lost.
+
+        Raises `ConfigError` when there is none.
+        """
+        self._scale, self._on_death, self._note = scale, on_death, note
+        try:
+            ray.init(address=scale.ray, log_to_driver=False, ignore_reinit_error=True)
+        except (ConnectionError, RayError, RuntimeError, ValueError) as error:
+            why = f"scale.ray = {scale.ray}: no Ray cluster answers ({' '.join(str(error).split())[:200]})"
+            raise ConfigError(f"{why}; start one with ray start --head, or name the address of its head") from None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def host(self) -> str:
+        """Address of this node, at which the workers reach the run."""
+        return str(ray.util.get_node_ip_address())
+
+    def start(self, url: str, token: str) -> None:
+        """Start the workers of the run at a URL."""
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        free = ray.available_resources().get("CPU", 0.0)
+        self._note(f"Ray: {self._scale.ray_workers} workers on {len(nodes)} nodes")
+        if free < self._scale.ray_workers * self._scale.ray_cpus:
+            self._note(f"Ray has {free:g} free CPUs: some of the workers wait for more (scale.ray_workers, scale.ray_cpus)")
+        self._tasks = [asyncio.create_task(self._keep(f"ray-{n}", url, token)) for n in range(self._scale.ray_workers)]
+
+    async def _keep(self, name: str, url: str, token: str) -> None:
+        """Keep one worker running until the run ends or refuses it."""
+        # Retries of Ray's own would hide attempts: the pool counts each, and asks again itself.
+        options = {"num_cpus": self._scale.ray_cpus, "max_restarts": -1, "max_task_retries": 0, "scheduling_strategy": "SPREAD"}
+        actor = ray.remote(_Actor).options(**options).remote()
+        try:
+            while True:
+                try:
+                    await actor.run.remote(url, token, name, self._scale.wait_s)
+                    return
+                except (ActorDiedError, ActorUnavailableError) as error:
+                    self._on_death(name, f"Ray: {type(error).__name__}")
+                    await asyncio.sleep(AGAIN_S)
+                except RayTaskError as error:
+                    self._note(f"worker {name} ended: {error.cause}")
+                    return
+        finally:
+            ray.kill(actor)
+
+    async def close(self) -> None:
+        """End the workers and the connection to the cluster."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        ray.shutdown()
