@@ -11,8 +11,14 @@ aiohttp httpx2 httpx urllib3 niquests pycurl`); libraries without asyncio run 64
 round. Figures are medians over rounds of the CPU time of this process, so that neither server nor other processes count; ratios
 are medians of the rounds' own.
 
-Last line: JSON with `ratio` (a / b, the cheapest library, at the second context), `client_us` and `by_hand_us` by context, and
-`growth` (a at the longest context / a at the shortest).
+    python benchmarks/fleet.py elastic [--kills 20]
+
+Trains with four `turnwise serve`, of which two are killed (-9) and two others join in the middle of a step, and once more with
+servers that stay; compares the ids that were trained and the final weights. A replacement's time runs from the start of its
+process, or from joining the list, to its first reply, which only proven weights give.
+
+Last line: JSON. Of the client: `ratio` (a / b, the cheapest library, at the second context), `client_us` and `by_hand_us` by
+context, and `growth` (a at the longest context / a at the shortest).
 """
 
 from __future__ import annotations
@@ -288,6 +294,9 @@ def client(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", choices=("client", "elastic"), default="client")
+    parser.add_argument("--kills", type=int, default=20, help="elastic: how often two of four are replaced")
+    parser.add_argument("--seed", type=int, default=0, help="elastic: chooses the servers to kill")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--libraries", nargs="+", default=[], help="only these")
@@ -296,6 +305,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.serve:
         asyncio.run(serve())
+        return
+    if args.part == "elastic":
+        from elastic import elastic
+
+        print(json.dumps(elastic(args.kills, args.seed)))
         return
     print(json.dumps(client(args)))
 
