@@ -120,9 +120,11 @@ class HttpClient:
         """Return the text at a path; raises as `post`."""
         return (await self._ask("GET", path, b"", seconds)).decode("utf-8", "replace")
 
-    async def content(self, path: str, seconds: float) -> bytes:
-        """Return the bytes at a path; raises as `post`."""
-        return await self._ask("GET", path, b"", seconds)
+    async def pieces(self, path: str, seconds: float) -> list[bytes]:
+        """Return the bytes at a path in pieces, since joining megabytes takes as long as receiving them; raises as `post`."""
+        found = list[bytes]()
+        await self._ask("GET", path, b"", seconds, pieces=found)
+        return found
 
     async def close(self) -> None:
         """Close the connections of the running event loop; requests in flight on them fail."""
@@ -130,17 +132,27 @@ class HttpClient:
         if cached is not None:
             await cached[1].aclose()
 
-    async def _ask(self, method: str, path: str, content: bytes, seconds: float, headers: Headers = None) -> bytes:
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        content: bytes,
+        seconds: float,
+        headers: Headers = None,
+        pieces: list[bytes] | None = None,
+    ) -> bytes:
         try:
-            return await self._ask_once(method, path, content, seconds, headers)
+            return await self._ask_once(method, path, content, seconds, headers, pieces)
         except EngineError as error:
             token = tokens.found(self.url) if error.status == 401 and self._key_env is None else ""
             if not token or token == self._token:
                 raise
             self._token = token
-        return await self._ask_once(method, path, content, seconds, headers)
+        return await self._ask_once(method, path, content, seconds, headers, pieces)
 
-    async def _ask_once(self, method: str, path: str, content: bytes, seconds: float, headers: Headers) -> bytes:
+    async def _ask_once(
+        self, method: str, path: str, content: bytes, seconds: float, headers: Headers, pieces: list[bytes] | None = None
+    ) -> bytes:
         import aiohttp
 
         key = os.environ.get(self._key_env, "") if self._key_env is not None else self._token
@@ -158,7 +170,7 @@ class HttpClient:
             async with asyncio.timeout(seconds):
                 session = await self._session()
                 async with session.request(method, address, data=data, headers=sent, allow_redirects=False) as response:
-                    raw = await _read(response, address)
+                    raw = await _read(response, address, pieces if response.status < 300 else None)
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
                 raise EngineUnavailable(f"{self.url}{path} did not answer in {seconds:g} s") from None
@@ -218,15 +230,16 @@ def _address(url: str) -> Any:
         raise EngineUnavailable(f"{url}: {error}") from None
 
 
-async def _read(response: Any, address: Any) -> bytes:
-    if 0 <= (response.content_length or -1) <= MAX_RESPONSE_BYTES:
+async def _read(response: Any, address: Any, into: list[bytes] | None = None) -> bytes:
+    """Return the body, or append its pieces to a list."""
+    if into is None and 0 <= (response.content_length or -1) <= MAX_RESPONSE_BYTES:
         content: bytes = await response.read()  # one call in place of one per piece
         return content
-    pieces: list[bytes] = []
+    pieces: list[bytes] = [] if into is None else into
     size = 0
     async for piece in response.content.iter_any():
         size += len(piece)
         if size > MAX_RESPONSE_BYTES:
             raise EngineUnavailable(f"{address} returned more than {MAX_RESPONSE_BYTES} bytes")
         pieces.append(piece)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    return b"".join(pieces) if into is None else b""

@@ -143,12 +143,12 @@ class WeightRelay:
                 for number, chunk in numbered:
                     known = have.get(chunk.digest) or self._find(chunk.digest)
                     if known is not None:
-                        data = await asyncio.to_thread(read, known[0], known[1].start, known[1].size)
-                        self.counts["bytes_reused"] += len(data)
+                        pieces = [await asyncio.to_thread(read, known[0], known[1].start, known[1].size)]
+                        self.counts["bytes_reused"] += chunk.size
                     else:
-                        data = await self._from_peers(chunk, sources[number % len(sources)])
-                        self.counts["bytes_fetched"] += len(data)
-                    await asyncio.to_thread(_write, draft / chunk.file, chunk.start, data)
+                        pieces = await self._from_peers(chunk, sources[number % len(sources)])
+                        self.counts["bytes_fetched"] += chunk.size
+                    await asyncio.to_thread(_write, draft / chunk.file, chunk.start, pieces)
                     have[chunk.digest] = draft / chunk.file, chunk
                     if (arrival := missing.get(chunk.digest)) is not None and not arrival.done():
                         arrival.set_result(None)
@@ -176,14 +176,14 @@ class WeightRelay:
         self._forget()
         return final
 
-    async def _from_peers(self, chunk: Chunk, sources: Sequence[str]) -> bytes:
+    async def _from_peers(self, chunk: Chunk, sources: Sequence[str]) -> list[bytes]:
         """Fetch and verify a chunk from the first source that has it."""
         loop, faults = asyncio.get_running_loop(), list[str]()
         for url in sources:
             peer, until = self._peer(url), loop.time() + AHEAD_S
             while True:
                 try:
-                    data = await peer.content(f"/weights/chunks/{chunk.digest}", CHUNK_S)
+                    pieces = await peer.pieces(f"/weights/chunks/{chunk.digest}", CHUNK_S)
                 except EngineError as error:
                     if error.status == 404 and loop.time() < until:  # it does not know of the policy yet
                         await asyncio.sleep(0.02)
@@ -191,8 +191,8 @@ class WeightRelay:
                     self.counts["peers_failed"] += 1
                     faults.append(str(error))
                     break
-                if len(data) == chunk.size and await asyncio.to_thread(_digest, data) == chunk.digest:
-                    return data
+                if sum(map(len, pieces)) == chunk.size and await asyncio.to_thread(_digest, pieces) == chunk.digest:
+                    return pieces
                 self.counts["chunks_rejected"] += 1
                 faults.append(f"{url} sent other bytes than chunk {chunk.digest[:16]}")
                 break
@@ -211,8 +211,11 @@ class WeightRelay:
             shutil.rmtree(self.root / f"policy-{version}", ignore_errors=True)
 
 
-def _digest(data: bytes) -> str:
-    return sha256(data).hexdigest()
+def _digest(pieces: Sequence[bytes]) -> str:
+    found = sha256()
+    for piece in pieces:
+        found.update(piece)
+    return found.hexdigest()
 
 
 def _make_files(draft: Path, sizes: Mapping[str, int]) -> None:
@@ -223,9 +226,10 @@ def _make_files(draft: Path, sizes: Mapping[str, int]) -> None:
             file.truncate(size)
 
 
-def _write(path: Path, start: int, data: bytes) -> None:
+def _write(path: Path, start: int, pieces: Sequence[bytes]) -> None:
     with path.open("r+b") as file:
-        os.pwrite(file.fileno(), data, start)
+        file.seek(start)
+        file.writelines(pieces)
 
 
 def _replace(draft: Path, final: Path) -> None:
