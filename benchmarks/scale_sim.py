@@ -163,7 +163,9 @@ async def relay_rates(folder: Path, megabytes: int = 256) -> tuple[float, float,
         tree = WeightTree()
         shared = await tree.share(DiskWeights(source, 1), [url])
         http = HttpClient(url)
-        await http.post("/weights/fetch", {"manifest": orjson.Fragment(shared.manifest), "sources": [[shared.root]]}, 600)
+        await http.post(
+            "/weights/fetch", {"manifest": orjson.Fragment(shared.manifest), "sources": [[await tree.start()]]}, 600
+        )
         await http.close()
         await tree.close()
         before = sum(psutil.Process(peer.pid).cpu_times()[:2])

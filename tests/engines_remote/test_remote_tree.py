@@ -49,7 +49,7 @@ def content(path):
 @given(st.integers(1, 300))
 def test_in_two_trees_every_node_sends_the_weights_at_most_once(count):
     nodes = [f"http://n{number}:1" for number in range(count)]
-    found = parents(nodes, "root")
+    found = {node: [[*above, "root"] for above in trees] for node, trees in parents(nodes).items()}
     children = dict.fromkeys([*nodes, "root"], 0)
     for node, trees in found.items():
         for above in trees:
@@ -272,3 +272,18 @@ def test_turnwise_serve_passes_weights_on(tmp_path):
     assert version == 7
     assert after != before
     assert after == pytest.approx(wanted, abs=1e-5)
+
+
+def test_the_trainer_serves_the_latest_weights_from_a_later_event_loop_too(tmp_path):
+    tree, source = WeightTree(chunk=SMALL), directory(tmp_path / "one", 1)
+    shared = asyncio.run(tree.share(DiskWeights(source, 1), ["http://127.0.0.1:9"]))
+
+    async def work(made, urls):
+        manifest = Manifest.model_validate_json(shared.manifest)
+        got = await made[0].fetch(manifest, [[await tree.start()]])
+        await tree.close()
+        return content(got)
+
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+        assert asyncio.run(relays(tmp_path / str(number), 1, work)) == content(source)

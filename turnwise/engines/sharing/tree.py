@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
 
 import orjson
 
@@ -20,11 +21,11 @@ from turnwise.engines.sharing.relay import TOKEN, WeightRelay
 from turnwise.errors import EngineError, SyncError
 
 
-def parents(nodes: Sequence[str], root: str) -> dict[str, list[list[str]]]:
-    """Return the ancestors of each node in two binary trees, nearest first, ending with the root.
+def parents(nodes: Sequence[str]) -> dict[str, list[list[str]]]:
+    """Return the ancestors of each node in two binary trees, nearest first; those without any are children of the trainer.
 
     The second tree has the nodes in reverse, so a node that has children in one has none in the other. Each tree carries half
-    of the chunks, so every node receives the weights once and sends them at most once, as the root does.
+    of the chunks, so every node receives the weights once and sends them at most once, as the trainer does.
     """
     found: dict[str, list[list[str]]] = {node: [] for node in nodes}
     for order in (nodes, nodes[::-1]):
@@ -33,7 +34,7 @@ def parents(nodes: Sequence[str], root: str) -> dict[str, list[list[str]]]:
             while place:
                 place = (place - 1) // 2
                 above.append(order[place])
-            found[node].append([*above, root])
+            found[node].append(above)
     return found
 
 
@@ -49,21 +50,21 @@ class WeightTree:
 
     def __init__(self, host: str = "127.0.0.1", *, relay_port: int | None = None, chunk: int = CHUNK) -> None:
         self._host, self._relay_port, self._chunk = host, relay_port, chunk
-        self._relay: WeightRelay | None = None
+        self._relay = WeightRelay(Path(os.devnull))
+        """Only `offer` gives it chunks: its directory is never written to."""
         self._server: JsonHttpServer | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
 
     async def share(self, source: DiskWeights | DiskAdapter, urls: Sequence[str]) -> TreeWeights:
         """Return a source that sends a directory through the nodes of the servers at these URLs."""
-        root = await self._start()
-        assert self._relay is not None
         manifest = await asyncio.to_thread(Manifest.of, source.directory, source.version, self._chunk)
         self._relay.offer(source.directory, manifest)
         nodes = dict[str, str]()
         for url in urls:
             nodes.setdefault(node_of(url), self.relay_of(url))
         text = manifest.model_dump_json().encode()
-        return TreeWeights(source, text, nodes, parents(list(nodes.values()), root), root, self)
+        return TreeWeights(source, text, nodes, parents(list(nodes.values())), self)
 
     def relay_of(self, url: str) -> str:
         """Return the URL of the relay that reads for a server."""
@@ -75,17 +76,17 @@ class WeightTree:
             await self._server.close()
         self._server = None
 
-    async def _start(self) -> str:
+    async def start(self) -> str:
+        """Serve chunks from the running event loop, unless it does already; return the URL."""
         loop = asyncio.get_running_loop()
-        if self._server is None or self._loop is not loop:
-            # Only `offer` gives it chunks: its root is never written to.
-            self._relay, self._loop = WeightRelay(Path(os.devnull)), loop
-            token = os.environ.get(TOKEN, "")
-            self._server = JsonHttpServer(self._relay.routes(), host=self._host, port=0, token=token)
-            try:
-                await self._server.start()
-            except OSError as error:
-                raise SyncError(f"{self._host}: cannot serve weights there ({error}); set engine.group_host") from None
+        async with self._starting.setdefault(loop, asyncio.Lock()):
+            if self._server is None or self._loop is not loop:
+                server = JsonHttpServer(self._relay.routes(), host=self._host, port=0, token=os.environ.get(TOKEN, ""))
+                try:
+                    await server.start()
+                except OSError as error:
+                    raise SyncError(f"{self._host}: cannot serve weights there ({error}); set engine.group_host") from None
+                self._server, self._loop = server, loop
         return self._server.url
 
 
@@ -103,8 +104,7 @@ class TreeWeights:
     """As JSON."""
     nodes: dict[str, str]
     """Relay of each host."""
-    sources: dict[str, list[list[str]]]
-    root: str
+    ancestors: dict[str, list[list[str]]]
     tree: WeightTree
 
     @property
@@ -116,8 +116,9 @@ class TreeWeights:
         """Have the node of a server fetch the weights, and the server load them from its node's disk."""
         relay = self.nodes.setdefault(node_of(engine.url), self.tree.relay_of(engine.url))
         # A node that joined later is a leaf: it asks a few others, and the trainer last.
-        others = list(self.sources)[:2]
-        sources = self.sources.get(relay) or [[*others, self.root], [*others[::-1], self.root]]
+        others = list(self.ancestors)[:2]
+        root = await self.tree.start()
+        sources = [[*above, root] for above in self.ancestors.get(relay) or (others, others[::-1])]
         http = HttpClient(relay, key_env=TOKEN if os.environ.get(TOKEN) else None)
         try:
             done = await http.post("/weights/fetch", {"manifest": orjson.Fragment(self.manifest), "sources": sources}, UPDATE_S)
