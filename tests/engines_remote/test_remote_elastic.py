@@ -254,3 +254,34 @@ def test_reports_of_load_bound_the_sessions_of_a_fleet():
         first, second = kit.run(work())
     assert first + second == 24
     assert second > first
+
+
+def test_a_listed_server_that_does_not_respond_keeps_no_other_from_joining(tmp_path):
+    path = tmp_path / "engines.txt"
+    with kit.servers("vllm", "vllm") as servers:
+        for url in ("http://hangs:1", "http://127.0.0.1:9", servers[0].url):
+            EngineList(path).add(url)
+        asked = []
+
+        async def connect(url):
+            asked.append(url)
+            if "hangs" in url:
+                await asyncio.Event().wait()
+            engine = VllmEngine(url)
+            if url.endswith(":9"):
+                await engine.check_health(1.0)
+            return engine
+
+        async def work():
+            engine = Fleet([], listed=EngineList(path), connect=connect, **QUICK)
+            assert right(await engine.generate(question()), 1)
+            EngineList(path).add(servers[1].url)
+            await until(lambda: len(engine.members) == 2 and engine.members[1].state == "up")
+            await until(lambda: asked.count("http://127.0.0.1:9") > 1)  # it may start later
+            EngineList(path).remove(servers[0].url)
+            await until(lambda: [member.engine.url for member in engine.members] == [servers[1].url])
+            assert right(await engine.generate(question()), 1)
+            await engine.close()
+
+        kit.run(work())
+    assert asked.count("http://hangs:1") == 1

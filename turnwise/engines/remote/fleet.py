@@ -127,7 +127,10 @@ class Fleet:
         self._proven: WeightsLabel | None = None
         """The trainer's scores of the latest weights."""
         self._listed, self._connect = listed, connect
-        self._from_list: dict[str, RemoteEngine] = {}
+        self._wanted = frozenset[str]()
+        self._from_list = set[str]()
+        self._joining: dict[str, asyncio.Task[None]] = {}
+        self._join_faults: dict[str, str] = {}
         self._pixels: list[Any] = []
         self._fingerprint = ""
         self._trainer_label: WeightsLabel | None = None
@@ -164,6 +167,7 @@ class Fleet:
             self._loop, self._opened = loop, loop.create_future()
             self._queue.clear()
             self._tasks.clear()
+            self._joining.clear()
             for member in self.members:
                 member.calls.clear()
                 member.check_now, member.lock = asyncio.Event(), asyncio.Lock()
@@ -295,19 +299,23 @@ class Fleet:
         engine.patient = False  # calls move to other servers instead
         return Replica(engine, self._most, self._misses)
 
-    def _run(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+    def _run(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _wait_for_list(self) -> None:
+        """Wait until a listed server is a member, and shortly for the others."""
         assert self._listed is not None
-        fault, seconds = await self._read_list(), self._unavailable_timeout_s
+        fault, seconds = self._read_list(), self._unavailable_timeout_s
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
+                if self._joining:
+                    await asyncio.wait(self._joining.values(), timeout=4 * LIST_S)
                 while not self.members:
                     await asyncio.sleep(LIST_S)
-                    fault = await self._read_list()
+                    fault = self._read_list()
                 return
         fault = fault or "it lists none"
         raise EngineUnavailable(f"{self._listed.path}: no server after {seconds:g} s (turnwise engines join URL): {fault}")
@@ -316,38 +324,41 @@ class Fleet:
         last = ""
         while True:
             await asyncio.sleep(LIST_S)
-            try:
-                fault = await self._read_list()
-            except Exception as error:  # a bug here must not end the watch
-                fault = repr(error)
+            fault = self._read_list()
             if fault and fault != last:
                 _log.warning("%s", fault)
             last = fault
 
-    async def _read_list(self) -> str:
-        """Add and remove servers to match the list; return what is wrong, or an empty string."""
+    def _read_list(self) -> str:
+        """Begin to add and remove servers to match the list; return what is wrong, or an empty string."""
         assert self._listed is not None
-        assert self._connect is not None
         try:
-            wanted = self._listed.urls()
+            self._wanted = frozenset(self._listed.urls())
         except UsageError as error:  # the servers stay as they are
             return str(error)
-        for url in set(self._from_list) - set(wanted):
-            del self._from_list[url]
+        for url in self._from_list - self._wanted:
+            self._from_list.discard(url)
             self._run(self.remove(url))
-        have = {member.engine.url for member in self.members}
-        new = [url for url in wanted if url not in have]
-        found = await asyncio.gather(*map(self._connect, new), return_exceptions=True)
-        faults = []
-        for url, engine in zip(new, found, strict=True):
-            if isinstance(engine, TurnwiseError):
-                faults.append(str(engine))
-            elif isinstance(engine, BaseException):
-                raise engine
-            else:
-                self._from_list[url] = engine
+        have = {member.engine.url for member in self.members} | self._joining.keys()
+        for url in sorted(self._wanted - have):
+            self._joining[url] = self._run(self._join(url))
+        return "; ".join(self._join_faults[url] for url in sorted(self._join_faults.keys() & self._wanted))
+
+    async def _join(self, url: str) -> None:
+        """Add a listed server; one that does not respond is asked again at the next reading."""
+        assert self._connect is not None
+        try:
+            engine = await self._connect(url)
+            self._join_faults.pop(url, None)
+            if url in self._wanted:
+                self._from_list.add(url)
                 self.add(engine)
-        return "; ".join(faults)
+        except TurnwiseError as error:
+            self._join_faults[url] = str(error)
+        except Exception as error:  # a bug here must not end the watch
+            self._join_faults[url] = repr(error)
+        finally:
+            self._joining.pop(url, None)
 
     # Assigning calls
 
