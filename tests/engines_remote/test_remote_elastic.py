@@ -285,3 +285,34 @@ def test_a_listed_server_that_does_not_respond_keeps_no_other_from_joining(tmp_p
 
         kit.run(work())
     assert asked.count("http://hangs:1") == 1
+
+
+@pytest.mark.parametrize("cancelled", ["by the fleet", "by the caller", "by both"])
+def test_a_call_that_the_fleet_ends_is_no_cancellation_of_its_caller(cancelled):
+    async def work():
+        engine = VllmEngine("http://127.0.0.1:9")
+        member, waits = Replica(engine, 4, 3), asyncio.Event()
+        engine.generate = lambda request: waits.wait()
+
+        async def call():
+            try:
+                await member.generate(question())
+            except EngineUnavailable:
+                left = asyncio.current_task().cancelling()
+                await asyncio.sleep(0)  # raises if the cancellation were still there
+                return left
+
+        task = asyncio.create_task(call())
+        await asyncio.sleep(0)
+        assert member.calls == {task}
+        if cancelled != "by the caller":
+            member.abort_calls()
+            member.abort_calls()  # ends it once
+        if cancelled != "by the fleet":
+            task.cancel()
+        found = (await asyncio.gather(task, return_exceptions=True))[0]
+        assert not member.calls
+        return found
+
+    found = kit.run(work())
+    assert found == 0 if cancelled == "by the fleet" else isinstance(found, asyncio.CancelledError)
