@@ -436,6 +436,15 @@ def serve_model(model: Path, formats: str, note: Callable[[str], None], **settin
     run_sync(serve(_last(model), formats, note, **settings))  # type: ignore[arg-type]
 
 
+def relay_weights(root: Path, note: Callable[[str], None], **settings: Any) -> None:
+    """Fetch weights from peers to a directory, and pass them on, until interrupted; `settings` are those of `relay`."""
+    try:
+        from turnwise.engines.sharing.relay import relay
+    except ImportError as error:
+        raise ConfigError(f"turnwise engines relay needs {error.name}: pip install 'turnwise[serve,servers]'") from None
+    run_sync(relay(root, note, **settings))
+
+
 def pack_model(model: Path, out: Path, kind: str | None = None, size: int | None = None) -> None:
     """Write a model directory, a checkpoint or a run (its last checkpoint) as a packed directory.
 

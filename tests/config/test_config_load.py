@@ -256,6 +256,8 @@ def test_the_sanity_check_is_asked_for_by_its_peers_words_too(tmp_path):
         ('kind = "vllm"\nurls = ["http://a"]\nspeculate = 4', "set speculation of your own server at the server"),
         ('kind = "llamacpp"\nurls = ["http://a"]\nspeculate = 4', "is for the local engine and for servers started by the run"),
         ('kind = "vllm"\nurls = ["a:1"]', "'a:1' is not a URL"),
+        ('urls_file = "engines.txt"', 'needs engine.kind = "auto"'),
+        ('kind = "vllm"\nurls = ["http://a:1"]\ntree = true\nupdate = "group"', "sends directories of weights"),
         ('kind = "auto"', "needs engine.urls"),
         ('kind = "chat"\nurls = ["http://a:1/v1"]', "must name the model"),
         ('kind = "chat"\nurls = ["http://a:1/v1"]\nmodel = "m"', "cannot be trained with"),
@@ -282,6 +284,8 @@ def test_engines_are_told_from_recipe_and_command_line(tmp_path):
     path = write(tmp_path, f'{HOP}[engine]\nkind = "vllm"\nurls = ["http://a:1", "http://b:2"]\n')
     engine = load(path, ["--engine.concurrency", "8"], envs=ENVS).config.engine
     assert (engine.kind, engine.urls, engine.concurrency) == ("vllm", ("http://a:1", "http://b:2"), 8)
+    listed = write(tmp_path, f'{HOP}[engine]\nkind = "auto"\nurls_file = "engines.txt"\ntree = true\n', "listed.toml")
+    assert load(listed).config.engine.urls_file == str(tmp_path / "engines.txt")
     started = write(tmp_path, f'{HOP}[engine]\nkind = "vllm"\ninstall_dir = "envs"\n', "started.toml")
     assert load(started).config.engine.install_dir == str(tmp_path / "envs")
     words = ["--engine.kind", "chat", "--engine.urls", '["http://a:1/v1"]', "--engine.model", "m"]

@@ -199,6 +199,18 @@ class Handler(BaseHTTPRequestHandler):
             pages[path]["data"] += [{"id": name, "parent": "tiny"} for name in state.adapters]
         if path in pages:
             return self.say(pages[path])
+        if (load := os.environ.get("KIT_LOAD")) is not None:  # running, waiting, fraction of the cache
+            running, waiting, cache = load.split()
+            row = {"dp_rank": 0, "num_waiting_reqs": int(waiting)}
+            labels = '{engine="0",model_name="a b"}'
+            names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+            rows = [f"vllm:{name}{labels} {float(value)}" for name, value in zip(names, load.split(), strict=True)]
+            if path == "/metrics" and state.kind == "vllm":
+                return self.say(None, raw="\n".join(["# TYPE vllm:num_requests_running gauge", *rows, ""]).encode())
+            if path == "/v1/loads" and state.kind == "sglang" and not os.environ.get("KIT_OLD"):
+                return self.say({"loads": [row | {"num_running_reqs": int(running), "token_usage": float(cache)}]})
+            if path == "/get_load" and state.kind == "sglang":
+                return self.say([row | {"num_reqs": int(running) + int(waiting), "num_tokens": 9}])
         if path == "/metrics" and os.environ.get("KIT_DRAFTS"):
             rows = [
                 f'vllm:spec_decode_num_{n}_tokens_total{{engine="0",model_name="a b"}} {state.drafts[n]}.0'

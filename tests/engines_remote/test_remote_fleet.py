@@ -13,7 +13,6 @@ import remote_kit as kit
 import turnwise as tw
 from turnwise.engines import Request
 from turnwise.engines.remote import ChatEngine, Fleet, LlamaCppEngine, SglangEngine, VllmEngine
-from turnwise.engines.remote.weight_files import ModelDirectories
 from turnwise.errors import BackendContractError, ConfigError, EngineError, EngineUnavailable, NotTrainable, SyncError
 
 QUICK = dict(check_s=0.3, health_s=2.0, misses=2, patience_s=60.0)
@@ -132,15 +131,6 @@ def weights(seed):
     return [("seed", torch.tensor([float(seed)]))]
 
 
-@pytest.fixture
-def directories(tmp_path):
-    pytest.importorskip("safetensors.torch")  # before any clock runs: it takes its time
-    (tmp_path / "source").mkdir()
-    (tmp_path / "source" / "config.json").write_text("{}")
-    (tmp_path / "source" / "model.safetensors").write_bytes(b"never copied")
-    return ModelDirectories(tmp_path / "directories", tmp_path / "source", fingerprint=fingerprint)
-
-
 def fingerprint(rows):
     """The trainer's own takes transformers to import."""
     return " ".join(f"{name}={tensor.tolist()}" for name, tensor in rows)
@@ -244,7 +234,7 @@ def test_a_fault_that_is_found_during_a_glance_has_the_weights_looked_at(directo
                 return await look()
 
             member.engine.weights_name, member.engine.weights_label = found, noted
-            well = await member.check(5.0, lambda: engine._latest)
+            well = await member.check(5.0, lambda: engine._latest_for(member))
             state = member.state
             await engine.close()
             return well, state, looked

@@ -246,7 +246,7 @@ def test_a_negative_number_of_drafts_is_refused(directory, capsys):
 
 
 def test_a_run_is_trained_through_it(directory, tmp_path, capsys):
-    """The whole way: a server of its own process, found to be one, given weights, sampled from, compared."""
+    """The whole way: a server of its own process, listed, found to be one, given weights in chunks, sampled from, compared."""
     import httpx2
 
     command = [sys.executable, "-m", "turnwise.cli.main", "serve", str(directory), "--port", "0", "--device", "cpu"]
@@ -255,11 +255,23 @@ def test_a_run_is_trained_through_it(directory, tmp_path, capsys):
         try:
             url = server.stdout.readline().split()[0]
             words = ["train", "--env.use", "hop", "--model.path", str(directory), "--engine.kind", "auto", "--display", "none"]
-            words += ["--engine.urls", json.dumps([url]), "--out", str(tmp_path / "run"), "--train.steps", "2"]
+            (tmp_path / "engines.txt").write_text(url)
+            words += [
+                "--engine.urls-file",
+                str(tmp_path / "engines.txt"),
+                "--engine.tree",
+                "true",
+                "--out",
+                str(tmp_path / "run"),
+                "--train.steps",
+                "2",
+            ]
             words += ["--rollout.groups", "2", "--rollout.group-size", "2", "--eval.tasks", "2", "--limits.turn-tokens", "12"]
             assert main(words) == 0, capsys.readouterr().err
             assert main(["check", "--engine", url]) == 0, capsys.readouterr().err
             asked = {"token_ids": PROMPT * 4, "sampling_params": {"max_tokens": 100, "temperature": 0.0, "ignore_eos": True}}
+            chunks = httpx2.get(f"{url}/weights/counts", trust_env=False).json()
+            assert chunks["bytes_fetched"] > 100_000
             told = httpx2.post(f"{url}/inference/v1/generate", json=asked, timeout=60, trust_env=False).json()
             assert told["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 0
         finally:

@@ -201,16 +201,23 @@ examples:
   turnwise engines install vllm --gpu               install vLLM into its own environment
   turnwise engines start vllm --model DIR           serve a model directory, with exact logprobs
   turnwise engines start vllm --model DIR --dry-run print the command and the reasons for its flags
+  turnwise engines join http://host:8000 --list engines.txt    add a server to the runs that watch the list; leave removes it
   turnwise check --engine http://localhost:8000     report the capabilities of a server
 """
 
 
 def add_engines(subparsers: Any) -> None:
     """Register the command."""
-    help = "install and start vLLM, SGLang and llama.cpp for exact rollouts"
+    help = "install and start vLLM, SGLang and llama.cpp for exact rollouts; add servers to runs"
     parser = add_command(subparsers, "engines", help, run_engines, epilog=ENGINES_EPILOG)
-    parser.add_argument("what", choices=("install", "start"), help="install: create its environment; start: run a server")
-    parser.add_argument("kind", choices=KINDS)
+    what = (
+        "install: create its environment; start: run a server; join, leave: change a list of servers (engine.urls_file); "
+        "relay: fetch weights to a directory for the servers of this machine (engine.tree)"
+    )
+    parser.add_argument("what", choices=("install", "start", "join", "leave", "relay"), help=what)
+    kind = f"{', '.join(KINDS)}; join and leave: the URL of a server; relay: the directory"
+    parser.add_argument("kind", metavar="KIND|URL|DIR", help=kind)
+    parser.add_argument("--list", metavar="FILE", type=Path, help="join, leave: the list of servers that runs watch")
     parser.add_argument("--model", metavar="DIR", type=Path, help="start: a model directory (llamacpp: a .gguf file)")
     home = "directory of environments (default: ~/.cache/turnwise/engines)"
     parser.add_argument("--home", metavar="DIR", type=Path, help=home)
@@ -229,6 +236,17 @@ def add_engines(subparsers: Any) -> None:
 
 def run_engines(args: argparse.Namespace) -> int:
     """Install or start."""
+    if args.what in ("join", "leave"):
+        return _change_list(args.what, args.kind, args.list)
+    if args.what == "relay":
+        from turnwise import commands
+
+        with stopped_by_signals():
+            token = os.environ.get("TURNWISE_SERVE_TOKEN", "")
+            commands.relay_weights(Path(args.kind), partial(print, flush=True), host=args.host, port=args.port, token=token)
+        return 0
+    if args.kind not in KINDS:
+        raise UsageError(f"{args.kind}: {did_you_mean(args.kind, KINDS) or 'the kinds are ' + ', '.join(KINDS)}")
     from turnwise.engines.remote import managed
 
     home: Path = args.home or managed.HOME
@@ -250,6 +268,21 @@ def run_engines(args: argparse.Namespace) -> int:
     if args.dry_run:
         return 0
     return managed.run_commands(plan)
+
+
+def _change_list(what: str, url: str, path: Path | None) -> int:
+    """Add a server to a list, or remove it."""
+    from turnwise.engines.remote.engine_list import EngineList
+
+    if path is None:
+        raise UsageError(f"turnwise engines {what} needs the list that runs watch (engine.urls_file): --list FILE")
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"{url}: must start with http:// or https://, as in http://host:8000")
+    servers = EngineList(path)
+    changed = servers.add(url) if what == "join" else servers.remove(url)
+    state = {("join", False): "was listed already", ("leave", False): "was not listed"}.get((what, changed), what + "s")
+    print(f"{url} {state}; {path} lists {len(servers.urls())}")
+    return 0
 
 
 _FILES = {"{name}.py": "env.py", "recipe.toml": "recipe.toml", "test_{name}.py": "test.py", "README.md": "README.md"}
@@ -315,6 +348,8 @@ def add_serve(subparsers: Any) -> None:
     speculate = "draft up to N ids from earlier text, verified in one pass"
     parser.add_argument("--speculate", metavar="N", type=int, default=0, help=speculate)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    weights = "directory for weights that arrive from other servers (default: a temporary one)"
+    parser.add_argument("--weights-dir", metavar="DIR", type=Path, help=weights)
 
 
 def run_serve(args: argparse.Namespace) -> int:
@@ -323,7 +358,7 @@ def run_serve(args: argparse.Namespace) -> int:
 
     if args.speculate < 0:
         raise UsageError(f"--speculate {args.speculate}: must be at least 0; 0 disables drafts")
-    settings = {name: vars(args)[name] for name in ("host", "port", "context", "device", "speculate")}
+    settings = {name: vars(args)[name] for name in ("host", "port", "context", "device", "speculate", "weights_dir")}
     settings["token"] = os.environ.get("TURNWISE_SERVE_TOKEN", "")
     with stopped_by_signals():
         commands.serve_model(args.model, args.formats, partial(print, flush=True), **settings)

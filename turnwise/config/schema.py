@@ -24,7 +24,7 @@ UpdatePath = Literal["disk", "group", "tensors", "lora"]
 GroupBackend = Literal["auto", "gloo", "nccl"]
 InFlight = Literal["recompute", "salt", "keep"]
 OF_SERVERS = Needs("engine.kind = auto | vllm | sglang | llamacpp | chat")
-STARTED_HERE = Needs("engine.kind = vllm | sglang and engine.urls none")
+STARTED_HERE = Needs("engine.kind = vllm | sglang and engine.urls none and engine.urls_file none")
 
 
 def _each(error: Callable[[str], str]) -> Check:
@@ -47,9 +47,13 @@ class EngineConfig:
     """Maximum ids drafted per step from earlier text and verified in one pass; 0 disables speculation. For `local`, and for
     `vllm` and `sglang` servers started by the run (SGLang on a GPU)."""
     urls: Annotated[tuple[str, ...], _each(_url_error)] = ()
-    """URLs of servers that run the model; if empty, the run starts `servers` of them and stops them at its end."""
+    """URLs of servers that run the model; without them and `urls_file`, the run starts `servers` of them and stops them at its
+    end."""
+    urls_file: Annotated[str | None, PathKind.DIRECTORY] = None
+    """File with URLs of further servers, one a line, which the run watches: servers join and leave while it runs (`turnwise
+    engines join URL --list FILE`)."""
     servers: Annotated[PositiveInt, STARTED_HERE] = 1
-    """Number of servers started if `urls` is empty."""
+    """Number of servers started without `urls` and `urls_file`."""
     install_dir: Annotated[str | None, PathKind.DIRECTORY, STARTED_HERE, Formerly("home")] = None
     """Directory used by `turnwise engines install`; none is its default."""
     model: Annotated[str | None, OF_SERVERS] = None
@@ -61,6 +65,11 @@ class EngineConfig:
     logprob."""
     weights: Annotated[str | None, PathKind.DIRECTORY, OF_SERVERS, Needs("engine.update = disk | lora")] = None
     """Directory for weight updates, at the same path on the servers; none is `weights` in the run directory."""
+    tree: Annotated[bool, Needs("engine.urls given", "engine.urls_file given")] = False
+    """Whether weights on disk (`update = disk | lora`) go to the servers' machines over HTTP, to each machine once and from
+    machine to machine, in place of a directory that all see."""
+    relay_port: Annotated[NonNegativeInt, Needs("engine.tree = true")] = 0
+    """Port of `turnwise engines relay` on each machine; 0: the servers pass weights on themselves, as `turnwise serve` does."""
     colocate: bool = False
     """Whether engine and trainer share a device and alternate: the engine releases its memory while the trainer trains."""
     update: UpdatePath = "disk"
@@ -72,8 +81,9 @@ class EngineConfig:
     and separates the cache by policy version, `keep` continues them on the cache of the previous weights (vLLM, SGLang)."""
     group_backend: Annotated[GroupBackend, Needs("engine.update = group")] = "auto"
     """Backend of the process group: `auto` is `nccl` if the model trains on a GPU of its own, else `gloo`."""
-    group_host: Annotated[str | None, Needs("engine.update = group")] = None
-    """Address at which servers reach this process for a group; none uses the local address of the route to each server."""
+    group_host: Annotated[str | None, Needs("engine.update = group", "engine.tree = true")] = None
+    """Address at which servers reach this process for a group or a tree; none uses the local address of the route to each
+    server, and loopback for a tree."""
     group_s: Annotated[PositiveFloat, Needs("engine.update = group | tensors")] = 600.0
     """Timeout in seconds for a server to join a group, and for each bucket of weights, including one in a request."""
     concurrency: Annotated[PositiveInt, OF_SERVERS] = 256
@@ -85,6 +95,11 @@ class EngineConfig:
     weight_check_tolerance: Annotated[PositiveFloat | None, OF_SERVERS, Formerly("tolerance")] = None
     """Maximum |server logprob - trainer logprob| of known ids after a weight update, in nats; none is 1e-3 in float32, 0.5 in
     bfloat16."""
+
+    @property
+    def attached(self) -> bool:
+        """Whether the servers run without this run."""
+        return bool(self.urls or self.urls_file)
 
 
 def truncation_key(rollout: RolloutConfig) -> tuple[str, str] | None:

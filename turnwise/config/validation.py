@@ -202,19 +202,22 @@ def _no_such_file(path: str) -> str:
 
 def _engine_rules(config: RunConfig, training: bool) -> Broken:
     engine = config.engine
-    if engine.speculate and (engine.urls or engine.kind not in ("local", "vllm", "sglang")):
+    if engine.speculate and (engine.attached or engine.kind not in ("local", "vllm", "sglang")):
         why = "is for the local engine and for servers started by the run; set speculation of your own server at the server"
         yield "engine.speculate", why
     if engine.kind == "local":
-        if engine.urls:
-            yield "engine.urls", 'needs engine.kind = "auto", or the kind of the servers, such as "vllm"'
+        if engine.attached:
+            yield (
+                "engine.urls" if engine.urls else "engine.urls_file",
+                'needs engine.kind = "auto", or the kind of the servers, such as "vllm"',
+            )
         if engine.update != "disk":
             yield "engine.update", 'is for servers: engine.kind = "vllm", "sglang" or "auto"; leave it out'
         return
     if engine.colocate and engine.kind in ("chat", "llamacpp"):
         yield "engine.colocate", 'needs an engine that can release its memory: "local", "vllm" or "sglang"'
     yield from _update_rules(config)
-    if engine.kind in ("auto", "llamacpp", "chat") and not engine.urls:
+    if engine.kind in ("auto", "llamacpp", "chat") and not engine.attached:
         yield "engine.kind", 'needs engine.urls = ["http://host:port"]; the run can start vllm and sglang'
     if engine.kind == "chat" and not engine.model:
         yield "engine.model", "must name the model that the chat endpoint serves"
@@ -259,6 +262,8 @@ def _quant_rules(config: RunConfig, training: bool) -> Broken:
 def _update_rules(config: RunConfig) -> Broken:
     """Check that the servers support `engine.update`."""
     engine = config.engine
+    if engine.tree and engine.update not in ("disk", "lora"):
+        yield "engine.tree", f'sends directories of weights; with engine.update = "{engine.update}" there are none'
     if engine.update == "tensors" and engine.kind not in ("sglang", "auto"):
         why = 'is for engine.kind = "sglang": no other server accepts weights in requests; use "disk" or "group"'
         yield "engine.update", why

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, overload
 
 from turnwise.config import Limits
 from turnwise.engines import Sampling, StopText
+from turnwise.engines.ids import GrowingIds
 from turnwise.envs.user_code import scalar
 from turnwise.errors import MediaError, UsageError
 from turnwise.renderers import Branch, ChatRenderer, Extend, Renderer, SampledReply
@@ -438,7 +439,8 @@ class Model:
             shared = sum(used for _, used in known)
             if shared <= rendered.keep:
                 return rendered
-            path.leaf, path.ids, path.placed = known[-1][0], ids[:shared], [b for b in placed if b.end <= shared]
+            path.leaf, path.ids = known[-1][0], GrowingIds(ids[:shared])
+            path.placed = [block for block in placed if block.end <= shared]
             return rendered._replace(keep=shared, ids=ids[shared:], media=placements_between(placed, shared, len(ids)))
         shared = 0
         for leaf, used in self._walk(path.leaf, rendered.ids, path.agent, rendered.media):

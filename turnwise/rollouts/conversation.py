@@ -9,6 +9,7 @@ from typing import Any
 
 from turnwise.config import Limits
 from turnwise.engines import Generation, StopText
+from turnwise.engines.ids import GrowingIds
 from turnwise.errors import BackendContractError, LimitReached, UsageError
 from turnwise.records.serialization import NO_LOGPROB
 from turnwise.renderers import Branch, Extend, Renderer, SampledReply
@@ -61,6 +62,7 @@ class ConversationPath:
     calls: int = 0
 
     def __post_init__(self) -> None:
+        self.ids = GrowingIds(self.ids)
         self.new_messages = tuple(self.messages)
 
     @property

@@ -124,11 +124,13 @@ async def serve(
     context: int | None = None,
     device: str = "auto",
     speculate: int = 0,
+    weights_dir: Path | None = None,
 ) -> None:
     """Answer requests until cancelled; once the server answers, `on_start` receives a line that starts with the URL.
 
     Every request needs the `token`. Without it, other machines cannot connect (`ConfigError`), and the server creates a token
-    for requests that change something, and stores it where this user's clients find it.
+    for requests that change something, and stores it where this user's clients find it. Weights that arrive in chunks
+    (`engine.tree`) are kept in `weights_dir`, by default a temporary directory.
     """
     if host not in LOOPBACK and not token:
         raise ConfigError(
@@ -136,8 +138,11 @@ async def serve(
         )
     app, engine = make_service(source, context=context, device=device, speculate=speculate)
     from turnwise.engines.server import JsonHttpServer
+    from turnwise.engines.sharing import WeightRelay
 
-    server = JsonHttpServer(app.routes(formats), host=host, port=port, token=token)
+    temporary = tempfile.TemporaryDirectory(prefix="turnwise-weights-", ignore_cleanup_errors=True)
+    relay = WeightRelay(weights_dir or Path(temporary.name))
+    server = JsonHttpServer(app.routes(formats) | relay.routes(), host=host, port=port, token=token)
     try:
         try:
             await server.start()
@@ -155,4 +160,6 @@ async def serve(
         await server.run()
     finally:
         await server.close()
+        await relay.close()
         await engine.close()
+        temporary.cleanup()

@@ -150,8 +150,9 @@ def connect_fixed_servers(config: RunConfig, renderer: Any) -> Fleet:
     """Connect to the servers of `[engine]` and keep their weights."""
     from turnwise.engines.remote import Fleet
 
-    clients = make_clients(config.engine, config.engine.urls, renderer, config.limits.context)
-    return Fleet(clients, most=config.engine.concurrency, patience_s=config.engine.unavailable_timeout_s)
+    engine, limit = config.engine, config.limits.context
+    options: dict[str, Any] = {"most": engine.concurrency, "patience_s": engine.unavailable_timeout_s}
+    return Fleet(make_clients(engine, engine.urls, renderer, limit), **options, **_list_of(engine, renderer, limit))
 
 
 def _fleet(
@@ -171,7 +172,7 @@ def _fleet(
 
     engine, limit = config.engine, config.limits.context
     weight, weights_directory = next(model.parameters()), engine.weights or directory / "weights"
-    untie = not engine.urls and not weight.is_cuda
+    untie = not engine.attached and not weight.is_cuda
     packed = config.quant.packed
     if packed and weight.dtype == torch.float32:
         raise ConfigError('quant.packed: servers compute packed weights in bfloat16; set model.dtype = "bfloat16"')
@@ -195,8 +196,10 @@ def _fleet(
         options["packer"] = GroupWeightPacker(
             backend, host=engine.group_host, seconds=engine.group_s, device=str(weight.device), source=source if untie else None
         )
-    if engine.urls:
-        return Fleet(make_clients(engine, engine.urls, renderer, limit), **options)
+    if engine.attached:
+        if engine.tree:
+            options["tree"] = _tree(engine)
+        return Fleet(make_clients(engine, engine.urls, renderer, limit), **options, **_list_of(engine, renderer, limit))
     shape = model.config.get_text_config()
     if engine.kind == "vllm" and not weight.is_cuda:
         _check_heads(shape)
@@ -234,21 +237,39 @@ def _check_heads(shape: Any) -> None:
 def make_clients(engine: EngineConfig, urls: Sequence[str], renderer: Any, context: int | None = None) -> list[RemoteEngine]:
     """Create a client for each URL, of the kind that `[engine]` names or that the server reports; raise `ConfigError` without
     the extra `servers` or the API key."""
+    return [run_sync(_make_client(engine, url, renderer, context)) for url in urls]
+
+
+async def _make_client(engine: EngineConfig, url: str, renderer: Any, context: int | None) -> RemoteEngine:
     from turnwise.engines.remote import ChatEngine
     from turnwise.engines.remote.capabilities import KINDS, kind_of
 
-    made: list[RemoteEngine] = []
     options: dict[str, Any] = {"renderer": renderer, "key_env": engine.key_env, "most": engine.concurrency}
     options |= {"in_flight": engine.in_flight}
-    for url in urls:
-        if engine.kind == "chat":
-            if engine.model is None:
-                raise ConfigError("a chat endpoint needs the name of its model; set engine.model")
-            made.append(ChatEngine(url, engine.model, context=context, **options))
-            continue
-        kind = run_sync(kind_of(url, key_env=engine.key_env)) if engine.kind == "auto" else engine.kind
-        made.append(KINDS[kind](url, model=engine.model, context=context, missing_logprobs=engine.missing_logprobs, **options))
-    return made
+    if engine.kind == "chat":
+        if engine.model is None:
+            raise ConfigError("a chat endpoint needs the name of its model; set engine.model")
+        return ChatEngine(url, engine.model, context=context, **options)
+    kind = await kind_of(url, key_env=engine.key_env) if engine.kind == "auto" else engine.kind
+    return KINDS[kind](url, model=engine.model, context=context, missing_logprobs=engine.missing_logprobs, **options)
+
+
+def _tree(engine: EngineConfig) -> Any:
+    try:
+        from turnwise.engines.sharing import WeightTree
+    except ImportError as error:
+        raise ConfigError(f"engine.tree needs {error.name}: pip install 'turnwise[serve]'") from None
+    return WeightTree(engine.group_host or "127.0.0.1", relay_port=engine.relay_port or None)
+
+
+def _list_of(engine: EngineConfig, renderer: Any, context: int | None) -> dict[str, Any]:
+    """Return the options of a fleet whose servers join and leave by a file."""
+    from turnwise.engines.remote.engine_list import EngineList
+
+    if engine.urls_file is None:
+        return {}
+    connect = partial(_make_client, engine, renderer=renderer, context=context)
+    return {"listed": EngineList(engine.urls_file), "connect": lambda url: connect(url=url)}
 
 
 def score_with_model(model: nn.Module) -> Any:

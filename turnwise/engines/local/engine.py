@@ -303,6 +303,11 @@ class LocalEngine:
         return self._model.cache.nbytes
 
     @property
+    def queue_lengths(self) -> tuple[int, int]:
+        """Number of replies that are computed, and of calls that wait for a slot."""
+        return len(self._scheduler.running), len(self._scheduler.waiting)
+
+    @property
     def version(self) -> int:
         """Policy version of the weights."""
         return self._scheduler.version

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 
 from turnwise.engines.base import Generation, InFlight, MissingLogprobs, Request
@@ -36,6 +36,17 @@ UPDATE_S = 600.0
 """Deadline for reading new weights from a disk."""
 CANARY = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2, 7, 9, 5)
 """Ids of every vocabulary; their logprobs tell one set of weights from another."""
+
+
+class EngineLoad(NamedTuple):
+    """What a server reports of its queue and its cache."""
+
+    running: int
+    """Requests that it computes."""
+    waiting: int
+    """Requests in its queue."""
+    cache: float | None = None
+    """Fraction of its cache that running requests use; None where not reported."""
 
 
 class RemoteEngine:
@@ -112,6 +123,8 @@ class RemoteEngine:
         self._optional_fields: set[str] = set()
         """Optional fields that a response had; whether the server sends them depends on its kind and version."""
         self._vocabulary_size: tuple[Any, int] | None = None
+        self._neutral: tuple[Any, dict[str, Any]] | None = None
+        """The settings that all requests of a phase share."""
         self._opened = False
         self._aborts: set[asyncio.Task[None]] = set()
 
@@ -293,6 +306,10 @@ class RemoteEngine:
         """Return the server's name for its weights; None when it has none."""
         return None
 
+    async def load(self) -> EngineLoad | None:
+        """Return the server's load; None where it reports none."""
+        return None
+
     async def draft_totals(self) -> tuple[int, int] | None:
         """Return total drafted and accepted ids since the server started; None when it drafts none or reports no totals."""
         return None
@@ -340,11 +357,13 @@ class RemoteEngine:
 
     def _neutral_sampling(self, request: Request) -> dict[str, Any]:
         """Return the sampling settings that vLLM and SGLang share, which override its defaults and set exactly our stop ids."""
-        sampling = request.sampling
-        body: dict[str, Any] = {"n": 1, "temperature": sampling.temperature, "top_p": sampling.top_p}
-        body |= {"top_k": sampling.top_k or -1, "min_p": sampling.min_p, "stop_token_ids": sorted(request.stop_ids)}
-        body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-        return body | {"skip_special_tokens": False, "spaces_between_special_tokens": False}
+        key, sampling = (request.sampling, request.stop_ids), request.sampling
+        if self._neutral is None or self._neutral[0] != key:
+            body: dict[str, Any] = {"n": 1, "temperature": sampling.temperature, "top_p": sampling.top_p}
+            body |= {"top_k": sampling.top_k or -1, "min_p": sampling.min_p, "stop_token_ids": sorted(request.stop_ids)}
+            body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+            self._neutral = key, body | {"skip_special_tokens": False, "spaces_between_special_tokens": False}
+        return dict(self._neutral[1])
 
     def _vocabulary(self) -> int:
         """Return an upper bound of valid ids, by the renderer; models have slightly more ids than their tokenizers."""
@@ -391,7 +410,9 @@ class RemoteEngine:
         task.add_done_callback(self._aborts.discard)
 
     def _count(self, generation: Generation, left_out: int, prompt: int) -> None:
-        self.counts.update(tokens=len(generation.ids), prompt_tokens=prompt, cached_tokens=generation.cached_tokens)
+        self.counts["tokens"] += len(generation.ids)
+        self.counts["prompt_tokens"] += prompt
+        self.counts["cached_tokens"] += generation.cached_tokens
         if generation.drafted:
             self.counts.update(draft_ids=generation.drafted, draft_ids_accepted=generation.accepted)
         if generation.finish == "abort":

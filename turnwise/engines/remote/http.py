@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from io import BytesIO
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import orjson
 
 from turnwise.engines import tokens
+from turnwise.engines.base import Request
+from turnwise.engines.ids import ids_json
 from turnwise.errors import BackendContractError, ConfigError, EngineError, EngineUnavailable
 from turnwise.types.retry import retry_after
 
@@ -22,9 +25,8 @@ KEEPALIVE_S = 3.0
 connection while its server closes it gets no response."""
 SPARE_CONNECTIONS = 8
 """Connections beyond those for calls, so that health checks never queue."""
-CONNECTIONS_PER_CLIENT = 32
-"""Connections per library client: its pool scans all of them for each request, so a pool of 256 costs more than the
-requests."""
+MAX_DIRECT_BYTES = 2**20
+"""Longer bodies are written in pieces, since aiohttp warns of the time that one write of them takes."""
 CONTROL_S = 10.0
 """Deadline for requests without computation: health, versions, aborts."""
 CONNECT_S = 5.0
@@ -34,37 +36,70 @@ RETRYABLE_STATUS = frozenset((404, 408, 409, 425, 429, *range(500, 600)))
 Headers = Mapping[str, str] | None
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """Ids of a request that its response repeats."""
+
+    text: bytes
+    """Their JSON, as sent."""
+    count: int
+
+    def strip(self, raw: bytes) -> bytes:
+        """Replace the repeated ids by their count, if they have the very bytes that were sent; otherwise return all.
+
+        Comparing bytes costs a hundredth of parsing them and comparing ids. The key cannot be part of a string, where its
+        quotation marks would be escaped.
+        """
+        at = raw.find(ECHO_KEY)
+        start = at + len(ECHO_KEY)
+        if at < 0 or not raw.startswith(self.text, start):
+            return raw
+        return b"%b%d%b" % (raw[:start], self.count, raw[start + len(self.text) :])
+
+
+ECHO_KEY = b'"prompt_token_ids":'
+
+
+def encode_ids(request: Request) -> tuple[orjson.Fragment, Echo]:
+    """Return the context of a request as JSON for its body, and as the echo that its response may have."""
+    text = ids_json(request.ids)
+    return orjson.Fragment(text), Echo(text, len(request.ids))
+
+
 class HttpClient:
     """HTTP client of one server. Connections belong to an event loop; `close` closes those of the running loop."""
 
     def __init__(self, url: str, *, key_env: str | None = None, most: int = 256) -> None:
         """Take a base URL, the variable of an API key (read at each call, never stored) and the limit of concurrent calls.
 
-        Raises `ConfigError` for an invalid URL, an unset variable, or without `httpx2`.
+        Raises `ConfigError` for an invalid URL, an unset variable, or without `aiohttp`.
         """
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"engine URL {url!r}: must start with http:// or https://, as in http://localhost:8000")
         if key_env is not None and key_env not in os.environ:
             raise ConfigError(f"{url}: set the environment variable {key_env} to the server's API key")
         try:
-            import httpx2  # noqa: F401
+            import aiohttp  # noqa: F401
         except ImportError:
-            raise ConfigError("HTTP engines need httpx2: pip install 'turnwise[servers]'") from None
+            raise ConfigError("HTTP engines need aiohttp: pip install 'turnwise[servers]'") from None
         self.url = url.rstrip("/")
         self._key_env = key_env
         self._token = ""
         """Token of a local server of this user, once the server asked for one."""
         self._most = most
-        self._pools = WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[_Clients, AsyncGenerator[_Clients, None]]]()
+        self._sessions = WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[Any, AsyncGenerator[Any, None]]]()
+        self._addresses: dict[str, Any] = {}
+        """Parsed URLs by path: parsing one costs as much as a tenth of a request."""
 
-    async def post(self, path: str, body: Any, seconds: float, headers: Headers = None) -> Any:
-        """Post a JSON body and return the JSON response; None for an empty one.
+    async def post(self, path: str, body: Any, seconds: float, headers: Headers = None, echo: Echo | None = None) -> Any:
+        """Post a JSON body and return the JSON response; None for an empty one. `echo` is replaced by its count.
 
         Raises `EngineUnavailable`: no response: connection error, deadline, truncated response, or a retryable status;
         `EngineError`: the server rejects the request (any other status); retrying does not help; `BackendContractError`: the
         response is not JSON.
         """
-        return self._json(path, await self._ask("POST", path, orjson.dumps(body), seconds, headers))
+        raw = await self._ask("POST", path, orjson.dumps(body), seconds, headers)
+        return self._json(path, raw if echo is None else echo.strip(raw))
 
     async def post_status(self, path: str, body: Any, seconds: float) -> None:
         """Post a JSON body and ignore the response body; raises as `post`."""
@@ -85,55 +120,71 @@ class HttpClient:
         """Return the text at a path; raises as `post`."""
         return (await self._ask("GET", path, b"", seconds)).decode("utf-8", "replace")
 
+    async def pieces(self, path: str, seconds: float) -> list[bytes]:
+        """Return the bytes at a path in pieces, since joining megabytes takes as long as receiving them; raises as `post`."""
+        found = list[bytes]()
+        await self._ask("GET", path, b"", seconds, pieces=found)
+        return found
+
     async def close(self) -> None:
         """Close the connections of the running event loop; requests in flight on them fail."""
-        cached = self._pools.pop(asyncio.get_running_loop(), None)
+        cached = self._sessions.pop(asyncio.get_running_loop(), None)
         if cached is not None:
             await cached[1].aclose()
 
-    async def _ask(self, method: str, path: str, content: bytes, seconds: float, headers: Headers = None) -> bytes:
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        content: bytes,
+        seconds: float,
+        headers: Headers = None,
+        pieces: list[bytes] | None = None,
+    ) -> bytes:
         try:
-            return await self._ask_once(method, path, content, seconds, headers)
+            return await self._ask_once(method, path, content, seconds, headers, pieces)
         except EngineError as error:
             token = tokens.found(self.url) if error.status == 401 and self._key_env is None else ""
             if not token or token == self._token:
                 raise
             self._token = token
-        return await self._ask_once(method, path, content, seconds, headers)
+        return await self._ask_once(method, path, content, seconds, headers, pieces)
 
-    async def _ask_once(self, method: str, path: str, content: bytes, seconds: float, headers: Headers) -> bytes:
-        import httpx2
+    async def _ask_once(
+        self, method: str, path: str, content: bytes, seconds: float, headers: Headers, pieces: list[bytes] | None = None
+    ) -> bytes:
+        import aiohttp
 
-        where = f"{self.url}{path}"
         key = os.environ.get(self._key_env, "") if self._key_env is not None else self._token
         sent = {"content-type": "application/json"} if content else {}
-        sent |= {"authorization": f"Bearer {key}"} if key else {}
+        if key:
+            sent["authorization"] = f"Bearer {key}"
+        if headers:
+            sent.update(headers)
+        address = self._addresses.get(path)
+        if address is None:
+            address = self._addresses[path] = _address(f"{self.url}{path}")
+        data: Any = content if len(content) < MAX_DIRECT_BYTES else BytesIO(content)
         try:
             # Cancelling a request closes its connection, which ends the request on all three kinds of server.
             async with asyncio.timeout(seconds):
-                in_flight = await self._clients()
-                client = min(in_flight, key=in_flight.__getitem__)
-                in_flight[client] += 1
-                try:
-                    asked = client.stream(method, where, content=content, headers=sent | dict(headers or {}))
-                    async with asked as response:
-                        raw = await _read(response, where)
-                finally:
-                    in_flight[client] -= 1
-        except TimeoutError:
-            raise EngineUnavailable(f"{where} did not answer in {seconds:g} s") from None
-        except (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL, OSError) as error:
-            raise EngineUnavailable(f"{where}: {type(error).__name__}: {error}") from error
+                session = await self._session()
+                async with session.request(method, address, data=data, headers=sent, allow_redirects=False) as response:
+                    raw = await _read(response, address, pieces if response.status < 300 else None)
+        except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
+                raise EngineUnavailable(f"{self.url}{path} did not answer in {seconds:g} s") from None
+            raise EngineUnavailable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
         except RuntimeError as error:
-            if "client has been closed" not in str(error):
+            if "is closed" not in str(error):
                 raise
-            raise EngineUnavailable(f"{where}: the connection pool was closed") from error
-        if response.status_code >= 300:
+            raise EngineUnavailable(f"{self.url}{path}: the connection pool was closed") from error
+        if response.status >= 300:
             text = raw[:300].decode("utf-8", "replace")
-            kind = EngineUnavailable if response.status_code in RETRYABLE_STATUS else EngineError
+            kind = EngineUnavailable if response.status in RETRYABLE_STATUS else EngineError
             text = text.replace(key, "***") if key else text
-            refused = kind(f"{where} returned HTTP status {response.status_code}: {text}")
-            refused.status, refused.retry_after = response.status_code, retry_after(response.headers.get("retry-after"))
+            refused = kind(f"{self.url}{path} returned HTTP status {response.status}: {text}")
+            refused.status, refused.retry_after = response.status, retry_after(response.headers.get("retry-after"))
             raise refused
         return raw
 
@@ -145,41 +196,50 @@ class HttpClient:
         except orjson.JSONDecodeError as error:
             raise BackendContractError(f"{self.url}{path} returned invalid JSON ({error}): {raw[:120]!r}") from None
 
-    async def _clients(self) -> _Clients:
+    async def _session(self) -> Any:
         loop = asyncio.get_running_loop()
-        cached = self._pools.get(loop)
+        cached = self._sessions.get(loop)
         if cached is None:
-            holder = _open_clients(self._most + SPARE_CONNECTIONS, self.url.startswith("https:"))
-            cached = self._pools[loop] = (await anext(holder), holder)
+            holder = _open_session(self._most + SPARE_CONNECTIONS)
+            cached = self._sessions[loop] = (await anext(holder), holder)
         return cached[0]
 
 
-_Clients = dict[Any, int]
-"""Requests in flight on each of the library clients that share them."""
+async def _open_session(most: int) -> AsyncGenerator[Any, None]:
+    """Yield a session for `most` requests, closed with the event loop, which closes remaining generators."""
+    import aiohttp
 
-
-async def _open_clients(most: int, secure: bool) -> AsyncGenerator[_Clients, None]:
-    """Yield clients for `most` requests, closed with the event loop, which closes remaining generators."""
-    import httpx2
-
-    limits = httpx2.Limits(
-        max_connections=CONNECTIONS_PER_CLIENT, max_keepalive_connections=CONNECTIONS_PER_CLIENT, keepalive_expiry=KEEPALIVE_S
-    )
     # Deadlines are set per call, except for connecting. Proxies of the environment do not apply to engines.
-    deadlines = httpx2.Timeout(None, connect=CONNECT_S)
-    verify: Any = httpx2.create_ssl_context() if secure else False
-    async with AsyncExitStack() as stack:
-        options = {"timeout": deadlines, "limits": limits, "trust_env": False, "verify": verify}
-        count = -(-most // CONNECTIONS_PER_CLIENT)
-        yield {await stack.enter_async_context(httpx2.AsyncClient(**options)): 0 for _ in range(count)}
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=most, keepalive_timeout=KEEPALIVE_S),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        headers={"accept-encoding": "identity"},
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        read_bufsize=2**22,  # with the default, receiving a long echo stops and goes on every 128 kilobytes
+        trust_env=False,
+    ) as session:
+        yield session
 
 
-async def _read(response: Any, where: str) -> bytes:
-    pieces: list[bytes] = []
+def _address(url: str) -> Any:
+    from yarl import URL
+
+    try:
+        return URL(url, encoded=True)
+    except ValueError as error:
+        raise EngineUnavailable(f"{url}: {error}") from None
+
+
+async def _read(response: Any, address: Any, into: list[bytes] | None = None) -> bytes:
+    """Return the body, or append its pieces to a list."""
+    if into is None and 0 <= (response.content_length or -1) <= MAX_RESPONSE_BYTES:
+        content: bytes = await response.read()  # one call in place of one per piece
+        return content
+    pieces: list[bytes] = [] if into is None else into
     size = 0
-    async for piece in response.aiter_bytes():
+    async for piece in response.content.iter_any():
         size += len(piece)
         if size > MAX_RESPONSE_BYTES:
-            raise EngineUnavailable(f"{where} returned more than {MAX_RESPONSE_BYTES} bytes")
+            raise EngineUnavailable(f"{address} returned more than {MAX_RESPONSE_BYTES} bytes")
         pieces.append(piece)
-    return b"".join(pieces)
+    return b"".join(pieces) if into is None else b""

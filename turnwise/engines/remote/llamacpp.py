@@ -8,7 +8,7 @@ from typing import Any
 
 from turnwise.engines.base import Request
 from turnwise.engines.remote.base import RemoteEngine
-from turnwise.engines.remote.http import CONTROL_S
+from turnwise.engines.remote.http import CONTROL_S, encode_ids
 from turnwise.engines.remote.response import (
     Breach,
     ExpectedWeights,
@@ -55,7 +55,7 @@ class LlamaCppEngine(RemoteEngine):
         samplers += ["min_p"] if sampling.min_p else []
         samplers += ["top_p"] if sampling.top_p < 1.0 else []
         body: dict[str, Any] = {
-            "prompt": list(request.ids),
+            "prompt": encode_ids(request)[0],
             "n_predict": max_tokens,
             "temperature": sampling.temperature,
             "samplers": samplers,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +19,7 @@ NAME = "turnwise-{}-{}"
 """Adapter name: owner and policy version."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for `--max-lora-rank`."""
+NO_ADAPTER: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +98,17 @@ class LoraServerEngine(RemoteEngine):
     async def _unload_adapter(self, name: str) -> None:
         await suppress_errors(self.http.post_status(self.lora_api.unload, {"lora_name": name}, CONTROL_S))
 
-    @contextmanager
-    def _check_adapter_loaded(self) -> Iterator[None]:
+    def _check_adapter_loaded(self) -> AbstractContextManager[None]:
         """Raise StaleWeights when a request shows that the server no longer knows the adapter."""
+        return NO_ADAPTER if self.adapter is None else self._check_adapter(self.adapter)
+
+    @contextmanager
+    def _check_adapter(self, adapter: tuple[str, int]) -> Iterator[None]:
         try:
             yield
         except EngineError as error:
-            if self.adapter is None or error.status != self.lora_api.status or self.lora_api.words not in str(error):
+            if error.status != self.lora_api.status or self.lora_api.words not in str(error):
                 raise
             raise StaleWeights(
-                f"{self.display_name} no longer has the adapter {self.adapter[0]!r} (it may have restarted): {error}"
+                f"{self.display_name} no longer has the adapter {adapter[0]!r} (it may have restarted): {error}"
             ) from error

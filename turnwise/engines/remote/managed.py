@@ -24,7 +24,7 @@ from turnwise.engines.remote.fleet import Fleet
 from turnwise.engines.remote.lora import RANKS
 from turnwise.engines.remote.replica import Replica
 from turnwise.engines.remote.weight_sync import DiskWeights, WeightsSource
-from turnwise.errors import EngineError, SyncError, TurnwiseError, UsageError
+from turnwise.errors import ConfigError, EngineError, SyncError, TurnwiseError, UsageError
 
 HOME = Path.home() / ".cache" / "turnwise" / "engines"
 """Default parent directory of server environments."""
@@ -451,6 +451,10 @@ class ManagedFleet(Fleet):
         fresh = [server for server in self.started if not server.up]
         await asyncio.gather(*map(self._wait_until_up, fresh), return_exceptions=True)
         return bool(fresh)
+
+    def add(self, engine: RemoteEngine) -> None:
+        """Raise `ConfigError`: this run starts its own servers."""
+        raise ConfigError("servers join a fleet that the run does not start: set engine.urls or engine.list")
 
     async def close(self) -> None:
         """Close the connections and end the servers."""

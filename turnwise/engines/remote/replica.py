@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from turnwise.engines.base import Generation, Request, SupportsPause
-from turnwise.engines.remote.base import RemoteEngine
+from turnwise.engines.remote.base import EngineLoad, RemoteEngine
 from turnwise.engines.remote.response import WeightsLabel
 from turnwise.engines.remote.weight_sync import WeightsSource
 from turnwise.errors import EngineError, EngineUnavailable, NotTrainable, StaleWeights, SyncError
@@ -58,14 +58,39 @@ class ExpectedScores:
     """Largest difference from its scores of the previous weights, in nats; 0 for the first weights."""
 
 
+@dataclass(frozen=True, slots=True)
+class LatestWeights:
+    """The latest weights of a fleet, which a server that joins or comes back gets and must sample from."""
+
+    source: WeightsSource | None
+    """None before the first update."""
+    scores: WeightsLabel | None = None
+    """Scores of `CANARY` that prove them: the trainer's, or a proven server's of the same kind."""
+    tolerance: float = 1e-3
+    """Maximum difference from those, in nats."""
+
+    def check(self, proof: WeightsProof | None, who: str) -> None:
+        """Raise StaleWeights when a server samples from other weights; without scores on both sides nothing is known."""
+        if self.scores is None or proof is None:
+            return
+        difference = self.scores.max_difference(proof.label)
+        if not difference <= self.tolerance:
+            raise StaleWeights(
+                f"{who} has other weights than the fleet: its logprobs of known ids differ by up to {difference:.3g} nats "
+                f"(tolerance {self.tolerance:g})"
+            )
+
+
+FULL, SPARE = 0.95, 0.85
+"""Fractions of a server's cache over which it gets fewer calls, and under which it may get more."""
 DRAIN_S = 5.0
 """Seconds for calls in flight to end before a weight update, where responses do not name their weights."""
 ANSWER_S = 1.0
 """Seconds for interrupted calls to arrive after a pause; calls that still wait on the server have sampled nothing."""
 SLEEPING = "is asleep (engine.colocate); new weights wake it"
-State = Literal["up", "doubted", "down", "loading", "asleep"]
-"""`doubted`: a fault occurred, no new calls before a check; `down`: checks fail, calls were moved; `loading`: a weight update
-runs; `asleep`: memory released until the next weights."""
+State = Literal["up", "doubted", "down", "loading", "asleep", "left"]
+"""`doubted`: a fault occurred or it joined, no calls before a check; `down`: checks fail, calls were moved; `loading`: a weight
+update runs; `asleep`: memory released until the next weights; `left`: removed from the fleet."""
 
 
 class Replica:
@@ -75,7 +100,8 @@ class Replica:
         """Run at most `most` calls concurrently; after `misses` failed checks in a row they move to other servers."""
         self.engine = engine
         self._pausable = engine if isinstance(engine, SupportsPause) else None
-        self.most = most
+        self.most = self.limit = most
+        """Maximum number of concurrent calls; `limit`, that of new sessions, follows the server's reports of its load."""
         self.state: State = "up"
         self.fault = ""
         self.proof: WeightsProof | None = None
@@ -85,7 +111,10 @@ class Replica:
         """Held during weight updates."""
         self.check_now = asyncio.Event()
         """Set to run the next check immediately."""
-        self.calls: set[asyncio.Task[Generation]] = set()
+        self.calls: set[asyncio.Task[Any]] = set()
+        """Tasks with a call in flight."""
+        self._ended: set[asyncio.Task[Any]] = set()
+        """Those whose calls were ended here."""
         self.counts: Counter[str] = Counter()
         """`answers`, `faults/TYPE`, `checks_failed`, `fallen`, `recovered`, `reloaded`."""
         self.not_before = 0.0
@@ -98,15 +127,38 @@ class Replica:
         """Whether it may take a call now."""
         return self.state == "up" and len(self.calls) < self.most and time.monotonic() >= self.not_before
 
+    @property
+    def accepts_sessions(self) -> bool:
+        """Whether it may take a call of a new session now."""
+        return len(self.calls) < self.limit and self.available
+
+    @property
+    def business(self) -> float:
+        """Calls in flight, as a fraction of `limit`."""
+        return len(self.calls) / self.limit
+
+    def adapt(self, load: EngineLoad) -> None:
+        """Adjust `limit` to the server's load: a queue speeds nothing up, a full cache evicts what episodes come back to."""
+        calls = len(self.calls)
+        if load.waiting > 1 + load.running // 16:
+            self.limit = max(1, self.limit // 2, min(self.limit, calls) - load.waiting)
+        elif load.cache is not None and load.cache > FULL:
+            self.limit = max(1, min(self.limit, calls) * 7 // 8)
+        elif calls >= self.limit and (load.cache is None or load.cache < SPARE):
+            self.limit = min(self.most, self.limit + max(1, self.limit // 8))
+
     async def generate(self, request: Request) -> Generation:
         """Sample one reply; EngineUnavailable also when the call was moved off this server."""
-        task = asyncio.get_running_loop().create_task(self.engine.generate(request))
+        # In the caller's task: one per call would cost a tenth of the request. Its cancellations are distinguished as
+        # `asyncio.timeout` does.
+        task = asyncio.current_task()
+        assert task is not None
+        cancelled = task.cancelling()
         self.calls.add(task)
         try:
-            generation = await task
+            generation = await self.engine.generate(request)
         except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if current is not None and current.cancelling():
+            if task not in self._ended or task.uncancel() > cancelled:
                 raise
             raise EngineUnavailable(
                 f"{self.engine.display_name} ended the call: {self.fault or 'a weight update started'}"
@@ -116,6 +168,7 @@ class Replica:
             raise
         finally:
             self.calls.discard(task)
+            self._ended.discard(task)
         self.counts["answers"] += 1
         return generation
 
@@ -128,22 +181,36 @@ class Replica:
 
     def abort_calls(self) -> None:
         """Cancel the calls in flight; their callers retry on other servers."""
-        for task in list(self.calls):
+        for task in self.calls - self._ended:
+            self._ended.add(task)
             task.cancel()
 
-    async def check(self, seconds: float, latest: Callable[[], WeightsSource | None]) -> bool:
+    async def wait_for_calls(self, seconds: float) -> None:
+        """Wait until the calls in flight now are over, for at most some seconds."""
+        calls, loop = set(self.calls), asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while calls & self.calls and loop.time() < end:
+            await asyncio.sleep(0.005)
+
+    async def check(self, seconds: float, latest: Callable[[], LatestWeights]) -> bool:
         """Check health (within `seconds`) and weights, replace missing ones by the latest; return whether it may take calls."""
-        if self.state in ("loading", "asleep"):
+        if self.state in ("loading", "asleep", "left"):
             return False
         try:
             await self.engine.check_health(seconds)
             if self.state != "up":
-                async with asyncio.timeout(10 * seconds), self.lock:
-                    if self.state in ("doubted", "down"):  # an update may have finished first
-                        await self._check_weights(latest())
+                async with self.lock:
+                    while self.state in ("doubted", "down"):  # an update may have finished first
+                        known = latest()
+                        await self._check_weights(known, 10 * seconds)
+                        if latest().source is known.source:
+                            break
+                        self.outdated = True  # an update of the others finished meanwhile
             else:
                 async with asyncio.timeout(10 * seconds):
                     await self._check_quickly()
+                    if (load := await self.engine.load()) is not None:
+                        self.adapt(load)
                 if self.state != "up":  # a call failed meanwhile, which needs the full check
                     return await self.check(seconds, latest)
         except (EngineError, SyncError, TimeoutError) as error:
@@ -177,22 +244,29 @@ class Replica:
         if name != label and self.engine.label == label and self.state == "up":
             raise StaleWeights(f"{self.engine.display_name} reports the weights {name!r} instead of {label!r}")
 
-    async def _check_weights(self, latest: WeightsSource | None) -> None:
-        await self.engine.open()
-        if self.engine.asleep and latest is None:
+    async def _check_weights(self, latest: LatestWeights, seconds: float) -> None:
+        """Check the weights, each request within `seconds`, and send the latest where they are missing."""
+        source = latest.source
+        async with asyncio.timeout(seconds):
+            await self.engine.open()
+        if self.engine.asleep and source is None:
             raise StaleWeights(f"{self.engine.display_name} {SLEEPING}")
         if self.proof is not None and not self.outdated and not self.engine.asleep:
             try:
-                self.proof.check(await self.engine.weights_label(), self.engine.display_name)
+                async with asyncio.timeout(seconds):
+                    self.proof.check(await self.engine.weights_label(), self.engine.display_name)
                 return
             except StaleWeights as stale:
-                if latest is None:
+                if source is None:
                     raise
-                _log.warning("%s; sending the weights of policy %d again", stale, latest.version)
-        if latest is not None:
-            await latest.send_to(self.engine)
+                _log.warning("%s; sending the weights of policy %d again", stale, source.version)
+        if source is not None:
+            await source.send_to(self.engine)  # which has deadlines of its own: loading takes minutes
             self.counts["reloaded"] += 1
-        self.proof, self.outdated = await _score_if_supported(self.engine), False
+        async with asyncio.timeout(seconds):
+            proof = await _score_if_supported(self.engine)
+        latest.check(proof, self.engine.display_name)
+        self.proof, self.outdated = proof, False
 
     async def start(self) -> None:
         """Check the server for the first time."""
@@ -254,7 +328,7 @@ class Replica:
                 await self._pausable.pause("abort")
                 seconds = ANSWER_S
         if self.calls:
-            await asyncio.wait(set(self.calls), timeout=seconds)
+            await self.wait_for_calls(seconds)
             self.abort_calls()
 
     async def sleep(self) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isfinite
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -139,10 +140,11 @@ def verify_response(
     ids = response.ids
     if not isinstance(ids, list):
         raise breach("output ids", f"are {ids!r:.80}, not a list")
-    for position, token in enumerate(ids):
-        if type(token) is not int or not 0 <= token < vocabulary:
-            known = f"; the vocabulary has {vocabulary} ids" if type(token) is int else ""
-            raise breach("output ids", f"contain {token!r:.80} at position {position}{known}")
+    if not set(map(type, ids)) <= {int} or (ids and not (min(ids) >= 0 and max(ids) < vocabulary)):
+        wrong = (row for row in enumerate(ids) if type(row[1]) is not int or not 0 <= row[1] < vocabulary)
+        position, token = next(wrong)
+        known = f"; the vocabulary has {vocabulary} ids" if type(token) is int else ""
+        raise breach("output ids", f"contain {token!r:.80} at position {position}{known}")
     if not isinstance(response.logprobs, list):
         raise breach("logprobs", f"are {response.logprobs!r:.80}, not a list")
     if response.cached < 0 or (response.cached > len(request.ids) and not request.media):  # the server counts ids per image
@@ -152,7 +154,10 @@ def verify_response(
     if len(response.logprobs) != len(ids):
         raise breach("logprobs", f"are {len(response.logprobs)} for {len(ids)} ids")
     end, finish = _find_end(response, request, max_tokens, breach)
-    logprobs = [_check_logprob(value, position, missing, breach) for position, value in enumerate(response.logprobs[:end])]
+    logprobs: list[Any] = response.logprobs[:end]
+    floats = bool(logprobs) and set(map(type, logprobs)) == {float} and isfinite(sum(logprobs))
+    if not floats or min(logprobs) <= MIN_LOGPROB or max(logprobs) > MAX_LOGPROB:
+        logprobs = [_check_logprob(value, position, missing, breach) for position, value in enumerate(logprobs)]
     if not end and finish != "abort":
         raise breach("output ids", f"are empty with the finish reason {finish!r}")
     lost: MissingLogprobs = missing if None in logprobs else "error"
@@ -176,7 +181,7 @@ def _check_prompt(echo: Sequence[int] | int | None, sent: Sequence[int], breach:
         return
     if not isinstance(echo, list) or not set(map(type, echo)) <= {int}:
         raise breach("the prompt", f"is echoed as {echo!r:.80}, not as a list of ids")
-    if echo != list(sent):
+    if echo != (sent if isinstance(sent, list) else list(sent)):
         position = next((i for i, (a, b) in enumerate(zip(echo, sent, strict=False)) if a != b), min(len(echo), len(sent)))
         raise breach("the prompt", f"is echoed with {len(echo)} ids; {len(sent)} were sent; first difference at {position}")
 
@@ -186,7 +191,8 @@ def _find_end(response: ServerResponse, request: Request, max_tokens: int, breac
     ids = response.ids
     if response.finish not in ("stop", "length", "abort"):
         raise breach("the finish reason", f"is {response.finish!r}; expected stop, length or abort")
-    stop = next((position + 1 for position, token in enumerate(ids) if token in request.stop_ids), 0)
+    found = not request.stop_ids.isdisjoint(ids)
+    stop = next(position + 1 for position, token in enumerate(ids) if token in request.stop_ids) if found else 0
     if stop and stop < len(ids) and not response.trim:
         raise breach("output ids", f"continue after the stop id {ids[stop - 1]} at position {stop - 1}")
     text_end = request.stop_text.first_completion(ids[:stop] if stop else ids) if request.stop_text is not None else 0
@@ -265,8 +271,21 @@ def number_at(raw: Any, path: str) -> int:
     """Return an integer of a response by its path, 0 when missing."""
     value = raw
     for part in path.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
+        value = value.get(part) if isinstance(value, dict) else None
     return value if type(value) is int else 0
+
+
+def logprobs_of(
+    rows: Any, ids: Any, keys: tuple[Any, Any], read: Callable[[Any, Any, Breach], Any], breach: Breach
+) -> list[Any]:
+    """Return the logprobs of rows after comparing their ids; `keys` are those of a row's id and logprob.
+
+    Where anything differs, `read(row, id, breach)` reads each row and names the fault.
+    """
+    with suppress(LookupError, TypeError):
+        if list(map(itemgetter(keys[0]), rows)) == ids[: len(rows)]:
+            return list(map(itemgetter(keys[1]), rows))
+    return [read(row, one, breach) for row, one in zip(rows, ids, strict=False)]
 
 
 INTERRUPTS = "turnwise serve interrupts replies in flight; set recompute or salt"

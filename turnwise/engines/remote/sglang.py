@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.engines.base import Request
-from turnwise.engines.remote.base import UPDATE_S, Part
-from turnwise.engines.remote.http import CONTROL_S
+from turnwise.engines.remote.base import UPDATE_S, EngineLoad, Part
+from turnwise.engines.remote.http import CONTROL_S, encode_ids
 from turnwise.engines.remote.lora import LoraApi, LoraServerEngine
 from turnwise.engines.remote.response import (
     INTERRUPTS,
@@ -19,7 +19,9 @@ from turnwise.engines.remote.response import (
     ExpectedWeights,
     ServerResponse,
     field_of,
+    logprobs_of,
     number_at,
+    parsing,
     version_runs,
 )
 from turnwise.engines.remote.vllm import sglang_experts
@@ -59,6 +61,7 @@ class SglangEngine(LoraServerEngine):
     )
 
     _takes_extra_key = False
+    _reports_load = True
 
     async def _identify(self) -> None:
         info = await self._info("server")
@@ -81,6 +84,27 @@ class SglangEngine(LoraServerEngine):
         except EngineError:
             return await self.http.page(f"/get_{what}_info", CONTROL_S)  # before 0.5.6
 
+    async def load(self) -> EngineLoad | None:
+        if not self._reports_load:
+            return None
+        try:
+            try:
+                page = await self.http.get("/v1/loads", CONTROL_S)
+            except EngineError:
+                page = await self.http.get("/get_load", CONTROL_S)  # before 2026
+        except EngineError as error:
+            if not error.status:
+                raise
+            self._reports_load = False
+            return None
+        with parsing("the load", self.display_name):
+            rows = page["loads"] if isinstance(page, dict) else page
+            waiting = sum(row["num_waiting_reqs"] for row in rows)
+            # The older field counts waiting requests too.
+            counts = (row.get("num_running_reqs", row.get("num_reqs", 0) - row["num_waiting_reqs"]) for row in rows)
+            caches = (row["token_usage"] for row in rows if "token_usage" in row)
+            return EngineLoad(int(sum(counts)), int(waiting), max(map(float, caches), default=None))
+
     async def _sample(self, request: Request, max_tokens: int, name: str, seconds: float) -> Any:
         sampling = self._neutral_sampling(request) | {"max_new_tokens": max_tokens, "min_new_tokens": 0, "no_stop_trim": True}
         # ignore_eos would disable our stop ids too; the server's own end ids are recognized in the response.
@@ -91,9 +115,10 @@ class SglangEngine(LoraServerEngine):
             sampling |= {"sampling_seed": request.seed, "reply_position": request.reply_position}
         if request.stop_text is not None:
             sampling["stop"] = list(request.stop_text.texts)
+        ids, echo = encode_ids(request)
         body: dict[str, Any] = {
             "rid": name,
-            "input_ids": list(request.ids),
+            "input_ids": ids,
             "sampling_params": sampling,
             "return_logprob": True,
             "logprob_start_len": -1,
@@ -105,7 +130,7 @@ class SglangEngine(LoraServerEngine):
             body |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
         headers = {ROUTING_KEY: request.session} if request.session else None
         with self._check_adapter_loaded():
-            return await self.http.post("/generate", body | self._adapter_name() | self._extra_key(), seconds, headers)
+            return await self.http.post("/generate", body | self._adapter_name() | self._extra_key(), seconds, headers, echo)
 
     def _adapter_name(self) -> dict[str, str]:
         """Return the adapter field of requests, if any; cached prefixes are separated by it."""
@@ -133,7 +158,7 @@ class SglangEngine(LoraServerEngine):
         if rows is not None:
             if len(rows) != len(ids):
                 raise self.breach("meta_info.output_token_logprobs", f"are {len(rows)} for {len(ids)} ids")
-            logprobs = [_logprob_of(row, token, self.breach) for row, token in zip(rows, ids, strict=True)]
+            logprobs = logprobs_of(rows, ids, (1, 0), _logprob_of, self.breach)
         echo = raw.get("prompt_token_ids") or meta.get("prompt_token_ids")
         self._check_name("meta_info.id", meta.get("id"), expected.request)
         prompt, cached = echo or meta.get("prompt_tokens"), number_at(meta, "cached_tokens")

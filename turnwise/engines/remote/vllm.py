@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.engines.base import Request
-from turnwise.engines.remote.base import UPDATE_S, Part
-from turnwise.engines.remote.http import CONTROL_S
+from turnwise.engines.remote.base import UPDATE_S, EngineLoad, Part
+from turnwise.engines.remote.http import CONTROL_S, encode_ids
 from turnwise.engines.remote.lora import LoraApi, LoraServerEngine
 from turnwise.engines.remote.response import (
     INTERRUPTS,
@@ -22,8 +22,10 @@ from turnwise.engines.remote.response import (
     ExpectedWeights,
     ServerResponse,
     field_of,
+    logprobs_of,
     number_at,
     only_choice,
+    parsing,
     version_runs,
 )
 from turnwise.engines.remote.vllm_images import VllmImages
@@ -170,22 +172,34 @@ class VllmEngine(LoraServerEngine):
         self.drafts = await self.draft_totals() is not None
         self.asleep = await self._sleeps()
 
-    async def draft_totals(self) -> tuple[int, int] | None:
+    async def _metrics(self, *names: str) -> list[list[float]]:
+        """Return the values of each metric, one per engine of the server; none where it has no such metric or page."""
         try:
             page = await self.http.text("/metrics", CONTROL_S)
         except EngineUnavailable as error:
             if "HTTP status" not in str(error):
                 raise
-            return None  # no such page
+            return [[] for _ in names]  # no such page
         except EngineError:
-            return None
-        found = [
-            re.findall(rf"^vllm:spec_decode_num_{name}_tokens_total(?:{{.*}})? (\S+)$", page, re.MULTILINE) for name in SPEC
-        ]
-        return (int(sum(map(float, found[0]))), int(sum(map(float, found[1])))) if found[0] else None
+            return [[] for _ in names]
+        found = (re.findall(rf"^vllm:{name}(?:{{.*}})? (\S+)$", page, re.MULTILINE) for name in names)
+        with parsing("/metrics", self.display_name):
+            return [[float(value) for value in values] for values in found]
+
+    async def draft_totals(self) -> tuple[int, int] | None:
+        found = await self._metrics(*(f"spec_decode_num_{name}_tokens_total" for name in SPEC))
+        return (int(sum(found[0])), int(sum(found[1]))) if found[0] else None
+
+    async def load(self) -> EngineLoad | None:
+        # The third had its second name before 0.10.
+        running, waiting, cache = await self._metrics(
+            "num_requests_running", "num_requests_waiting", "(?:kv|gpu)_cache_usage_perc"
+        )
+        return EngineLoad(int(sum(running)), int(sum(waiting)), max(cache, default=None)) if running and waiting else None
 
     async def _sample(self, request: Request, max_tokens: int, name: str, seconds: float) -> Any:
-        sampling = self._neutral_sampling(request) | {"max_tokens": max_tokens, "logprobs": 0, "ignore_eos": True}
+        sampling = self._neutral_sampling(request)
+        sampling |= {"max_tokens": max_tokens, "logprobs": 0, "ignore_eos": True}
         if request.banned_ids and self.drafts:
             sampling["allowed_token_ids"] = self._allowed(request.banned_ids)
         elif request.banned_ids:
@@ -196,20 +210,22 @@ class VllmEngine(LoraServerEngine):
             sampling |= {"stop": list(request.stop_text.texts), "include_stop_str_in_output": True}
         if self.route == "generate":
             sampling["detokenize"] = "stop" in sampling
-            body: dict[str, Any] = {"request_id": name, "model": self._model_name, "token_ids": list(request.ids)}
+            ids, echo = encode_ids(request)
+            body: dict[str, Any] = {"request_id": name, "model": self._model_name, "token_ids": ids}
             body |= {"sampling_params": sampling, "return_token_ids": True} | self._cache_salt()
             with self._check_adapter_loaded():
                 if request.media:
                     return await self.images.ask(GENERATE, body, request, seconds)
-                return await self.http.post(GENERATE, body, seconds)
+                return await self.http.post(GENERATE, body, seconds, echo=echo)
         if request.media:
             raise EngineError(
                 f"{self.display_name}: images need {GENERATE}, which this server lacks; start it with --enable-scale-out"
             )
-        body = {"model": self._model_name, "prompt": list(request.ids), "return_token_ids": True}
+        ids, echo = encode_ids(request)
+        body = {"model": self._model_name, "prompt": ids, "return_token_ids": True}
         body |= {"return_tokens_as_token_ids": True, "add_special_tokens": False} | sampling | self._cache_salt()
         with self._check_adapter_loaded():
-            return await self.http.post(COMPLETIONS, body, seconds, {"x-request-id": name})
+            return await self.http.post(COMPLETIONS, body, seconds, {"x-request-id": name}, echo)
 
     def _allowed(self, banned: frozenset[int]) -> list[int]:
         """Return all ids except the banned ones: a drafting vLLM refuses biases (0.32.0) but takes this list."""
@@ -247,7 +263,7 @@ class VllmEngine(LoraServerEngine):
             content = (choice.get("logprobs") or {}).get("content")
             logprobs = None
             if content is not None:
-                logprobs = [_logprob_of(row, token, self.breach) for row, token in zip(content, ids, strict=False)]
+                logprobs = logprobs_of(content, ids, ("token_id", "logprob"), _logprob_of, self.breach)
             spans = choice.get("weight_versions")
         else:
             prompt = field_of(choice, "prompt_token_ids", self.breach)

@@ -64,6 +64,16 @@ class DiskAdapter:
         await engine.use_adapter(self.directory, self.version)
 
 
+class WeightSharing(Protocol):
+    """Sends directories of weights to the nodes of servers."""
+
+    async def share(self, source: DiskWeights | DiskAdapter, urls: Sequence[str]) -> WeightsSource:
+        """Return a source that sends a directory through the nodes of the servers at these URLs."""
+
+    async def close(self) -> None:
+        """Stop."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightBucket:
     """Tensors sent together, in order: parallel tuples of names, dtypes and shapes."""

@@ -13,6 +13,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from starlette.responses import Response
+
 from turnwise import __version__
 from turnwise.engines.base import Generation, Request, StopText
 from turnwise.engines.server import bodies
@@ -79,7 +81,7 @@ class EngineService:
     """One engine as a vLLM or SGLang server: requests, pauses and the name of its weights."""
 
     engine: Any
-    """`generate`, `abort`, `check`, `context`, `vocabulary`; not shared with other callers."""
+    """`generate`, `abort`, `check`, `context`, `vocabulary`, `queue_lengths`, `slots`; not shared with other callers."""
     _: KW_ONLY
     model: str
     score: Callable[[Sequence[int]], Sequence[float]]
@@ -213,7 +215,18 @@ class EngineService:
         self._reply_space(ids)
         return list(await asyncio.to_thread(self.score, ids))
 
+    def _load(self) -> tuple[int, int, float]:
+        """Return requests that are computed, requests that wait, and the fraction of the cache that the former use."""
+        running, waiting = self.engine.queue_lengths
+        return running, waiting, running / self.engine.slots
+
     # vLLM
+
+    @_vllm("/metrics", method="GET")
+    async def _vllm_metrics(self, call: Call) -> Any:
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        rows = (f"vllm:{name} {value}\n" for name, value in zip(names, self._load(), strict=True))
+        return Response("".join(rows), media_type="text/plain; version=0.0.4")
 
     @property
     def _all_experts(self) -> int | None:
@@ -354,6 +367,12 @@ class EngineService:
         return {"is_sleeping": bool(self.released) or not self._sampling_allowed.is_set()}
 
     # SGLang
+
+    @_sglang("/v1/loads", method="GET")
+    async def _sglang_load(self, call: Call) -> Any:
+        running, waiting, cache = self._load()
+        row = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting, "token_usage": cache}
+        return {"loads": [row]}
 
     @_sglang("/model_info", method="GET")
     async def _sglang_model(self, call: Call) -> Any:

@@ -1,0 +1,289 @@
+"""Weights that go from node to node: real relay processes, chunks that are damaged, peers that die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import remote_kit as kit
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from test_remote_fleet import QUICK, many, right, weights
+
+from turnwise.engines.remote import Fleet, SglangEngine, VllmEngine
+from turnwise.engines.remote.http import HttpClient
+from turnwise.engines.remote.weight_files import AdapterDirectories
+from turnwise.engines.remote.weight_sync import DiskWeights
+from turnwise.engines.server import Endpoint, JsonHttpServer
+from turnwise.engines.sharing import Manifest, WeightRelay, WeightTree
+from turnwise.engines.sharing.tree import parents
+from turnwise.errors import SyncError
+
+SMALL = 1000
+
+
+def directory(path, seed, size=9 * SMALL + 17, changed=None):
+    """A directory whose files are bytes of a seed, but one chunk of them."""
+    import random
+
+    path.mkdir()
+    data = bytearray(random.Random(seed).randbytes(size))
+    if changed is not None:
+        data[changed * SMALL] ^= 1
+    (path / "model.safetensors").write_bytes(data)
+    (path / "config.json").write_text("{}")
+    (path / "empty.txt").write_text("")
+    return path
+
+
+def content(path):
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+@given(st.integers(1, 300))
+def test_in_two_trees_every_node_sends_the_weights_at_most_once(count):
+    nodes = [f"http://n{number}:1" for number in range(count)]
+    found = {node: [[*above, "root"] for above in trees] for node, trees in parents(nodes).items()}
+    children = dict.fromkeys([*nodes, "root"], 0)
+    for node, trees in found.items():
+        for above in trees:
+            assert above[-1] == "root"
+            assert node not in above
+            assert len(set(above)) == len(above) <= count.bit_length()
+            children[above[0]] += 1  # of half of the chunks
+    assert max(children.values()) <= 3
+    assert children["root"] == 2
+    assert sum(children.values()) == 2 * count
+
+
+def test_a_manifest_names_plain_files_and_as_many_chunks_as_they_have(tmp_path):
+    manifest = Manifest.of(directory(tmp_path / "one", 1), 3, SMALL)
+    assert manifest.size == sum(len(data) for data in content(tmp_path / "one").values())
+    assert [chunk.size for chunk in manifest.chunks()] == [2, *[SMALL] * 9, 17]
+    given = manifest.model_dump()
+    for name in ("../x", "a/b", ".hidden", ""):
+        with pytest.raises(ValidationError):
+            Manifest.model_validate(given | {"files": [given["files"][0] | {"name": name}]})
+    assert Manifest.model_validate(given | {"files": given["files"] * 2}).fault()
+    assert Manifest.model_validate(given | {"files": [given["files"][0] | {"size": 5 * SMALL}]}).fault()
+
+
+async def relays(tmp_path, count, work):
+    """Run work(relays, urls) beside relays that serve each other."""
+    made = [WeightRelay(tmp_path / f"node-{number}") for number in range(count)]
+    servers = [JsonHttpServer(relay.routes(), host="127.0.0.1", port=0) for relay in made]
+    try:
+        for server in servers:
+            await server.start()
+        return await work(made, [server.url for server in servers])
+    finally:
+        for server in servers:
+            await server.close()
+        for relay in made:
+            await relay.close()
+
+
+def test_chunks_go_from_peer_to_peer_while_they_arrive_and_unchanged_ones_are_not_sent(tmp_path):
+    first, second = directory(tmp_path / "one", 1), directory(tmp_path / "two", 1, changed=4)
+
+    async def work(made, urls):
+        found = []
+        for version, source in enumerate((first, second)):
+            manifest = Manifest.of(source, version, SMALL)
+            made[0].offer(source, manifest)
+            # Each knows the one before it alone, and all begin at once.
+            got = await asyncio.gather(*(r.fetch(manifest, [[urls[n]]]) for n, r in enumerate(made[1:])))
+            assert [content(path) for path in got] == [content(source)] * 3
+            found.append([relay.counts["bytes_fetched"] for relay in made[1:]])
+        return found, [relay.counts["bytes_served"] for relay in made], manifest.size
+
+    found, served, size = asyncio.run(relays(tmp_path, 4, work))
+    assert found == [[size] * 3, [size + SMALL] * 3]  # of the second, one chunk
+    assert served == [size + SMALL] * 3 + [0]
+
+
+def test_a_peer_that_sends_other_bytes_or_none_is_replaced_by_the_next(tmp_path):
+    source = directory(tmp_path / "one", 1)
+
+    async def work(made, urls):
+        from starlette.responses import Response
+
+        manifest = Manifest.of(source, 1, SMALL)
+        made[0].offer(source, manifest)
+
+        async def damaged(call):
+            return Response(b"x" * SMALL, media_type="application/octet-stream")
+
+        liar = JsonHttpServer({("GET", "/weights/chunks/{digest}"): Endpoint(damaged)}, host="127.0.0.1", port=0)
+        await liar.start()
+        try:
+            got = await made[1].fetch(manifest, [[liar.url, urls[0]], ["http://127.0.0.1:9", urls[0]]])
+            assert content(got) == content(source)
+            with pytest.raises(SyncError, match="sent other bytes"):
+                await made[2].fetch(manifest, [[liar.url]])
+            assert list(made[2].root.iterdir()) == []  # nothing of it stays
+            await made[2].fetch(manifest, [[urls[1]]])
+        finally:
+            await liar.close()
+        return made[1].counts
+
+    counts = asyncio.run(relays(tmp_path, 3, work))
+    assert counts["chunks_rejected"] == 6
+    assert counts["peers_failed"] == 5
+
+
+def test_a_transfer_is_shared_by_all_who_ask_and_old_policies_are_deleted(tmp_path):
+    async def work(made, urls):
+        for version in range(4):
+            source = directory(tmp_path / f"source-{version}", version)
+            manifest = Manifest.of(source, version, SMALL)
+            made[0].offer(source, manifest)
+            await asyncio.gather(*(made[1].fetch(manifest, [[urls[0]]]) for _ in range(5)))
+        return made[1].counts["bytes_fetched"], 4 * manifest.size, sorted(path.name for path in made[1].root.iterdir())
+
+    fetched, once, kept = asyncio.run(relays(tmp_path, 2, work))
+    assert fetched <= once
+    assert kept == ["policy-2", "policy-3"]
+
+
+class Relay:
+    """`turnwise engines relay` in a process of its own."""
+
+    def __init__(self, root: Path, host: str, port: int) -> None:
+        command = [sys.executable, "-m", "turnwise", "engines", "relay", str(root), "--host", host, "--port", str(port)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().strip()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+def on_host(server, host):
+    """The client of a server of the kit as if it ran on another host: 127.0.0.0/8 is all this machine."""
+    engine = {"vllm": VllmEngine, "sglang": SglangEngine}[server.kind](server.url)
+    engine.url = server.url.replace("127.0.0.1", host)
+    return engine
+
+
+@pytest.mark.parametrize("kind", ["model", "adapter"])
+def test_each_node_reads_once_from_another_and_its_servers_load_what_it_stored(tmp_path, directories, kind, monkeypatch):
+    """Three hosts with a relay each and two servers each, and a relay that is killed before the last update."""
+    monkeypatch.setenv("TURNWISE_SERVE_TOKEN", "tree")  # other machines may connect, with it
+    hosts, port = ["127.0.0.2", "127.0.0.3", "127.0.0.4"], 0
+    if kind == "adapter":
+        directories = AdapterDirectories(tmp_path / "adapters", lambda: {"r": 1}, fingerprint=directories._fingerprint)
+    with ExitStack() as stack:
+        started = []
+        for host in hosts:  # one port on all hosts
+            started.append(Relay(tmp_path / host, host, port))
+            stack.callback(started[-1].end)
+            port = port or int(started[0].url.rpartition(":")[2])
+        servers = [stack.enter_context(kit.servers("vllm" if number % 2 else "sglang")) for number in range(6)]
+
+        async def work():
+            engines = [on_host(server, hosts[number // 2]) for number, server in enumerate(servers)]
+            tree = WeightTree(relay_port=port, chunk=64)
+            engine = Fleet(engines, directories=directories, tree=tree, **QUICK)
+            await engine.update(weights(3), 3)
+            found = await many(engine, 12, turns=2)
+            assert all(right(generation, 3, last) for rows in found for generation, last in rows)
+            counts = []
+            for relay in started:
+                http = HttpClient(relay.url, key_env="TURNWISE_SERVE_TOKEN")
+                counts.append(await http.get("/weights/counts", 5))
+                await http.close()
+            started[1].end()
+            await engine.update(weights(4), 4)
+            states = [member.state == "up" and not member.outdated for member in engine.members]
+            found = await many(engine, 12, turns=2)
+            assert all(right(generation, 4, last) for rows in found for generation, last in rows)
+            await engine.close()
+            return counts, states
+
+        counts, states = kit.run(work())
+        seen = [row["body"] for row in servers[1].seen()]
+    size = sum(file.stat().st_size for file in (directories.root / "policy-3").iterdir())
+    assert [row["bytes_fetched"] for row in counts] == [size] * 3  # once per node, for two servers
+    assert sum(row.get("bytes_served", 0) for row in counts) > 0
+    assert states == [True, True, False, False, True, True]
+    assert str(tmp_path / hosts[0] / "policy-4") in str(seen)
+
+
+def test_a_relay_takes_orders_by_its_token_only(tmp_path):
+    relay = Relay(tmp_path / "node", "127.0.0.1", 0)
+    try:
+        body = {"manifest": {"version": 1, "chunk": 8, "files": []}, "sources": [["http://127.0.0.1:9"]]}
+        command = [sys.executable, "-c", "import sys, httpx2; print(httpx2.post(sys.argv[1], json={}).status_code)"]
+        plain = subprocess.run([*command, f"{relay.url}/weights/fetch"], capture_output=True, text=True, check=True)
+        assert plain.stdout.strip() == "401"
+
+        async def work():
+            http = HttpClient(relay.url)
+            try:
+                with pytest.raises(Exception, match="at least 1 item"):
+                    await http.post("/weights/fetch", body, 5)
+            finally:
+                await http.close()
+
+        asyncio.run(work())
+    finally:
+        relay.end()
+
+
+def test_turnwise_serve_passes_weights_on(tmp_path):
+    pytest.importorskip("torch")
+    from turnwise.config import ModelConfig
+    from turnwise.training import create_tiny_model, make_service, score_with_model
+    from turnwise.training.model.models import load
+
+    texts = [f"lookup birch {n}" for n in range(30)]
+    start = create_tiny_model(ModelConfig(hidden=32, layers=1), texts, tmp_path / "start", seed=3)
+    later = create_tiny_model(ModelConfig(hidden=32, layers=1), texts, tmp_path / "later", seed=4)
+
+    async def work():
+        app, engine = make_service(start, context=64, device="cpu")
+        relay = WeightRelay(tmp_path / "node")
+        server = JsonHttpServer(app.routes("vllm") | relay.routes(), host="127.0.0.1", port=0)
+        await server.start()
+        client, tree = VllmEngine(server.url), WeightTree(chunk=4096)
+        try:
+            before = await client.score(range(3, 20))
+            source = await tree.share(DiskWeights(later, 7), [server.url])
+            await source.send_to(client)
+            return before, await client.score(range(3, 20)), client.version
+        finally:
+            await client.close()
+            await tree.close()
+            await server.close()
+            await relay.close()
+            await engine.close()
+
+    before, after, version = asyncio.run(work())
+    wanted = score_with_model(load(later)[0])(range(3, 20))
+    assert version == 7
+    assert after != before
+    assert after == pytest.approx(wanted, abs=1e-5)
+
+
+def test_the_trainer_serves_the_latest_weights_from_a_later_event_loop_too(tmp_path):
+    tree, source = WeightTree(chunk=SMALL), directory(tmp_path / "one", 1)
+    shared = asyncio.run(tree.share(DiskWeights(source, 1), ["http://127.0.0.1:9"]))
+
+    async def work(made, urls):
+        manifest = Manifest.model_validate_json(shared.manifest)
+        got = await made[0].fetch(manifest, [[await tree.start()]])
+        await tree.close()
+        return content(got)
+
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+        assert asyncio.run(relays(tmp_path / str(number), 1, work)) == content(source)
