@@ -34,12 +34,19 @@ settings.load_profile("turnwise")
 LONG = (
     "run/test_kill_resume.py",
     "training/test_train_ranks.py",
-    "rollouts/test_rollout_scorers.py",
+    "run/test_quant_run.py",
     "renderers/test_template_bounds.py",
-    "engines_local/test_bits.py",
     "envs/test_mcp.py",
+    "rollouts/test_rollout_process.py",
+    "engines_local/test_bits.py",
+    "run/test_outage.py",
     "run/test_ranks_run.py",
     "run/test_real_models.py",
+    "proxy/test_matching.py",
+    "run/test_schedule.py",
+    "records/test_trace_resume.py",
+    "envs/test_exploits.py",
+    "renderers/test_guard.py",
 )
 """Files that take longest. They come first: a worker that begins one last keeps the others waiting."""
 
