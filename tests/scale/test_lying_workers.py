@@ -228,7 +228,46 @@ def test_a_slow_worker_is_named_and_its_turns_are_not_sampled_again(alone, tmp_p
 
     found, notes, pool = asyncio.run(play())
     assert any("worker slow: slow: it did nothing for" in note for note in notes)
-    assert pool.asked_again["slow"] == 1
+    assert pool.asked_again == {"failed": 1}
     assert sampled(found) == sampled(asyncio.run(play_alone(tmp_path / "alone", alone)))
     events = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
     assert sum("resumed" in event for event in events) == 3 * SAMPLES  # three turns of each episode
+
+
+class CannotPlay(RunLink):
+    def event(self, lease, event):
+        pass
+
+    def answer(self, lease, row):
+        super().answer(lease, {"fault": "ImportError: no module named world"})
+
+
+def test_a_group_that_no_worker_can_play_stops_the_run(alone, tmp_path):
+    async def play():
+        async with run_with_workers(tmp_path, alone) as here:
+            unable = worker(here, CannotPlay, "unable")
+            try:
+                await here.stream.submit(group(here.spec))
+            finally:
+                await end(unable)
+
+    with pytest.raises(TurnwiseError, match=r"failed on workers 5 times, the last unable: could not play it: ImportError"):
+        asyncio.run(play())
+
+
+def test_calls_of_workers_wait_without_their_clocks_while_training_calls_are_held(alone, tmp_path):
+    async def play():
+        async with run_with_workers(tmp_path, alone, "--limits.generate_s=0.3", "--limits.wall_clock_s=0.5") as here:
+            honest = worker(here)
+            await until(lambda: any("true joined" in note for note in here.notes))
+            here.stream.gate.hold_new()
+            submitted = here.stream.submit(group(here.spec), training=True)
+            await asyncio.sleep(1.0)
+            assert not submitted.done()
+            here.stream.gate.resume()
+            found = await submitted
+            await end(honest)
+            return found
+
+    found = asyncio.run(play())
+    assert all(t.error is None and len(t.turns) == 3 for t in found)

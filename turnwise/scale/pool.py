@@ -20,7 +20,7 @@ from turnwise.rollouts import EpisodeSpec, Rollout
 from turnwise.rollouts.stream import EngineRequest
 from turnwise.rollouts.timeouts import CallGate
 from turnwise.rollouts.watchdog import PendingEpisode
-from turnwise.scale.base import GroupSpec, WorkerLied, WorkerLost
+from turnwise.scale.base import GroupSpec, WorkerFailed, WorkerLied, WorkerLost
 from turnwise.scale.code import code_of
 from turnwise.scale.record import GroupRecord
 from turnwise.scale.remote import Lease, RemoteWorker
@@ -30,8 +30,8 @@ from turnwise.types import EpisodeKey, Trajectory
 if TYPE_CHECKING:
     from turnwise.scale.ray_workers import RayWorkers
 
-MAX_ASKED = 5
-"""Number of workers that are asked for a group before the run stops."""
+MAX_FAILED = 5
+"""Number of times that a group fails or is lied about before the run stops; workers that are lost do not count."""
 STOP_SHARE = 0.5
 """Share of a lease that a worker gets beyond it to stop the groups of environments with effects."""
 
@@ -50,6 +50,8 @@ class _Asked:
     worker: str = ""
     """Name of the worker that has it; empty while it waits for one."""
     tried: Counter[str] = field(default_factory=Counter)
+    failed: int = 0
+    record: GroupRecord | None = None
     resumed: int = 0
     tools: int = 0
 
@@ -59,10 +61,20 @@ class _Asked:
         plays = {key: tuple(self.plays[key]) for key in keys if self.plays.get(key)}
         return replace(self.spec, keys=keys, plays=plays, definitions=dict(self.definitions))
 
-    def give(self, worker: str) -> None:
+    def give(self, worker: str, record: GroupRecord | None) -> None:
         """Give it to a worker, or with an empty name to none."""
-        self.worker = worker
+        self.worker, self.record = worker, record
         self.tried[worker] += bool(worker)
+
+    def count_failure(self, failed: bool) -> int:
+        """Count a failure, and return how many there were."""
+        self.failed += failed
+        return self.failed
+
+    def turns(self, key: EpisodeKey) -> int:
+        """Return the number of turns of an episode so far."""
+        events = self.record.events.get(key, []) if self.record is not None else []
+        return sum(event["e"] == "turn" for event in events)
 
     def take(self, record: GroupRecord) -> None:
         """Take what a worker finished and began."""
@@ -115,7 +127,7 @@ class WorkerPool:
         self._asked: list[_Asked] = []
         self._resumed = resumed
         self.asked_again: Counter[str] = Counter()
-        """Groups that were asked for again, by reason: `lost`, `lied`, `slow`."""
+        """Groups that were asked for again, by reason: `lost`, `failed`, `lied`."""
 
     @contextlib.asynccontextmanager
     async def open(self, rollout: Rollout, gate: CallGate) -> AsyncIterator[None]:
@@ -186,7 +198,7 @@ class WorkerPool:
         """Ask one worker for what is left of a group."""
         spec = asked.left()
         record = GroupRecord(spec, self._run.journal, self._rollout.renderer.fingerprint)
-        asked.give(worker.name)
+        asked.give(worker.name, record)
         try:
             await worker.play(spec, record.add)
             if missing := [key for key in spec.keys if key not in record.finished]:
@@ -194,16 +206,16 @@ class WorkerPool:
         except WorkerLied as lie:
             record.void()
             self._server.ban(worker, lie)
-            self._again(asked, worker, "lied", str(lie))
+            self._again(asked, worker, "lied", lie)
             await self._until_stopped(asked, worker)
         except WorkerLost as lost:
             asked.take(record)
-            self._again(asked, worker, "lost", str(lost))
+            self._again(asked, worker, "failed" if isinstance(lost, WorkerFailed) else "lost", lost)
             await self._until_stopped(asked, worker)
         else:
             asked.take(record)
         finally:
-            asked.give("")
+            asked.give("", None)
             self._changed_now()
 
     async def _until_stopped(self, asked: _Asked, worker: RemoteWorker) -> None:
@@ -211,16 +223,17 @@ class WorkerPool:
         if asked.effects and asked.left().keys:
             await asyncio.sleep(worker.seen + self._lease_end() - time.monotonic())
 
-    def _again(self, asked: _Asked, worker: RemoteWorker, reason: str, why: str) -> None:
+    def _again(self, asked: _Asked, worker: RemoteWorker, reason: str, error: Exception) -> None:
         """Count a group that is asked for again; stop when none of several workers could play it."""
+        why = str(error)
         self.asked_again[reason] += 1
         phase, step, task = asked.spec.group
         self._run.journal.append({"e": "asked_again", "g": [phase, step, task], "worker": worker.name, "why": why})
         self._note(f"group {phase}/{step}/{task} is asked for again: worker {worker.name}: {why}")
-        if asked.tried.total() >= MAX_ASKED:
+        if asked.count_failure(reason != "lost") >= MAX_FAILED:
             raise TurnwiseError(
-                f"group {phase}/{step}/{task}: {asked.tried.total()} workers were asked for it in vain, the last "
-                f"{worker.name}: {why}. Fix the cause, then resume with --resume {self._run.path}"
+                f"group {phase}/{step}/{task} failed on workers {MAX_FAILED} times, the last {worker.name}: {why}. Fix the "
+                f"cause, then resume with --resume {self._run.path}"
             )
 
     async def _place(self, asked: _Asked) -> RemoteWorker:
@@ -272,17 +285,20 @@ class WorkerPool:
                         self._slow(worker, lease, idle, most)
 
     def _slow(self, worker: RemoteWorker, lease: Lease, idle: float, most: float) -> None:
-        self.asked_again["slow"] += 1
-        worker.cut(lease, WorkerLost(f"slow: it did nothing for {idle:.0f} s (scale.stall_s = {most:g})"))
+        worker.cut(lease, WorkerFailed(f"slow: it did nothing for {idle:.0f} s (scale.stall_s = {most:g})"))
 
     def pending(self, now: float) -> list[PendingEpisode]:
         """As `GroupPlayer.pending`."""
         return [
-            PendingEpisode(f"{key.phase}/{key.step}/{key.task}/{key.sample}", 0, _phase(asked), now - asked.since, asked.since)
+            PendingEpisode(_session(key), asked.turns(key), _phase(asked), now - asked.since, asked.since)
             for asked in list(self._asked)
             for key in asked.spec.keys
             if key not in asked.finished
         ]
+
+
+def _session(key: EpisodeKey) -> str:
+    return f"{key.phase}/{key.step}/{key.task}/{key.sample}/{key.attempt}"
 
 
 def _phase(asked: _Asked) -> str:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from turnwise.scale.base import GroupSpec, OnTurn, PlayedGroup, WorkerLied, WorkerLost
+from turnwise.scale.base import GroupSpec, OnTurn, PlayedGroup, WorkerFailed, WorkerLied, WorkerLost
 from turnwise.scale.codec import Contexts, read_group
 from turnwise.scale.ledger import EngineLedger
 
@@ -175,7 +175,7 @@ class RemoteWorker:
             return  # asked again elsewhere meanwhile
         self._answered.add(lease)
         if "fault" in row:
-            held.answer.set_exception(WorkerLost(f"could not play it: {str(row['fault'])[:1000]}"))
+            held.answer.set_exception(WorkerFailed(f"could not play it: {str(row['fault'])[:1000]}"))
             return
         try:
             group = read_group(row)
