@@ -10,6 +10,7 @@ import asyncio
 import base64
 import contextlib
 import os
+import re
 import secrets
 import socket
 import time
@@ -49,6 +50,7 @@ MAX_FILES = 256 * 2**20
 """Maximum bytes of a model directory without its weights."""
 ENTRIES = {"event": [dict], "answer": [dict], "cancel": [int], "call": [int, dict]}
 """Types of an entry of a report, after its kind and its lease."""
+_HASH = re.compile("[0-9a-f]{64}")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
@@ -368,9 +370,11 @@ class RunServer:
 
     async def _images(self, worker: RemoteWorker, body: Mapping[str, Any]) -> Any:
         """Return images, by their hashes."""
-        store = self._rollout.media_intake.store
+        store, hashes = self._rollout.media_intake.store, _typed_list(body.get("sha256"), str)
+        if not all(map(_HASH.fullmatch, hashes)):
+            raise WorkerLied("asked for an image by no hash")
         try:
-            return {name: base64.b64encode(store.png_bytes(ImageRef(str(name)))).decode() for name in body["sha256"]}
+            return {name: base64.b64encode(store.png_bytes(ImageRef(name))).decode() for name in hashes}
         except MediaError as error:
             raise HttpError(404, str(error)) from None
 

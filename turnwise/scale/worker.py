@@ -29,12 +29,16 @@ from turnwise.scale.link import RETRY_S, RunLink
 from turnwise.scale.local import EventRouter, StreamWorker
 from turnwise.types import Image, ImageRef
 
+PATIENCE_S = 600.0
+"""Seconds for which a run may be out of reach."""
 REJOIN_S = 1.0
 """Seconds between attempts to join a run."""
 GONE = 410
 """HTTP status for a worker that the run does not know."""
 STOP_S = 2.0
 """Seconds that environments with effects get to stop, before the process ends with what they still do."""
+STOPPED = 3
+"""Exit status of a process that ended with the effects of its environments."""
 FAULTS = {kind.__name__: kind for kind in (EngineUnavailable, BackendContractError)}
 
 
@@ -122,25 +126,25 @@ class WorkerProcess:
         self.name = name or f"{socket.gethostname()}-{os.getpid()}"
         self._link = RunLink(url, self.name)
         self._room, self._note, self._root = room, note, root
+        self._patience_s = PATIENCE_S
         self._groups: dict[GroupKey, asyncio.Task[None]] = {}
         self._effects = False
         """Whether a group in play has effects that outlast it."""
 
-    async def run(self, *, patience_s: float) -> None:
+    async def run(self, *, patience_s: float = PATIENCE_S) -> None:
         """Play until the run ends; wait up to `patience_s` for a run that cannot be reached.
 
         Raises:
-            TurnwiseError: when the run refuses this worker, or its environments' effects can be stopped only with the process.
+            TurnwiseError: when the run refuses this worker.
         """
-        since = time.monotonic()
+        self._patience_s = patience_s
         try:
-            while time.monotonic() - since < patience_s:
+            while time.monotonic() - self._link.reached < patience_s:
                 try:
                     welcome = await self._link.hello()
                     if await self._serve(welcome):
                         self._note("the run ended")
                         return
-                    since = time.monotonic()
                 except EngineUnavailable:
                     await asyncio.sleep(REJOIN_S)
         finally:
@@ -241,15 +245,13 @@ class WorkerProcess:
         while True:
             await asyncio.sleep(link.lease_s / 10)
             silent = time.monotonic() - link.reached
-            if silent <= link.lease_s:
-                continue
+            if silent <= (link.lease_s if link.held else self._patience_s):
+                continue  # a run that trains in sync answers nothing meanwhile
+            self._note(f"the run was out of reach for {silent:.0f} s: stopping what was played for it")
             if not (link.held and self._effects):
-                self._note(f"the run was out of reach for {silent:.0f} s: stopping what was played for it")
                 return False
             for task in link.held.values():
                 task.cancel()
             await asyncio.wait(link.held.values(), timeout=STOP_S)
-            raise TurnwiseError(
-                f"the run was out of reach for {silent:.0f} s; this process ends with what its environments do, since others "
-                "may be asked for it; start the worker again"
-            )
+            self._note("this process ends with what its environments do, since others may be asked for it")
+            os._exit(STOPPED)  # nothing else ends a call in a thread
