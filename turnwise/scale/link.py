@@ -88,6 +88,14 @@ class RunLink:
         self.reached = max(self.reached, sent)
         return found
 
+    async def stay(self) -> bool:
+        """Hold a request at the run, which notices when this process ends."""
+        while True:
+            try:
+                await self.ask("/alive", {}, self.lease_s)
+            except EngineUnavailable:
+                await asyncio.sleep(RETRY_S)
+
     # What is new there
 
     async def work(self) -> dict[str, Any]:

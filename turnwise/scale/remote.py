@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,8 +89,8 @@ class RemoteWorker:
         """Why it takes no groups any more; empty while it does."""
         self.seen = time.monotonic()
         """Time of its last request."""
-        self.polls = 0
-        """Requests for work in flight: none means that its connection is broken, or that it is about to ask again."""
+        self.connections = 0
+        """Requests that are held while it is there."""
         self.reported = 0
         """Number of reports taken."""
         self.reporting = asyncio.Lock()
@@ -118,6 +118,15 @@ class RemoteWorker:
             self._wake.set()
             for session in lease.sessions:
                 self._release(session)
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Count a request that is held while it is there."""
+        self.connections += 1
+        try:
+            yield
+        finally:
+            self.connections -= 1
 
     async def work(self, held: Collection[str], got: Sequence[int], seconds: float) -> dict[str, Any]:
         """Return what a worker that holds some leases and got some replies lacks, after so many seconds at the latest.

@@ -182,7 +182,8 @@ class WorkerProcess:
 
     async def _play_until_end(self, worker: StreamWorker, engine: RunEngine, folder: Path) -> bool:
         link = self._link
-        loops = [asyncio.create_task(loop) for loop in (self._work(worker, engine, folder), link.report(), self._guard())]
+        running = (self._work(worker, engine, folder), link.report(), link.stay(), self._guard())
+        loops = [asyncio.create_task(loop) for loop in running]
         try:
             done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
             return any([loop.result() for loop in done])
@@ -190,6 +191,7 @@ class WorkerProcess:
             if error.status != GONE:
                 raise TurnwiseError(f"the run sent this worker away: {error}") from None
             self._note("the run does not know this worker any more: joining again")
+            await self._stop_effects()
             return False
         finally:
             for task in (*loops, *self._groups.values()):
@@ -209,6 +211,8 @@ class WorkerProcess:
                 continue
             if found["held"] != gate.held:
                 (gate.hold_new if found["held"] else gate.resume)()
+            if found["ended"]:
+                await self._stop_effects()
             for lease in found["ended"]:
                 if task := link.held.pop(lease, None):
                     task.cancel()
@@ -248,10 +252,16 @@ class WorkerProcess:
             if silent <= (link.lease_s if link.held else self._patience_s):
                 continue  # a run that trains in sync answers nothing meanwhile
             self._note(f"the run was out of reach for {silent:.0f} s: stopping what was played for it")
-            if not (link.held and self._effects):
-                return False
-            for task in link.held.values():
-                task.cancel()
-            await asyncio.wait(link.held.values(), timeout=STOP_S)
-            self._note("this process ends with what its environments do, since others may be asked for it")
-            os._exit(STOPPED)  # nothing else ends a call in a thread
+            await self._stop_effects()
+            return False
+
+    async def _stop_effects(self) -> None:
+        """Stop groups that others may be asked for now; nothing but the end of the process ends a call in a thread."""
+        tasks = list(self._link.held.values())
+        if not (tasks and self._effects):
+            return
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=STOP_S)
+        self._note("this process ends with what its environments do, since others may be asked for it")
+        os._exit(STOPPED)
