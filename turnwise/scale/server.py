@@ -274,7 +274,7 @@ class RunServer:
     # What a worker asks for and sends
 
     async def _alive(self, worker: RemoteWorker, body: Mapping[str, Any]) -> Any:
-        """Hold a request, whose connection breaks with the worker's process; one is nearly always there, also of a busy worker."""
+        """Hold a request, whose connection breaks with the worker's process; even a busy worker has one nearly always."""
         with worker.connected():
             try:
                 await asyncio.sleep(self._config.scale.lease_s / 3)
