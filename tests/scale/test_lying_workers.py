@@ -271,3 +271,12 @@ def test_calls_of_workers_wait_without_their_clocks_while_training_calls_are_hel
 
     found = asyncio.run(play())
     assert all(t.error is None and len(t.turns) == 3 for t in found)
+
+
+def test_without_a_worker_the_run_stops_after_a_while(alone, tmp_path):
+    async def play():
+        async with run_with_workers(tmp_path, alone, "--scale.wait_s=0.5") as here:
+            await here.stream.submit(group(here.spec))
+
+    with pytest.raises(TurnwiseError, match=r"no worker for 0.5 s \(scale.wait_s\): start some with turnwise worker --join"):
+        asyncio.run(play())

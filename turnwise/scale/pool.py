@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -61,10 +61,14 @@ class _Asked:
         plays = {key: tuple(self.plays[key]) for key in keys if self.plays.get(key)}
         return replace(self.spec, keys=keys, plays=plays, definitions=dict(self.definitions))
 
-    def give(self, worker: str, record: GroupRecord | None) -> None:
+    def give(self, worker: str) -> None:
         """Give it to a worker, or with an empty name to none."""
-        self.worker, self.record = worker, record
+        self.worker, self.record = worker, None
         self.tried[worker] += bool(worker)
+
+    def start(self, record: GroupRecord) -> None:
+        """Take what a worker sends into a record."""
+        self.record = record
 
     def count_failure(self, failed: bool) -> int:
         """Count a failure, and return how many there were."""
@@ -118,12 +122,13 @@ class WorkerPool:
             recipe=recipe,
             code=lambda: code_of(uses),
             on_join=self._joined,
-            on_change=self._changed_now,
+            on_change=self._serve_queue,
             note=note,
         )
         self._ray_workers = None if config.scale.ray is None else self._connect_to_ray()
         self._workers: list[RemoteWorker] = []
-        self._changed = asyncio.Event()
+        self._queue: deque[tuple[_Asked, asyncio.Future[RemoteWorker]]] = deque()
+        """Groups that wait for a worker."""
         self._asked: list[_Asked] = []
         self._resumed = resumed
         self.asked_again: Counter[str] = Counter()
@@ -189,7 +194,7 @@ class WorkerPool:
                 await self._ask(await self._place(asked), asked)
         finally:
             self._asked.remove(asked)
-            self._changed_now()
+            self._serve_queue()
         found = [asked.finished[key] for key in keys]
         self._rollout.finished_elsewhere(found, tools=asked.tools, resumed=asked.resumed)
         return found
@@ -198,7 +203,7 @@ class WorkerPool:
         """Ask one worker for what is left of a group."""
         spec = asked.left()
         record = GroupRecord(spec, self._run.journal, self._rollout.renderer.fingerprint)
-        asked.give(worker.name, record)
+        asked.start(record)
         try:
             await worker.play(spec, record.add)
             if missing := [key for key in spec.keys if key not in record.finished]:
@@ -215,8 +220,8 @@ class WorkerPool:
         else:
             asked.take(record)
         finally:
-            asked.give("", None)
-            self._changed_now()
+            asked.give("")
+            self._serve_queue()
 
     async def _until_stopped(self, asked: _Asked, worker: RemoteWorker) -> None:
         """Wait until a worker has stopped by itself, if what it does has effects."""
@@ -237,52 +242,65 @@ class WorkerPool:
             )
 
     async def _place(self, asked: _Asked) -> RemoteWorker:
-        """Wait for a worker with room, and return the one with the most; those that were asked before come last."""
-        scale, alone = self._config.scale, time.monotonic()
-        while True:
-            present = [worker for worker in self._workers if not worker.gone]
-            free = [worker for worker in present if self._load(worker) < worker.room]
-            if free and (asked.tried or self._asked_before(asked)):
-                return min(free, key=lambda one: (asked.tried[one.name], self._load(one) / one.room))
-            alone = time.monotonic() if present else alone
-            if time.monotonic() - alone > scale.wait_s:
-                raise TurnwiseError(
-                    f"no worker for {scale.wait_s:g} s (scale.wait_s): start some with turnwise worker --join "
-                    f"{self._server.url}, then resume with --resume {self._run.path}"
-                )
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), 1.0)
+        """Wait for a worker with room; a group that was asked for before goes first, and to another worker if there is one."""
+        future: asyncio.Future[RemoteWorker] = asyncio.get_running_loop().create_future()
+        if asked.tried:
+            self._queue.appendleft((asked, future))
+        else:
+            self._queue.append((asked, future))
+        self._serve_queue()
+        return await future
 
-    def _asked_before(self, asked: _Asked) -> bool:
-        """Return whether no group that came earlier waits for a worker."""
-        return next(one for one in self._asked if not one.worker) is asked
-
-    def _load(self, worker: RemoteWorker) -> int:
-        return sum(one.worker == worker.name for one in self._asked)
+    def _serve_queue(self) -> None:
+        """Give groups that wait to the workers with the most room."""
+        loads = Counter(one.worker for one in self._asked)
+        while self._queue:
+            asked, future = self._queue[0]
+            free = [worker for worker in self._workers if not worker.gone and loads[worker.name] < worker.room]
+            if not future.done() and not free:
+                return
+            self._queue.popleft()
+            if not future.done():
+                worker = min(free, key=lambda one: (asked.tried[one.name], loads[one.name] / one.room))
+                loads[worker.name] += 1
+                asked.give(worker.name)
+                future.set_result(worker)
 
     def _joined(self, worker: RemoteWorker) -> None:
         self._workers = [one for one in self._workers if not one.gone] + [worker]
         self._note(f"worker {worker.name} joined: up to {worker.room} groups at once")
-        self._changed_now()
-
-    def _changed_now(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()  # each waiter sees each change
+        self._serve_queue()
 
     def _lease_end(self) -> float:
         return self._config.scale.lease_s * (1 + STOP_SHARE)
 
     async def _watch(self) -> None:
-        """Ask elsewhere for groups whose worker is there and does nothing."""
+        """Ask elsewhere for groups whose worker is there and does nothing; stop when there is no worker for too long."""
         limits = self._config.limits
         most = self._config.scale.stall_s or limits.wall_clock_s + limits.env_s + limits.reward_s
+        present = time.monotonic()
         while True:
             await asyncio.sleep(min(most / 4, 1.0))
+            if not self._queue or any(not worker.gone for worker in self._workers):
+                present = time.monotonic()
+            elif time.monotonic() - present > self._config.scale.wait_s:
+                self._give_up()
             for worker in self._workers:
                 for lease in list(worker.leases.values()):
                     idle = time.monotonic() - lease.active
                     if not lease.calls and idle > most:
                         self._slow(worker, lease, idle, most)
+
+    def _give_up(self) -> None:
+        """End the groups that wait: there is no worker."""
+        for _, future in self._queue:
+            if not future.done():
+                future.set_exception(
+                    TurnwiseError(
+                        f"no worker for {self._config.scale.wait_s:g} s (scale.wait_s): start some with turnwise worker --join "
+                        f"{self._server.url}, then resume with --resume {self._run.path}"
+                    )
+                )
 
     def _slow(self, worker: RemoteWorker, lease: Lease, idle: float, most: float) -> None:
         worker.cut(lease, WorkerFailed(f"slow: it did nothing for {idle:.0f} s (scale.stall_s = {most:g})"))
