@@ -30,7 +30,7 @@ def test_one_worker_gives_the_weights_of_one_process_bit_for_bit(alone, tmp_path
 
 
 def test_a_worker_killed_in_the_middle_of_its_groups_costs_no_group(alone, tmp_path):
-    recipe, log, port = write_recipe(tmp_path, pause=0.1), tmp_path / "log", free_port()
+    recipe, log, port = write_recipe(tmp_path, pause=0.3), tmp_path / "log", free_port()
     run, url = tmp_path / "run", f"http://127.0.0.1:{port}"
     with processes() as started:
         started.append(start("train", recipe, "--out", run, "--scale.listen", f"127.0.0.1:{port}", log=log))
@@ -46,7 +46,7 @@ def test_a_worker_killed_in_the_middle_of_its_groups_costs_no_group(alone, tmp_p
 
 
 def test_a_killed_run_is_resumed_on_workers_that_waited_for_it(alone, tmp_path):
-    recipe, log, port = write_recipe(tmp_path, pause=0.1), tmp_path / "log", free_port()
+    recipe, log, port = write_recipe(tmp_path, pause=0.3), tmp_path / "log", free_port()
     run, url = tmp_path / "run", f"http://127.0.0.1:{port}"
     with processes() as started:
         started.append(start("train", recipe, "--out", run, "--scale.listen", f"127.0.0.1:{port}", log=log))
