@@ -6,12 +6,14 @@ import asyncio
 import json
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import pytest
 from scale_kit import write_recipe
 
 import turnwise as tw
 from turnwise.config import load
+from turnwise.engines import tokens
 from turnwise.envs.resolve import resolve_env
 from turnwise.errors import TurnwiseError
 from turnwise.records import RunDir
@@ -127,6 +129,21 @@ class HalfAGroup(RunLink):
         super().answer(lease, {**row, "events": row["events"] - self.left})
 
 
+async def send_raw(link, body, more=0):
+    """Send a report of these bytes, under a length of some more, and wait for an answer if the length is right."""
+    parts = urlsplit(link.url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    heads = {"host": parts.netloc, "authorization": f"Bearer {tokens.found(link.url)}", "content-type": "application/json"}
+    heads |= link._id | {"content-length": str(len(body) + more)}
+    writer.write(b"POST /report HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in heads.items()).encode())
+    writer.write(b"\r\n" + body)
+    await writer.drain()
+    if not more:
+        await reader.readline()
+    writer.close()
+    await writer.wait_closed()
+
+
 class HalfABody(RunLink):
     ends = False
 
@@ -136,7 +153,8 @@ class HalfABody(RunLink):
 
     async def _until_taken(self, body):
         if self.ends:
-            await self._client._ask("POST", "/report", b'{"number": 3, "events": [["', 5.0, self._id)
+            await send_raw(self, b'{"number": 1, "entries": [["', more=100)  # its end never comes: the run takes nothing of it
+            await send_raw(self, b'{"number": 3, "entries": [["')
         await super()._until_taken(body)
 
 
@@ -228,7 +246,55 @@ def test_a_slow_worker_is_named_and_its_turns_are_not_sampled_again(alone, tmp_p
 
     found, notes, pool = asyncio.run(play())
     assert any("worker slow: slow: it did nothing for" in note for note in notes)
-    assert pool.asked_again["slow"] == 1
+    assert pool.asked_again == {"failed": 1}
     assert sampled(found) == sampled(asyncio.run(play_alone(tmp_path / "alone", alone)))
     events = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
     assert sum("resumed" in event for event in events) == 3 * SAMPLES  # three turns of each episode
+
+
+class CannotPlay(RunLink):
+    def event(self, lease, event):
+        pass
+
+    def answer(self, lease, row):
+        super().answer(lease, {"fault": "ImportError: no module named world"})
+
+
+def test_a_group_that_no_worker_can_play_stops_the_run(alone, tmp_path):
+    async def play():
+        async with run_with_workers(tmp_path, alone) as here:
+            unable = worker(here, CannotPlay, "unable")
+            try:
+                await here.stream.submit(group(here.spec))
+            finally:
+                await end(unable)
+
+    with pytest.raises(TurnwiseError, match=r"failed on workers 5 times, the last unable: could not play it: ImportError"):
+        asyncio.run(play())
+
+
+def test_calls_of_workers_wait_without_their_clocks_while_training_calls_are_held(alone, tmp_path):
+    async def play():
+        async with run_with_workers(tmp_path, alone, "--limits.generate_s=0.3", "--limits.wall_clock_s=0.5") as here:
+            honest = worker(here)
+            await until(lambda: any("true joined" in note for note in here.notes))
+            here.stream.gate.hold_new()
+            submitted = here.stream.submit(group(here.spec), training=True)
+            await asyncio.sleep(1.0)
+            assert not submitted.done()
+            here.stream.gate.resume()
+            found = await submitted
+            await end(honest)
+            return found
+
+    found = asyncio.run(play())
+    assert all(t.error is None and len(t.turns) == 3 for t in found)
+
+
+def test_without_a_worker_the_run_stops_after_a_while(alone, tmp_path):
+    async def play():
+        async with run_with_workers(tmp_path, alone, "--scale.wait_s=0.5") as here:
+            await here.stream.submit(group(here.spec))
+
+    with pytest.raises(TurnwiseError, match=r"no worker for 0.5 s \(scale.wait_s\): start some with turnwise worker --join"):
+        asyncio.run(play())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import Counter
 from pathlib import Path
@@ -29,7 +30,7 @@ def test_one_worker_gives_the_weights_of_one_process_bit_for_bit(alone, tmp_path
 
 
 def test_a_worker_killed_in_the_middle_of_its_groups_costs_no_group(alone, tmp_path):
-    recipe, log, port = write_recipe(tmp_path, pause=0.1), tmp_path / "log", free_port()
+    recipe, log, port = write_recipe(tmp_path, pause=0.3), tmp_path / "log", free_port()
     run, url = tmp_path / "run", f"http://127.0.0.1:{port}"
     with processes() as started:
         started.append(start("train", recipe, "--out", run, "--scale.listen", f"127.0.0.1:{port}", log=log))
@@ -45,7 +46,7 @@ def test_a_worker_killed_in_the_middle_of_its_groups_costs_no_group(alone, tmp_p
 
 
 def test_a_killed_run_is_resumed_on_workers_that_waited_for_it(alone, tmp_path):
-    recipe, log, port = write_recipe(tmp_path, pause=0.1), tmp_path / "log", free_port()
+    recipe, log, port = write_recipe(tmp_path, pause=0.3), tmp_path / "log", free_port()
     run, url = tmp_path / "run", f"http://127.0.0.1:{port}"
     with processes() as started:
         started.append(start("train", recipe, "--out", run, "--scale.listen", f"127.0.0.1:{port}", log=log))
@@ -98,6 +99,26 @@ def test_another_worker_goes_on_with_effects_only_after_the_lease_of_a_killed_on
     assert min(later) > killed + lease_s * 0.9  # its last word may be a little older than the kill
     repeated = len(lines) - len({step for _, _, step in lines})
     assert repeated <= sum(event["metrics"].get("resume_steps_in_doubt", 0) for event in events(run, "closed"))
+
+
+def test_a_worker_with_effects_that_was_suspended_ends_its_process(alone, tmp_path):
+    recipe, log, port, acts = write_recipe(tmp_path, pause=0.4), tmp_path / "log", free_port(), tmp_path / "acts"
+    run = tmp_path / "run"
+    with processes() as started:
+        words = ["--scale.listen", f"127.0.0.1:{port}", "--scale.lease_s", 1.0]
+        words += ["--env.effects", "true", "--env.args.effects", acts]
+        started.append(start("train", recipe, "--out", run, *words, log=log))
+        workers = [start("worker", "--join", f"http://127.0.0.1:{port}", log=tmp_path / name) for name in ("one", "two")]
+        started += workers
+        wait_for(lambda: f" {workers[0].pid} train" in (acts.read_text() if acts.exists() else ""), why=log.read_text)
+        workers[0].send_signal(signal.SIGSTOP)
+        wait_for(lambda: events(run, "asked_again"), why=log.read_text)
+        workers[0].send_signal(signal.SIGCONT)
+        assert workers[0].wait(30) == 3
+        finished(started[0], log)
+    assert "sent nothing for" in log.read_text()
+    assert "this process ends with what its environments do" in (tmp_path / "one").read_text()
+    assert final_weights(run) == final_weights(alone)
 
 
 SEES = """\

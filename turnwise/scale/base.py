@@ -79,5 +79,9 @@ class WorkerLost(TurnwiseError, RuntimeError):
     """A worker that died, became unreachable, or takes too long; its groups are asked for again."""
 
 
+class WorkerFailed(WorkerLost):
+    """A worker that is there, but could not play a group, or did nothing for too long."""
+
+
 class WorkerLied(TurnwiseError, RuntimeError):
     """A worker whose answer cannot be true; nothing that it sent of the group is used."""

@@ -65,12 +65,12 @@ class RunLink:
 
     async def join(self, room: int, code: Mapping[str, str]) -> None:
         """Join the run; raise `EngineUnavailable` while it cannot be reached, and `TurnwiseError` when it refuses."""
-        sent = time.monotonic()
         found = await self._first("/join", {"name": self.name, "room": room, "code": code})
-        self._id, self.lease_s, self.reached = {WORKER: found["id"]}, found["lease_s"], sent
+        self._id, self.lease_s = {WORKER: found["id"]}, found["lease_s"]
         self._entries, self._reports, self._got, self._sent = [], 0, [], set()
 
     async def _first(self, path: str, body: Any) -> dict[str, Any]:
+        sent = time.monotonic()
         try:
             found: dict[str, Any] = await self._client.post(path, body, 60.0)
         except EngineUnavailable:
@@ -78,6 +78,7 @@ class RunLink:
         except EngineError as error:
             token = f"; set {TOKEN_VARIABLE} to the token of the run" if error.status == 401 else ""
             raise TurnwiseError(f"{error}{token}") from None
+        self.reached = sent
         return found
 
     async def ask(self, path: str, body: Any, seconds: float) -> Any:
@@ -86,6 +87,14 @@ class RunLink:
         found = await self._client.post(path, body, seconds, self._id)
         self.reached = max(self.reached, sent)
         return found
+
+    async def stay(self) -> bool:
+        """Hold a request at the run, which notices when this process ends."""
+        while True:
+            try:
+                await self.ask("/alive", {}, self.lease_s)
+            except EngineUnavailable:
+                await asyncio.sleep(RETRY_S)
 
     # What is new there
 

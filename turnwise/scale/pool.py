@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from turnwise.rollouts import EpisodeSpec, Rollout
 from turnwise.rollouts.stream import EngineRequest
 from turnwise.rollouts.timeouts import CallGate
 from turnwise.rollouts.watchdog import PendingEpisode
-from turnwise.scale.base import GroupSpec, WorkerLied, WorkerLost
+from turnwise.scale.base import GroupSpec, WorkerFailed, WorkerLied, WorkerLost
 from turnwise.scale.code import code_of
 from turnwise.scale.record import GroupRecord
 from turnwise.scale.remote import Lease, RemoteWorker
@@ -30,8 +30,8 @@ from turnwise.types import EpisodeKey, Trajectory
 if TYPE_CHECKING:
     from turnwise.scale.ray_workers import RayWorkers
 
-MAX_ASKED = 5
-"""Number of workers that are asked for a group before the run stops."""
+MAX_FAILED = 5
+"""Number of times that a group fails or is lied about before the run stops; workers that are lost do not count."""
 STOP_SHARE = 0.5
 """Share of a lease that a worker gets beyond it to stop the groups of environments with effects."""
 
@@ -50,6 +50,8 @@ class _Asked:
     worker: str = ""
     """Name of the worker that has it; empty while it waits for one."""
     tried: Counter[str] = field(default_factory=Counter)
+    failed: int = 0
+    record: GroupRecord | None = None
     resumed: int = 0
     tools: int = 0
 
@@ -61,8 +63,22 @@ class _Asked:
 
     def give(self, worker: str) -> None:
         """Give it to a worker, or with an empty name to none."""
-        self.worker = worker
+        self.worker, self.record = worker, None
         self.tried[worker] += bool(worker)
+
+    def start(self, record: GroupRecord) -> None:
+        """Take what a worker sends into a record."""
+        self.record = record
+
+    def count_failure(self, failed: bool) -> int:
+        """Count a failure, and return how many there were."""
+        self.failed += failed
+        return self.failed
+
+    def turns(self, key: EpisodeKey) -> int:
+        """Return the number of turns of an episode so far."""
+        events = self.record.events.get(key, []) if self.record is not None else []
+        return sum(event["e"] == "turn" for event in events)
 
     def take(self, record: GroupRecord) -> None:
         """Take what a worker finished and began."""
@@ -106,16 +122,17 @@ class WorkerPool:
             recipe=recipe,
             code=lambda: code_of(uses),
             on_join=self._joined,
-            on_change=self._changed_now,
+            on_change=self._serve_queue,
             note=note,
         )
         self._ray_workers = None if config.scale.ray is None else self._connect_to_ray()
         self._workers: list[RemoteWorker] = []
-        self._changed = asyncio.Event()
+        self._queue: deque[tuple[_Asked, asyncio.Future[RemoteWorker]]] = deque()
+        """Groups that wait for a worker."""
         self._asked: list[_Asked] = []
         self._resumed = resumed
         self.asked_again: Counter[str] = Counter()
-        """Groups that were asked for again, by reason: `lost`, `lied`, `slow`."""
+        """Groups that were asked for again, by reason: `lost`, `failed`, `lied`."""
 
     @contextlib.asynccontextmanager
     async def open(self, rollout: Rollout, gate: CallGate) -> AsyncIterator[None]:
@@ -177,7 +194,7 @@ class WorkerPool:
                 await self._ask(await self._place(asked), asked)
         finally:
             self._asked.remove(asked)
-            self._changed_now()
+            self._serve_queue()
         found = [asked.finished[key] for key in keys]
         self._rollout.finished_elsewhere(found, tools=asked.tools, resumed=asked.resumed)
         return found
@@ -186,7 +203,7 @@ class WorkerPool:
         """Ask one worker for what is left of a group."""
         spec = asked.left()
         record = GroupRecord(spec, self._run.journal, self._rollout.renderer.fingerprint)
-        asked.give(worker.name)
+        asked.start(record)
         try:
             await worker.play(spec, record.add)
             if missing := [key for key in spec.keys if key not in record.finished]:
@@ -194,95 +211,112 @@ class WorkerPool:
         except WorkerLied as lie:
             record.void()
             self._server.ban(worker, lie)
-            self._again(asked, worker, "lied", str(lie))
+            self._again(asked, worker, "lied", lie)
             await self._until_stopped(asked, worker)
         except WorkerLost as lost:
             asked.take(record)
-            self._again(asked, worker, "lost", str(lost))
+            self._again(asked, worker, "failed" if isinstance(lost, WorkerFailed) else "lost", lost)
             await self._until_stopped(asked, worker)
         else:
             asked.take(record)
         finally:
             asked.give("")
-            self._changed_now()
+            self._serve_queue()
 
     async def _until_stopped(self, asked: _Asked, worker: RemoteWorker) -> None:
         """Wait until a worker has stopped by itself, if what it does has effects."""
         if asked.effects and asked.left().keys:
             await asyncio.sleep(worker.seen + self._lease_end() - time.monotonic())
 
-    def _again(self, asked: _Asked, worker: RemoteWorker, reason: str, why: str) -> None:
+    def _again(self, asked: _Asked, worker: RemoteWorker, reason: str, error: Exception) -> None:
         """Count a group that is asked for again; stop when none of several workers could play it."""
+        why = str(error)
         self.asked_again[reason] += 1
         phase, step, task = asked.spec.group
         self._run.journal.append({"e": "asked_again", "g": [phase, step, task], "worker": worker.name, "why": why})
         self._note(f"group {phase}/{step}/{task} is asked for again: worker {worker.name}: {why}")
-        if asked.tried.total() >= MAX_ASKED:
+        if asked.count_failure(reason != "lost") >= MAX_FAILED:
             raise TurnwiseError(
-                f"group {phase}/{step}/{task}: {asked.tried.total()} workers were asked for it in vain, the last "
-                f"{worker.name}: {why}. Fix the cause, then resume with --resume {self._run.path}"
+                f"group {phase}/{step}/{task} failed on workers {MAX_FAILED} times, the last {worker.name}: {why}. Fix the "
+                f"cause, then resume with --resume {self._run.path}"
             )
 
     async def _place(self, asked: _Asked) -> RemoteWorker:
-        """Wait for a worker with room, and return the one with the most; those that were asked before come last."""
-        scale, alone = self._config.scale, time.monotonic()
-        while True:
-            present = [worker for worker in self._workers if not worker.gone]
-            free = [worker for worker in present if self._load(worker) < worker.room]
-            if free and (asked.tried or self._asked_before(asked)):
-                return min(free, key=lambda one: (asked.tried[one.name], self._load(one) / one.room))
-            alone = time.monotonic() if present else alone
-            if time.monotonic() - alone > scale.wait_s:
-                raise TurnwiseError(
-                    f"no worker for {scale.wait_s:g} s (scale.wait_s): start some with turnwise worker --join "
-                    f"{self._server.url}, then resume with --resume {self._run.path}"
-                )
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), 1.0)
+        """Wait for a worker with room; a group that was asked for before goes first, and to another worker if there is one."""
+        future: asyncio.Future[RemoteWorker] = asyncio.get_running_loop().create_future()
+        if asked.tried:
+            self._queue.appendleft((asked, future))
+        else:
+            self._queue.append((asked, future))
+        self._serve_queue()
+        return await future
 
-    def _asked_before(self, asked: _Asked) -> bool:
-        """Return whether no group that came earlier waits for a worker."""
-        return next(one for one in self._asked if not one.worker) is asked
-
-    def _load(self, worker: RemoteWorker) -> int:
-        return sum(one.worker == worker.name for one in self._asked)
+    def _serve_queue(self) -> None:
+        """Give groups that wait to the workers with the most room."""
+        loads = Counter(one.worker for one in self._asked)
+        while self._queue:
+            asked, future = self._queue[0]
+            free = [worker for worker in self._workers if not worker.gone and loads[worker.name] < worker.room]
+            if not future.done() and not free:
+                return
+            self._queue.popleft()
+            if not future.done():
+                worker = min(free, key=lambda one: (asked.tried[one.name], loads[one.name] / one.room))
+                loads[worker.name] += 1
+                asked.give(worker.name)
+                future.set_result(worker)
 
     def _joined(self, worker: RemoteWorker) -> None:
         self._workers = [one for one in self._workers if not one.gone] + [worker]
         self._note(f"worker {worker.name} joined: up to {worker.room} groups at once")
-        self._changed_now()
-
-    def _changed_now(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()  # each waiter sees each change
+        self._serve_queue()
 
     def _lease_end(self) -> float:
         return self._config.scale.lease_s * (1 + STOP_SHARE)
 
     async def _watch(self) -> None:
-        """Ask elsewhere for groups whose worker is there and does nothing."""
+        """Ask elsewhere for groups whose worker is there and does nothing; stop when there is no worker for too long."""
         limits = self._config.limits
         most = self._config.scale.stall_s or limits.wall_clock_s + limits.env_s + limits.reward_s
+        present = time.monotonic()
         while True:
             await asyncio.sleep(min(most / 4, 1.0))
+            if not self._queue or any(not worker.gone for worker in self._workers):
+                present = time.monotonic()
+            elif time.monotonic() - present > self._config.scale.wait_s:
+                self._give_up()
             for worker in self._workers:
                 for lease in list(worker.leases.values()):
                     idle = time.monotonic() - lease.active
                     if not lease.calls and idle > most:
                         self._slow(worker, lease, idle, most)
 
+    def _give_up(self) -> None:
+        """End the groups that wait: there is no worker."""
+        for _, future in self._queue:
+            if not future.done():
+                future.set_exception(
+                    TurnwiseError(
+                        f"no worker for {self._config.scale.wait_s:g} s (scale.wait_s): start some with turnwise worker --join "
+                        f"{self._server.url}, then resume with --resume {self._run.path}"
+                    )
+                )
+
     def _slow(self, worker: RemoteWorker, lease: Lease, idle: float, most: float) -> None:
-        self.asked_again["slow"] += 1
-        worker.cut(lease, WorkerLost(f"slow: it did nothing for {idle:.0f} s (scale.stall_s = {most:g})"))
+        worker.cut(lease, WorkerFailed(f"slow: it did nothing for {idle:.0f} s (scale.stall_s = {most:g})"))
 
     def pending(self, now: float) -> list[PendingEpisode]:
         """As `GroupPlayer.pending`."""
         return [
-            PendingEpisode(f"{key.phase}/{key.step}/{key.task}/{key.sample}", 0, _phase(asked), now - asked.since, asked.since)
+            PendingEpisode(_session(key), asked.turns(key), _phase(asked), now - asked.since, asked.since)
             for asked in list(self._asked)
             for key in asked.spec.keys
             if key not in asked.finished
         ]
+
+
+def _session(key: EpisodeKey) -> str:
+    return f"{key.phase}/{key.step}/{key.task}/{key.sample}/{key.attempt}"
 
 
 def _phase(asked: _Asked) -> str:

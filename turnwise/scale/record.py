@@ -10,7 +10,7 @@ from turnwise.errors import TraceError
 from turnwise.records.run_dir import EventLog, definition_name
 from turnwise.records.serialization import Event, apply_event, read_span
 from turnwise.scale.base import GroupSpec, WorkerLied
-from turnwise.types import EpisodeKey, Span, Trajectory
+from turnwise.types import ROUTES, EpisodeKey, Span, Trajectory
 
 Sampled = list[tuple[int, float | None, int]]
 """Id, logprob and policy version of each id of a reply."""
@@ -103,6 +103,8 @@ class GroupRecord:
             self.events[key] = []
             return
         trajectory = self._running[key]
+        if kind == "turn" and "routes" in event["turn"] and ROUTES not in self._spec.extras:
+            raise ValueError("it has expert routes, which were not asked for")
         if kind != "step":
             self._check_sampled(key, event)
             apply_event(trajectory, event)

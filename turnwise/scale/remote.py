@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from turnwise.scale.base import GroupSpec, OnTurn, PlayedGroup, WorkerLied, WorkerLost
+from turnwise.scale.base import GroupSpec, OnTurn, PlayedGroup, WorkerFailed, WorkerLied, WorkerLost
 from turnwise.scale.codec import Contexts, read_group
 from turnwise.scale.ledger import EngineLedger
 
@@ -89,8 +89,8 @@ class RemoteWorker:
         """Why it takes no groups any more; empty while it does."""
         self.seen = time.monotonic()
         """Time of its last request."""
-        self.polls = 0
-        """Requests for work in flight: none means that its connection is broken, or that it is about to ask again."""
+        self.connections = 0
+        """Requests that are held while it is there."""
         self.reported = 0
         """Number of reports taken."""
         self.reporting = asyncio.Lock()
@@ -118,6 +118,15 @@ class RemoteWorker:
             self._wake.set()
             for session in lease.sessions:
                 self._release(session)
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Count a request that is held while it is there."""
+        self.connections += 1
+        try:
+            yield
+        finally:
+            self.connections -= 1
 
     async def work(self, held: Collection[str], got: Sequence[int], seconds: float) -> dict[str, Any]:
         """Return what a worker that holds some leases and got some replies lacks, after so many seconds at the latest.
@@ -175,7 +184,7 @@ class RemoteWorker:
             return  # asked again elsewhere meanwhile
         self._answered.add(lease)
         if "fault" in row:
-            held.answer.set_exception(WorkerLost(f"could not play it: {str(row['fault'])[:1000]}"))
+            held.answer.set_exception(WorkerFailed(f"could not play it: {str(row['fault'])[:1000]}"))
             return
         try:
             group = read_group(row)

@@ -10,6 +10,7 @@ import asyncio
 import base64
 import contextlib
 import os
+import re
 import secrets
 import socket
 import time
@@ -49,6 +50,7 @@ MAX_FILES = 256 * 2**20
 """Maximum bytes of a model directory without its weights."""
 ENTRIES = {"event": [dict], "answer": [dict], "cancel": [int], "call": [int, dict]}
 """Types of an entry of a report, after its kind and its lease."""
+_HASH = re.compile("[0-9a-f]{64}")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
@@ -96,6 +98,7 @@ class RunServer:
         routes = {
             ("POST", "/hello"): Endpoint(self._welcome, bytes),
             ("POST", "/join"): Endpoint(self._join, bytes),
+            ("POST", "/alive"): Endpoint(self._as_worker(self._alive), bytes),
             ("POST", "/work"): Endpoint(self._as_worker(self._work), bytes),
             ("POST", "/report"): Endpoint(self._as_worker(self._report), bytes, changes=True),
             ("POST", "/image"): Endpoint(self._as_worker(self._put_image), bytes, changes=True),
@@ -210,7 +213,7 @@ class RunServer:
 
     async def _check_return(self, worker: RemoteWorker) -> None:
         await asyncio.sleep(RECONNECT_S)
-        if not worker.polls and time.monotonic() - worker.seen > RECONNECT_S / 2:
+        if not worker.connections:
             self.lose(worker, f"its connection broke, and it did not return within {RECONNECT_S:g} s")
 
     async def _join(self, call: Call) -> Any:
@@ -270,20 +273,21 @@ class RunServer:
 
     # What a worker asks for and sends
 
+    async def _alive(self, worker: RemoteWorker, body: Mapping[str, Any]) -> Any:
+        """Hold a request, whose connection breaks with the worker's process; even a busy worker has one nearly always."""
+        with worker.connected():
+            try:
+                await asyncio.sleep(self._config.scale.lease_s / 3)
+            except asyncio.CancelledError:  # its connection broke
+                check = asyncio.create_task(self._check_return(worker))
+                self._checks.add(check)
+                check.add_done_callback(self._checks.discard)
+                raise
+        return {}
+
     async def _work(self, worker: RemoteWorker, body: Mapping[str, Any]) -> Any:
-        worker.polls += 1
-        try:
-            held, got = (_typed_list(body.get(name), kind) for name, kind in (("held", str), ("got", int)))
-            found = await worker.work(set(held), got, self._config.scale.lease_s / 3)
-        except asyncio.CancelledError:  # its connection broke
-            check = asyncio.create_task(self._check_return(worker))
-            self._checks.add(check)
-            check.add_done_callback(self._checks.discard)
-            raise
-        finally:
-            worker.polls -= 1
-        worker.seen = time.monotonic()
-        return found
+        held, got = (_typed_list(body.get(name), kind) for name, kind in (("held", str), ("got", int)))
+        return await worker.work(set(held), got, self._config.scale.lease_s / 3)
 
     async def _report(self, worker: RemoteWorker, body: Mapping[str, Any]) -> Any:
         """Take events and answers, each report once."""
@@ -368,9 +372,11 @@ class RunServer:
 
     async def _images(self, worker: RemoteWorker, body: Mapping[str, Any]) -> Any:
         """Return images, by their hashes."""
-        store = self._rollout.media_intake.store
+        store, hashes = self._rollout.media_intake.store, _typed_list(body.get("sha256"), str)
+        if not all(map(_HASH.fullmatch, hashes)):
+            raise WorkerLied("asked for an image by no hash")
         try:
-            return {name: base64.b64encode(store.png_bytes(ImageRef(str(name)))).decode() for name in body["sha256"]}
+            return {name: base64.b64encode(store.png_bytes(ImageRef(name))).decode() for name in hashes}
         except MediaError as error:
             raise HttpError(404, str(error)) from None
 

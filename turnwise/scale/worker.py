@@ -29,12 +29,16 @@ from turnwise.scale.link import RETRY_S, RunLink
 from turnwise.scale.local import EventRouter, StreamWorker
 from turnwise.types import Image, ImageRef
 
+PATIENCE_S = 600.0
+"""Seconds for which a run may be out of reach."""
 REJOIN_S = 1.0
 """Seconds between attempts to join a run."""
 GONE = 410
 """HTTP status for a worker that the run does not know."""
 STOP_S = 2.0
 """Seconds that environments with effects get to stop, before the process ends with what they still do."""
+STOPPED = 3
+"""Exit status of a process that ended with the effects of its environments."""
 FAULTS = {kind.__name__: kind for kind in (EngineUnavailable, BackendContractError)}
 
 
@@ -122,25 +126,25 @@ class WorkerProcess:
         self.name = name or f"{socket.gethostname()}-{os.getpid()}"
         self._link = RunLink(url, self.name)
         self._room, self._note, self._root = room, note, root
+        self._patience_s = PATIENCE_S
         self._groups: dict[GroupKey, asyncio.Task[None]] = {}
         self._effects = False
         """Whether a group in play has effects that outlast it."""
 
-    async def run(self, *, patience_s: float) -> None:
+    async def run(self, *, patience_s: float = PATIENCE_S) -> None:
         """Play until the run ends; wait up to `patience_s` for a run that cannot be reached.
 
         Raises:
-            TurnwiseError: when the run refuses this worker, or its environments' effects can be stopped only with the process.
+            TurnwiseError: when the run refuses this worker.
         """
-        since = time.monotonic()
+        self._patience_s = patience_s
         try:
-            while time.monotonic() - since < patience_s:
+            while time.monotonic() - self._link.reached < patience_s:
                 try:
                     welcome = await self._link.hello()
                     if await self._serve(welcome):
                         self._note("the run ended")
                         return
-                    since = time.monotonic()
                 except EngineUnavailable:
                     await asyncio.sleep(REJOIN_S)
         finally:
@@ -178,7 +182,8 @@ class WorkerProcess:
 
     async def _play_until_end(self, worker: StreamWorker, engine: RunEngine, folder: Path) -> bool:
         link = self._link
-        loops = [asyncio.create_task(loop) for loop in (self._work(worker, engine, folder), link.report(), self._guard())]
+        running = (self._work(worker, engine, folder), link.report(), link.stay(), self._guard())
+        loops = [asyncio.create_task(loop) for loop in running]
         try:
             done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
             return any([loop.result() for loop in done])
@@ -186,6 +191,7 @@ class WorkerProcess:
             if error.status != GONE:
                 raise TurnwiseError(f"the run sent this worker away: {error}") from None
             self._note("the run does not know this worker any more: joining again")
+            await self._stop_effects()
             return False
         finally:
             for task in (*loops, *self._groups.values()):
@@ -205,6 +211,8 @@ class WorkerProcess:
                 continue
             if found["held"] != gate.held:
                 (gate.hold_new if found["held"] else gate.resume)()
+            if found["ended"]:
+                await self._stop_effects()
             for lease in found["ended"]:
                 if task := link.held.pop(lease, None):
                     task.cancel()
@@ -241,15 +249,19 @@ class WorkerProcess:
         while True:
             await asyncio.sleep(link.lease_s / 10)
             silent = time.monotonic() - link.reached
-            if silent <= link.lease_s:
-                continue
-            if not (link.held and self._effects):
-                self._note(f"the run was out of reach for {silent:.0f} s: stopping what was played for it")
-                return False
-            for task in link.held.values():
-                task.cancel()
-            await asyncio.wait(link.held.values(), timeout=STOP_S)
-            raise TurnwiseError(
-                f"the run was out of reach for {silent:.0f} s; this process ends with what its environments do, since others "
-                "may be asked for it; start the worker again"
-            )
+            if silent <= (link.lease_s if link.held else self._patience_s):
+                continue  # a run that trains in sync answers nothing meanwhile
+            self._note(f"the run was out of reach for {silent:.0f} s: stopping what was played for it")
+            await self._stop_effects()
+            return False
+
+    async def _stop_effects(self) -> None:
+        """Stop groups that others may be asked for now; nothing but the end of the process ends a call in a thread."""
+        tasks = list(self._link.held.values())
+        if not (tasks and self._effects):
+            return
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=STOP_S)
+        self._note("this process ends with what its environments do, since others may be asked for it")
+        os._exit(STOPPED)
