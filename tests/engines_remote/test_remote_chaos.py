@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 import remote_kit as kit
-from test_remote_fleet import directories, fleet, until, weights
+from test_remote_fleet import fleet, until, weights
 
 import turnwise as tw
 from turnwise.config import Limits
