@@ -15,7 +15,6 @@ import turnwise as tw
 from turnwise.config import Limits
 from turnwise.rollouts import arollout
 
-__all__ = ["directories"]  # the fixture
 EPISODES, TURNS, TOKENS = 128, 6, 8
 FAULTS = (
     dict(kind="status", status=500, times=6),
