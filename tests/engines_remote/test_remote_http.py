@@ -128,7 +128,7 @@ def test_a_client_serves_one_event_loop_after_the_other():
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_deadlines_behind_one_timer_end_their_own_task_alone(cancelled, monkeypatch):
+def test_deadlines_that_share_a_timer_end_their_own_task_alone(cancelled, monkeypatch):
     monkeypatch.setattr("turnwise.engines.remote.http.TICK_S", 0.02)
     deadlines = Deadlines()
 
