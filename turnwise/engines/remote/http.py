@@ -69,7 +69,7 @@ def encode_ids(request: Request) -> tuple[orjson.Fragment, Echo]:
 
 
 class Deadlines:
-    """Deadlines of many tasks that share one timer, that looks at them twice a second.
+    """Deadlines of many tasks, which share a timer that fires twice a second.
 
     `asyncio.timeout` costs 8 us, a tenth of a request, for a deadline of minutes that hardly a request meets.
     """
