@@ -9,13 +9,12 @@ from collections import Counter
 
 import pytest
 import remote_kit as kit
-from test_remote_fleet import directories, fleet, until, weights
+from test_remote_fleet import fleet, until, weights
 
 import turnwise as tw
 from turnwise.config import Limits
 from turnwise.rollouts import arollout
 
-__all__ = ["directories"]  # the fixture
 EPISODES, TURNS, TOKENS = 128, 6, 8
 FAULTS = (
     dict(kind="status", status=500, times=6),

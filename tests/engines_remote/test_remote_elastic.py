@@ -316,3 +316,20 @@ def test_a_call_that_the_fleet_ends_is_no_cancellation_of_its_caller(cancelled):
 
     found = kit.run(work())
     assert found == 0 if cancelled == "by the fleet" else isinstance(found, asyncio.CancelledError)
+
+
+def test_sessions_spread_over_many_servers_and_find_the_only_free_one():
+    async def work():
+        engine = Fleet([VllmEngine(f"http://127.0.0.1:{port}") for port in range(1, 301)], most=8)
+        for number in range(300):
+            member = await engine._choose_replica(f"s{number}", ())
+            member.calls.add(number)
+        busiest = max(len(member.calls) for member in engine.members)
+        for member in engine.members[:-1]:
+            member.calls = set(range(8))
+        engine.members[-1].calls = set()
+        return busiest, await engine._choose_replica("late", ()) is engine.members[-1]
+
+    busiest, found = kit.run(work())
+    assert busiest <= 2
+    assert found

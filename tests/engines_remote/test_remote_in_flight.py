@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 from interrupt_kit import interrupt, leaky, whole
-from test_remote_fleet import QUICK, directories, question, weights  # noqa: F401
+from test_remote_fleet import QUICK, question, weights
 from test_remote_serve import CLIENTS, PROMPT, TEXTS, beginning, directory, run  # noqa: F401
 
 from turnwise.engines import Request, StopText
@@ -115,7 +115,7 @@ def test_a_call_on_its_way_waits_out_the_update_and_costs_it_nothing(directory, 
 
 @pytest.mark.parametrize("kind", CLIENTS)
 @pytest.mark.parametrize("mode", MODES)
-def test_each_mode_pauses_and_drops_caches_as_it_says(directories, kind, mode):  # noqa: F811
+def test_each_mode_pauses_and_drops_caches_as_it_says(directories, kind, mode):
     of_vllm, of_sglang, drops = MODES[mode]
     with kit.servers(kind) as server:
 

@@ -23,9 +23,11 @@ class GrowingIds(list[int]):
     def json(self) -> bytes:
         """Return the ids as JSON, byte for byte as `orjson.dumps` writes them."""
         if self._count < len(self):
-            self._text += orjson.dumps(self[self._count :])[1:-1] + b","
+            if self._count:
+                self._text += b","
+            self._text += memoryview(orjson.dumps(self[self._count :]))[1:-1]
             self._count = len(self)
-        return b"[" + self._text[:-1] + b"]"
+        return b"".join((b"[", self._text, b"]"))
 
 
 def _dropping(name: str) -> Any:
