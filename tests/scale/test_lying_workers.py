@@ -15,7 +15,7 @@ import turnwise as tw
 from turnwise.config import load
 from turnwise.engines import tokens
 from turnwise.envs.resolve import resolve_env
-from turnwise.errors import TurnwiseError
+from turnwise.errors import TraceError, TurnwiseError
 from turnwise.records import RunDir
 from turnwise.records.journal import InterruptedEpisodes
 from turnwise.records.serialization import rebuild_trajectories
@@ -46,7 +46,7 @@ async def run_with_workers(folder, alone, *more, seed=0, elsewhere=True, recipe=
         rollout = Rollout(tw.ScriptedEngine(say), load_renderer(alone / "model"), **options)
         async with rollout.stream() as stream:
             url = None if pool is None else pool._server.url
-            yield SimpleNamespace(stream=stream, spec=specs[0], notes=notes, pool=pool, run=run, url=url)
+            yield SimpleNamespace(stream=stream, spec=specs[0], notes=notes, pool=pool, run=run, url=url, rollout=rollout)
 
 
 def group(spec, number=0):
@@ -298,3 +298,33 @@ def test_without_a_worker_the_run_stops_after_a_while(alone, tmp_path):
 
     with pytest.raises(TurnwiseError, match=r"no worker for 0.5 s \(scale.wait_s\): start some with turnwise worker --join"):
         asyncio.run(play())
+
+
+def test_a_journal_that_cannot_be_written_ends_the_run_and_blames_no_worker(alone, tmp_path):
+    async def play():
+        async with run_with_workers(tmp_path, alone) as here:
+            honest = worker(here)
+            await until(lambda: any("true joined" in note for note in here.notes))
+            here.run.journal.broken = "the disk is full"
+            try:
+                await here.stream.submit(group(here.spec))
+            finally:
+                await end(honest)
+                assert not here.pool._server.banned
+
+    with pytest.raises(TraceError, match="the disk is full"):
+        asyncio.run(play())
+
+
+def test_the_engine_forgets_an_episode_when_it_is_closed(alone, tmp_path):
+    async def play():
+        async with run_with_workers(tmp_path, alone) as here:
+            released = []
+            here.rollout.engine.release = released.append
+            honest = worker(here)
+            found = await here.stream.submit(group(here.spec))
+            await end(honest)
+            return found, released
+
+    found, released = asyncio.run(play())
+    assert sorted(released) == sorted(f"train/0/{t.key.task}/{t.key.sample}/0" for t in found)

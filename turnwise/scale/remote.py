@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from turnwise.errors import TraceError
 from turnwise.scale.base import GroupSpec, OnTurn, PlayedGroup, WorkerFailed, WorkerLied, WorkerLost
 from turnwise.scale.codec import Contexts, read_group
 from turnwise.scale.ledger import EngineLedger
@@ -65,7 +66,10 @@ class Lease:
             raise WorkerLied(f"sent an event that cannot be read ({error!r:.200})") from error
         if not known:
             raise WorkerLied("sent ids that the engine did not sample for it")
-        self.on_turn(event)
+        try:
+            self.on_turn(event)
+        except TraceError as error:  # the journal cannot be written: the run ends, and no worker is to blame
+            self.answer.set_exception(error)
 
 
 class RemoteWorker:
@@ -149,6 +153,15 @@ class RemoteWorker:
             self._wake.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), left)
+
+    def take(self, lease: Lease, event: dict[str, Any]) -> None:
+        """Take an event of a lease; the engine may forget an episode that is closed. Errors as of `Lease.event`."""
+        lease.event(event)
+        if event["e"] == "closed":
+            episode = "/".join(map(str, event["k"][:4])) + "/"
+            for session in [one for one in lease.sessions if one.startswith(episode)]:
+                lease.sessions.discard(session)
+                self._release(session)
 
     def wake(self) -> None:
         """Have it look for what is new."""

@@ -292,13 +292,12 @@ class RunServer:
     async def _report(self, worker: RemoteWorker, body: Mapping[str, Any]) -> Any:
         """Take events and answers, each report once."""
         async with worker.reporting:
-            if body.get("number") == worker.reported:
-                return {}  # it was taken, and its answer was lost
-            if body.get("number") != worker.reported + 1:
+            if body.get("number") not in (worker.reported, worker.reported + 1):
                 raise WorkerLied(f"sent report {body.get('number')!r:.20} after report {worker.reported}")
-            for entry in _typed_list(body.get("entries"), list):
-                self._take(worker, entry)
-            worker.reported += 1
+            if body["number"] > worker.reported:  # else it was taken, and its answer was lost
+                for entry in _typed_list(body.get("entries"), list):
+                    self._take(worker, entry)
+                worker.reported += 1
             if body.get("durable"):
                 await self._journal.durable()
         return {}
@@ -315,7 +314,7 @@ class RunServer:
             worker.cancel(rest[0])
         elif held is not None and not held.answer.done():
             if kind == "event":
-                held.event(rest[0])
+                worker.take(held, rest[0])
             else:
                 self._begin_call(worker, held, rest[0], rest[1])
         elif kind == "call":
