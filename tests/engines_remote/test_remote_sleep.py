@@ -211,14 +211,13 @@ def test_servers_of_a_run_that_die_asleep_are_started_again_with_the_weights_tha
             os.kill(server.pid, signal.SIGKILL)
         await engine.update(weights(4), 4)
         found = await asyncio.gather(*(engine.generate(question(f"s{n}", min_version=4)) for n in range(6)))
-        states = [member.state for member in engine.members]
+        await until(lambda: {member.state for member in engine.members} == {"up"})  # one may have answered all
         await engine.close()
-        return left, found, states
+        return left, found
 
-    left, found, states = kit.run(work())
+    left, found = kit.run(work())
     assert left == [True, True], "a server that starts beside a trainer takes its memory"
     assert all(right(generation, 4) for generation in found)
-    assert states == ["up", "up"]
 
 
 def test_a_check_that_was_under_way_starts_no_server_beside_the_trainer(home):  # noqa: F811
