@@ -18,6 +18,7 @@ from turnwise.cli.main import main
 from turnwise.config import ModelConfig
 from turnwise.engines import Request, Sampling, StopText, check_generation
 from turnwise.engines.remote import Fleet, SglangEngine, VllmEngine, probe_server
+from turnwise.engines.remote.base import EngineLoad
 from turnwise.engines.remote.weight_files import ModelDirectories
 from turnwise.engines.server import JsonHttpServer
 from turnwise.errors import ConfigError, EngineError, SyncError
@@ -99,6 +100,21 @@ def test_ids_and_logprobs_are_the_models(directory, kind, temperature, banned):
     for generation in run(directory, kind, work):
         wanted = forward(directory, [*PROMPT, *generation.ids], len(PROMPT), temperature or 1.0, banned)
         assert generation.logprobs == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_its_queue_and_its_cache_are_reported_in_the_servers_own_forms(directory, kind, monkeypatch):
+    async def work(client, app, url):
+        idle, slots = await client.load(), app.engine.slots
+        monkeypatch.setattr(app.engine._scheduler, "running", [None] * 3)
+        monkeypatch.setattr(app.engine._scheduler, "waiting", [None] * 2)
+        busy = await client.load()
+        monkeypatch.undo()
+        return idle, busy, slots
+
+    idle, busy, slots = run(directory, kind, work)
+    assert idle == EngineLoad(0, 0, 0.0)
+    assert busy == EngineLoad(3, 2, pytest.approx(3 / slots))
 
 
 @pytest.mark.parametrize(("kind", "route"), [("vllm", "generate"), ("vllm", "completions"), ("sglang", None)])
