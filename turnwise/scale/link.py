@@ -32,7 +32,7 @@ class RunLink:
     """Connection to a run: a request that reports what is new here, and one that waits for what is new there."""
 
     def __init__(self, url: str, name: str) -> None:
-        """Raises `ConfigError` for an invalid URL, or without `httpx2`."""
+        """Raises `ConfigError` for an invalid URL, or without `aiohttp`."""
         self._client = HttpClient(url, key_env=TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE) else None, most=8)
         self.url, self.name = url, name
         self._id: Mapping[str, str] = {}

@@ -263,7 +263,7 @@ class ChatJudge:
             deadline_s: deadline of one question in seconds: all requests, waits and the rate limit.
 
         Raises:
-            ConfigError: for an invalid setting, or without `httpx2`.
+            ConfigError: for an invalid setting, or without `aiohttp`.
         """
         if not url.startswith(("http://", "https://")):
             raise ConfigError(
@@ -276,8 +276,8 @@ class ChatJudge:
             raise ConfigError("ChatJudge: attempt_s and deadline_s are over 0")
         if key_env is not None and key_env not in os.environ:
             raise ConfigError(f"ChatJudge: the environment variable {key_env} is not set; it holds the API key")
-        if find_spec("httpx2") is None:
-            raise ConfigError("ChatJudge needs httpx2: pip install 'turnwise[judge]'")
+        if find_spec("aiohttp") is None:
+            raise ConfigError("ChatJudge needs aiohttp: pip install 'turnwise[judge]'")
         if retries < 0 or backoff_s < 0:
             raise ConfigError("ChatJudge: retries and backoff_s must be at least 0")
         self.url = url.rstrip("/") + "/chat/completions"
@@ -352,7 +352,7 @@ class ChatJudge:
                 async with state.slots:
                     self._spend()
                     if state.client is None:
-                        state.holder = _clients(self._at_once, self.url.startswith("https:"))
+                        state.holder = _clients(self._at_once)
                         state.client = await anext(state.holder)
                     async with asyncio.timeout(self._attempt_s):
                         return await self._post(state, body)
@@ -386,24 +386,24 @@ class ChatJudge:
         self._count("calls")
 
     async def _post(self, state: _LoopState, body: dict[str, Any]) -> str:
-        import httpx2
+        import aiohttp
 
         key = os.environ.get(self._key_env, "") if self._key_env is not None else ""
         headers = {"authorization": f"Bearer {key}"} if key else {}
         try:
-            async with state.client.stream("POST", self.url, json=body, headers=headers) as response:
+            async with state.client.post(self.url, json=body, headers=headers, allow_redirects=False) as response:
                 raw = bytearray()
-                async for piece in response.aiter_bytes():
+                async for piece in response.content.iter_any():
                     raw += piece
                     if len(raw) > MAX_ANSWER_BYTES:
                         raise JudgeError("schema", f"{self!r} answered with more than {MAX_ANSWER_BYTES} bytes")
-        except (httpx2.HTTPError, httpx2.StreamError, OSError) as error:
+        except (aiohttp.ClientError, OSError) as error:
             raise _TransientError("connection", f"{self!r}: {type(error).__name__}: {error}") from error
-        if response.status_code != 200:
+        if response.status != 200:
             body_text = bytes(raw[:200]).decode("utf-8", "replace")
             body_text = body_text.replace(key, "***") if key else body_text
-            message = f"{self!r} answered with the HTTP status {response.status_code}: {body_text}"
-            if response.status_code in RETRIED_STATUSES:
+            message = f"{self!r} answered with the HTTP status {response.status}: {body_text}"
+            if response.status in RETRIED_STATUSES:
                 raise _TransientError("status", message, retry_after(response.headers.get("retry-after")))
             raise JudgeError("status", message)
         return self._read_answer(bytes(raw))
@@ -454,10 +454,14 @@ class ChatJudge:
                 draft.unlink(missing_ok=True)
 
 
-async def _clients(limit: int, verify: bool) -> AsyncGenerator[Any, None]:
+async def _clients(limit: int) -> AsyncGenerator[Any, None]:
     """Yield one client, closed at the end of the event loop, which closes open generators (`shutdown_asyncgens`)."""
-    import httpx2
+    import aiohttp
 
-    limits = httpx2.Limits(max_connections=limit, max_keepalive_connections=limit)
-    async with httpx2.AsyncClient(timeout=None, limits=limits, verify=verify) as client:  # ChatJudge sets the deadlines
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=limit),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(total=None),  # ChatJudge sets the deadlines
+        trust_env=True,
+    ) as client:
         yield client
