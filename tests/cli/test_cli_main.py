@@ -345,3 +345,31 @@ def test_eval_tells_of_episodes_that_failed_and_leaves_their_tasks_out_of_pass_a
     assert figures["pass_at_k"]["2"]["value"] == 1.0
     assert main(["eval", failing(tmp_path, "i == 3"), "--engine", "scripted"]) == 0
     assert "1 sampled episodes failed and are not counted" in capsys.readouterr().out
+
+
+UNTIL_STOPPED = """
+import asyncio, signal
+from turnwise.cli.options import stopped_by_signals
+
+async def work():
+    print("up", flush=True)
+    try:
+        await asyncio.sleep(60)
+    finally:
+        print("cleaned up", flush=True)
+
+signal.signal(signal.SIGINT, signal.{interrupts})
+with stopped_by_signals():
+    asyncio.run(work())
+print("ended", flush=True)
+"""
+
+
+@pytest.mark.parametrize("interrupts", ["SIG_IGN", "default_int_handler"])
+def test_sigterm_ends_what_ignores_ctrl_c_since_a_script_started_it_in_the_background(interrupts):
+    words = [sys.executable, "-c", UNTIL_STOPPED.format(interrupts=interrupts)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "up\n"
+        process.terminate()
+        assert process.communicate(timeout=30) == ("cleaned up\nended\n", None)
+        assert process.returncode == 0

@@ -43,7 +43,13 @@ def import_training() -> None:
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
     """Let Ctrl-C and SIGTERM end the body alike, so that it cleans up."""
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+    def end(*_: object) -> None:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # what a script starts in the background ignores Ctrl-C
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGTERM, end)
     try:
         with suppress(KeyboardInterrupt):
             yield
