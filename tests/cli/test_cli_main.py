@@ -352,8 +352,8 @@ import asyncio, signal
 from turnwise.cli.options import stopped_by_signals
 
 async def work():
-    print("up", flush=True)
     try:
+        print("up", flush=True)
         await asyncio.sleep(60)
     finally:
         print("cleaned up", flush=True)
