@@ -185,15 +185,8 @@ def size(run: Path) -> int:
 
 def last_event(run: Path) -> dict[str, Any] | None:
     """The journal's last whole line; none before there is one."""
-    if not size(run):
-        return None
-    with (run / "journal.jsonl").open("rb") as file:
-        for length in (1 << 16, size(run)):
-            file.seek(max(0, size(run) - length))
-            lines = file.read().split(b"\n")
-            if len(lines) > 2 or length == size(run):
-                return json.loads(lines[-2]) if len(lines) > 1 else None
-    return None
+    lines = (run / "journal.jsonl").read_bytes().rsplit(b"\n", 2) if size(run) else []
+    return json.loads(lines[-2]) if len(lines) > 1 else None
 
 
 def events(run: Path) -> list[dict[str, Any]]:

@@ -42,6 +42,12 @@ def test_the_dry_run_ends_with_where_everything_would_run(tmp_path, words, line,
     assert load(again, words).config == load(recipe, words).config
 
 
+def test_the_dry_run_names_the_list_of_servers(tmp_path, capsys):
+    words = ["--engine.kind=auto", f"--engine.urls-file={tmp_path / 'engines.txt'}"]
+    assert main(["train", str(write_recipe(tmp_path)), "--dry-run", *words]) == 0
+    assert f"# engine: auto servers, those that {tmp_path / 'engines.txt'} lists" in capsys.readouterr().out.splitlines()
+
+
 BLOCKED = """
 import sys
 sys.modules["ray"] = None  # as if it were not installed

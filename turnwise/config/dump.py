@@ -33,7 +33,9 @@ def to_toml(resolved: ResolvedConfig) -> str:
 def placement(config: RunConfig) -> list[str]:
     """Describe where each part of a run would run, one line each."""
     engine, scale = config.engine, config.scale
-    where = f"{len(engine.urls)} at {', '.join(engine.urls)}" if engine.urls else f"{engine.servers} started by the run"
+    found = [f"{len(engine.urls)} at {', '.join(engine.urls)}"] if engine.urls else []
+    found += [f"those that {engine.urls_file} lists"] if engine.urls_file is not None else []
+    where = " and ".join(found) or f"{engine.servers} started by the run"
     lines = [
         "trainer: this process, or those of torchrun",
         f"engine: {'this process' if engine.kind == 'local' else f'{engine.kind} servers, {where}'}",

@@ -152,7 +152,7 @@ class InterruptedEpisodes:
         if kind not in ("opened", "turn", "step", "failed_attempt", "closed", "voided"):
             return
         key = EpisodeKey(*event["k"])
-        group = self._groups[key.phase, key.step, key.task]
+        group = self._groups[key.group]
         if kind == "voided":
             if len(group.get(key, ())) > 1:
                 group[key].pop()
@@ -163,7 +163,7 @@ class InterruptedEpisodes:
         elif key in group:
             group[key][-1].append(event)
         if all(plays[-1] and plays[-1][-1]["e"] == "closed" for plays in group.values()):
-            del self._groups[key.phase, key.step, key.task]
+            del self._groups[key.group]
 
     def episodes(self, tasks: Callable[[str], Task | None]) -> dict[EpisodeKey, RecordedEpisode]:
         """Return the interrupted episodes, of tasks that `tasks` finds by id.

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from turnwise.types import Group, Origin, Status, Trajectory, Turn
+from turnwise.types import Group, GroupKey, Origin, Status, Trajectory, Turn
 
 # ruff: noqa: E501 (a line is a row of the table)
 
@@ -354,9 +354,9 @@ def _rewards(trajectories: Sequence[Trajectory], success: float) -> Row:
 
 def group_by_task(trajectories: Iterable[Trajectory]) -> list[Group]:
     """Group trajectories by phase, step and task, in order of first appearance."""
-    groups: dict[tuple[str, int, str], Group] = {}
+    groups: dict[GroupKey, Group] = {}
     for t in trajectories:
-        groups.setdefault((t.key.phase, t.key.step, t.key.task), Group(t.task, [])).trajectories.append(t)
+        groups.setdefault(t.key.group, Group(t.task, [])).trajectories.append(t)
     return list(groups.values())
 
 

@@ -16,13 +16,12 @@ from turnwise.errors import RewardError, words
 from turnwise.rollouts.episode import reward_timeout_message, reward_value
 from turnwise.rollouts.recorder import Recorder
 from turnwise.rollouts.timeouts import AbandonableThreads, Deadline, Stop
-from turnwise.types import EpisodeKey, FailureKind, StopReason, Trajectory
+from turnwise.types import EpisodeKey, FailureKind, GroupKey, StopReason, Trajectory
 
 GroupReward = Callable[[Sequence[Trajectory]], Any]
 """Takes the rewarded trajectories of a task; returns a number, `Scores` or None for each. Sync or async."""
 
 T = TypeVar("T")
-_GroupKey = tuple[str, int, str]
 
 
 class GroupRewards:
@@ -32,8 +31,8 @@ class GroupRewards:
         self, keys: Sequence[EpisodeKey], threads: AbandonableThreads, seconds: float, stop: Stop | None = None
     ) -> None:
         """`keys` are those of the episodes to be played that have a group reward, whose deadline is in `seconds`."""
-        self._remaining = Counter(_group_of(key) for key in keys)
-        self._finished: dict[_GroupKey, list[Recorder]] = {}
+        self._remaining = Counter(key.group for key in keys)
+        self._finished: dict[GroupKey, list[Recorder]] = {}
         self._threads = threads
         self._seconds = seconds
         self._stop = stop
@@ -42,7 +41,7 @@ class GroupRewards:
         """Add a finished episode; return the episodes to close: none before the last of a group, then all of them."""
         if reward is None:
             return [recorder]
-        group = _group_of(recorder.trajectory.key)
+        group = recorder.trajectory.key.group
         finished = self._finished.setdefault(group, [])
         finished.append(recorder)
         self._remaining[group] -= 1
@@ -102,9 +101,9 @@ class GroupRewards:
 def complete_groups(keys: Sequence[EpisodeKey], recorded: Sequence[T | None], grouped: Sequence[bool]) -> list[T | None]:
     """Return recorded episodes without those of incomplete groups, which have to be played again as a group."""
     incomplete = {
-        _group_of(key) for key, value, is_grouped in zip(keys, recorded, grouped, strict=True) if is_grouped and value is None
+        key.group for key, value, is_grouped in zip(keys, recorded, grouped, strict=True) if is_grouped and value is None
     }
-    return [None if _group_of(key) in incomplete else value for key, value in zip(keys, recorded, strict=True)]
+    return [None if key.group in incomplete else value for key, value in zip(keys, recorded, strict=True)]
 
 
 def _fail(trajectory: Trajectory, error: Exception) -> None:
@@ -112,7 +111,3 @@ def _fail(trajectory: Trajectory, error: Exception) -> None:
     trajectory.error = trajectory.error or failure
     trajectory.reward = None
     trajectory.stop = StopReason.TIMEOUT if failure.kind == FailureKind.TIMEOUT else StopReason.REWARD_ERROR
-
-
-def _group_of(key: EpisodeKey) -> _GroupKey:
-    return key.phase, key.step, key.task

@@ -16,7 +16,7 @@ from turnwise.rollouts.conversation import parse_extras
 from turnwise.rollouts.group_rewards import GroupRewards, complete_groups
 from turnwise.rollouts.timeouts import AbandonableThreads, CallGate, EpisodePlace, Stop
 from turnwise.rollouts.watchdog import PendingEpisode, Watchdog
-from turnwise.types import Trajectory
+from turnwise.types import GroupKey, Trajectory
 
 if TYPE_CHECKING:
     from turnwise.rollouts.runner import EpisodeSpec, Rollout
@@ -221,8 +221,7 @@ class RolloutStream:
             for number, trajectory in zip(numbers, played, strict=True):
                 results[number] = trajectory
 
-        groups: dict[tuple[str, int, str], list[int]] = {}
+        groups: dict[GroupKey, list[int]] = {}
         for number in missing:
-            key = episodes[number].key
-            groups.setdefault((key.phase, key.step, key.task), []).append(number)
+            groups.setdefault(episodes[number].key.group, []).append(number)
         yield from map(play, groups.values())

@@ -9,10 +9,8 @@ from typing import Any, NamedTuple, Protocol
 from turnwise.engines import Sampling
 from turnwise.errors import TurnwiseError
 from turnwise.records.serialization import Event
-from turnwise.types import EpisodeKey, Task
+from turnwise.types import EpisodeKey, GroupKey, Task
 
-GroupKey = tuple[str, int, str]
-"""Phase, step and task."""
 OnTurn = Callable[[Event], None]
 """Receives every event of a group's episodes in order, as in the journal, each before the next turn begins."""
 
@@ -42,12 +40,7 @@ class GroupSpec:
     @property
     def group(self) -> GroupKey:
         """Key of the group."""
-        return group_of(self.keys[0])
-
-
-def group_of(key: EpisodeKey) -> GroupKey:
-    """Return the group of an episode."""
-    return key.phase, key.step, key.task
+        return self.keys[0].group
 
 
 class PlayedGroup(NamedTuple):

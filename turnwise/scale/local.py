@@ -13,7 +13,8 @@ from turnwise.records.serialization import Event, key_row
 from turnwise.rollouts import EpisodeSpec, Rollout
 from turnwise.rollouts.stream import RolloutStream
 from turnwise.rollouts.timeouts import CallGate
-from turnwise.scale.base import GroupKey, GroupSpec, OnTurn, PlayedGroup
+from turnwise.scale.base import GroupSpec, OnTurn, PlayedGroup
+from turnwise.types import GroupKey
 
 
 class EventRouter:

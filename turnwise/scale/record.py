@@ -8,7 +8,7 @@ from typing import Any
 
 from turnwise.errors import TraceError
 from turnwise.records.run_dir import EventLog, definition_name
-from turnwise.records.serialization import Event, apply_event, read_span
+from turnwise.records.serialization import Event, apply_event, key_row, read_span
 from turnwise.scale.base import GroupSpec, WorkerLied
 from turnwise.types import ROUTES, EpisodeKey, Span, Trajectory
 
@@ -80,7 +80,7 @@ class GroupRecord:
     def void(self) -> None:
         """Write that nothing of it counts."""
         for key in self.events:
-            self._journal.append({"e": "voided", "k": [key.phase, key.step, key.task, key.sample, key.attempt]})
+            self._journal.append({"e": "voided", "k": key_row(key)})
         self.finished.clear()
         self.events.clear()
 

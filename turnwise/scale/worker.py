@@ -22,12 +22,11 @@ from turnwise.media import MediaStore
 from turnwise.renderers import load_renderer
 from turnwise.renderers.chat_renderer import ChatRenderer
 from turnwise.rollouts import Rollout
-from turnwise.scale.base import GroupKey
 from turnwise.scale.code import code_of
 from turnwise.scale.codec import Contexts, group_row, image_hashes, placed_hashes, read_generation, read_spec, request_row
 from turnwise.scale.link import RETRY_S, RunLink
 from turnwise.scale.local import EventRouter, StreamWorker
-from turnwise.types import Image, ImageRef
+from turnwise.types import GroupKey, Image, ImageRef
 
 PATIENCE_S = 600.0
 """Seconds for which a run may be out of reach."""

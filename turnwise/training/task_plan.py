@@ -29,11 +29,11 @@ def may_pass(trajectory: Trajectory) -> bool:
 def to_play_again(episodes: Sequence[EpisodeSpec], found: Sequence[Trajectory], accepted: Collection[EpisodeKey]) -> list[int]:
     """Return the indices of failed episodes to retry, except accepted ones; of a group with a group reward, all."""
     failed = {t.key for t in found if may_pass(t) and t.key not in accepted}
-    groups = {(k.phase, k.step, k.task) for k in failed}
+    groups = {key.group for key in failed}
     return [
         number
         for number, episode in enumerate(episodes)
-        if episode.key in failed or (episode.group_reward and (episode.key.phase, episode.key.step, episode.key.task) in groups)
+        if episode.key in failed or (episode.group_reward and episode.key.group in groups)
     ]
 
 

@@ -28,7 +28,19 @@ from turnwise.types.messages import (
 )
 from turnwise.types.outcomes import Failure, FailureKind, Status, StopReason
 from turnwise.types.sampling import Sampling, SamplingDistribution, is_finite_number
-from turnwise.types.trajectory import FAILED_ATTEMPT, EpisodeKey, Group, Origin, RowReward, Sample, Span, Task, Trajectory, Turn
+from turnwise.types.trajectory import (
+    FAILED_ATTEMPT,
+    EpisodeKey,
+    Group,
+    GroupKey,
+    Origin,
+    RowReward,
+    Sample,
+    Span,
+    Task,
+    Trajectory,
+    Turn,
+)
 
 __all__ = [
     "FAILED_ATTEMPT",
@@ -40,6 +52,7 @@ __all__ = [
     "Failure",
     "FailureKind",
     "Group",
+    "GroupKey",
     "Image",
     "ImageRef",
     "Media",

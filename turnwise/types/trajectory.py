@@ -213,6 +213,10 @@ class Turn:
         return self.reply if self.grown is None else self.grown
 
 
+GroupKey = tuple[str, int, str]
+"""Phase, step and task."""
+
+
 @dataclass(frozen=True, slots=True)
 class EpisodeKey:
     """Identifies one episode of a run and seeds it, independently of other episodes."""
@@ -223,6 +227,11 @@ class EpisodeKey:
     task: str
     sample: int
     attempt: int = 0
+
+    @property
+    def group(self) -> GroupKey:
+        """What the episodes of one group share."""
+        return self.phase, self.step, self.task
 
 
 class RowReward(NamedTuple):

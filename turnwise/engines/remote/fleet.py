@@ -104,13 +104,9 @@ class Fleet:
         Raises:
             ConfigError: for no server and no list, a duplicate server, or an invalid setting.
         """
-        if not engines and listed is None:
-            raise ConfigError("a fleet needs at least one server, or a list of servers")
         if listed is not None and connect is None:
             raise ConfigError("a fleet with a list of servers needs connect=, which returns the client of a URL")
-        urls = Counter(engine.url for engine in engines)
-        if twice := [url for url, count in urls.items() if count > 1]:
-            raise ConfigError(f"a fleet has {twice[0]} twice; list each server once")
+        _check_servers(engines, listed)
         if most < 1 or attempts < 1 or misses < 1 or min(check_s, health_s, patience_s) <= 0:
             raise ConfigError("a fleet's most, attempts and misses must be at least 1; check_s, health_s and patience_s over 0")
         self._most, self._misses = most, misses
@@ -571,3 +567,11 @@ class Fleet:
         scores = tuple(await asyncio.to_thread(self._expected_logprobs, CANARY))
         before, self._trainer_label = self._trainer_label, WeightsLabel(None, scores)
         return ExpectedScores(self._trainer_label, self._trainer_label.max_difference(before) if before is not None else 0.0)
+
+
+def _check_servers(engines: Sequence[RemoteEngine], listed: EngineList | None) -> None:
+    if not engines and listed is None:
+        raise ConfigError("a fleet needs at least one server, or a list of servers")
+    urls = Counter(engine.url for engine in engines)
+    if twice := [url for url, count in urls.items() if count > 1]:
+        raise ConfigError(f"a fleet has {twice[0]} twice; list each server once")

@@ -454,7 +454,7 @@ class ManagedFleet(Fleet):
 
     def add(self, engine: RemoteEngine) -> None:
         """Raise `ConfigError`: this run starts its own servers."""
-        raise ConfigError("servers join a fleet that the run does not start: set engine.urls or engine.list")
+        raise ConfigError("servers join a fleet that the run does not start: set engine.urls or engine.urls_file")
 
     async def close(self) -> None:
         """Close the connections and end the servers."""
