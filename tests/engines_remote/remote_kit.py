@@ -17,6 +17,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from array import array
@@ -71,6 +72,8 @@ class State:
         self.seen: list[dict] = []
         self.rng = random.Random(os.environ.get("KIT_DRAWS"))
         self.paused = False
+        self.changed = threading.Condition()
+        """Held by each request: a reply has the weights and the version of one moment, and waits while the server is paused."""
         self.adapters: dict[str, list[list[float]]] = {}
         """What it answers by each."""
         self.drafts = {"draft": 0, "accepted": 0}
@@ -235,21 +238,25 @@ class Handler(BaseHTTPRequestHandler):
         if asked and state.kind == "vllm" and body["model"] not in (MODEL, *state.adapters):
             return self.say({"error": {"message": f"The model `{body['model']}` does not exist.", "code": 404}}, 404)
         fault = state.faults.pop(0) if asked and not scoring and state.faults else {}
-        return self.answer(handle, body, fault)
+        return self.answer(handle, body, fault, samples=asked)
 
-    def answer(self, handle, body, fault):
+    def answer(self, handle, body, fault, samples):
         kind = fault.get("kind")
         if kind == "status":
             return self.say({"error": "no"}, fault["status"])
-        if kind == "slow":
-            time.sleep(fault["seconds"])
-            kind = None
         if kind == "hang":
             return self.wait(fault["seconds"])
         if kind == "reset":
             self.close_connection = True
             return self.connection.close()
-        answer = handle(body)
+        with STATE.changed:
+            if samples:
+                STATE.changed.wait_for(lambda: not STATE.paused or STATE.gone)
+            answer = handle(body)
+            STATE.changed.notify_all()
+        if kind == "slow":
+            time.sleep(fault["seconds"])
+            kind = None
         if answer is None:
             return None
         if kind == "garbage":

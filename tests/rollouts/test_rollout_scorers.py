@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib
 import os
 import pickle
 import resource
@@ -129,13 +130,14 @@ def test_a_process_with_more_open_files_than_select_takes_has_them_too():
     assert played.reward not in (None, os.getpid())
 
 
-def test_processes_are_used_again_and_are_not_ours():
+def test_processes_are_used_again_and_are_not_ours(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("turnwise.envs.rewards.workers"), "_STALL_S", 600.0)  # more workers start where rewards hang
     env = tw.tool_env([], reward=tw.rewards(process=tw.RewardPart(process, isolation="process"), here=process))
     played = tw.rollout(env, tasks(24), tw.ScriptedEngine(ENGINE))
     own, apart = ({t.rewards[name] for t in played} for name in ("here", "process"))
     assert own == {os.getpid()}
     assert os.getpid() not in apart
-    assert len(apart) <= 2 * (os.cpu_count() or 1)
+    assert len(apart) <= (os.cpu_count() or 1)
 
 
 def test_parts_of_every_kind_have_the_values_that_they_have_without_a_process():
