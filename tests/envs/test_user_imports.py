@@ -13,7 +13,7 @@ import pytest
 from turnwise.config import EnvConfig
 from turnwise.envs import resolve_env, user_imports
 from turnwise.envs.isolation.process_env import ForkServer
-from turnwise.envs.user_code import load_user_module
+from turnwise.envs.user_code import RemoteException, load_user_module
 from turnwise.errors import ConfigError
 from turnwise.types import Task
 
@@ -235,3 +235,37 @@ def test_stand_ins_in_a_process_of_their_own(framework):
 def test_private_names_need_nothing_loaded_first():
     code = "import turnwise.compat.stand_ins, sys; assert sys.meta_path[0].__name__ == '_PrivateFinder'"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+SCORE = """
+class Score:
+    def __init__(self):
+        self.value = 3
+"""
+
+
+def test_a_process_loads_only_the_files_that_it_needs(tmp_path):
+    """Those of its environment, and those of what it is sent."""
+    loads = "import pathlib, turnwise as tw; pathlib.Path(__file__).with_suffix('.loads').open('a').write('x')\n"
+    game = ENV.format(imports="from math import pi as VALUE", late="math").replace("import WORD", "import tau as WORD")
+    game = game.replace('return f"{VALUE} {WORD}"', "return str(task.info['score'].value)")
+    write(tmp_path, {f"{name}.py": loads + SCORE for name in ("needed", "unused", "changed")} | {"env.py": loads + game})
+    needed, _, changed = (load_user_module(tmp_path / f"{name}.py", "it") for name in ("needed", "unused", "changed"))
+    spec = resolve_env("env.py:Game", base=tmp_path)
+    write(tmp_path, {"changed.py": loads})
+
+    async def isolated():
+        server = ForkServer(spec.factory)
+        env = server()
+        try:
+            found = await env.reset(Task("a", info={"score": needed.Score()}))
+            with pytest.raises(RemoteException, match=r"changed\.py has changed since it was loaded; start the run again"):
+                await env.reset(Task("b", info={"score": changed.Score()}))
+            return found
+        finally:
+            await env.close()
+            await server.close()
+
+    assert asyncio.run(isolated())[0].text == "3"
+    counts = {path.stem: path.read_text() for path in tmp_path.glob("*.loads")}
+    assert counts == {"needed": "xx", "unused": "x", "changed": "x", "env": "xx"}

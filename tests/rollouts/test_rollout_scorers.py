@@ -131,7 +131,8 @@ def test_a_process_with_more_open_files_than_select_takes_has_them_too():
 
 
 def test_processes_are_used_again_and_are_not_ours(monkeypatch):
-    monkeypatch.setattr(importlib.import_module("turnwise.envs.rewards.workers"), "_STALL_S", 600.0)  # more workers start where rewards hang
+    # More workers start where rewards hang.
+    monkeypatch.setattr(importlib.import_module("turnwise.envs.rewards.workers"), "_STALL_S", 600.0)
     env = tw.tool_env([], reward=tw.rewards(process=tw.RewardPart(process, isolation="process"), here=process))
     played = tw.rollout(env, tasks(24), tw.ScriptedEngine(ENGINE))
     own, apart = ({t.rewards[name] for t in played} for name in ("here", "process"))

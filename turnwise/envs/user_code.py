@@ -15,6 +15,8 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from decimal import Decimal
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
@@ -270,8 +272,7 @@ def load_user_module(path: Path, name_in_errors: str) -> ModuleType:
     if not path.is_file():
         near = did_you_mean(path.name, [entry.name for entry in path.parent.glob("*.py")], 0.6)
         raise ConfigError(f"{name_in_errors}: no such file; {near or 'check the path'}")
-    version = hashlib.blake2b(f"{path}\0{path.stat().st_mtime_ns}".encode(), digest_size=6).hexdigest()
-    name = f"{USER_MODULE}{path.stem}_{version}"
+    name = _module_name(path)
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -293,6 +294,34 @@ def load_user_module(path: Path, name_in_errors: str) -> ModuleType:
     finally:
         sys.path.remove(str(path.parent))
     return module
+
+
+def _module_name(path: Path) -> str:
+    """Return the module name of a file's present version."""
+    version = hashlib.blake2b(f"{path}\0{path.stat().st_mtime_ns}".encode(), digest_size=6).hexdigest()
+    return f"{USER_MODULE}{path.stem}_{version}"
+
+
+class UserModules(MetaPathFinder, Loader):
+    """Loads files when pickled objects first need them, under the names that their modules have in another process."""
+
+    def __init__(self, files: Mapping[str, str]) -> None:
+        """`files`: file of each module's name."""
+        self._files = files
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Return the spec of a module of the other process."""
+        return ModuleSpec(fullname, self, origin=self._files[fullname]) if fullname in self._files else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Execute the file; `ImportError` if it is not as the other process loaded it."""
+        file = Path(self._files[spec.name])
+        if not file.is_file() or _module_name(file) != spec.name:
+            raise ImportError(f"{file} has changed since it was loaded; start the run again", name=spec.name)
+        return load_user_module(file, str(file))
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: `create_module` executed it."""
 
 
 def _missing(error: BaseException) -> str:

@@ -17,8 +17,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""Default pattern of `ByteLevel`."""
+_GPT2 = r" \p{L}+|\p{L}+|'(?:[stmd]|re|ve|ll)| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""Default pattern of `ByteLevel`, with the most frequent words first, which no other alternative matches."""
 _ASCII = {"L": "a-zA-Z", "Lu": "A-Z", "Ll": "a-z", "N": "0-9", "Nd": "0-9", "M": "", "Lt": "", "Lm": "", "Lo": ""}
 """ASCII characters of Unicode categories."""
 _UNICODE_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
@@ -80,7 +80,7 @@ class CachedBPE:
         if not self._single:
             for cut in self._cuts[1:]:
                 words = [part for word in words for part in cut(word)]
-        if sum(map(len, words)) != len(text):  # the pattern leaves gaps, which are separate words
+        if len("".join(words)) != len(text):  # the pattern leaves gaps, which are separate words
             return None
         ids: list[int] = []
         add = ids.extend  # with words of one or two ids a fourth faster than `chain`

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -122,7 +123,8 @@ class ByteLevelDecoder:
         """
         table = self._table
         if self._strict and not self._space:
-            return b"".join(map(table.__getitem__, ids)).decode("utf-8", "replace")
+            found = itemgetter(*ids)(table) if len(ids) > 1 else [table[i] for i in ids]
+            return b"".join(found).decode("utf-8", "replace")
         texts: list[bytes] = []
         begins = self._space
         for i in ids:

@@ -126,9 +126,9 @@ class _EnvServer:
     def _stop(self, *_: Any) -> None:
         raise _Stop
 
-    def _answer(self, number: int, method: str, *args: Any) -> None:
+    def _answer(self, number: int, method: str, arguments: bytes) -> None:
         try:
-            answer = "ok", self._call(method, *args)
+            answer = "ok", self._call(method, *pickle.loads(arguments))  # sent by the parent process, hence trusted
         except InvalidAction as mistake:
             answer = "invalid", words(mistake)
         except BaseException as error:
@@ -144,6 +144,8 @@ class _EnvServer:
             return self._reset(*args)
         if method == "score":
             return self._score(*args)
+        if method == "restore":
+            args = (pickle.loads(args[0]),)
         env = self._env
         assert env is not None
         result = self._settle(getattr(env, method)(*args))
@@ -185,16 +187,16 @@ class _EnvServer:
         data = pickle.dumps(value)
         self._sock.sendall(HEAD.pack(MARK, number, len(data)) + data)
 
-    def _receive(self) -> tuple[Any, ...] | None:
+    def _receive(self) -> tuple[int, str, bytes] | None:
+        """Return number, method and pickled arguments of the next request; None at the end."""
         head = self._stream.read(HEAD.size)
         if len(head) < HEAD.size:
             return None
         _, number, size = HEAD.unpack(head)
-        data = self._stream.read(size)
-        if len(data) < size:
+        data = io.BytesIO(self._stream.read(size))
+        if len(data.getbuffer()) < size:
             return None
-        method, *args = pickle.loads(data)  # sent by the parent process, hence trusted
-        return (number, method, pickle.loads(args[0])) if method == "restore" else (number, method, *args)
+        return number, pickle.load(data), data.read()
 
 
 def _number(value: Any) -> Any:
@@ -341,10 +343,9 @@ def _load(setup: dict[str, Any]) -> Callable[[], Env]:
     """Load the factory; on failure return one that raises in each process, where the error is reported."""
     try:
         spawn.prepare(setup["preparation"])
-        from turnwise.envs.user_code import load_user_module
+        from turnwise.envs.user_code import UserModules
 
-        for file in setup["files"]:
-            load_user_module(Path(file), file)
+        sys.meta_path.append(UserModules(setup["files"]))
         found: Callable[[], Env] = pickle.loads(setup["factory"])
         return found
     except BaseException as error:

@@ -154,9 +154,8 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         preparation = spawn.get_preparation_data("turnwise-env")
         preparation.pop("authkey", None)
-        loaded = [m for name, m in list(sys.modules.items()) if name.startswith(USER_MODULE)]
+        files = {name: str(m.__file__) for name, m in list(sys.modules.items()) if name.startswith(USER_MODULE)}
         self.starts += 1
-        files = [str(m.__file__) for m in loaded]
         setup = {"preparation": preparation, "files": files, "factory": self._factory, "folder": self._folder}
         with theirs:
             path = os.pathsep.join(dict.fromkeys([entry or os.getcwd() for entry in sys.path]))
@@ -294,7 +293,7 @@ class ProcessEnv(Env):
         if self._sock is None:
             raise ProcessDied(f"{self.what} has ended; {method} cannot be called")
         try:
-            data = pickle.dumps((method, *args))
+            data = pickle.dumps(method) + pickle.dumps(args)
             self._asked += 1
         except Exception as error:
             raise EnvError(f"the arguments of {method} cannot be sent to {self.what}: {error}") from error
