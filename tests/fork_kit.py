@@ -13,10 +13,11 @@ import multiprocessing.forkserver
 import multiprocessing.util
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -47,6 +48,32 @@ def run_command(words: list[str], environment: dict[str, str], folder: str, outp
     finally:
         sys.stdout.flush()
         atexit._run_exitfuncs()  # a process of multiprocessing ends without them
+
+
+def run_ranks(work: Callable[..., None], size: int, *arguments: object, timeout: float = 280) -> None:
+    """Call a function in `size` processes that find each other as those of torchrun do; raise if one fails."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    start_server()
+    made = [CONTEXT.Process(target=_run_rank, args=(work, rank, size, port, arguments)) for rank in range(size)]
+    for process in made:
+        process.start()
+    try:
+        for process in made:
+            process.join(timeout)
+        assert [process.exitcode for process in made] == [0] * size
+    finally:
+        for process in made:
+            process.kill()
+
+
+def _run_rank(work: Callable[..., None], rank: int, size: int, port: int, arguments: tuple[object, ...]) -> None:
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    try:
+        work(*arguments)
+    finally:
+        atexit._run_exitfuncs()
 
 
 class Forked:

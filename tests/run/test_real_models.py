@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,8 +164,6 @@ def test_full_disk_keeps_the_last_checkpoint(tmp_path: Path, recipe: Path) -> No
     model = make("Qwen3", tmp_path / "model")
     root = Path(__file__).resolve().parents[2]
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    run = partial(subprocess.run, env=environment, capture_output=True, text=True, check=False)
-    base = [sys.executable, "-m", "turnwise.cli.main", "train"]
     out, peace = tmp_path / "run", tmp_path / "peace"
     words = ["--model.path", str(model), "--display", "none"]
     assert main(["train", str(recipe), "--out", str(peace), *words]) == 0
@@ -178,14 +175,18 @@ def test_full_disk_keeps_the_last_checkpoint(tmp_path: Path, recipe: Path) -> No
     good = (out / "checkpoints" / "step-00001" / "model.safetensors").read_bytes()
     most = (peace / "journal.jsonl").stat().st_size + 4096
     limit = max(most, len(good) // 2)
-    full = run(
-        [*base, "--resume", str(out), "--display", "none"],
+    again = ["train", "--resume", str(out), "--display", "none"]
+    full = subprocess.run(
+        [sys.executable, "-m", "turnwise.cli.main", *again],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )
     assert full.returncode == 2, full.stderr
     assert full.stderr.count("\n") == 1
     assert "step-00001, remains" in full.stderr
     assert (out / "checkpoints" / "step-00001" / "model.safetensors").read_bytes() == good
-    room = run([*base, "--resume", str(out), "--display", "none"])
-    assert room.returncode == 0, room.stderr
+    assert main(again) == 0
     assert (out / "checkpoints" / "step-00002" / "optimizer.safetensors").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -108,11 +107,11 @@ def lead(source: Path, out: Path, ranks: ProcessRanks) -> None:
     ranks.stop_workers()
 
 
-if __name__ == "__main__":
+def play_all(source: Path, out: Path, cases: list[str]) -> None:
+    """What a rank does."""
     torch.set_num_threads(1)
     joined = ProcessRanks()
-    Path(sys.argv[2]).mkdir(exist_ok=True)
-    lead(Path(sys.argv[1]), Path(sys.argv[2]), joined)
-    for name in sys.argv[3:]:
-        play(name, Path(sys.argv[1]), Path(sys.argv[2]), joined)
+    lead(source, out, joined)
+    for name in cases:
+        play(name, source, out, joined)
     joined.leave()

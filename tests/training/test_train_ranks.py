@@ -1,4 +1,4 @@
-"""Two processes that train one model, under torchrun with FSDP2, against one process."""
+"""Two processes that train one model with FSDP2, against one process. `run/test_ranks_run.py` starts them by torchrun."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import ranks_worker
 import torch
+from fork_kit import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks_worker import CASES, HALF, IDS, STEPS, steps_of
@@ -38,8 +39,7 @@ def both(tiny_dir, tmp_path_factory):
     """What two ranks and one came to, for every case."""
     pytest.importorskip("peft")
     two, one = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("one")
-    done = torchrun(HERE / "ranks_worker.py", tiny_dir, two, *CASES)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(ranks_worker.play_all, 2, tiny_dir, two, list(CASES))
     for case in CASES:
         ranks_worker.play(case, tiny_dir, one, Ranks())
     return two, one
