@@ -22,9 +22,10 @@ from turnwise.proxy.anthropic import FIELDS as MESSAGES_FIELDS
 from turnwise.proxy.anthropic import AnthropicMessages
 from turnwise.proxy.chat import FIELDS as CHAT_FIELDS
 from turnwise.proxy.chat import ChatCompletions
+from turnwise.proxy.request_cache import RequestCache
 from turnwise.proxy.responses import FIELDS as RESPONSES_FIELDS
 from turnwise.proxy.responses import Responses
-from turnwise.proxy.wire import IGNORED, REFUSED, Dialect, ImageCache, RequestFault, WireRequest
+from turnwise.proxy.wire import IGNORED, REFUSED, Dialect, RequestFault, WireRequest
 from turnwise.renderers import byte_renderer, load_renderer
 
 REPLIES = [called("look_up", key="a b"), "<think>\nwell\n</think>\n\nIt is é.", "Good bye."]
@@ -287,7 +288,7 @@ def test_media_of_unknown_kinds_and_foreign_urls_are_refused(kind: type[ChatProg
             assert "image" in response.json()["error"]["message"]
             for url in ("https://example.org/a.png", "/etc/passwd", "file:///etc/passwd", "data:text/html;base64,aaaa", None):
                 with pytest.raises(RequestFault):
-                    session.images.of_url(url)
+                    session.cache.of_url(url)
             program.messages.pop()
             program.take((await http.post(program.path, json=program.body())).text)
 
@@ -340,19 +341,24 @@ JSON = st.recursive(
 )
 
 
+def read(dialect: Dialect, body: dict[str, Any]) -> WireRequest:
+    cache = RequestCache()
+    return dialect.read(cache.parse(json.dumps(body).encode(), dialect.rows), cache)
+
+
 @pytest.mark.parametrize("value", [True, 1, "x", [1], {"a": 1}], ids=repr)
 @pytest.mark.parametrize("kind", PROGRAMS)
 def test_every_field_may_have_any_type(kind: type[ChatProgram], value: Any) -> None:
     for name in KEYS:
         with contextlib.suppress(RequestFault):
-            assert isinstance(DIALECTS[kind].read(kind(False).body() | {name: value}, ImageCache()), WireRequest)
+            assert isinstance(read(DIALECTS[kind], kind(False).body() | {name: value}), WireRequest)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(PROGRAMS), st.dictionaries(st.sampled_from(KEYS), JSON, min_size=1, max_size=2))
 def test_a_body_of_any_shape_is_read_or_refused(kind: type[ChatProgram], changed: dict[str, Any]) -> None:
     with contextlib.suppress(RequestFault):
-        assert isinstance(DIALECTS[kind].read(kind(False).body() | changed, ImageCache()), WireRequest)
+        assert isinstance(read(DIALECTS[kind], kind(False).body() | changed), WireRequest)
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
+from turnwise.proxy.request_cache import RequestBody, RequestCache
 from turnwise.proxy.wire import (
-    ImageCache,
     RequestFault,
     WireCall,
     WireMessage,
@@ -43,29 +43,30 @@ class AnthropicMessages:
     name = "messages"
     end_status = 403
     heartbeat = sse({"type": "ping"}, "ping")
+    rows = "messages"
 
-    def read(self, body: Mapping[str, Any], images: ImageCache) -> WireRequest:
+    def read(self, body: RequestBody, cache: RequestCache) -> WireRequest:
         """Read a request's body; raise `RequestFault`."""
         counts: Counter[str] = Counter()
-        check_fields(body, FIELDS, counts)
-        system = [part for part in _texts(body.get("system")) if not part.startswith(_BILLING)]
-        opening = [{"role": "system", "content": "\n".join(system)}] if system else []
-        conversation = [*opening, *rows_of(body.get("messages"), "messages")]
-        messages = images.read_rows(conversation, lambda row: _read_message(row, images))
-        rows = rows_of(body.get("tools") or [], "tools")
+        fields = body.fields
+        check_fields(fields, FIELDS, counts)
+        system = [part for part in _texts(fields.get("system")) if not part.startswith(_BILLING)]
+        opening = {"role": "system", "content": "\n".join(system)} if system else None
+        messages = cache.messages(body, lambda rows: [one for row in rows for one in _read(row, cache)], opening=opening)
+        rows = rows_of(fields.get("tools") or [], "tools")
         schemas = [
             tool_schema(row.get("name"), row.get("description"), row["input_schema"]) for row in rows if "input_schema" in row
         ]
         if len(schemas) < len(rows):
             counts["tools_left_out"] += len(rows) - len(schemas)
-        tools, needs_call = tool_choice(body.get("tool_choice"), schemas)
+        tools, needs_call = tool_choice(fields.get("tool_choice"), schemas)
         return WireRequest(
             messages,
             tools,
-            text_of(body.get("model", ""), "model"),
-            positive(body.get("max_tokens"), "max_tokens"),
-            stop_texts(body.get("stop_sequences"), "stop_sequences"),
-            bool(body.get("stream")),
+            text_of(fields.get("model", ""), "model"),
+            positive(fields.get("max_tokens"), "max_tokens"),
+            stop_texts(fields.get("stop_sequences"), "stop_sequences"),
+            bool(fields.get("stream")),
             needs_call=needs_call,
             counts=counts,
         )
@@ -97,7 +98,7 @@ class AnthropicMessages:
         return sse(self.error(status, text), "error")
 
 
-def _read_message(row: Mapping[str, Any], images: ImageCache) -> list[WireMessage]:
+def _read(row: Mapping[str, Any], cache: RequestCache) -> list[WireMessage]:
     """Return a message of the assistant, or the results of calls and the texts between them in their order."""
     role, content = row.get("role"), row.get("content")
     text: list[Mapping[str, Any]] = [{"type": "text", "text": content}]
@@ -109,27 +110,27 @@ def _read_message(row: Mapping[str, Any], images: ImageCache) -> list[WireMessag
     messages = []
     for is_result, run in groupby(blocks, lambda block: block.get("type") == "tool_result"):
         if is_result:
-            messages += [_result(block, images) for block in run]
+            messages += [_result(block, cache) for block in run]
         else:
-            messages.append(WireMessage(role, join_parts([_part(block, images) for block in run])))
+            messages.append(WireMessage(role, join_parts([_part(block, cache) for block in run])))
     return messages
 
 
-def _part(block: Mapping[str, Any], images: ImageCache) -> ContentPart:
+def _part(block: Mapping[str, Any], cache: RequestCache) -> ContentPart:
     if block.get("type") == "text":
         return text_of(block.get("text"), "the text of a content block")
     source = block.get("source")
     if block.get("type") != "image" or not isinstance(source, Mapping):
         raise unsupported(block)
-    return images.of_base64(source.get("data")) if source.get("type") == "base64" else images.of_url(source.get("url"))
+    return cache.of_base64(source.get("data")) if source.get("type") == "base64" else cache.of_url(source.get("url"))
 
 
-def _result(block: Mapping[str, Any], images: ImageCache) -> WireMessage:
+def _result(block: Mapping[str, Any], cache: RequestCache) -> WireMessage:
     content = block.get("content")
     parts = (
         [content or ""]
         if content is None or isinstance(content, str)
-        else [_part(b, images) for b in rows_of(content, "content")]
+        else [_part(b, cache) for b in rows_of(content, "content")]
     )
     return WireMessage("tool", join_parts(parts), tool_call_id=text_of(block.get("tool_use_id"), "tool_use_id"))
 

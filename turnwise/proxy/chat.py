@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from turnwise.proxy.request_cache import RequestBody, RequestCache
 from turnwise.proxy.wire import (
-    ImageCache,
     RequestFault,
     WireCall,
     WireMessage,
@@ -43,25 +43,27 @@ class ChatCompletions:
     name = "chat"
     end_status = 400
     heartbeat = b": waiting\n\n"
+    rows = "messages"
 
-    def read(self, body: Mapping[str, Any], images: ImageCache) -> WireRequest:
+    def read(self, body: RequestBody, cache: RequestCache) -> WireRequest:
         """Read a request's body; raise `RequestFault`."""
         counts: Counter[str] = Counter()
-        check_fields(body, FIELDS, counts)
-        kind = object_of(body.get("response_format"), "response_format").get("type", "text")
+        fields = body.fields
+        check_fields(fields, FIELDS, counts)
+        kind = object_of(fields.get("response_format"), "response_format").get("type", "text")
         if kind != "text":
             raise RequestFault(f"response_format: {kind!r:.40} is not supported, since nothing constrains sampling")
-        messages = images.read_rows(rows_of(body.get("messages"), "messages"), lambda row: [_message(row, images)])
-        tools, needs_call = tool_choice(body.get("tool_choice"), _tools(body.get("tools"), counts))
-        limits = [positive(body.get(name), name) for name in ("max_tokens", "max_completion_tokens")]
+        messages = cache.messages(body, lambda rows: [_message(row, cache) for row in rows])
+        tools, needs_call = tool_choice(fields.get("tool_choice"), _tools(fields.get("tools"), counts))
+        limits = [positive(fields.get(name), name) for name in ("max_tokens", "max_completion_tokens")]
         return WireRequest(
             messages,
             tools,
-            text_of(body.get("model", ""), "model"),
+            text_of(fields.get("model", ""), "model"),
             min((one for one in limits if one is not None), default=None),
-            stop_texts(body.get("stop"), "stop"),
-            bool(body.get("stream")),
-            bool(object_of(body.get("stream_options"), "stream_options").get("include_usage")),
+            stop_texts(fields.get("stop"), "stop"),
+            bool(fields.get("stream")),
+            bool(object_of(fields.get("stream_options"), "stream_options").get("include_usage")),
             needs_call,
             counts,
         )
@@ -116,11 +118,11 @@ def _tools(value: Any, counts: Counter[str]) -> list[dict[str, Any]]:
     return tools
 
 
-def _message(row: Mapping[str, Any], images: ImageCache) -> WireMessage:
+def _message(row: Mapping[str, Any], cache: RequestCache) -> WireMessage:
     role = row.get("role")
     if role not in _ROLES:
         raise RequestFault(f"a message of role {role!r:.40}; roles are {', '.join(_ROLES)}")
-    content = _content(row.get("content"), images)
+    content = _content(row.get("content"), cache)
     if role == "tool":
         return WireMessage("tool", content, tool_call_id=text_of(row.get("tool_call_id"), "tool_call_id"))
     if role != "assistant":
@@ -137,7 +139,7 @@ def _message(row: Mapping[str, Any], images: ImageCache) -> WireMessage:
     return WireMessage(role, content, calls=tuple(calls), reasoning=reasoning if isinstance(reasoning, str) else None)
 
 
-def _content(value: Any, images: ImageCache) -> str | tuple[ContentPart, ...]:
+def _content(value: Any, cache: RequestCache) -> str | tuple[ContentPart, ...]:
     if value is None or isinstance(value, str):
         return value or ""
     parts: list[ContentPart] = []
@@ -146,7 +148,7 @@ def _content(value: Any, images: ImageCache) -> str | tuple[ContentPart, ...]:
             parts.append(text_of(part.get("text"), "the text of a content part"))
         elif part.get("type") == "image_url":
             url = part.get("image_url")
-            parts.append(images.of_url(url.get("url") if isinstance(url, Mapping) else url))
+            parts.append(cache.of_url(url.get("url") if isinstance(url, Mapping) else url))
         elif part.get("type") == "refusal":
             parts.append(text_of(part.get("refusal"), "a refusal"))
         else:

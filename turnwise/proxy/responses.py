@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import groupby
+from dataclasses import replace
 from typing import Any
 
 from turnwise.proxy.chat import ChatCompletions
+from turnwise.proxy.request_cache import RequestBody, RequestCache
 from turnwise.proxy.wire import (
-    ImageCache,
     RequestFault,
     WireCall,
     WireMessage,
@@ -44,27 +44,28 @@ class Responses:
     name = "responses"
     end_status = 400
     heartbeat = b": waiting\n\n"
+    rows = "input"
 
-    def read(self, body: Mapping[str, Any], images: ImageCache) -> WireRequest:
+    def read(self, body: RequestBody, cache: RequestCache) -> WireRequest:
         """Read a request's body; raise `RequestFault`."""
         counts: Counter[str] = Counter()
-        check_fields(body, FIELDS, counts)
-        kind = object_of(object_of(body.get("text"), "text").get("format"), "text.format").get("type", "text")
+        fields = body.fields
+        check_fields(fields, FIELDS, counts)
+        kind = object_of(object_of(fields.get("text"), "text").get("format"), "text.format").get("type", "text")
         if kind != "text":
             raise RequestFault(f"text.format: {kind!r:.40} is not supported, since nothing constrains sampling")
-        given, instructions = body.get("input"), body.get("instructions")
-        opening = [{"role": "system", "content": text_of(instructions, "instructions")}] if instructions else []
-        items = [{"role": "user", "content": given}] if isinstance(given, str) else rows_of(given, "input")
-        replies = groupby([*opening, *items], _is_of_model)
-        groups = [part for of_model, run in replies for part in ([list(run)] if of_model else [[item] for item in run])]
-        messages = images.read_rows(groups, lambda group: _Input(images, counts).read(group))
-        tools, needs_call = tool_choice(body.get("tool_choice"), _tools(body.get("tools"), counts))
+        given, instructions = fields.get("input"), fields.get("instructions")
+        opening = {"role": "system", "content": text_of(instructions, "instructions")} if instructions else None
+        if isinstance(given, str):
+            body = replace(body, fields={**fields, "input": [{"role": "user", "content": given}]})
+        messages = cache.messages(body, lambda items: _Input(cache, counts).read(items), opening=opening, joins=_is_of_model)
+        tools, needs_call = tool_choice(fields.get("tool_choice"), _tools(fields.get("tools"), counts))
         return WireRequest(
             messages,
             tools,
-            text_of(body.get("model", ""), "model"),
-            positive(body.get("max_output_tokens"), "max_output_tokens"),
-            stream=bool(body.get("stream")),
+            text_of(fields.get("model", ""), "model"),
+            positive(fields.get("max_output_tokens"), "max_output_tokens"),
+            stream=bool(fields.get("stream")),
             needs_call=needs_call,
             counts=counts,
         )
@@ -187,8 +188,8 @@ def _is_of_model(item: Mapping[str, Any]) -> bool:
 class _Input:
     """Reader of input items. Items of the model up to the next item of another author are one message."""
 
-    def __init__(self, images: ImageCache, counts: Counter[str]) -> None:
-        self._images, self._counts = images, counts
+    def __init__(self, cache: RequestCache, counts: Counter[str]) -> None:
+        self._cache, self._counts = cache, counts
         self._messages: list[WireMessage] = []
         self._texts: list[str] = []
         self._reasoning: list[str] = []
@@ -249,7 +250,7 @@ class _Input:
             if part.get("type") in ("input_text", "output_text", "text"):
                 parts.append(text_of(part.get("text"), "the text of a content part"))
             elif part.get("type") == "input_image":
-                parts.append(self._images.of_url(part.get("image_url")))
+                parts.append(self._cache.of_url(part.get("image_url")))
             elif part.get("type") == "refusal":
                 parts.append(text_of(part.get("refusal"), "a refusal"))
             else:

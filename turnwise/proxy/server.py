@@ -17,6 +17,7 @@ from turnwise.engines.server import Call, Endpoint, HttpError, JsonHttpServer
 from turnwise.proxy.anthropic import AnthropicMessages
 from turnwise.proxy.chat import ChatCompletions
 from turnwise.proxy.matching import Exchange
+from turnwise.proxy.request_cache import parse_object
 from turnwise.proxy.responses import Responses
 from turnwise.proxy.session import ProxySession
 from turnwise.proxy.wire import Dialect, RequestFault, WireRequest
@@ -126,7 +127,7 @@ class ProxyServer:
         assert self._recorded is not None
         try:
             name = self._recorded.name_of(call.path.get("token", ""), call.headers, _key(call))
-            self._recorded.end(name, _reward(_parsed(call.body)))
+            self._recorded.end(name, _reward(parse_object(call.body)))
         except RequestFault as fault:
             raise HttpError(fault.status, str(fault)) from None
         return {"ended": name}
@@ -135,7 +136,8 @@ class ProxyServer:
         dialect = AnthropicMessages()
         try:
             session = await self._session(call)
-            return {"input_tokens": await session.count_tokens(dialect.read(_parsed(call.body), session.images))}
+            body = session.cache.parse(call.body, dialect.rows)
+            return {"input_tokens": await session.count_tokens(dialect.read(body, session.cache))}
         except RequestFault as fault:
             return _error(dialect, fault)
 
@@ -143,10 +145,11 @@ class ProxyServer:
         session = None
         try:
             session = await self._session(call)
-            request = dialect.read(_parsed(call.body), session.images)
+            body = session.cache.parse(call.body, dialect.rows)
+            request = dialect.read(body, session.cache)
             retried = call.headers.get(_RETRIES, "0") not in ("", "0")
             agent = self._agent(session, call.headers)
-            task = session.submit(request, dialect.name, call.body, agent, retried=retried)
+            task = session.submit(request, dialect.name, body, agent, retried=retried)
         except RequestFault as fault:
             return _refused(dialect, fault, session)
         await asyncio.wait([task], timeout=HEARTBEAT_S if request.stream else None)
@@ -220,16 +223,6 @@ def _refused(dialect: Dialect, fault: RequestFault, session: ProxySession | None
 def _error(dialect: Dialect, fault: RequestFault) -> Response:
     body = orjson.dumps(dialect.error(fault.status, str(fault)))
     return Response(body, fault.status, {"x-should-retry": "false"}, "application/json")
-
-
-def _parsed(body: bytes) -> Mapping[str, Any]:
-    try:
-        found = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise RequestFault(f"the body is not JSON: {error}") from None
-    if not isinstance(found, Mapping):
-        raise RequestFault(f"the body must be an object, not {type(found).__name__}")
-    return found
 
 
 def _reward(body: Mapping[str, Any]) -> float | None:

@@ -13,7 +13,8 @@ import orjson
 
 from turnwise.errors import LimitReached, MediaError, TemplateError, UsageError
 from turnwise.proxy.matching import Exchange, History
-from turnwise.proxy.wire import UNMET_CHOICE, ImageCache, RequestFault, WireCall, WireReply, WireRequest
+from turnwise.proxy.request_cache import RequestBody, RequestCache
+from turnwise.proxy.wire import UNMET_CHOICE, RequestFault, WireCall, WireReply, WireRequest
 from turnwise.rollouts.agent_function import Model, Reply
 from turnwise.rollouts.conversation import add_counts
 from turnwise.types import Message
@@ -37,7 +38,7 @@ class ProxySession:
         """Names the session in URLs and as an API key."""
         self.model = model
         self.settings = settings or ProxySettings()
-        self.images = ImageCache()
+        self.cache = RequestCache()
         self.history = History()
         self.limit: LimitReached | None = None
         """The limit that ended the episode."""
@@ -68,7 +69,9 @@ class ProxySession:
         """Count in the episode's metrics, as `proxy_<name>`."""
         add_counts(self.model.trajectory, *(f"proxy_{name}" for name in names), by=by)
 
-    def submit(self, request: WireRequest, dialect: str, body: bytes, agent: str, *, retried: bool) -> asyncio.Task[Exchange]:
+    def submit(
+        self, request: WireRequest, dialect: str, body: RequestBody, agent: str, *, retried: bool
+    ) -> asyncio.Task[Exchange]:
         """Return the task that samples the reply to a request, which no client can cancel.
 
         A request that repeats one in flight joins it. One whose reply was not delivered completely, or that is marked as a
@@ -96,13 +99,14 @@ class ProxySession:
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its client may have left
         return task
 
-    def _key(self, request: WireRequest, dialect: str, body: bytes, agent: str) -> Hashable:
+    def _key(self, request: WireRequest, dialect: str, body: RequestBody, agent: str) -> Hashable:
         """Return what equal requests have in common; Codex writes the keys of a retry in another order."""
         known = self._latest.get(agent)
-        if known is not None and len(known[1]) == len(body) and known[0] == request and _sorted(known[1]) == _sorted(body):
+        raw = body.raw
+        if known is not None and len(known[1]) == len(raw) and known[0] == request and _sorted(known[1]) == _sorted(raw):
             return known[2]
-        key = dialect, len(body), hash(body)  # a fifth of the time of BLAKE2 for a long body
-        self._latest[agent] = request, body, key
+        key = dialect, len(raw), body.key
+        self._latest[agent] = request, raw, key
         return key
 
     async def _reply(self, request: WireRequest, agent: str) -> Exchange:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import base64
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from turnwise.errors import TurnwiseError
-from turnwise.types import ContentPart, Image, Message
+from turnwise.types import ContentPart, Message
+
+if TYPE_CHECKING:
+    from turnwise.proxy.request_cache import RequestBody, RequestCache
 
 IGNORED = frozenset(["temperature", "top_p", "top_k", "seed"])
 """Fields that the run's own sampling settings replace; they are counted."""
@@ -25,10 +27,6 @@ REFUSED = frozenset(_REFUSED_FIELDS.split())
 """Fields that change what is sampled or returned, and that no reply here obeys; 0, false and empty values are accepted."""
 UNMET_CHOICE = "tool_choice_unmet"
 """Count of replies without a call where the request required one: nothing constrains sampling."""
-
-
-KEPT_CONVERSATIONS = 8
-"""Conversations of an episode whose messages are kept for requests that continue them; others are read again."""
 
 
 class RequestFault(TurnwiseError):
@@ -108,8 +106,10 @@ class Dialect(Protocol):
     """HTTP status after which the programs that use this API end instead of trying again."""
     heartbeat: bytes
     """Bytes that keep a stream open and mean nothing."""
+    rows: str
+    """Field of a request with its history."""
 
-    def read(self, body: Mapping[str, Any], images: ImageCache) -> WireRequest:
+    def read(self, body: RequestBody, cache: RequestCache) -> WireRequest:
         """Read a request's body; raise `RequestFault`."""
 
     def answer(self, request: WireRequest, reply: WireReply) -> dict[str, Any]:
@@ -123,75 +123,6 @@ class Dialect(Protocol):
 
     def error_event(self, status: int, text: str) -> bytes:
         """Return the piece of a stream that is an error."""
-
-
-@dataclass(slots=True)
-class _Conversation:
-    """Rows of a request, and the messages that were read from them."""
-
-    rows: list[Any] = field(default_factory=list)
-    messages: list[WireMessage] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    """Number of messages up to each row, itself included."""
-    typed: list[tuple[int, str]] = field(default_factory=list)
-    """Rows with other values than texts, and their JSON: for Python `true` and `1` are equal, which matters in calls."""
-
-    def shared(self, rows: list[Any]) -> int:
-        """Return the number of first rows that are equal."""
-        most = min(len(self.rows), len(rows))
-        # Nearly all requests repeat the rows of an earlier one, but for marks in its last row.
-        size = next((size for size in (most, most - 1) if self.rows[:size] == rows[:size]), None) if most else 0
-        if size is None:
-            size = next(at for at in range(most) if self.rows[at] != rows[at])
-        return next((at for at, text in self.typed if at < size and json.dumps(rows[at]) != text), size)
-
-    def add(self, row: Any, messages: list[WireMessage]) -> None:
-        """Add a row and its messages."""
-        if _has_other_than_text(row):
-            self.typed.append((len(self.rows), json.dumps(row)))
-        self.rows.append(row)
-        self.messages += messages
-        self.ends.append(len(self.messages))
-
-
-def _has_other_than_text(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_has_other_than_text, value.values()))
-    return any(map(_has_other_than_text, value)) if isinstance(value, list) else not isinstance(value, str)
-
-
-class ImageCache:
-    """What an episode's requests repeat, read once: equal image data becomes one `Image` object, which is decoded once, and
-    messages with equal ones before them become the same objects."""
-
-    def __init__(self) -> None:
-        self._images: dict[bytes, Image] = {}
-        self._conversations: list[_Conversation] = []
-
-    def read_rows(self, rows: list[Any], read: Callable[[Any], list[WireMessage]]) -> list[WireMessage]:
-        """Return the messages of rows; a message is the object of an earlier request that began with the same rows."""
-        shared = [(one.shared(rows), -number, one) for number, one in enumerate(self._conversations)]
-        known, _, best = max(shared, default=(0, 0, _Conversation()))
-        ends = best.ends[:known]
-        messages, typed = best.messages[: ends[-1] if ends else 0], [one for one in best.typed if one[0] < known]
-        now = _Conversation(best.rows[:known], messages, ends, typed)
-        for row in rows[known:]:
-            now.add(row, read(row))
-        if known and known >= len(best.rows) - 1:  # it goes on; programs change marks of the last row
-            self._conversations.remove(best)
-        self._conversations = [*self._conversations[-KEPT_CONVERSATIONS + 1 :], now]
-        return list(now.messages)
-
-    def of_url(self, url: Any) -> Image:
-        """Return the image of a data URL; nothing is fetched and no file is read."""
-        if not isinstance(url, str) or not url.startswith("data:image/"):
-            raise RequestFault("an image must be a data URL, data:image/png;base64,...; other URLs are not fetched")
-        key = blake2b(url.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        return self._images.setdefault(key, Image(url))
-
-    def of_base64(self, data: Any) -> Image:
-        """Return the image of a file's bytes in base64."""
-        return self.of_url(f"data:image/png;base64,{text_of(data, 'the data of an image')}")
 
 
 def check_fields(body: Mapping[str, Any], known: frozenset[str], counts: Counter[str]) -> None:
