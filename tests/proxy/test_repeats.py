@@ -87,6 +87,7 @@ def expected(raw: bytes) -> tuple[Any, Any, Any]:
 @given(bodies(), st.lists(st.sampled_from([None, {"role": "system"}]), min_size=12, max_size=12))
 @example([json.dumps({"messages": [{"value": value}]}).encode() for value in (True, 1, 1.0, True)], [None] * 12)
 @example([b'{"messages": [{}]}', b'{"messages": [{},]}', b'{"messages": [{} {}]}', b'{"messages": [{}}]}'], [None] * 12)
+@example([b'{"messages": [{}]}', b'{"messages": [{}x{"a": 1}]}', b'{"messages": [{}}}', b'[{"messages": [{}]}]'], [None] * 12)
 @example([b'{"a": {"messages": [{}]}, "messages": [{"b": 1}]}', b'{"messages": [{}], "messages": [{"b": 1}]}'], [None] * 12)
 def test_a_body_is_read_as_one_that_is_parsed_as_one(raws: list[bytes], openings: list[Any]) -> None:
     caches = RequestCache(), RequestCache()
@@ -140,6 +141,15 @@ def test_what_repeats_is_the_same_object_and_what_follows_a_change_is_not() -> N
     for number in range(2 * KEPT_CONVERSATIONS):
         found([user(f"conversation {number}")])
     assert len(cache._conversations) == KEPT_CONVERSATIONS
+
+
+@pytest.mark.parametrize("row", ["1", "[1]", '"a"', "null"])
+def test_a_row_that_is_no_object_is_named_by_its_number(row: str) -> None:
+    cache = RequestCache()
+    cache.messages(cache.parse(b'{"messages": [{"a": 1}, {"b": 2}]}', "messages"), read_all)
+    body = cache.parse(f'{{"messages": [{{"a": 1}}, {{"b": 2}}, {row}, {{}}]}}'.encode(), "messages")
+    with pytest.raises(RequestFault, match=r"messages\[2\] must be an object"):
+        cache.messages(body, read_all)
 
 
 def test_strings_that_never_end_and_deep_lists_take_time_in_proportion() -> None:
