@@ -203,8 +203,8 @@ class TemplateProbe:
         """Find the ending of replies with calls; that of other replies if none with calls can be rendered."""
         result = random_mark()
         for tools in (PROBE_TOOLS, ()):
-            for base, mark in self._placeholders((ASKED,), Message("assistant"), (PROBE_CALL,), tools):
-                last = _after_mark(self.template.render(base, tools), mark)
+            for base, mark, rendered in self._placeholders((ASKED,), Message("assistant"), (PROBE_CALL,), tools):
+                last = _after_mark(rendered, mark)
                 following = self.template.try_render((*base, probe_result(result)), tools, generation_prompt=True)
                 text = _after_mark(following or "", mark)
                 if last is not None and text is not None and result in text:
@@ -270,20 +270,21 @@ class TemplateProbe:
         of_reply, answered = calls_before(reply), calls_before(reply, messages)  # some templates require calls
         for calls in (of_reply,) if of_reply == answered else (of_reply, answered):
             for offered in (tools, ()) if tools else (tools,):
-                for base, mark in self._placeholders(before, reply, calls, offered):
+                for base, mark, rendered in self._placeholders(before, reply, calls, offered):
                     try:
-                        return self._try(base, mark, messages, offered)
+                        return self._try(base, mark, rendered, messages, offered)
                     except TemplateError as problem:
                         refused = refused or problem
         error = f"{self.template.origin}: cannot render the reply that {[m.role for m in messages]} answers"
         raise refused or TemplateError(error)
 
-    def _try(self, base: tuple[Message, ...], mark: str, messages: Sequence[Message], tools: Tools) -> AppendProbe:
+    def _try(
+        self, base: tuple[Message, ...], mark: str, rendered: str, messages: Sequence[Message], tools: Tools
+    ) -> AppendProbe:
         """Derive how messages are appended to a placeholder. Raises `TemplateError` if they cannot be."""
         roles = [m.role for m in messages]
         marks = [random_mark() for _ in messages]
         marked = [replace(m, content=one) for m, one in zip(messages, marks, strict=True)]
-        rendered = self.template.render(base, tools)
         full = self.template.render((*base, *marked), tools, generation_prompt=True)
         tail, text = _after_mark(rendered, mark), _after_mark(full, mark)
         if tail is None or text is None:
@@ -331,8 +332,9 @@ class TemplateProbe:
 
     def _placeholders(
         self, before: Sequence[Message], reply: Message, calls: Sequence[ToolCall], tools: Tools
-    ) -> Iterator[tuple[tuple[Message, ...], str]]:
-        """Yield conversations that end in a placeholder of a reply, each with its last rendered mark; the likeliest first."""
+    ) -> Iterator[tuple[tuple[Message, ...], str, str]]:
+        """Yield conversations that end in a placeholder of a reply, each with its last rendered mark and all that is rendered;
+        the likeliest first."""
         content = not calls or bool(reply.text)
         for with_content in (content, not content) if calls else (True,):
             text, argument = random_mark(), random_mark()
@@ -342,7 +344,7 @@ class TemplateProbe:
             rendered = self.template.try_render(base, tools) or ""
             position, mark = max((rendered.rfind(one), one) for one in (text, argument))
             if position >= 0:
-                yield base, mark
+                yield base, mark, rendered
 
 
 def _after_mark(text: str, mark: str) -> str | None:

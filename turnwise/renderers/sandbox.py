@@ -101,12 +101,15 @@ def charge_size(value: Any, depth: int = 0) -> int:
     elif kind in _CONTAINERS or isinstance(value, (Mapping, list, tuple, set, frozenset)):
         if depth > _MAX_DEPTH:
             raise TemplateBudgetExceeded("the template nests lists too deep")
-        spend(2 * _ITEM)
         items: Iterable[Any] = chain.from_iterable(value.items()) if isinstance(value, Mapping) else value
-        size = _ITEM
+        texts, size = 0, _ITEM
         for item in items:
-            size += charge_size(item, depth + 1)
-        return size
+            if type(item) is str:  # most items; a call for each would take most of the time
+                texts += len(item) + _ITEM
+            else:
+                size += charge_size(item, depth + 1)
+        spend(2 * _ITEM + texts)
+        return size + texts
     else:
         size = len(value) + _ITEM if isinstance(value, str) else _ITEM
     spend(size)
