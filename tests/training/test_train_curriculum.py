@@ -1,6 +1,8 @@
 """Curricula: what samplers draw, what they observe, and that a resumed run draws the same."""
 
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -179,6 +181,21 @@ def test_a_sampler_of_ones_own_is_resumed():
     config = config_of("own.py:Last")
     plan = plan_of(config)
     drawn(plan, 3, lambda id: 0.5)
+    resumed = plan_of(config, state=json.loads(json.dumps(plan.state()["curriculum"])), step=3)
+    assert drawn(resumed, 6, lambda id: 0.5, 3) == drawn(plan, 6, lambda id: 0.5, 3)
+
+
+def test_the_sampler_of_the_documents_is_resumed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "curriculum.md").read_text()
+    (block,) = re.findall(r"```python\n(# mine.py\n.*?)```", page, re.DOTALL)
+    (tmp_path / "mine.py").write_text(block)
+    (recipe,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "r.toml").write_text(recipe)
+    assert load(tmp_path / "r.toml").config.env[0].sampler == "window"
+    config = config_of("mine.py:Newest")
+    plan = plan_of(config)
+    assert len({id for ids in drawn(plan, 3, lambda id: 0.5) for id in ids}) > 7  # of 12
     resumed = plan_of(config, state=json.loads(json.dumps(plan.state()["curriculum"])), step=3)
     assert drawn(resumed, 6, lambda id: 0.5, 3) == drawn(plan, 6, lambda id: 0.5, 3)
 
