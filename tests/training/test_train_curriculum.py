@@ -48,7 +48,7 @@ def config_of(*samplers, key=None, adapt=None, mode="sync", staleness=2, groups=
 
 def plan_of(config, worlds=None, state=None, step=0):
     worlds = worlds or [world(f"w{i}", 12) for i in range(len(config.env))]
-    curriculum = Curriculum.of(config, [each.name for each in worlds])
+    curriculum = Curriculum.of(config, worlds)
     plan = TaskPlan(worlds, steps=9, groups=config.rollout.groups, held_out=0, seed=config.seed, curriculum=curriculum)
     plan.begin(state, step)
     return plan
@@ -73,7 +73,25 @@ def drawn(plan, steps, rate, first=0):
 
 
 def test_uniform_without_adapt_is_no_curriculum():
-    assert Curriculum.of(config_of("uniform", "uniform"), ["a", "b"]) is None
+    assert Curriculum.of(config_of("uniform", "uniform"), [world("a", 7), world("b", 5)]) is None
+
+
+def test_draws_in_passes_are_those_of_before():
+    """Written down before there were samplers."""
+    plan = TaskPlan([world("a", 7), world("b", 5, 0.5)], steps=9, groups=4, held_out=0, seed=3)
+    assert [[choice.task.id[2:] for choice in plan.step(step)] for step in range(4)] == [
+        ["a-0", "a-1", "a-2", "b-0"],
+        ["a-3", "a-4", "b-1", "b-2"],
+        ["a-5", "a-6", "a-2", "b-3"],
+        ["a-2", "a-6", "a-3", "b-4"],
+    ]
+
+
+def test_adapt_without_tables_of_environments_keeps_the_draws_of_one():
+    config = RunConfig(rollout=RolloutConfig(groups=4, adapt=0.5))
+    plain = TaskPlan([world("a", 7)], steps=9, groups=4, held_out=0, seed=0)
+    expected = [[choice.task.id for choice in plain.step(step)] for step in range(6)]
+    assert drawn(plan_of(config, [world("a", 7)]), 6, lambda id: 0.5) == expected
 
 
 def test_uniform_beside_a_sampler_draws_what_it_draws_alone():

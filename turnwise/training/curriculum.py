@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 
 from turnwise.config import RunConfig
 from turnwise.config.schema import EnvConfig
+from turnwise.envs.spec import EnvSpec
 from turnwise.envs.user_code import user_location
 from turnwise.errors import ConfigError, TraceError
 from turnwise.training.samplers import FADE, checked_weights, make_sampler
@@ -67,8 +68,8 @@ def in_passes(size: int, start: int, count: int, seed: int, index: int) -> Itera
 class Lane:
     """Tasks of one environment with their sampler."""
 
-    def __init__(self, env: EnvConfig, name: str) -> None:
-        self.name, self.key, self.weight = name, env.key, env.weight
+    def __init__(self, env: EnvConfig, name: str, weight: float) -> None:
+        self.name, self.key, self.weight = name, env.key, weight
         self._where = f"env.sampler = {env.sampler!r}"
         self.sampler = self.guarded(lambda: make_sampler(env.sampler))
         self.start = 0
@@ -159,8 +160,9 @@ class Lane:
 class Curriculum:
     """Draws of all steps of a run."""
 
-    def __init__(self, config: RunConfig, names: Sequence[str]) -> None:
-        self._lanes = [Lane(env, name) for env, name in zip(config.env, names, strict=True)]
+    def __init__(self, config: RunConfig, env_specs: Sequence[EnvSpec]) -> None:
+        envs = config.env or [EnvConfig()] * len(env_specs)  # given as objects, which have no sampler of their own
+        self._lanes = [Lane(env, spec.name, spec.weight) for env, spec in zip(envs, env_specs, strict=True)]
         self._groups, self._seed, self._success = config.rollout.groups, config.seed, config.eval.success
         self._floor = config.rollout.adapt
         self._lag = config.schedule.staleness if config.schedule.mode == "async" else 0
@@ -169,10 +171,10 @@ class Curriculum:
         self._drawn: dict[int, list[str]] = {}
 
     @classmethod
-    def of(cls, config: RunConfig, names: Sequence[str]) -> Self | None:
+    def of(cls, config: RunConfig, env_specs: Sequence[EnvSpec]) -> Self | None:
         """Return the curriculum of a recipe; None without one, as all tasks then come in passes."""
         plain = config.rollout.adapt is None and all(env.sampler == "uniform" for env in config.env)
-        return None if plain else cls(config, names)
+        return None if plain else cls(config, env_specs)
 
     def begin(self, lanes: Sequence[Sequence[Task]], state: Any, step: int) -> None:
         """Take each environment's tasks and the state of a checkpoint after `step` steps, which is not read at step 0.

@@ -116,7 +116,7 @@ class TrainingRun:
             held_out=config.eval.tasks,
             seed=config.seed,
             overlap=config.eval.overlap == "allowed",
-            curriculum=Curriculum.of(config, [env_spec.name for env_spec in env_specs]),
+            curriculum=Curriculum.of(config, env_specs),
         )
         source = model_directory(config, env_specs, run.path)
         self.checkpoints = Checkpoints(run.checkpoints, source, keep=config.checkpoint.keep)
