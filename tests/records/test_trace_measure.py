@@ -193,6 +193,8 @@ SELDOM = {
     "tree_share": "needs a signal",
     "tree_gain": "needs a signal",
     "tree_unique_share": "needs a signal",
+    "curriculum.<env>.share": "needs a sampler",
+    "curriculum.<env>.pass_rate": "needs a sampler",
     "groups_refilled": "needs train.refill",
     "groups_filtered.<reason>": "needs a filter of slime",
     "lag_mean": "needs tokens of older policies",

@@ -86,6 +86,17 @@ def test_kills_of_a_run_with_effects(tmp_path: Path) -> None:
     assert outcome.steps_repeated <= len(outcome.kills) * 24  # episodes that play at once
 
 
+def test_a_killed_run_draws_the_tasks_of_one_that_was_not(tmp_path: Path) -> None:
+    bench = benchmark()
+    recipe = SMALL.replace('"hop"', '"hop"\nsampler = "window"\nkey = "start"').replace(
+        "[train]\nsteps = 2", "[train]\nsteps = 5"
+    )
+    recipe = bench.with_schedule(f"{recipe}[checkpoint]\nevery = 2\n", "one_step_off")
+    outcome = bench.compare(tmp_path, ["checkpoint", "mid-episode"], recipe)
+    assert outcome.kills, "no kill landed"
+    assert outcome.good
+
+
 INSERTS = """\
 import random
 import turnwise as tw

@@ -129,6 +129,7 @@ PARSERS = (
 )
 """Reply formats, the names of `turnwise.renderers.parsers.PARSERS`."""
 TRACKERS = ("trackio", "wandb", "tensorboard")
+SAMPLERS = ("uniform", "window", "pools", "progress")
 LOSS_SCALES = ("default", "last_round")
 DType = Literal["auto", "float32", "bfloat16"]
 QuantKind = Literal["none", "int4", "fp8"]
@@ -170,6 +171,7 @@ ADVANTAGES: tuple[str, ...] = get_args(Advantage)
 algorithm_error = named(ALGORITHMS)
 advantage_error = named(ADVANTAGES)
 parser_error = named(PARSERS, "")
+sampler_error = named(SAMPLERS, "file.py:Class")
 loss_scale_error = named(LOSS_SCALES)
 tracker_error = named(TRACKERS, "file.py:Class", marks=(".py", ":"))
 
@@ -322,6 +324,13 @@ class EnvConfig(EnvRules):
     """Label of its tasks and metrics; if empty, the built-in name, or the part of `use` after the colon."""
     weight: Annotated[float, bounds(gt=0, remedy="leave an environment out by removing its table")] = 1.0
     """Share of the training groups, relative to the other environments."""
+    sampler: Annotated[
+        str, PathKind.OBJECT, Check(sampler_error), Needs("schedule.selection = complete | fifo", unless=("uniform",))
+    ] = "uniform"
+    """Choice of training tasks: `uniform`, all in passes; `window`, pass rates near a half; `pools`, mostly neither solved nor
+    unsolved at their last play; `progress`, changing pass rates; or `file.py:Class`. A tenth of the draws is uniform."""
+    key: Annotated[str | None, Needs("env.sampler != uniform")] = None
+    """Entry of `Task.info` whose value names a task's kind, for statistics per kind; none keeps them per task."""
     tasks: Annotated[str | None, PathKind.DATA] = None
     """Training tasks: `file.py:function`, a `.jsonl` file or a Hugging Face dataset directory; none asks the environment."""
     eval_tasks: Annotated[str | None, PathKind.DATA] = None
@@ -382,6 +391,9 @@ class RolloutConfig:
     """Tasks per training step."""
     group_size: PositiveInt = 8
     """Episodes per task."""
+    adapt: Annotated[float | None, bounds(gt=0, le=1), Needs("schedule.selection = complete | fifo")] = None
+    """Minimum factor of `env.weight`; above it, weights follow 4 p (1 - p) of the environment's pass rates p. None keeps them.
+    """
     concurrency: PositiveInt = 256
     """Maximum concurrent engine calls; an episode needs none of them while its environment works."""
     environments: PositiveInt | None = None

@@ -57,6 +57,7 @@ class SyncBatches:
     async def next(self, step: int) -> Batch:
         """As `Batches.next`."""
         found: Batch = await self._progress(self._sample(step))
+        self._plan.observe(step, found.trajectories)
         return found
 
     async def _sample(self, step: int) -> Batch:
@@ -84,7 +85,11 @@ class OneStepOffBatches(SyncBatches):
 
     async def next(self, step: int) -> Batch:
         """As `Batches.next`."""
-        found = await super().next(step) if self._following is None else self._following.result()
+        if self._following is None:
+            found = await super().next(step)
+        else:
+            found = self._following.result()
+            self._plan.observe(step, found.trajectories)
         self._following = asyncio.create_task(self._sample(step + 1)) if step + 1 < self._steps else None
         return found
 
@@ -179,6 +184,7 @@ class AsyncBatches:
             self._record({"e": "batch", "step": step, "groups": groups, "keys": keys})
         self._used = {number: used for number, used in self._used.items() if number >= step - self._scheduler.staleness}
         found = [trajectory for group in groups for trajectory in self._found.pop(group)]
+        self._plan.observe(step, found)
         return Batch(found, sum(self._refilled.pop(group, 0) for group in groups))
 
     async def close(self) -> None:
@@ -283,7 +289,7 @@ async def off_loop(work: Callable[[], T]) -> T:
 
 def groups_per_step(plan: TaskPlan, steps: int) -> int:
     """Return the number of groups of each step; raise `ConfigError` when it differs between steps."""
-    sizes = {plan.size(step) for step in range(steps)}
+    sizes = plan.sizes(steps)
     if len(sizes) > 1:
         raise ConfigError(
             f'schedule.mode = "async": steps have from {min(sizes)} to {max(sizes)} groups, because an environment has fewer '

@@ -49,6 +49,7 @@ from turnwise.training.batches import (
     off_loop,
 )
 from turnwise.training.checkpoint import Checkpoints, check_run_template
+from turnwise.training.curriculum import Curriculum
 from turnwise.training.evaluation import EvalResult, play_evaluation, summarize
 from turnwise.training.forward.batch import Ranks
 from turnwise.training.metrics import no_signal_reason, step_row, success_figures, summary_of, write_token_records
@@ -115,6 +116,7 @@ class TrainingRun:
             held_out=config.eval.tasks,
             seed=config.seed,
             overlap=config.eval.overlap == "allowed",
+            curriculum=Curriculum.of(config, env_specs),
         )
         source = model_directory(config, env_specs, run.path)
         self.checkpoints = Checkpoints(run.checkpoints, source, keep=config.checkpoint.keep)
@@ -312,7 +314,9 @@ class TrainingRun:
         self.cursor |= cursor
         self.watch.waiting("checkpoint")
         self.run.sync()  # after a power cut, no checkpoint may outlive the episodes before it
-        self.checkpoints.save(name, self.parts.trainer, self.cursor | {"journal": self.run.journal.mark()}, self._template)
+        self.checkpoints.save(
+            name, self.parts.trainer, self.cursor | self.plan.state() | {"journal": self.run.journal.mark()}, self._template
+        )
         self.watch.waiting("")
 
     def _keep_best(self, step: int, scores: Mapping[str, EvalResult]) -> None:
@@ -413,6 +417,7 @@ class TrainingRun:
         steps = config.train.steps
         self.watch.phase("train", steps, "steps")
         first = int(self.cursor["step"])
+        self.plan.begin(self.cursor.get("curriculum"), first)
         batches = self._batches(first)
         try:
             for step in range(first, steps):
@@ -490,7 +495,7 @@ class TrainingRun:
         self.watch.waiting("optimizer step")
         row = await self._train(trajectories, step, rollout_s) | {"tools_offered": self.rollout.tools_offered}
         row |= {"groups_refilled": refilled} if self.parts.trainer.objective.settings.refill else {}
-        row |= self._failed_plays("train", step)
+        row |= self._failed_plays("train", step) | self.plan.figures
         self.step_success[step + 1] = row["success"]
         self._row(row)
         self.watch.progress(step + 1, row)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from turnwise.config import RunConfig
 from turnwise.envs.resolve import resolve_env
@@ -16,6 +17,7 @@ from turnwise.envs.tasks import check_disjoint
 from turnwise.envs.user_code import passing
 from turnwise.errors import ConfigError, TaskError, TurnwiseError
 from turnwise.rollouts import EpisodeSpec, group_by_task
+from turnwise.training.curriculum import Curriculum, in_passes, split, split_of_step
 from turnwise.training.loss import Objective
 from turnwise.types import EpisodeKey, Task, Trajectory
 
@@ -81,6 +83,7 @@ class TaskPlan:
         held_out: int,
         seed: int,
         overlap: bool = False,
+        curriculum: Curriculum | None = None,
     ) -> None:
         """Plan `groups` tasks per step and up to `held_out` to evaluate on, both over all environments by their weights; raise
         `TaskError` when one has no training tasks, or a task is on both sides. Several `steps` are those of a run that was
@@ -91,7 +94,8 @@ class TaskPlan:
         self._groups = groups
         self._restricted = False
         self._overlap = overlap
-        shares = _shares([env_spec.weight for env_spec in env_specs], held_out)
+        self._curriculum = curriculum
+        shares = split([env_spec.weight for env_spec in env_specs], held_out)
         self.train: list[TaskChoice] = []
         self.held_out: list[TaskChoice] = []
         self._lanes: list[list[TaskChoice]] = []
@@ -118,6 +122,8 @@ class TaskPlan:
         if len(env_specs) > 1 and not overlap:
             check_disjoint([choice.task for choice in self.train], [choice.task for choice in self.held_out])
         self.by_id = {choice.task.id: choice.task for choice in (*self.train, *self.held_out)}
+        self.figures: dict[str, Any] = {}
+        """Metrics of the step observed last."""
         self._weights = [env_spec.weight for env_spec in env_specs]
 
     def notes(self, config: RunConfig) -> Iterator[str]:
@@ -136,7 +142,7 @@ class TaskPlan:
         """Return up to `count` training tasks in proportion to the environments' weights, the same ones each time."""
         total = sum(self._weights)
         limit = min(len(lane) * total / weight for lane, weight in zip(self._lanes, self._weights, strict=True))
-        shares = _shares(self._weights, max(len(self._lanes), min(count, int(limit))))
+        shares = split(self._weights, max(len(self._lanes), min(count, int(limit))))
         return [choice for lane, share in zip(self._lanes, shares, strict=True) for choice in lane[:share]]
 
     def demonstrated(self, env_spec: EnvSpec, count: int) -> list[TaskChoice]:
@@ -160,8 +166,30 @@ class TaskPlan:
         self.train = [choice for lane in self._lanes for choice in lane]
         self.held_out = [choice for choice in self.held_out if choice.task.id in fits]
 
+    def begin(self, state: Any, step: int) -> None:
+        """Begin or continue the curriculum, if there is one, with the state of a checkpoint; raise as `Curriculum.begin`."""
+        if self._curriculum is not None:
+            self._curriculum.begin([[choice.task for choice in lane] for lane in self._lanes], state, step)
+
+    def observe(self, step: int, found: Sequence[Trajectory]) -> None:
+        """Observe all groups of a step, once, before any later step is drawn."""
+        if self._curriculum is not None:
+            self.figures = {"curriculum": self._curriculum.observe(step, group_by_task(found))}
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of the curriculum; empty without one."""
+        return {} if self._curriculum is None else {"curriculum": self._curriculum.state()}
+
+    def sizes(self, steps: int) -> set[int]:
+        """Return the numbers of tasks that the steps of a run can have."""
+        if self._curriculum is not None and self._curriculum.adapts:
+            return {min(self._groups, *map(len, self._lanes)), self._groups}
+        return {self.size(step) for step in range(steps)}
+
     def size(self, number: int) -> int:
         """Return the number of tasks of one step."""
+        if self._curriculum is not None and (drawn := self._curriculum.size(number)) is not None:
+            return drawn
         return sum(min(share, len(lane)) for share, lane in zip(self._draw_shares(number), self._lanes, strict=True))
 
     def group_size(self, number: int, size: int) -> int:
@@ -170,14 +198,19 @@ class TaskPlan:
         return math.ceil(size * self._groups / max(self.size(number), 1))
 
     def step(self, number: int) -> list[TaskChoice]:
-        """Return the distinct tasks of one step by environment weight; a finite source is reshuffled for each pass."""
+        """Return the distinct tasks of one step by environment weight; without a curriculum, a finite source is reshuffled for
+        each pass."""
+        if self._curriculum is not None:
+            choices = {choice.task.id: choice for choice in self.train}
+            return [choices[id] for id in self._curriculum.step(number)]
         shares = self._draw_shares(number)
         chosen: list[TaskChoice] = []
         for index, lane in enumerate(self._lanes):
             start = number * shares[index]
             if len(self._lanes) > 1:
                 start = sum(self._draw_shares(earlier)[index] for earlier in range(number))
-            chosen.extend(self._slice(index, lane, start, min(shares[index], len(lane))))
+            count = min(shares[index], len(lane))
+            chosen.extend(lane[place] for place in in_passes(len(lane), start, count, self._seed, index))
         return chosen
 
     def refill(self, number: int, turn: int, used: Sequence[TaskChoice], flat: Sequence[TaskChoice]) -> list[TaskChoice]:
@@ -193,23 +226,7 @@ class TaskPlan:
         return found
 
     def _draw_shares(self, number: int) -> list[int]:
-        return _shares(self._weights, self._groups, random.Random(f"{self._seed}/shares/{number}"))
-
-    def _slice(self, index: int, lane: Sequence[TaskChoice], start: int, count: int) -> Iterator[TaskChoice]:
-        order: list[int] = []
-        last = -1
-        seen: set[str] = set()
-        while len(seen) < count:
-            turn, place = divmod(start, len(lane))
-            start += 1
-            if turn != last:
-                order, last = list(range(len(lane))), turn
-                if turn:
-                    random.Random(f"{self._seed}/order/{index}/{turn}").shuffle(order)
-            choice = lane[order[place]]
-            if choice.task.id not in seen:  # a step may span two passes
-                seen.add(choice.task.id)
-                yield choice
+        return split_of_step(self._weights, self._groups, self._seed, number)
 
 
 FEWEST_EPISODES = 64
@@ -224,21 +241,6 @@ def eval_samples(tasks: int, asked: int, samples: int) -> int:
 def planned_steps(totals: Sequence[int], step: int) -> int:
     """Return how many steps the run had when it came to `step` (from 0), of its totals before and after each extension."""
     return min((total for total in totals if total > step), default=totals[-1])
-
-
-def _shares(weights: Sequence[float], total: int, rng: random.Random | None = None) -> list[int]:
-    """Split `total` into integers proportional to weights; the remainder goes to the largest fractions, or by lot."""
-    exact = [weight * total / sum(weights) for weight in weights]
-    shares = [int(value) for value in exact]
-    fractions = [value - share for value, share in zip(exact, shares, strict=True)]
-    for _ in range(total - sum(shares)):
-        if rng is None:
-            index = max(range(len(fractions)), key=fractions.__getitem__)
-        else:
-            index = rng.choices(range(len(fractions)), [max(value, 1e-9) for value in fractions])[0]
-        shares[index] += 1
-        fractions[index] = 0.0
-    return shares
 
 
 def make_env_specs(config: RunConfig) -> list[EnvSpec]:
