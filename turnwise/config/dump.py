@@ -36,6 +36,9 @@ def placement(config: RunConfig) -> list[str]:
     found = [f"{len(engine.urls)} at {', '.join(engine.urls)}"] if engine.urls else []
     found += [f"those that {engine.urls_file} lists"] if engine.urls_file is not None else []
     where = " and ".join(found) or f"{engine.servers} started by the run"
+    if config.engines_on_ray:
+        gpus = f" and {scale.ray_engine_gpus:g} GPUs" if scale.ray_engine_gpus else ""
+        where += f" on the Ray cluster {scale.ray}, each with {scale.ray_engine_cpus:g} CPUs{gpus}"
     lines = [
         "trainer: this process, or those of torchrun",
         f"engine: {'this process' if engine.kind == 'local' else f'{engine.kind} servers, {where}'}",

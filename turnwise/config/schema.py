@@ -695,6 +695,10 @@ class ScaleConfig:
     """Number of workers on the Ray cluster."""
     ray_cpus: Annotated[NonNegativeFloat, Needs("scale.ray given")] = 1.0
     """CPUs that Ray reserves per worker."""
+    ray_engine_cpus: Annotated[PositiveFloat, Needs("scale.ray given")] = 1.0
+    """CPUs that Ray reserves per server that the run starts."""
+    ray_engine_gpus: Annotated[NonNegativeFloat, Needs("scale.ray given")] = 1.0
+    """GPUs that Ray reserves per server that the run starts; 0 starts builds for CPUs."""
     lease_s: Annotated[PositiveFloat, OF_WORKERS] = 15.0
     """Seconds without a word after which a worker is lost and stops by itself; a broken connection is noticed at once."""
     stall_s: Annotated[PositiveFloat | None, OF_WORKERS] = None
@@ -726,3 +730,8 @@ class RunConfig:
     checkpoint: CheckpointConfig = CheckpointConfig()
     track: TrackConfig = TrackConfig()
     scale: ScaleConfig = ScaleConfig()
+
+    @property
+    def engines_on_ray(self) -> bool:
+        """Whether the run starts its servers on the nodes of a Ray cluster."""
+        return self.scale.ray is not None and self.engine.kind in ("vllm", "sglang") and not self.engine.attached

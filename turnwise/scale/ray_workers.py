@@ -24,6 +24,15 @@ AGAIN_S = 0.5
 """Seconds between attempts to reach an actor that Ray restarts."""
 
 
+def connect(scale: ScaleConfig) -> None:
+    """Connect this process to the cluster, unless it is; raise `ConfigError` when there is none."""
+    try:
+        ray.init(address=scale.ray, log_to_driver=False, ignore_reinit_error=True)
+    except (ConnectionError, RayError, RuntimeError, ValueError) as error:
+        why = f"scale.ray = {scale.ray}: no Ray cluster answers ({' '.join(str(error).split())[:200]})"
+        raise ConfigError(f"{why}; start one with ray start --head, or name the address of its head") from None
+
+
 class _Actor:
     """Process of one worker; Ray makes an actor of it."""
 
@@ -37,17 +46,15 @@ class _Actor:
 class RayWorkers:
     """Actors of a run, each kept running until the run ends."""
 
-    def __init__(self, scale: ScaleConfig, *, on_death: Callable[[str, str], None], note: Callable[[str], None]) -> None:
-        """Connect to the cluster; `on_death` receives a worker's name and why it is lost.
+    def __init__(
+        self, scale: ScaleConfig, *, on_death: Callable[[str, str], None], note: Callable[[str], None], shared: bool = False
+    ) -> None:
+        """Connect to the cluster; `on_death` receives a worker's name and why it is lost, and a `shared` connection stays open.
 
         Raises `ConfigError` when there is none.
         """
-        self._scale, self._on_death, self._note = scale, on_death, note
-        try:
-            ray.init(address=scale.ray, log_to_driver=False, ignore_reinit_error=True)
-        except (ConnectionError, RayError, RuntimeError, ValueError) as error:
-            why = f"scale.ray = {scale.ray}: no Ray cluster answers ({' '.join(str(error).split())[:200]})"
-            raise ConfigError(f"{why}; start one with ray start --head, or name the address of its head") from None
+        self._scale, self._on_death, self._note, self._shared = scale, on_death, note, shared
+        connect(scale)
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -88,4 +95,5 @@ class RayWorkers:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        ray.shutdown()
+        if not self._shared:
+            ray.shutdown()
