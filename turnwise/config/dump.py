@@ -45,7 +45,8 @@ def placement(config: RunConfig) -> list[str]:
     ]
     places = [f"workers that join at {scale.listen} (turnwise worker --join)"] if scale.listen is not None else []
     if scale.ray is not None:
-        places.append(f"{scale.ray_workers} workers of {scale.ray_cpus:g} CPUs on the Ray cluster {scale.ray}")
+        workers = "one worker a node" if scale.ray_workers is None else f"{scale.ray_workers} workers"
+        places.append(f"{workers} of {scale.ray_cpus:g} CPUs on the Ray cluster {scale.ray}")
     return [
         *lines,
         f"environments and rewards: {' and '.join(places) or 'this process'}",

@@ -691,8 +691,8 @@ class ScaleConfig:
     with `ray` is a free port of every address. Port 0 is a free one."""
     ray: str | None = None
     """Ray cluster whose nodes run the workers: `auto`, or the address of its head; none uses no Ray (needs the extra `ray`)."""
-    ray_workers: Annotated[PositiveInt, Needs("scale.ray given")] = 2
-    """Number of workers on the Ray cluster."""
+    ray_workers: Annotated[PositiveInt | None, Needs("scale.ray given")] = None
+    """Number of workers on the Ray cluster; none is one on each node, those that join later too."""
     ray_cpus: Annotated[NonNegativeFloat, Needs("scale.ray given")] = 1.0
     """CPUs that Ray reserves per worker."""
     ray_engine_cpus: Annotated[PositiveFloat, Needs("scale.ray given")] = 1.0
