@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwise.config import Limits, ResolvedConfig
+from turnwise.config import Limits, ResolvedConfig, RunConfig
 from turnwise.config.dump import load_run_config, to_json_dict
 from turnwise.config.launch import world_size
 from turnwise.errors import ConfigError, ModelError, TraceError, UsageError
@@ -22,6 +22,7 @@ from turnwise.types import Trajectory
 
 if TYPE_CHECKING:
     from turnwise.engines.remote import ServerCapabilities
+    from turnwise.engines.remote.managed import ServerPlacer
     from turnwise.envs.spec import EnvSpec
     from turnwise.renderers.chat_renderer import ChatRenderer
     from turnwise.renderers.history import History
@@ -109,6 +110,7 @@ def _train(
                 ranks=ranks,
                 extended=resolved.extended,
                 workers=_workers(resolved, specs, run, watch.note, resumed=resumed),
+                placer=_placer(resolved.config, watch.note),
             )
         except UsageError:
             if resume is None:  # so that the corrected command can be rerun
@@ -159,6 +161,17 @@ def _workers(
         return WorkerPool(resolved.config, specs, run, source, recipe=recipe, note=note, resumed=resumed)
 
     return make
+
+
+def _placer(config: RunConfig, note: Callable[[str], None]) -> ServerPlacer | None:
+    """Return what starts the engine's servers on the Ray cluster, or None when they are elsewhere."""
+    if not config.engines_on_ray:
+        return None
+    try:
+        from turnwise.scale.ray_engines import RayEngines
+    except ImportError as error:
+        raise ConfigError(f"scale.ray needs Ray ({error.name} is missing): pip install 'turnwise[ray]'") from None
+    return RayEngines(config.scale, note=note)
 
 
 def join_run(url: str, *, name: str, groups: int, root: Path | None, wait_s: float, note: Callable[[str], None]) -> None:

@@ -73,8 +73,8 @@ def test_every_key_that_declares_a_need_is_refused_alone_and_taken_with_it(tmp_p
             continue
         for name, needs in declared(kind).items():
             default = defaults(kind)[name]
-            numbered = float in union_members(field_types(kind)[name])
-            value = 1.0 if default is None and numbered else other.get(type(default), lambda x: "given")(default)
+            number = next((kind_of for kind_of in (float, int) if kind_of in union_members(field_types(kind)[name])), None)
+            value = number(1) if default is None and number else other.get(type(default), lambda x: "given")(default)
             made = replace(EnvConfig(use="hop") if kind is EnvConfig else kind(), **{name: value})
             env = (made if kind is EnvConfig else EnvConfig(use="hop"),)
             config = replace(RunConfig(env=env), **({} if kind is EnvConfig else {section.name: made}))

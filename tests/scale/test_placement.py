@@ -42,6 +42,27 @@ def test_the_dry_run_ends_with_where_everything_would_run(tmp_path, words, line,
     assert load(again, words).config == load(recipe, words).config
 
 
+def test_the_dry_run_names_the_cluster_of_the_servers(tmp_path, capsys):
+    words = ["--scale.ray=auto", "--engine.kind=vllm", "--engine.servers=4", "--model.heads=1", "--model.kv-heads=1"]
+    assert main(["train", str(write_recipe(tmp_path)), "--dry-run", *words]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert "# engine: vllm servers, 4 started by the run on the Ray cluster auto, each with 1 CPUs and 1 GPUs" in printed
+    assert "# environments and rewards: one worker a node of 1 CPUs on the Ray cluster auto" in printed
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("--engine.update=group", 'must be "disk" or "lora" for servers that the run starts on a Ray cluster'),
+        ("--engine.colocate=true", "is for servers on the trainer's device; leave it out with scale.ray"),
+    ],
+)
+def test_what_servers_on_a_ray_cluster_cannot_do_is_refused(tmp_path, word, why, capsys):
+    words = ["--scale.ray=auto", "--engine.kind=vllm", word]
+    assert main(["train", str(write_recipe(tmp_path)), "--dry-run", *words]) == 2
+    assert why in capsys.readouterr().err
+
+
 def test_the_dry_run_names_the_list_of_servers(tmp_path, capsys):
     words = ["--engine.kind=auto", f"--engine.urls-file={tmp_path / 'engines.txt'}"]
     assert main(["train", str(write_recipe(tmp_path)), "--dry-run", *words]) == 0

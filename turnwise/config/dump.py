@@ -36,13 +36,17 @@ def placement(config: RunConfig) -> list[str]:
     found = [f"{len(engine.urls)} at {', '.join(engine.urls)}"] if engine.urls else []
     found += [f"those that {engine.urls_file} lists"] if engine.urls_file is not None else []
     where = " and ".join(found) or f"{engine.servers} started by the run"
+    if config.engines_on_ray:
+        gpus = f" and {scale.ray_engine_gpus:g} GPUs" if scale.ray_engine_gpus else ""
+        where += f" on the Ray cluster {scale.ray}, each with {scale.ray_engine_cpus:g} CPUs{gpus}"
     lines = [
         "trainer: this process, or those of torchrun",
         f"engine: {'this process' if engine.kind == 'local' else f'{engine.kind} servers, {where}'}",
     ]
     places = [f"workers that join at {scale.listen} (turnwise worker --join)"] if scale.listen is not None else []
     if scale.ray is not None:
-        places.append(f"{scale.ray_workers} workers of {scale.ray_cpus:g} CPUs on the Ray cluster {scale.ray}")
+        workers = "one worker a node" if scale.ray_workers is None else f"{scale.ray_workers} workers"
+        places.append(f"{workers} of {scale.ray_cpus:g} CPUs on the Ray cluster {scale.ray}")
     return [
         *lines,
         f"environments and rewards: {' and '.join(places) or 'this process'}",

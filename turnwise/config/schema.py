@@ -703,10 +703,14 @@ class ScaleConfig:
     with `ray` is a free port of every address. Port 0 is a free one."""
     ray: str | None = None
     """Ray cluster whose nodes run the workers: `auto`, or the address of its head; none uses no Ray (needs the extra `ray`)."""
-    ray_workers: Annotated[PositiveInt, Needs("scale.ray given")] = 2
-    """Number of workers on the Ray cluster."""
+    ray_workers: Annotated[PositiveInt | None, Needs("scale.ray given")] = None
+    """Number of workers on the Ray cluster; none is one on each node, those that join later too."""
     ray_cpus: Annotated[NonNegativeFloat, Needs("scale.ray given")] = 1.0
     """CPUs that Ray reserves per worker."""
+    ray_engine_cpus: Annotated[PositiveFloat, Needs("scale.ray given")] = 1.0
+    """CPUs that Ray reserves per server that the run starts."""
+    ray_engine_gpus: Annotated[NonNegativeFloat, Needs("scale.ray given")] = 1.0
+    """GPUs that Ray reserves per server that the run starts; 0 starts builds for CPUs."""
     lease_s: Annotated[PositiveFloat, OF_WORKERS] = 15.0
     """Seconds without a word after which a worker is lost and stops by itself; a broken connection is noticed at once."""
     stall_s: Annotated[PositiveFloat | None, OF_WORKERS] = None
@@ -738,3 +742,8 @@ class RunConfig:
     checkpoint: CheckpointConfig = CheckpointConfig()
     track: TrackConfig = TrackConfig()
     scale: ScaleConfig = ScaleConfig()
+
+    @property
+    def engines_on_ray(self) -> bool:
+        """Whether the run starts its servers on the nodes of a Ray cluster."""
+        return self.scale.ray is not None and self.engine.kind in ("vllm", "sglang") and not self.engine.attached

@@ -217,6 +217,7 @@ def _engine_rules(config: RunConfig, training: bool) -> Broken:
     if engine.colocate and engine.kind in ("chat", "llamacpp"):
         yield "engine.colocate", 'needs an engine that can release its memory: "local", "vllm" or "sglang"'
     yield from _update_rules(config)
+    yield from _placed_rules(config)
     if engine.kind in ("auto", "llamacpp", "chat") and not engine.attached:
         yield "engine.kind", 'needs engine.urls = ["http://host:port"]; the run can start vllm and sglang'
     if engine.kind == "chat" and not engine.model:
@@ -229,6 +230,17 @@ def _engine_rules(config: RunConfig, training: bool) -> Broken:
         yield "engine.kind", f'{why}; train with "vllm", "sglang" or "local"'
     if training and engine.missing_logprobs == "recompute" and config.train.old_logprobs == "engine":
         yield "engine.missing_logprobs", 'needs train.old_logprobs = "trainer", since the engine\'s are missing'
+
+
+def _placed_rules(config: RunConfig) -> Broken:
+    """Check servers that the run starts on a Ray cluster."""
+    engine = config.engine
+    if not config.engines_on_ray:
+        return
+    if engine.update not in ("disk", "lora"):
+        yield "engine.update", 'must be "disk" or "lora" for servers that the run starts on a Ray cluster'
+    if engine.colocate:
+        yield "engine.colocate", "is for servers on the trainer's device; leave it out with scale.ray"
 
 
 def _quant_rules(config: RunConfig, training: bool) -> Broken:

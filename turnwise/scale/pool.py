@@ -151,7 +151,9 @@ class WorkerPool:
             from turnwise.scale.ray_workers import RayWorkers
         except ImportError as error:
             raise ConfigError(f"scale.ray needs Ray ({error.name} is missing): pip install 'turnwise[ray]'") from None
-        return RayWorkers(self._config.scale, on_death=self._server.lose_named, note=self._note)
+        return RayWorkers(
+            self._config.scale, on_death=self._server.lose_named, note=self._note, shared=self._config.engines_on_ray
+        )
 
     @contextlib.asynccontextmanager
     async def _ray(self) -> AsyncIterator[None]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from turnwise.config import ScaleConfig
 from turnwise.errors import ConfigError
@@ -20,8 +22,19 @@ from turnwise.scale.worker import WorkerProcess
 
 ROOM = 16
 """Groups that a worker plays at once, as `turnwise worker --groups`."""
+NODES_S = 2.0
+"""Seconds between looks at the nodes of the cluster."""
 AGAIN_S = 0.5
 """Seconds between attempts to reach an actor that Ray restarts."""
+
+
+def connect(scale: ScaleConfig) -> None:
+    """Connect this process to the cluster, unless it is; raise `ConfigError` when there is none."""
+    try:
+        ray.init(address=scale.ray, log_to_driver=False, ignore_reinit_error=True)
+    except (ConnectionError, RayError, RuntimeError, ValueError) as error:
+        why = f"scale.ray = {scale.ray}: no Ray cluster answers ({' '.join(str(error).split())[:200]})"
+        raise ConfigError(f"{why}; start one with ray start --head, or name the address of its head") from None
 
 
 class _Actor:
@@ -34,20 +47,27 @@ class _Actor:
         return str(ray.get_runtime_context().get_node_id())
 
 
+def _nodes() -> set[str]:
+    """Return the ids of the cluster's nodes."""
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def _name(node: str) -> str:
+    return f"ray-{node[:8]}"
+
+
 class RayWorkers:
     """Actors of a run, each kept running until the run ends."""
 
-    def __init__(self, scale: ScaleConfig, *, on_death: Callable[[str, str], None], note: Callable[[str], None]) -> None:
-        """Connect to the cluster; `on_death` receives a worker's name and why it is lost.
+    def __init__(
+        self, scale: ScaleConfig, *, on_death: Callable[[str, str], None], note: Callable[[str], None], shared: bool = False
+    ) -> None:
+        """Connect to the cluster; `on_death` receives a worker's name and why it is lost, and a `shared` connection stays open.
 
         Raises `ConfigError` when there is none.
         """
-        self._scale, self._on_death, self._note = scale, on_death, note
-        try:
-            ray.init(address=scale.ray, log_to_driver=False, ignore_reinit_error=True)
-        except (ConnectionError, RayError, RuntimeError, ValueError) as error:
-            why = f"scale.ray = {scale.ray}: no Ray cluster answers ({' '.join(str(error).split())[:200]})"
-            raise ConfigError(f"{why}; start one with ray start --head, or name the address of its head") from None
+        self._scale, self._on_death, self._note, self._shared = scale, on_death, note, shared
+        connect(scale)
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -57,17 +77,38 @@ class RayWorkers:
 
     def start(self, url: str, token: str) -> None:
         """Start the workers of the run at a URL."""
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        free = ray.available_resources().get("CPU", 0.0)
-        self._note(f"Ray: {self._scale.ray_workers} workers on {len(nodes)} nodes")
-        if free < self._scale.ray_workers * self._scale.ray_cpus:
+        nodes, free = _nodes(), ray.available_resources().get("CPU", 0.0)
+        count = self._scale.ray_workers or len(nodes)
+        self._note(f"Ray: {count} workers on {len(nodes)} nodes")
+        if free < count * self._scale.ray_cpus:
             self._note(f"Ray has {free:g} free CPUs: some of the workers wait for more (scale.ray_workers, scale.ray_cpus)")
-        self._tasks = [asyncio.create_task(self._keep(f"ray-{n}", url, token)) for n in range(self._scale.ray_workers)]
+        if self._scale.ray_workers is None:
+            self._tasks = [asyncio.create_task(self._follow_nodes(url, token))]
+        else:
+            self._tasks = [asyncio.create_task(self._keep(f"ray-{n}", url, token, "SPREAD")) for n in range(count)]
 
-    async def _keep(self, name: str, url: str, token: str) -> None:
-        """Keep one worker running until the run ends or refuses it."""
+    async def _follow_nodes(self, url: str, token: str) -> None:
+        """Keep one worker running on each node of the cluster, while nodes join and leave."""
+        kept: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                nodes = await asyncio.to_thread(_nodes)
+                for node in nodes - kept.keys():
+                    place = NodeAffinitySchedulingStrategy(node, soft=False)
+                    kept[node] = asyncio.create_task(self._keep(_name(node), url, token, place))
+                for node in kept.keys() - nodes:
+                    kept.pop(node).cancel()
+                    self._on_death(_name(node), "Ray: its node left")
+                await asyncio.sleep(NODES_S)
+        finally:
+            for task in kept.values():
+                task.cancel()
+            await asyncio.gather(*kept.values(), return_exceptions=True)
+
+    async def _keep(self, name: str, url: str, token: str, place: Any) -> None:
+        """Keep one worker running until the run ends or refuses it; `place` is a scheduling strategy of Ray."""
         # Retries of Ray's own would hide attempts: the pool counts each, and asks again itself.
-        options = {"num_cpus": self._scale.ray_cpus, "max_restarts": -1, "max_task_retries": 0, "scheduling_strategy": "SPREAD"}
+        options = {"num_cpus": self._scale.ray_cpus, "max_restarts": -1, "max_task_retries": 0, "scheduling_strategy": place}
         actor = ray.remote(_Actor).options(**options).remote()
         try:
             while True:
@@ -88,4 +129,5 @@ class RayWorkers:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        ray.shutdown()
+        if not self._shared:
+            ray.shutdown()

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from turnwise.config import RunConfig
 from turnwise.engines import Sampling
@@ -68,6 +68,9 @@ from turnwise.training.trainer.memory import report_memory
 from turnwise.training.warmup import SIGNAL, Gate, cut_note, demonstrations, learning_rate, sample_demos
 from turnwise.types import ROUTES, EpisodeKey, StopReason, Trajectory
 
+if TYPE_CHECKING:
+    from turnwise.engines.remote.managed import ServerPlacer
+
 STOP_STEPS = 5
 """Steps over which the success that ends reinforcement is averaged."""
 
@@ -93,12 +96,13 @@ class TrainingRun:
         ranks: Ranks | None = None,
         extended: Mapping[str, Sequence[int]] = {},
         workers: Callable[[Path], GroupPlayer] | None = None,
+        placer: ServerPlacer | None = None,
     ) -> None:
         """Load all components as rank 0 of `ranks`; start in a fresh directory, else resume (`resumed` if in another process).
 
         `began` has `time.time()` and `time.process_time()` at the start of this process' share; None means now. `extended` has
         the numbers of steps that the run had before it was resumed with more. `workers` returns what plays the groups
-        elsewhere, for the directory of tokenizer and template.
+        elsewhere, for the directory of tokenizer and template; `placer` starts the servers elsewhere.
         """
         self.config, self.env_specs = config, list(env_specs)
         self.run = run
@@ -122,7 +126,9 @@ class TrainingRun:
         self.checkpoints = Checkpoints(run.checkpoints, source, keep=config.checkpoint.keep)
         latest = self.checkpoints.newest()
         self.cursor: dict[str, Any] = dict(latest.cursor) if latest else {"phase": "warmup", "step": 0, "warmed": 0}
-        self.parts = build_components(config, source, run.path, latest.path if latest else None, ranks, on_note=watch.note)
+        self.parts = build_components(
+            config, source, run.path, latest.path if latest else None, ranks, on_note=watch.note, placer=placer
+        )
         own = config.model.template is not None or bool(config.model.template_args)
         self._template = self.parts.renderer.template.source if own else None
         check_run_template(run, self.parts.renderer, resumed=resumed)

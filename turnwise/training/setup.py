@@ -61,6 +61,7 @@ from turnwise.types.messages import as_messages
 
 if TYPE_CHECKING:
     from turnwise.engines.remote import Fleet, RemoteEngine
+    from turnwise.engines.remote.managed import ServerPlacer
     from turnwise.engines.remote.replica import LogprobFunction
 
 
@@ -80,13 +81,14 @@ def make_engine(
     renderer: ChatRenderer,
     run: Path,
     expected_logprobs: LogprobFunction | None = None,
+    placer: ServerPlacer | None = None,
 ) -> SupportsWeightUpdate:
     """Build the engine of `[engine]`; servers managed by the run start with the first update. They read config and tokenizer of
     `source`; the logprobs of `model`, or `expected_logprobs`, of known ids prove that weights arrived."""
     if config.engine.kind == "local":
         return _local(config, model, renderer)
     adapter = cache(lambda: Adapter(model).peft_config()) if config.engine.update == "lora" else None
-    fleet = _fleet(config, source, model, renderer, run, adapter=adapter, expected_logprobs=expected_logprobs)
+    fleet = _fleet(config, source, model, renderer, run, adapter=adapter, expected_logprobs=expected_logprobs, placer=placer)
     _check_kinds(config, {member.engine.kind for member in fleet.members})
     return fleet
 
@@ -164,15 +166,18 @@ def _fleet(
     first: FirstUpdate | None = None,
     adapter: Callable[[], dict[str, Any]] | None = None,
     expected_logprobs: LogprobFunction | None = None,
+    placer: ServerPlacer | None = None,
 ) -> Fleet:
-    """Connect to or start servers; `adapter` returns adapter_config.json for updates of a LoRA adapter of `source`."""
+    """Connect to or start servers, by a `placer` elsewhere; `adapter` returns adapter_config.json for updates of a LoRA adapter
+    of `source`."""
     from turnwise.engines.remote import Fleet
-    from turnwise.engines.remote.managed import HOME, ManagedFleet, ServerProcess, how_to_install
+    from turnwise.engines.remote.managed import HOME, ManagedFleet, PlacedFleet, PlacedServers, ServerProcess, how_to_install
     from turnwise.engines.remote.weight_files import AdapterDirectories, ModelDirectories
 
     engine, limit = config.engine, config.limits.context
     weight, weights_directory = next(model.parameters()), engine.weights or directory / "weights"
-    untie = not engine.attached and not weight.is_cuda
+    gpu = weight.is_cuda if placer is None else config.scale.ray_engine_gpus > 0
+    untie = not engine.attached and not gpu
     packed = config.quant.packed
     if packed and weight.dtype == torch.float32:
         raise ConfigError('quant.packed: servers compute packed weights in bfloat16; set model.dtype = "bfloat16"')
@@ -201,21 +206,24 @@ def _fleet(
             options["tree"] = _tree(engine)
         return Fleet(make_clients(engine, engine.urls, renderer, limit), **options, **_list_of(engine, renderer, limit))
     shape = model.config.get_text_config()
-    if engine.kind == "vllm" and not weight.is_cuda:
+    if engine.kind == "vllm" and not gpu:
         _check_heads(shape)
     home = Path(engine.install_dir) if engine.install_dir is not None else HOME
-    if not (home / engine.kind).is_dir():
+    if placer is None and not (home / engine.kind).is_dir():
         raise ConfigError(
             f"{home / engine.kind}: no environment for {engine.kind}; create it with "
-            f"`{how_to_install(engine.kind, gpu=weight.is_cuda)}`, set engine.install_dir, or set engine.urls to running "
+            f"`{how_to_install(engine.kind, gpu=gpu)}`, set engine.install_dir, or set engine.urls to running "
             "servers"
         )
     context, logs = limit or int(shape.max_position_embeddings), (directory / "engines").absolute()
-    options_of: dict[str, Any] = {"context": context, "gpu": weight.is_cuda, "group": engine.update == "group"}
+    options_of: dict[str, Any] = {"context": context, "gpu": gpu, "group": engine.update == "group"}
     options_of |= {"speculate": engine.speculate, "sleep": engine.colocate}
     if adapter is not None:
         options |= {"base": source.absolute()}
         options_of |= {"lora": config.lora.rank}
+    if placer is not None:
+        servers = PlacedServers(engine.kind, engine.servers, home.absolute(), logs, engine.start_s, options_of, engine.key_env)
+        return PlacedFleet(placer, servers, **options, **_list_of(engine, renderer, context, str(logs / "ray.txt")))
     started = [
         ServerProcess(engine.kind, home, logs / f"{engine.kind}-{number}.log", **options_of) for number in range(engine.servers)
     ]
@@ -262,14 +270,15 @@ def _tree(engine: EngineConfig) -> Any:
     return WeightTree(engine.group_host or "127.0.0.1", relay_port=engine.relay_port or None)
 
 
-def _list_of(engine: EngineConfig, renderer: Any, context: int | None) -> dict[str, Any]:
+def _list_of(engine: EngineConfig, renderer: Any, context: int | None, file: str | None = None) -> dict[str, Any]:
     """Return the options of a fleet whose servers join and leave by a file."""
     from turnwise.engines.remote.engine_list import EngineList
 
-    if engine.urls_file is None:
+    file = file or engine.urls_file
+    if file is None:
         return {}
     connect = partial(_make_client, engine, renderer=renderer, context=context)
-    return {"listed": EngineList(engine.urls_file), "connect": lambda url: connect(url=url)}
+    return {"listed": EngineList(file), "connect": lambda url: connect(url=url)}
 
 
 def score_with_model(model: nn.Module) -> Any:
@@ -365,6 +374,7 @@ def build_components(
     weights: Path | None = None,
     ranks: Ranks | None = None,
     on_note: Callable[[str], None] | None = None,
+    placer: ServerPlacer | None = None,
 ) -> RunComponents:
     """Load a model for the engine and the trainer, resumed from checkpoint `weights`; start the other `ranks`."""
     ranks = ranks or Ranks()
@@ -378,7 +388,7 @@ def build_components(
     if config.quant.train and config.engine.kind != "local":  # a server's logprobs are compared with the trainer's
         quantize_for_training(model, config.quant)
     # The engine comes first: a local one copies weights that the trainer then wraps or shards.
-    engine = make_engine(config, source, model, renderer, run, expected_logprobs if ranks.size > 1 else None)
+    engine = make_engine(config, source, model, renderer, run, expected_logprobs if ranks.size > 1 else None, placer)
     media = MediaStore(run / "media")
     pixels = None if renderer.vision is None else PixelCache(renderer.vision, media)
     trainer = _trainer(config, model, renderer, weights, ranks, pixels, on_note)

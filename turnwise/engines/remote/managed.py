@@ -13,13 +13,14 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from turnwise.engines.remote import vllm_plugin
 from turnwise.engines.remote.base import RemoteEngine
+from turnwise.engines.remote.engine_list import EngineList
 from turnwise.engines.remote.fleet import Fleet
 from turnwise.engines.remote.lora import RANKS
 from turnwise.engines.remote.replica import Replica
@@ -313,12 +314,22 @@ _RUN_WITH_PARENT = (
 class ServerProcess:
     """Server process on a local port."""
 
-    def __init__(self, kind: str, home: Path, log: Path, *, context: int | None, gpu: bool, **settings: int) -> None:
-        """Take the arguments of `start_command`, but the model and the address; `log` is a file for the server's output."""
-        self.kind, self.home, self.log = kind, home, log
+    def __init__(
+        self,
+        kind: str,
+        home: Path,
+        log: Path,
+        *,
+        context: int | None,
+        gpu: bool,
+        host: str = "127.0.0.1",
+        **settings: int,
+    ) -> None:
+        """Take the arguments of `start_command`, but the model and the port; `log` is a file for the server's output."""
+        self.kind, self.home, self.log, self.host = kind, home, log, host
         self._settings: dict[str, Any] = {"context": context, "gpu": gpu} | settings
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+            probe.bind((host, 0))
             self.port = int(probe.getsockname()[1])
         self.starts = 0
         self.up = False
@@ -329,7 +340,7 @@ class ServerProcess:
     @property
     def url(self) -> str:
         """URL of the server."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def pid(self) -> int | None:
@@ -346,7 +357,7 @@ class ServerProcess:
         if self.starts >= MAX_RESTARTS:
             raise EngineError(f"{self.kind} at {self.url} exited {self.starts} times and is not restarted; see {self.log}")
         self.stop()
-        plan = start_command(self.kind, self.home, directory, host="127.0.0.1", port=self.port, **self._settings)
+        plan = start_command(self.kind, self.home, directory, host=self.host, port=self.port, **self._settings)
         if self.kind == "vllm":
             plan.add("--served-model-name turnwise-model", "the same name after a restart from another policy's directory")
         plan.prepare()
@@ -382,6 +393,85 @@ class ServerProcess:
                 return file.read().decode("utf-8", "replace").strip()
         except OSError:
             return ""
+
+
+async def wait_until_up(server: ServerProcess, engine: RemoteEngine, seconds: float) -> None:
+    """Wait until a started server answers its client; raise `UsageError` when it exits, `EngineError` when it is late."""
+    try:
+        async with asyncio.timeout(seconds):
+            while True:
+                with contextlib.suppress(EngineError):
+                    await engine.check_health(5.0)
+                    server.up = True
+                    return
+                if server.ended:
+                    raise UsageError(f"{server.kind} did not start; the end of {server.log}:\n{server.output_tail()}")
+                await asyncio.sleep(0.5)
+    except TimeoutError:
+        raise EngineError(
+            f"{server.kind} did not respond within {seconds:g} s (engine.start_s); the end of {server.log}:\n"
+            f"{server.output_tail()}"
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedServers:
+    """Servers of a run to start on other machines."""
+
+    kind: str
+    count: int
+    home: Path
+    """Parent directory of the server environments, on every machine."""
+    logs: Path
+    start_s: float
+    settings: dict[str, Any]
+    """Further arguments of `ServerProcess`."""
+    key_env: str | None = None
+    """Environment variable with the servers' API key, on every machine."""
+
+
+class ServerPlacer(Protocol):
+    """Starts servers on other machines and lists those that answer."""
+
+    async def start(self, servers: PlacedServers, directory: Callable[[], Path], listed: EngineList) -> None:
+        """Keep the servers running from now on, started with the weights of `directory`; return once one is listed."""
+
+    async def close(self) -> None:
+        """End the servers."""
+
+
+class PlacedFleet(Fleet):
+    """Fleet of servers that this run starts on other machines, where they see the weights' directory under its path.
+
+    A server that died is replaced by a new one, which joins as any other: with the latest weights, verified.
+    """
+
+    def __init__(
+        self, placer: ServerPlacer, servers: PlacedServers, *, listed: EngineList, base: Path | None = None, **options: Any
+    ) -> None:
+        """Take the options of `Fleet`, of which `directories` and `connect` are required; `base` as in `ManagedFleet`."""
+        super().__init__([], listed=listed, **options)
+        self._placer, self._servers, self._servers_list, self._directory = placer, servers, listed, base
+
+    async def update_from(self, source: WeightsSource, *, changed: bool = True) -> None:
+        """Update as `Fleet.update_from`; servers that start from now on start with these weights if they are on disk."""
+        if isinstance(source, DiskWeights):
+            self._directory = source.directory.absolute()
+        await super().update_from(source, changed=changed)
+
+    async def close(self) -> None:
+        """Close the connections and end the servers."""
+        await super().close()
+        await self._placer.close()
+
+    async def _start_servers(self) -> None:
+        if self._directory is None:
+            raise EngineError("the servers start with the first weights; call update before generate")
+        await self._placer.start(self._servers, self._current_directory, self._servers_list)
+
+    def _current_directory(self) -> Path:
+        assert self._directory is not None
+        return self._directory
 
 
 class ManagedFleet(Fleet):
@@ -475,22 +565,7 @@ class ManagedFleet(Fleet):
             raise
 
     async def _wait_until_up(self, server: ServerProcess) -> None:
-        engine = self.members[self.started.index(server)].engine
-        try:
-            async with asyncio.timeout(self.start_s):
-                while True:
-                    with contextlib.suppress(EngineError):
-                        await engine.check_health(5.0)
-                        server.up = True
-                        return
-                    if server.ended:
-                        raise UsageError(f"{server.kind} did not start; the end of {server.log}:\n{server.output_tail()}")
-                    await asyncio.sleep(0.5)
-        except TimeoutError:
-            raise EngineError(
-                f"{server.kind} did not respond within {self.start_s:g} s (engine.start_s); the end of {server.log}:\n"
-                f"{server.output_tail()}"
-            ) from None
+        await wait_until_up(server, self.members[self.started.index(server)].engine, self.start_s)
 
     async def _restart_server(self, member: Replica) -> None:
         server = self.started[self.members.index(member)]
