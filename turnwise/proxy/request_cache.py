@@ -36,21 +36,28 @@ _QUOTE, _OPEN, _OPENS, _CLOSES = ord('"'), ord("{"), b"{[", ord("]")
 Row = Mapping[str, Any]
 
 
-@dataclass(eq=False, slots=True)
 class _Conversation:
     """Rows of a request, and the messages that were read from them."""
 
-    raw: bytes
-    """The rows, from the bracket of their list to the end of the last one."""
-    ends: list[int]
-    """Where each row ends."""
-    hashes: list[int]
-    """Hash of the rows up to each."""
-    sizes: list[int]
-    """Number of messages up to each row; -1 if they may change with the next row."""
-    opening: Row | None
-    """The row before them that another field of the request gives."""
-    messages: list[WireMessage]
+    def __init__(self, opening: Row | None, earlier: _Conversation | None, rows: int, size: int) -> None:
+        """Begin with the first rows of an earlier one, which are `size` messages."""
+        self.opening = opening
+        """The row before them that another field of the request gives."""
+        self.raw = b""
+        """The rows, from the bracket of their list to the end of the last one."""
+        self.ends: list[int] = [] if earlier is None else earlier.ends[:rows]
+        """Where each row ends."""
+        self.hashes: list[int] = [] if earlier is None else earlier.hashes[:rows]
+        """Hash of the rows up to each."""
+        self.sizes: list[int] = [] if earlier is None else earlier.sizes[:rows]
+        """Number of messages up to each row; -1 if they may change with the next row."""
+        self.messages: list[WireMessage] = [] if earlier is None else earlier.messages[:size]
+
+    def go_on(self, rows: int, size: int, body: RequestBody, sizes: list[int], messages: list[WireMessage]) -> None:
+        """Keep the first rows, which are `size` messages, and add those of a body that begins with them."""
+        self.ends[rows:], self.hashes[rows:], self.sizes[rows:] = body.ends or [], body.hashes, sizes
+        self.messages[size:] = messages
+        self.raw = body.raw[body.start : body.start + self.ends[-1]] if self.ends else b""
 
     def shared(self, raw: bytes, start: int, most: int) -> int:
         """Return the number of first rows, at most `most`, with which the rows of a body at `start` begin."""
@@ -142,7 +149,8 @@ class RequestCache:
         opening: Row | None = None,
         joins: Callable[[Row], bool] = lambda row: False,
     ) -> list[WireMessage]:
-        """Return the messages of a body's rows; a message is the object of an earlier request that began with the same rows.
+        """Return the messages of a body that was parsed last; a message is the object of an earlier request that began with the
+        same rows.
 
         Args:
             read: reads consecutive rows.
@@ -152,21 +160,22 @@ class RequestCache:
         earlier, known = body.earlier, body.known
         if earlier is not None and earlier.opening != opening:
             body, earlier, known = RequestCache().parse(body.raw, body.name), None, 0
-        sizes, messages = ([], []) if earlier is None else (earlier.sizes[:known], earlier.messages[: earlier.sizes[known - 1]])
-        if earlier is None and opening is not None:
-            messages += read([opening])
+        size = 0 if earlier is None else earlier.sizes[known - 1]
+        messages = read([opening]) if earlier is None and opening is not None else []
+        sizes: list[int] = []
         for joined, group in groupby(rows_of(body.fields.get(body.name), body.name), joins):
             for rows in [list(group)] if joined else [[row] for row in group]:
                 messages += read(rows)
-                sizes += [-1] * len(rows) if joined else [len(messages)]
+                sizes += [-1] * len(rows) if joined else [size + len(messages)]
+        if earlier is not None and known >= len(earlier.ends) - 1:
+            now = earlier
+            self._conversations.remove(now)
+        else:
+            now = _Conversation(opening, earlier, known, size)
+        now.go_on(known, size, body, sizes, messages)
         if body.ends is not None:
-            ends, hashes = ([], []) if earlier is None else (earlier.ends[:known], earlier.hashes[:known])
-            ends += body.ends
-            raw = body.raw[body.start : body.start + ends[-1]] if ends else b""
-            goes_on = earlier if earlier is not None and known >= len(earlier.ends) - 1 else None
-            others = [one for one in self._conversations if one is not goes_on][-KEPT_CONVERSATIONS + 1 :]
-            self._conversations = [*others, _Conversation(raw, ends, hashes + body.hashes, sizes, opening, messages)]
-        return list(messages)
+            self._conversations = [*self._conversations[-KEPT_CONVERSATIONS + 1 :], now]
+        return list(now.messages)
 
     def of_url(self, url: Any) -> Image:
         """Return the image of a data URL; nothing is fetched and no file is read."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import is_
 from typing import Any
 
 from turnwise.envs.user_code import run_in_thread
@@ -125,6 +126,8 @@ class AgentMediaIntake:
         self._intake = intake
         self._seconds = seconds
         self._stored: dict[int, tuple[weakref.ref[Image | Video], ContentPart]] = {}
+        self._without_media: tuple[Message, ...] = ()
+        """The last conversation without media; the next one mostly begins with the same objects, which are not read again."""
 
     async def __call__(self, messages_or_ids: Messages | Sequence[int]) -> tuple[Message, ...] | list[int]:
         """Return messages as the model receives them; ids are returned unchanged."""
@@ -132,9 +135,15 @@ class AgentMediaIntake:
         items: list[Any] = [] if single else list(messages_or_ids)  # type: ignore[arg-type]
         if items and all(isinstance(item, int) for item in items):
             return items
-        intake = self._intake
+        intake, known = self._intake, self._without_media
+        if known and len(items) >= len(known) and all(map(is_, items, known)):
+            new = items[len(known) :]
+            if set(map(type, new)) <= {Message} and not has_media(new):
+                self._without_media = tuple(items)
+                return self._without_media
         messages = as_messages(items or messages_or_ids)  # type: ignore[arg-type]
         if not has_media(messages):
+            self._without_media = messages
             return messages
         if not intake.has_vision:
             return intake.take_in(messages)
