@@ -1,4 +1,4 @@
-"""Does a curriculum find the tasks that can be learned? Hop with four of five training tasks mislabelled, at equal episodes.
+"""Does a curriculum find the tasks that can be learned? Hop with four of five training tasks mislabeled, at equal episodes.
 
     python benchmarks/curriculum.py                 # three seeds; 6 minutes on two cores
     python benchmarks/curriculum.py --kills 20      # and a run that is killed 20 times

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ import pytest
 
 import turnwise as tw
 from tests.agents.agents_kit import END, MINI, MINI_ENV, STEPS, Outcome, counts, run_program
+from tests.agents.real_programs import installed
 from tests.proxy_kit import called
+from turnwise.proxy import anthropic, chat, responses
+from turnwise.proxy.wire import IGNORED, REFUSED
 
 pytestmark = [pytest.mark.agents, pytest.mark.timeout(300)]
 PROGRAMS = Path(__file__).parent / "programs"
@@ -103,3 +107,21 @@ def test_a_limit_ends_a_program(name: str) -> None:
     outcome = library(name, arguments, reply, limits=tw.Limits(turns=3, turn_tokens=4000))
     assert (outcome.trajectory.stop, len(outcome.trajectory.turns)) == ("max_turns", 3)
     assert outcome.results[0].exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "base", "known"),
+    [
+        ("openai/types/chat/completion_create_params.py", "CompletionCreateParamsBase", chat.FIELDS),
+        ("openai/types/responses/response_create_params.py", "ResponseCreateParamsBase", responses.FIELDS),
+        ("anthropic/types/message_create_params.py", "MessageCreateParamsBase", anthropic.FIELDS),
+        ("anthropic/types/beta/message_create_params.py", "MessageCreateParamsBase", anthropic.FIELDS),
+    ],
+)
+def test_every_field_of_the_official_clients_is_read_ignored_or_refused(file: str, base: str, known: frozenset[str]) -> None:
+    (packages,) = (Path(installed("python")).parents[1] / "lib").glob("python3*/site-packages")
+    classes = [node for node in ast.parse((packages / file).read_text()).body if isinstance(node, ast.ClassDef)]
+    (params,) = (node for node in classes if node.name == base)
+    fields = {row.target.id for row in params.body if isinstance(row, ast.AnnAssign) and isinstance(row.target, ast.Name)}
+    assert len(fields) > 15
+    assert fields <= known | IGNORED | REFUSED | {"n"}

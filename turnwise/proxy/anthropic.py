@@ -30,7 +30,8 @@ from turnwise.types import ContentPart
 
 _KNOWN_FIELDS = """
 model messages system tools tool_choice max_tokens stop_sequences stream metadata thinking service_tier container
-context_management mcp_servers output_config betas speed diagnostics
+context_management mcp_servers output_config betas speed diagnostics cache_control inference_geo user_profile_id workspace_id
+billing_policy fallbacks fallback_credit_token
 """
 FIELDS = frozenset(_KNOWN_FIELDS.split())
 _BILLING = "x-anthropic-billing-header:"

@@ -31,7 +31,8 @@ from turnwise.types import ContentPart
 
 _KNOWN_FIELDS = """
 model messages tools tool_choice parallel_tool_calls max_tokens max_completion_tokens stop stream stream_options user
-metadata store service_tier reasoning_effort verbosity prompt_cache_key safety_identifier response_format modalities
+metadata store service_tier reasoning_effort verbosity prompt_cache_key prompt_cache_options prompt_cache_retention
+safety_identifier response_format modalities moderation
 """
 FIELDS = frozenset(_KNOWN_FIELDS.split())
 _ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -32,7 +32,7 @@ from turnwise.types import ContentPart
 _KNOWN_FIELDS = """
 model input instructions tools tool_choice parallel_tool_calls max_output_tokens max_tool_calls stream stream_options store
 include reasoning text truncation metadata user service_tier prompt_cache_key prompt_cache_retention safety_identifier
-client_metadata
+client_metadata access_programs background_options context_management image moderation prompt_cache_options
 """
 FIELDS = frozenset(_KNOWN_FIELDS.split())
 _ROLES = ("system", "developer", "user", "assistant")

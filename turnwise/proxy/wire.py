@@ -21,7 +21,7 @@ _REFUSED_FIELDS = """
 logit_bias frequency_penalty presence_penalty repetition_penalty length_penalty min_p min_tokens ignore_eos best_of
 use_beam_search stop_token_ids bad_words logits_processors structured_outputs guided_json guided_regex guided_choice
 guided_grammar logprobs top_logprobs functions function_call audio prediction previous_response_id conversation background
-prompt
+prompt web_search_options thread compaction
 """
 REFUSED = frozenset(_REFUSED_FIELDS.split())
 """Fields that change what is sampled or returned, and that no reply here obeys; 0, false and empty values are accepted."""
