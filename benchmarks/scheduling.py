@@ -231,6 +231,9 @@ class Schedule:
         self._group_of |= {choice.task.id: choice.group for choice in found}
         return found
 
+    def observe(self, step: int, found: Sequence[Any]) -> None:
+        """As `TaskPlan.observe`: every task comes once, so nothing is learned of it."""
+
     def tied_groups(self, groups: Any) -> frozenset[str]:
         """As `Objective.tied_groups`: every group has signal."""
         return frozenset()
