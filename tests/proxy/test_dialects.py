@@ -25,7 +25,8 @@ from turnwise.proxy.chat import ChatCompletions
 from turnwise.proxy.request_cache import RequestCache
 from turnwise.proxy.responses import FIELDS as RESPONSES_FIELDS
 from turnwise.proxy.responses import Responses
-from turnwise.proxy.wire import IGNORED, REFUSED, Dialect, RequestFault, WireRequest
+from turnwise.proxy.server import Dialect
+from turnwise.proxy.wire import IGNORED, REFUSED, RequestFault, WireRequest
 from turnwise.renderers import byte_renderer, load_renderer
 
 REPLIES = [called("look_up", key="a b"), "<think>\nwell\n</think>\n\nIt is é.", "Good bye."]

@@ -19,7 +19,8 @@ from turnwise.proxy.anthropic import AnthropicMessages
 from turnwise.proxy.chat import ChatCompletions
 from turnwise.proxy.request_cache import KEPT_CONVERSATIONS, RequestCache
 from turnwise.proxy.responses import Responses
-from turnwise.proxy.wire import Dialect, RequestFault, WireMessage, WireRequest
+from turnwise.proxy.server import Dialect
+from turnwise.proxy.wire import RequestFault, WireMessage, WireRequest
 
 LEAVES = st.sampled_from([True, 1, 1.0, False, 0, None, "1", "", 'a"]}', "\\", "é", ["messages", {}], {"messages": []}])
 ROWS = st.lists(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 from starlette.responses import Response, StreamingResponse
@@ -17,10 +17,10 @@ from turnwise.engines.server import Call, Endpoint, HttpError, JsonHttpServer
 from turnwise.proxy.anthropic import AnthropicMessages
 from turnwise.proxy.chat import ChatCompletions
 from turnwise.proxy.matching import Exchange
-from turnwise.proxy.request_cache import parse_object
+from turnwise.proxy.request_cache import RequestBody, RequestCache, parse_object
 from turnwise.proxy.responses import Responses
 from turnwise.proxy.session import ProxySession
-from turnwise.proxy.wire import Dialect, RequestFault, WireRequest
+from turnwise.proxy.wire import RequestFault, WireReply, WireRequest
 from turnwise.types import is_finite_number
 
 if TYPE_CHECKING:
@@ -33,6 +33,33 @@ _AGENT_HEADERS = ("x-claude-code-agent-id", "x-session-id", "thread-id")
 """Headers by which programs name their agents; the first value of a session, or none, is the main agent's."""
 _RETRIES = "x-stainless-retry-count"
 """Header in which the official clients count retries of a request."""
+
+
+class Dialect(Protocol):
+    """A chat API on the wire."""
+
+    name: str
+    end_status: int
+    """HTTP status after which the programs that use this API end instead of trying again."""
+    heartbeat: bytes
+    """Bytes that keep a stream open and mean nothing."""
+    rows: str
+    """Field of a request with its history."""
+
+    def read(self, body: RequestBody, cache: RequestCache) -> WireRequest:
+        """Read a request's body; raise `RequestFault`."""
+
+    def answer(self, request: WireRequest, reply: WireReply) -> dict[str, Any]:
+        """Return the body of a reply that is not streamed."""
+
+    def events(self, request: WireRequest, reply: WireReply) -> Iterable[bytes]:
+        """Return the pieces of a streamed reply."""
+
+    def error(self, status: int, text: str) -> dict[str, Any]:
+        """Return the body of an error."""
+
+    def error_event(self, status: int, text: str) -> bytes:
+        """Return the piece of a stream that is an error."""
 
 
 class ProxyServer:

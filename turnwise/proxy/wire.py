@@ -5,15 +5,12 @@ from __future__ import annotations
 import base64
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from turnwise.errors import TurnwiseError
 from turnwise.types import ContentPart, Message
-
-if TYPE_CHECKING:
-    from turnwise.proxy.request_cache import RequestBody, RequestCache
 
 IGNORED = frozenset(["temperature", "top_p", "top_k", "seed"])
 """Fields that the run's own sampling settings replace; they are counted."""
@@ -96,33 +93,6 @@ class WireReply:
     def signature(self) -> str:
         """Opaque text that is sent with the reasoning, and replaces it where a program returns only that."""
         return base64.b64encode(f"turnwise:{self.uid}".encode()).decode()
-
-
-class Dialect(Protocol):
-    """A chat API on the wire."""
-
-    name: str
-    end_status: int
-    """HTTP status after which the programs that use this API end instead of trying again."""
-    heartbeat: bytes
-    """Bytes that keep a stream open and mean nothing."""
-    rows: str
-    """Field of a request with its history."""
-
-    def read(self, body: RequestBody, cache: RequestCache) -> WireRequest:
-        """Read a request's body; raise `RequestFault`."""
-
-    def answer(self, request: WireRequest, reply: WireReply) -> dict[str, Any]:
-        """Return the body of a reply that is not streamed."""
-
-    def events(self, request: WireRequest, reply: WireReply) -> Iterable[bytes]:
-        """Return the pieces of a streamed reply."""
-
-    def error(self, status: int, text: str) -> dict[str, Any]:
-        """Return the body of an error."""
-
-    def error_event(self, status: int, text: str) -> bytes:
-        """Return the piece of a stream that is an error."""
 
 
 def check_fields(body: Mapping[str, Any], known: frozenset[str], counts: Counter[str]) -> None:
