@@ -72,8 +72,8 @@ class State:
         self.seen: list[dict] = []
         self.rng = random.Random(os.environ.get("KIT_DRAWS"))
         self.paused = False
-        self.changed = threading.Condition()
-        """Held by each request: a reply has the weights and the version of one moment, and waits while the server is paused."""
+        self.lock = threading.RLock()
+        """Held by each request: a reply has the weights and the version of one moment."""
         self.adapters: dict[str, list[list[float]]] = {}
         """What it answers by each."""
         self.drafts = {"draft": 0, "accepted": 0}
@@ -238,9 +238,9 @@ class Handler(BaseHTTPRequestHandler):
         if asked and state.kind == "vllm" and body["model"] not in (MODEL, *state.adapters):
             return self.say({"error": {"message": f"The model `{body['model']}` does not exist.", "code": 404}}, 404)
         fault = state.faults.pop(0) if asked and not scoring and state.faults else {}
-        return self.answer(handle, body, fault, samples=asked)
+        return self.answer(handle, body, fault)
 
-    def answer(self, handle, body, fault, samples):
+    def answer(self, handle, body, fault):
         kind = fault.get("kind")
         if kind == "status":
             return self.say({"error": "no"}, fault["status"])
@@ -249,11 +249,8 @@ class Handler(BaseHTTPRequestHandler):
         if kind == "reset":
             self.close_connection = True
             return self.connection.close()
-        with STATE.changed:
-            if samples:
-                STATE.changed.wait_for(lambda: not STATE.paused or STATE.gone)
+        with STATE.lock:
             answer = handle(body)
-            STATE.changed.notify_all()
         if kind == "slow":
             time.sleep(fault["seconds"])
             kind = None
