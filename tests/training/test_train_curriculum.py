@@ -12,7 +12,7 @@ from train_kit import M, P, chain
 
 from turnwise.config import load
 from turnwise.config.load import RunConfig
-from turnwise.config.schema import EnvConfig, RolloutConfig, ScheduleConfig
+from turnwise.config.schema import SAMPLERS, EnvConfig, RolloutConfig, ScheduleConfig
 from turnwise.errors import ConfigError, TraceError
 from turnwise.training import TaskPlan
 from turnwise.training.curriculum import Curriculum
@@ -70,6 +70,10 @@ def drawn(plan, steps, rate, first=0):
         found.append([choice.task.id for choice in choices])
         plan.observe(step, played(choices, step, rate))
     return found
+
+
+def test_every_name_of_a_sampler_has_one():
+    assert {"uniform", *BUILT_IN} == set(SAMPLERS)
 
 
 def test_uniform_without_adapt_is_no_curriculum():

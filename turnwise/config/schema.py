@@ -427,7 +427,7 @@ class RolloutConfig:
     space, `off` and `disable` skip it."""
     sanity_every: Annotated[SanityEvery, Needs("rollout.sanity = strict | ignore_strippable")] = "episode"
     """Scope of the comparison: the last turn of an episode, or each turn."""
-    sanity_share: Annotated[Fraction, Needs("rollout.sanity = strict | ignore_strippable")] = 0.03125
+    sanity_share: Annotated[Fraction, Needs("rollout.sanity = strict | ignore_strippable")] = 0.0625
     """Share of episodes compared, selected by their keys; each costs about one full render."""
 
 

@@ -59,9 +59,9 @@ class _Conversation:
         self.messages[size:] = messages
         self.raw = body.raw[body.start : body.start + self.ends[-1]] if self.ends else b""
 
-    def shared(self, raw: bytes, start: int, most: int) -> int:
-        """Return the number of first rows, at most `most`, with which the rows of a body at `start` begin."""
-        rows = bisect_left(range(1, most + 1), True, key=lambda size: not self._begins(raw, start, size))
+    def shared(self, raw: bytes, start: int) -> int:
+        """Return the number of first rows with which the rows of a body at `start` begin."""
+        rows = bisect_left(range(1, len(self.ends) + 1), True, key=lambda size: not self._begins(raw, start, size))
         while rows and self.sizes[rows - 1] < 0:
             rows -= 1
         return rows
@@ -137,7 +137,7 @@ class RequestCache:
         found = [(one.continued(raw, start), one) for one in self._conversations]
         found = [(rows, one) for rows, one in found if rows and one.sizes[rows - 1] >= 0]
         if not found:
-            found = [(one.shared(raw, start, len(one.ends)), one) for one in self._conversations]
+            found = [(one.shared(raw, start), one) for one in self._conversations]
         rows, earlier = max(found, key=lambda pair: pair[0], default=(0, None))
         return (earlier, rows) if rows else (None, 0)
 

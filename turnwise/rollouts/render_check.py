@@ -21,7 +21,7 @@ from turnwise.types import Trajectory
 from turnwise.types.seeds import derive_seed
 
 FILE = "sanity.jsonl"
-SHARE = 1 / 32
+SHARE = 1 / 16
 """Default share of checked episodes; `benchmarks/rollout_loop.py` measures the cost."""
 _BY_DESIGN = ("inline", "history", "truncated", "control_text", "retokenised")
 """Causes counted without a warning: requested by the caller, or different ids with equal text."""

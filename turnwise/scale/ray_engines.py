@@ -20,7 +20,7 @@ from turnwise.engines.remote.capabilities import KINDS
 from turnwise.engines.remote.engine_list import EngineList
 from turnwise.engines.remote.managed import MAX_RESTARTS, PlacedServers, ServerProcess, wait_until_up
 from turnwise.errors import EngineError
-from turnwise.scale.ray_workers import AGAIN_S, connect
+from turnwise.scale.ray_workers import AGAIN_S, cancel, connect
 
 ENDED_S = 0.2
 """Seconds between looks at a server's process."""
@@ -137,9 +137,7 @@ class RayEngines:
 
     async def close(self) -> None:
         """End the servers, their placement group and the connection to the cluster."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(self._tasks)
         self._tasks = []
         if self._group is not None:
             remove_placement_group(self._group)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import ray
@@ -45,6 +45,13 @@ class _Actor:
         os.environ[TOKEN_VARIABLE] = token
         await WorkerProcess(url, name=name, room=ROOM, note=lambda line: print(line, flush=True)).run(patience_s=patience_s)
         return str(ray.get_runtime_context().get_node_id())
+
+
+async def cancel(tasks: Collection[asyncio.Task[None]]) -> None:
+    """Cancel tasks and wait for their end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _nodes() -> set[str]:
@@ -101,9 +108,7 @@ class RayWorkers:
                     self._on_death(_name(node), "Ray: its node left")
                 await asyncio.sleep(NODES_S)
         finally:
-            for task in kept.values():
-                task.cancel()
-            await asyncio.gather(*kept.values(), return_exceptions=True)
+            await cancel(kept.values())
 
     async def _keep(self, name: str, url: str, token: str, place: Any) -> None:
         """Keep one worker running until the run ends or refuses it; `place` is a scheduling strategy of Ray."""
@@ -126,8 +131,6 @@ class RayWorkers:
 
     async def close(self) -> None:
         """End the workers and the connection to the cluster."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(self._tasks)
         if not self._shared:
             ray.shutdown()

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from turnwise.config.schema import SAMPLERS
 from turnwise.envs.resolve import load_object
 from turnwise.errors import ConfigError
 
@@ -106,7 +105,6 @@ class Pools(Rates):
 
 
 BUILT_IN = {"window": Window, "pools": Pools, "progress": Progress}
-assert {"uniform", *BUILT_IN} == set(SAMPLERS)
 
 
 def make_sampler(name: str) -> TaskSampler | None:
