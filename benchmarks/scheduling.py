@@ -238,7 +238,7 @@ class Schedule:
         """As `Objective.tied_groups`: every group has signal."""
         return frozenset()
 
-    settings = SimpleNamespace(refill=0)
+    refill = 0
 
     def run(self) -> Schedule:
         """Run to the end on a clock of its own."""

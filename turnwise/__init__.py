@@ -20,7 +20,7 @@ _NAMES, _load = lazy_names(
     {
         "api": "train",
         "config": "EnvRules Limits tiny",
-        "engines": "Engine Generation Request Sampling ScriptedEngine StopText token_logprobs",
+        "engines": "Engine Generation PolicyEngine Request Sampling ScriptedEngine StopText token_logprobs",
         "envs": (
             "Action ChatJudge Env InlineObservation Judge RewardPart Rewards Scores StatefulTool Step Tool ToolFailure "
             "EnvSpec arithmetic "

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from turnwise.config import EnvConfig, RunConfig
+from turnwise.config import RunConfig
 from turnwise.config.dump import toml_value
-from turnwise.config.fields import describe_type, field_docs, field_type
+from turnwise.config.fields import describe_type, field_docs, field_type, table_lists
 from turnwise.config.load import flatten
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "keys.md"
@@ -22,15 +22,15 @@ def tables() -> str:
     """Return one table per section, in the schema's order."""
     docs = field_docs()
     sections: dict[str, list[str]] = {}
-    for key, value in flatten(RunConfig(env=(EnvConfig(),))):
-        plain = key.replace("env.0.", "env.")
+    for key, value in flatten(RunConfig(**{name: (kind(),) for name, kind in table_lists().items()})):
+        plain = key.replace(".0.", ".")
         section, _, name = plain.rpartition(".")
         kind = describe_type(field_type(key)).replace("|", "\\|")
         meaning = docs[plain].replace("|", "\\|")
         sections.setdefault(section, []).append(f"| `{name}` | {kind} | `{toml_value(value)}` | {meaning} |")
     lines: list[str] = []
     for section, rows in sections.items():
-        head = "At the top" if not section else "`[[env]]`" if section == "env" else f"`[{section}]`"
+        head = "At the top" if not section else f"`[[{section}]]`" if section in table_lists() else f"`[{section}]`"
         about = docs.get(section, "") if section else ""
         lines += [
             f"## {head}",

@@ -193,7 +193,7 @@ def test_a_full_disk_leaves_the_last_good_one(kept, trainer, monkeypatch, fails,
         elif fails == "optimizer":
             patch.setattr(Trainer, "save", full)
         elif fails == "flush":
-            patch.setattr(module, "_flush", full)
+            patch.setattr(module, "flush", full)
         else:
             patch.setattr(Checkpoints, "_publish", full)
         with pytest.raises(TraceError, match=r"step-2 could not be written: the disk (is full|quota)") as caught:

@@ -9,22 +9,27 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from turnwise.config.fields import current_key, current_table, describe_type, field_docs, field_type
+from turnwise.config.fields import current_key, current_table, describe_type, field_docs, field_type, table_lists
 from turnwise.config.load import COMMAND_LINE, ConfigMerge, ResolvedConfig, build, flatten, override, parse_overrides
-from turnwise.config.schema import EnvConfig, RunConfig
+from turnwise.config.schema import RunConfig
 from turnwise.errors import ConfigError
 
 
 def to_toml(resolved: ResolvedConfig) -> str:
     """Return the configuration as TOML that is a valid recipe, with each value's origin as a comment."""
     rows = [(*_place(key), toml_value(value), resolved.origins.get(key, "default")) for key, value in flatten(resolved.config)]
+    for name in table_lists():  # a table's own keys come before its nested tables, which would end it
+        tables = [row for row in rows if row[0][:1] == [name]]
+        tables.sort(key=lambda row: (int(row[0][1]), row[0][2:]))
+        first = next((number for number, row in enumerate(rows) if row[0][:1] == [name]), 0)
+        rows[first : first + len(tables)] = tables
     width = min(48, max((len(name) + len(value) + 3 for _, name, value, _ in rows), default=0))
     lines: list[str] = []
     last: list[str] = []
     for section, name, value, origin in rows:
         if section != last:
-            env = "[[env]]" if len(section) == 2 else f"[env.{section[-1]}]"
-            lines += ["", env if section[0] == "env" else f"[{'.'.join(section)}]"]
+            table = f"[[{section[0]}]]" if len(section) == 2 else f"[{section[0]}.{section[-1]}]"
+            lines += ["", table if section[0] in table_lists() else f"[{'.'.join(section)}]"]
             last = section
         lines.append(f"{name} = {value}".ljust(width) + f"  # {origin}")
     return "\n".join(lines).strip() + "\n"
@@ -118,8 +123,9 @@ def extend_run(run: Path, overrides: Sequence[str]) -> ResolvedConfig:
 def help_keys() -> Iterator[str]:
     """Yield one line per key of a recipe: name, type, default, help."""
     docs = field_docs()
-    for key, value in flatten(RunConfig(env=(EnvConfig(),))):
-        plain = key.replace("env.0.", "env.")
+    tables: dict[str, Any] = {name: (kind(),) for name, kind in table_lists().items()}
+    for key, value in flatten(RunConfig(**tables)):
+        plain = key.replace(".0.", ".")
         kind = f"{describe_type(field_type(key))}; default {toml_value(value)}"
         yield f"--{plain.replace('_', '-')} ({kind}): {docs.get(plain, '')}"
 
@@ -143,7 +149,7 @@ def toml_value(value: Any) -> str:
 def _place(dotted: str) -> tuple[list[str], str]:
     """Return the section of a key and its name there."""
     parts = dotted.split(".")
-    depth = 3 if parts[0] == "env" else 2  # parts before a key of a table of settings, which may contain dots
+    depth = 3 if parts[0] in table_lists() else 2  # parts before a key of a table of settings, which may contain dots
     section = parts[:depth] if len(parts) > depth else parts[:-1]
     return section, _key(".".join(parts[len(section) :]))
 

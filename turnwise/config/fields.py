@@ -11,7 +11,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from turnwise.config.constraints import PathKind, declared, help_texts, path_kinds, with_current_names
-from turnwise.config.schema import EnvConfig, RunConfig
+from turnwise.config.schema import RunConfig
 from turnwise.errors import did_you_mean
 
 
@@ -25,9 +25,9 @@ def field_type(dotted: str) -> Any | None:
     """Return the type of a dotted key (`env.0.args.depth`; a dataclass for a section), or None if the key is unknown."""
     first, *rest = dotted.split(".")
     hint: Any = field_types(RunConfig).get(first)
-    in_env = first == "env" and bool(rest)
-    if in_env:
-        hint = EnvConfig if rest.pop(0).isdecimal() else None
+    in_env = first == "env"
+    if rest and first in table_lists():
+        hint = table_lists()[first] if rest.pop(0).isdecimal() else None
     for part in rest:
         if get_origin(hint) is Mapping:  # a table of settings accepts any key, outside environments one level deep
             return Any if in_env or (part is rest[-1] and part) else None
@@ -36,9 +36,16 @@ def field_type(dotted: str) -> Any | None:
 
 
 @cache
+def table_lists() -> dict[str, Any]:
+    """Return the sections that are lists of tables (`[[env]]`), with the class of one table."""
+    items = ((name, get_args(hint)) for name, hint in field_types(RunConfig).items() if get_origin(hint) is tuple)
+    return {name: args[0] for name, args in items if is_dataclass(args[0])}
+
+
+@cache
 def sections() -> dict[str, Any]:
-    """Return the class of each section; for `env`, that of one environment."""
-    return {name: kind for name, kind in (field_types(RunConfig) | {"env": EnvConfig}).items() if is_dataclass(kind)}
+    """Return the class of each section; for a list of tables, that of one table."""
+    return {name: kind for name, kind in (field_types(RunConfig) | table_lists()).items() if is_dataclass(kind)}
 
 
 def known_keys(section: str = "") -> Iterator[str]:
@@ -82,8 +89,8 @@ def unknown_key(dotted: str, *, flags: bool = False) -> str:
         if not near:
             return f"{error}; {did_you_mean(plain.partition('.')[0], heads) or 'sections are ' + ', '.join(heads)}"
         return f"{error}; did you mean '{spelled(near[0])}'?"
-    if section.startswith("env."):  # in `env.arg.depth`, the middle word is unknown
-        section, key = "env", section.split(".")[1]
+    if section.partition(".")[0] in table_lists() and "." in section:  # in `env.arg.depth`, the middle word is unknown
+        section, key = section.split(".")[:2]
     siblings = {k.rpartition(".")[2]: k for k in known_keys(section)} if section else {k: k for k in (*known_keys(), *heads)}
     elsewhere = {k.rpartition(".")[2]: k for k in known_keys()}
     if key not in siblings and key in elsewhere:  # the same key of another section
@@ -113,7 +120,7 @@ def current_table(table: Mapping[str, Any], where: str, *, notify: bool = True) 
 
 
 def current_key(dotted: str, where: str, *, notify: bool = True) -> str:
-    """Return the current name of a dotted key, with or without an index of environments (`env.0.use`, `env.use`)."""
+    """Return the current name of a dotted key, with or without the index of a table (`env.0.use`, `env.use`)."""
     section, _, rest = dotted.partition(".")
     index, _, key = rest.rpartition(".")
     if section not in sections() or not key or (index and not index.isdecimal()):

@@ -19,10 +19,11 @@ from turnwise.config.fields import (
     field_type,
     known_keys,
     path_kind,
+    table_lists,
     union_members,
     unknown_key,
 )
-from turnwise.config.schema import RunConfig
+from turnwise.config.schema import PolicyConfig, RunConfig
 from turnwise.config.snapshots import is_hub_id, local_model
 from turnwise.config.validation import validate
 from turnwise.errors import ConfigError, did_you_mean
@@ -89,7 +90,7 @@ def load(
 def override(resolved: ResolvedConfig, overrides: Sequence[str], *, training: bool = True) -> ResolvedConfig:
     """Return a configuration with command-line overrides applied; a ConfigError is one line."""
     merged = ConfigMerge()
-    merged.add(asdict(resolved.config) | {"env": [asdict(env) for env in resolved.config.env]}, DEFAULT, where="run")
+    merged.add(to_tree(resolved.config), DEFAULT, where="run")
     merged.origins = dict(resolved.origins)
     given = {merged.override(dotted, text) for dotted, text in parse_overrides(overrides)}
     objects = not resolved.config.env  # of a run of turnwise.train()
@@ -199,15 +200,29 @@ def flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value) for every value of a configuration, in the schema's order."""
     for name in node.__dataclass_fields__:
         value, key = getattr(node, name), prefix + name
-        if name == "env" and not prefix:
-            for index, env in enumerate(value):
-                yield from flatten(env, f"env.{index}.")
+        if name in table_lists() and not prefix:
+            for index, table in enumerate(value):
+                yield from flatten(table, f"{name}.{index}.")
         elif is_dataclass(value):
             yield from flatten(value, f"{key}.")
         elif isinstance(value, Mapping) and value:
             yield from ((f"{key}.{arg}", item) for arg, item in value.items())
         else:
             yield key, value
+
+
+def to_tree(config: RunConfig) -> dict[str, Any]:
+    """Return a configuration as plain values, nested like a recipe."""
+    return asdict(config) | {name: [asdict(table) for table in getattr(config, name)] for name in table_lists()}
+
+
+def config_of(config: RunConfig, policy: PolicyConfig, where: Mapping[str, str] = {}) -> RunConfig:
+    """Return the configuration of one of a run's policies: `[train]` has its own keys. `where` is that of `build`."""
+    if unknown := next((key for key in policy.train if field_type(f"train.{key}") is None), None):
+        raise ConfigError(f"policy {policy.name}: {unknown_key(f'train.{unknown}')}")
+    tree = to_tree(config)
+    tree["train"] |= policy.train
+    return build(tree | {"policy": []}, where)
 
 
 class ConfigMerge:
@@ -223,14 +238,14 @@ class ConfigMerge:
             hint = field_type(name)
             if hint is None:
                 raise ConfigError(f"{where}: {unknown_key(name)}")
-            if name == "env":
+            if name in table_lists():
                 tables = [value] if isinstance(value, dict) else value
                 if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-                    show = _show(value)
-                    raise ConfigError(f"{where}: env = {show} is a section; write [[env]] and under it use = {show}")
-                self.tree["env"] = [{} for _ in tables]
+                    under = f"use = {_show(value)}" if name == "env" else "its keys"
+                    raise ConfigError(f"{where}: {name} = {_show(value)} is a section; write [[{name}]] and under it {under}")
+                self.tree[name] = [{} for _ in tables]
                 for index, table in enumerate(tables):
-                    self._add_section(["env", str(index)], table, origin, where)
+                    self._add_section([name, str(index)], table, origin, where)
             elif not is_dataclass(hint):
                 self.set_value([name], value, origin)
             elif not isinstance(value, dict):
@@ -245,6 +260,10 @@ class ConfigMerge:
             model["path"] = str(local_model(model["path"], model.get("revision")))
         config = build(self.tree, where)
         validate(config, where, file, **checks)
+        for policy in config.policy:
+            if policy.learns:
+                place = {f"train.{key}": f"{file}: policy {policy.name}" for key in policy.train}
+                validate(config_of(config, policy, place), place, file, **checks)
         return ResolvedConfig(config, {key: self.origin(key) for key, _ in flatten(config)}, recipe)
 
     def origin(self, dotted: str) -> str:
@@ -272,8 +291,9 @@ class ConfigMerge:
         dotted = current_key(dotted, COMMAND_LINE)
         if dotted == "env":
             raise ConfigError(f"{COMMAND_LINE}: {flag}: say what of it, --env.use NAME or --env.args.KEY VALUE")
-        if dotted.startswith("env."):
-            dotted = ".".join(["env", *self._index(dotted.split(".")[1:], flag)])
+        section, _, key = dotted.partition(".")
+        if key and section in table_lists():
+            dotted = ".".join([section, *self._index(section, key.split("."), flag)])
         if not text.isprintable() and any("\ud800" <= c <= "\udfff" for c in text):
             raise ConfigError(f"{COMMAND_LINE}: {flag}: the value is not UTF-8 text; write it in UTF-8")
         if field_type(dotted) is None:
@@ -288,20 +308,23 @@ class ConfigMerge:
         self.set_value(parts, value, COMMAND_LINE)
         return dotted
 
-    def _index(self, parts: list[str], flag: str) -> list[str]:
-        envs: list[Any] = self.tree.setdefault("env", [])
+    def _index(self, section: str, parts: list[str], flag: str) -> list[str]:
+        tables: list[Any] = self.tree.setdefault(section, [])
+        noun = "environment" if section == "env" else f"[[{section}]]"
         if not parts[0].isdecimal():
-            if len(envs) > 1:
-                named = ", ".join(f"--env.{i} ({env.get('name') or env.get('use', '?')})" for i, env in enumerate(envs))
-                raise ConfigError(f"{COMMAND_LINE}: {flag}: this run has {len(envs)} environments; choose one: {named}")
+            if len(tables) > 1:
+                names = [table.get("name") or table.get("use", "?") for table in tables]
+                named = ", ".join(f"--{section}.{number} ({name})" for number, name in enumerate(names))
+                some = f"{len(tables)} {noun}s" if section == "env" else f"{len(tables)} tables {noun}"
+                raise ConfigError(f"{COMMAND_LINE}: {flag}: this run has {some}; choose one: {named}")
             parts = ["0", *parts]
-        if int(parts[0]) > len(envs) or len(parts) < 2:
-            have = f"environments 0 to {len(envs) - 1}" if envs else "no environment in the recipe"
-            raise ConfigError(f"{COMMAND_LINE}: {flag}: no such environment; there are {have}")
-        if int(parts[0]) == len(envs):
-            envs.append({})
-        if len(parts) == 2 and parts[1] in ("args", "columns"):
-            raise ConfigError(f"{COMMAND_LINE}: {flag}: set its keys by --env.{parts[1]}.KEY VALUE")
+        if int(parts[0]) > len(tables) or len(parts) < 2:
+            have = f"those from 0 to {len(tables) - 1}" if tables else f"no {noun} in the recipe"
+            raise ConfigError(f"{COMMAND_LINE}: {flag}: no such {noun}; there are {have}")
+        if int(parts[0]) == len(tables):
+            tables.append({})
+        if len(parts) == 2 and get_origin(field_type(f"{section}.0.{parts[1]}")) is Mapping:
+            raise ConfigError(f"{COMMAND_LINE}: {flag}: set its keys by --{section}.{parts[1]}.KEY VALUE")
         return [str(int(parts[0])), *parts[1:]]
 
     def _add_section(self, parts: list[str], table: dict[str, Any], origin: str, where: str) -> None:

@@ -145,7 +145,7 @@ Overlap = Literal["refused", "allowed"]
 Batching = Literal["auto", "rows", "tree"]
 Aggregation = Literal["token", "trajectory", "fixed"]
 VisionTraining = Literal["trained", "frozen"]
-Advantage = Literal["std", "mean", "rloo", "batch", "group_batch"]
+Advantage = Literal["std", "mean", "rloo", "batch", "group_batch", "running"]
 CreditUnit = Literal["trajectory", "turn"]
 OnFailedEpisode = Literal["drop_group", "survivors"]
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -346,6 +346,48 @@ class EnvConfig(EnvRules):
     """Settings of the environment, checked against its signature."""
 
 
+def _policy_name_error(name: str) -> str:
+    fits = re.fullmatch(r"[A-Za-z][\w-]*", name, re.ASCII)
+    return "" if fits else "must be a name of letters, digits, '_' and '-', such as \"asker\""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyConfig:
+    """One of several policies of a run: the agents that it plays, and its origin. Without `path`, `urls` and `past` it starts
+    as the run's model, and is trained as a LoRA adapter of it with `[lora]`, else as a copy of all its weights."""
+
+    name: Annotated[str, Check(_policy_name_error)] = ""
+    """Name of the policy, in metrics (`policy/NAME/...`) and checkpoints (`step-N/NAME`)."""
+    agents: tuple[str, ...] = ()
+    """Agents that it plays, as names or patterns (`solver-*`); an agent's first fitting policy plays it. Empty is the agent of
+    the policy's name."""
+    path: Annotated[str | None, PathKind.DIRECTORY] = None
+    """Model directory that it starts from, with the tokenizer of the run's model; none is the run's model."""
+    urls: Annotated[tuple[str, ...], _each(_url_error)] = ()
+    """URLs of servers of the model; such a policy is not trained."""
+    past: Mapping[str, Any] = field(default_factory=dict)
+    """Earlier versions of a trained policy, as opponents: `{ of = "solver", every = 10, keep = 5 }` draws for each task one of
+    the last `keep` versions, saved every so many steps from the first on. Such a policy is not trained."""
+    trained: bool = True
+    """Whether it is trained; false plays it as it is."""
+    train: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of `[train]` with other values for this policy: `{ lr = 1e-4 }`."""
+
+    @property
+    def plays(self) -> tuple[str, ...]:
+        """Names and patterns of its agents."""
+        return self.agents or (self.name,)
+
+    @property
+    def learns(self) -> bool:
+        """Whether the run trains it."""
+        return self.trained and not self.urls and not self.past
+
+
+OF_THE_RUN = ("steps", "data_epochs", "stop_success", "refill", "group_filter", "routing_replay", "vision")
+"""Keys of `[train]` that a policy cannot change."""
+
+
 @accepts_old_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -515,8 +557,9 @@ class TrainConfig:
     """Whether the vision tower and its projector are trained; `frozen` also needs no optimizer state for them."""
     advantage: Annotated[str | None, PathKind.OBJECT, Check(advantage_error, only_training=True)] = None
     """Advantage: reward minus the group mean, divided by the group's standard deviation (`std`) or not (`mean`); minus the mean
-    of the other rewards (`rloo`); normalized over the batch (`batch`); or minus the group mean, then normalized over the batch
-    (`group_batch`); or `file.py:function` of a group's trajectories and their returns. None is the algorithm's (grpo: std)."""
+    of the other rewards (`rloo`); normalized over the batch (`batch`); minus the group mean, then normalized over the batch
+    (`group_batch`); minus the average of the agent's earlier rewards in the environment (`running`); or `file.py:function` of a
+    group's trajectories and their returns. None is the algorithm's (grpo: std)."""
     credit: CreditUnit = "trajectory"
     """Credit assignment: the trajectory's reward for all its tokens, or for a turn's tokens the rewards from that turn on."""
     discount: Fraction = 1.0
@@ -730,6 +773,7 @@ class RunConfig:
     """Seed of every random draw of the run."""
     model: ModelConfig = ModelConfig()
     env: tuple[EnvConfig, ...] = ()
+    policy: tuple[PolicyConfig, ...] = ()
     rollout: RolloutConfig = RolloutConfig()
     limits: Limits = Limits()
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.config.constraints import PathKind, field_errors, is_template_file, path_kinds, without_effect
-from turnwise.config.schema import COLUMNS, PROGRAM, EnvConfig, ModelConfig, RunConfig, TrainConfig, truncation_key
+from turnwise.config.fields import table_lists
+from turnwise.config.schema import COLUMNS, OF_THE_RUN, PROGRAM, EnvConfig, ModelConfig, RunConfig, TrainConfig, truncation_key
 from turnwise.config.snapshots import snapshot
 from turnwise.errors import ConfigError, did_you_mean
 
@@ -36,8 +37,9 @@ def conflicting_keys(train: TrainConfig) -> tuple[str, str] | None:
     batch = train.advantage or {"reinforce_pp": "batch", "reinforce_pp_baseline": "group_batch"}.get(train.algorithm)
     if train.reference_every and train.reference == "adapter_off":
         return "reference_every", 'replaces the reference, which reference = "adapter_off" fixes; set reference = "copy"'
-    if train.refill and batch in ("batch", "group_batch"):
-        return "refill", f'replaces groups without reward variance; advantage = "{batch}" compares with the complete batch'
+    if train.refill and batch in ("batch", "group_batch", "running"):
+        other = "earlier episodes" if batch == "running" else "the complete batch"
+        return "refill", f'replaces groups without reward variance; advantage = "{batch}" compares with {other}'
     if train.discount != 1.0 and train.credit != "turn":
         return "discount", 'applies between turns; set credit = "turn"'
     return None
@@ -80,7 +82,8 @@ def validate(
             raise error(f"{prefix}.{name}".removeprefix("."), value, why)
     rules = [_model_rules(config.model), _template_rules(config, templates)]
     rules += [] if has_objects else [_env_rules(config, envs, file)]
-    rules += [_file_rules(config), _engine_rules(config, training), _play_rules(config), _quant_rules(config, training)]
+    rules += [_policy_rules(config, training), _file_rules(config), _engine_rules(config, training)]
+    rules += [_play_rules(config), _quant_rules(config, training)]
     rules += [_training_rules(config)] if training else []
     for key, why in chain.from_iterable(rules):
         value = _value(config, key)
@@ -93,8 +96,8 @@ def _sections(config: RunConfig) -> Iterator[tuple[str, Any]]:
     yield "", config
     for name in RunConfig.__dataclass_fields__:
         section = getattr(config, name)
-        if name == "env":
-            yield from ((f"env.{index}", env) for index, env in enumerate(section))
+        if name in table_lists():
+            yield from ((f"{name}.{index}", table) for index, table in enumerate(section))
         elif is_dataclass(section):
             yield name, section
 
@@ -105,11 +108,15 @@ def _check_effects(
     """Reject settings without effect, except those of a recipe that the command line made ineffective."""
     for prefix, section in _sections(config):
 
-        def get(key: str, section: Any = section) -> Any:
-            return getattr(section, key[4:]) if key.startswith("env.") else _value(config, key)
+        def own(key: str, prefix: str = prefix) -> str:  # `env.` refers to the table that the key belongs to
+            name, _, rest = key.partition(".")
+            return f"{prefix}.{rest}" if name in table_lists() and name == prefix.partition(".")[0] else key
 
-        def newer(key: str, others: Collection[str], prefix: str = prefix) -> bool:
-            named = (f"{prefix}.{other[4:]}" if other.startswith("env.") else other for other in others)
+        def get(key: str, own: Callable[[str], str] = own) -> Any:
+            return _value(config, own(key))
+
+        def newer(key: str, others: Collection[str], own: Callable[[str], str] = own) -> bool:
+            named = map(own, others)
             last = "command line"
             return where.get(key) != last and any(where.get(other) == last for other in named)
 
@@ -175,6 +182,48 @@ def _env_rules(config: RunConfig, envs: Collection[str] | None, file: str) -> Br
     for index, name in enumerate(names):
         if name in names[:index]:
             yield f"env.{index}.name", f"environment {names.index(name)} has this name too; give each its own name"
+
+
+def _policy_rules(config: RunConfig, training: bool) -> Broken:
+    policies = config.policy
+    names = [policy.name for policy in policies]
+    claimed: dict[str, str] = {}
+    for index, policy in enumerate(policies):
+        key = f"policy.{index}"
+        if policy.name in names[:index]:
+            yield f"{key}.name", f"policy {names.index(policy.name)} has this name too; give each its own name"
+        for agent in policy.plays:
+            if agent in claimed:
+                yield f"{key}.agents", f"policy {claimed[agent]} plays agent {agent!r} too; an agent has one policy"
+            claimed[agent] = policy.name
+        origins = [name for name in ("path", "urls", "past") if getattr(policy, name)]
+        if len(origins) > 1:
+            yield f"{key}.{origins[1]}", f"a policy has one origin, and policy.{index}.{origins[0]} is given; leave one out"
+        yield from _past_rules(config, index)
+        for name in policy.train:
+            if name in OF_THE_RUN:
+                yield f"{key}.train.{name}", f"is of the run, not of one policy; set train.{name}"
+    if not policies:
+        return
+    if training and not any(policy.learns for policy in policies):
+        yield "policy.0.trained", "no policy is trained; set trained = true for one"
+    if config.quant.kind != "none":
+        yield "quant.kind", "is for runs with one policy; leave it out, or leave out [[policy]]"
+
+
+def _past_rules(config: RunConfig, index: int) -> Broken:
+    past, key = config.policy[index].past, f"policy.{index}.past"
+    if not past:
+        return
+    if unknown := sorted(past.keys() - {"of", "every", "keep"}):
+        yield f"{key}.{unknown[0]}", "there are of (the name of a trained policy), every (steps) and keep (versions)"
+    learning = [policy.name for policy in config.policy if policy.learns]
+    if past.get("of") not in learning:
+        yield key, f'past = {{ of = "..." }} names a trained policy: {", ".join(learning) or "there is none"}'
+    for name in ("every", "keep"):
+        value = past.get(name, 1)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            yield f"{key}.{name}", "must be an integer of at least 1"
 
 
 def _file_rules(config: RunConfig) -> Broken:
@@ -331,7 +380,8 @@ def _training_rules(config: RunConfig) -> Broken:
     if config.engine.kind == "sglang" and (truncation := truncation_key(rollout)):
         yield f"rollout.{truncation[0]}", truncation[1]
     # Whether a trajectory is compared with the others of its task, not with the batch.
-    compared = (train.advantage or ("batch" if train.algorithm == "reinforce_pp" else "")) != "batch"
+    compared = (train.advantage or ("batch" if train.algorithm == "reinforce_pp" else "")) not in ("batch", "running")
+    compared = compared and not config.policy  # each policy is checked with its own keys
     if rollout.group_size < 2 and compared:
         why = "must be at least 2: a trajectory's advantage compares its reward with the others of its group"
         yield "rollout.group_size", why

@@ -17,6 +17,7 @@ from turnwise.engines.base import (
     check_generation,
 )
 from turnwise.engines.distribution import token_logprobs
+from turnwise.engines.policies import PolicyEngine
 from turnwise.engines.scripted import ScriptedEngine
 from turnwise.types import Sampling
 
@@ -29,6 +30,7 @@ __all__ = [
     "HasRenderer",
     "MissingLogprobs",
     "NeedsRenderer",
+    "PolicyEngine",
     "Request",
     "Sampling",
     "ScriptedEngine",

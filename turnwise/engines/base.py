@@ -133,7 +133,7 @@ class Request:
     deadline: float | None = None
     """Event loop time by which a response is needed."""
     min_version: int = 0
-    """Oldest policy version that may respond."""
+    """Oldest version of a trained policy that may respond."""
     stop_text: StopText | None = None
     """Sampling also ends after the id that completes one of these texts (`stop_text.texts`, for engines that see text)."""
     reply_position: int = 0
@@ -172,6 +172,8 @@ class Generation:
     """Weights that changed during the call: (index of the first id, policy version) of each later run of ids, in order."""
     cache_version: int | None = None
     """Oldest policy version whose weights computed a part of the context's cache; None means that of each id itself."""
+    fixed: bool = False
+    """Whether a policy that is not trained sampled it: its version may be older than `Request.min_version`."""
 
 
 @runtime_checkable
@@ -301,7 +303,7 @@ def _find_fault(generation: Generation, request: Request) -> str:
     ids, logprobs, finish = generation.ids, generation.logprobs, generation.finish
     if finish not in ("stop", "length", "abort"):
         return f"returned the finish reason {finish!r}; expected stop, length or abort"
-    if generation.version is None or generation.version < request.min_version:
+    if generation.version is None or (generation.version < request.min_version and not generation.fixed):
         return f"sampled with policy {generation.version}, older than {request.min_version}"
     if logprobs is None or len(ids) != len(logprobs):
         return f"returned {'no' if logprobs is None else len(logprobs)} logprobs for {len(ids)} ids"

@@ -136,6 +136,8 @@ class Scores:
     rows: tuple[tuple[float, tuple[Any, ...]], ...] = ()
     """Reward of each training row of an agent function, with the replies (of `Model.generate`) that it trains. The episode's
     reward is `own` plus their mean; what is trained in a row is compared by `own` plus the row's."""
+    agents: Mapping[str, float] = field(default_factory=dict)
+    """Rewards of agents with one of their own, by name; the others have the episode's. `total` does not have them."""
 
     @property
     def total(self) -> float | None:
@@ -156,6 +158,11 @@ class Scores:
             {str(name): as_number(one, f"{what}, metric {name!r}") or 0.0 for name, one in self.metrics.items()},
             self.status,
             tuple((as_number(one, f"{what} by row") or 0.0, tuple(replies)) for one, replies in self.rows),
+            {
+                str(name): found
+                for name, one in self.agents.items()
+                if (found := as_number(one, f"{what} of agent {name!r}")) is not None
+            },
         )
 
     def with_added(self, added: float | None) -> Scores:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -120,7 +120,7 @@ class SimulatedUserEnv(Env):
         if function is not None:
             found = await call_user(partial(function, *self._factory.reward_args(trajectory, self._task)), {})
             scores = found if isinstance(found, Scores) else Scores(found)
-        return Scores(scores.own, scores.turns, scores.parts, {**self._counts, **scores.metrics})
+        return replace(scores, metrics={**self._counts, **scores.metrics})
 
     def snapshot(self) -> tuple[Message, ...]:
         return self._conversation

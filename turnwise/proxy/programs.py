@@ -208,7 +208,7 @@ class Program:
         if stop is StopReason.DONE:
             return value
         scores = value if isinstance(value, Scores) else Scores(value)
-        return Scores(scores.own, scores.turns, scores.parts, scores.metrics, stop)
+        return replace(scores, status=stop)
 
 
 def program(

@@ -165,6 +165,9 @@ def outcome_row(trajectory: Trajectory) -> dict[str, Any]:
     row |= {"error": failure_row(trajectory.error), "final": [message_row(message) for message in trajectory.final]}
     if trajectory.row_rewards:
         row["row_rewards"] = [[one.reward, one.turns] for one in trajectory.row_rewards]
+    for name in ("agent_rewards", "agent_groups"):
+        if by_agent := getattr(trajectory, name):
+            row[name] = by_agent
     return row | {"failures": [failure_row(failure) for failure in trajectory.failures]} if trajectory.failures else row
 
 
@@ -309,6 +312,7 @@ def _read_outcome(trajectory: Trajectory, row: Mapping[str, Any]) -> None:
     """Set what `outcome_row` wrote, except the stop reason."""
     trajectory.reward, trajectory.rewards = row["reward"], row["rewards"]
     trajectory.row_rewards = [RowReward(reward, tuple(turns)) for reward, turns in row.get("row_rewards", ())]
+    trajectory.agent_rewards, trajectory.agent_groups = row.get("agent_rewards", {}), row.get("agent_groups", {})
     trajectory.error = Failure(**row["error"]) if row["error"] else None
     trajectory.final = tuple(read_message(message) for message in row["final"])
     trajectory.metrics, trajectory.branches = row["metrics"], row["branches"]

@@ -116,6 +116,7 @@ class Model:
         stop_ids: Sequence[int] = (),
         media: Sequence[Any] = (),
         branch: str | None = None,
+        group: str | None = None,
         n: None = None,
     ) -> Reply: ...
     @overload
@@ -134,6 +135,7 @@ class Model:
         stop_ids: Sequence[int] = (),
         media: Sequence[Any] = (),
         branch: str | None = None,
+        group: str | None = None,
         n: int,
     ) -> list[Reply]: ...
     async def generate(
@@ -151,6 +153,7 @@ class Model:
         stop_ids: Sequence[int] = (),
         media: Sequence[Any] = (),
         branch: str | None = None,
+        group: str | None = None,
         n: int | None = None,
     ) -> Reply | list[Reply]:
         """Sample a reply to a conversation, or to ids.
@@ -171,6 +174,8 @@ class Model:
                 the ids that it expands to.
             branch: why the conversation is not the last one continued, counted in `trajectory.branches`; by default `edited`
                 where it changes what follows a recorded prefix, and nothing else.
+            group: agents of an episode with the same group are compared with each other, by `Scores.agents`: several solvers of
+                what one proposer wrote. None compares an agent with itself in the other episodes of the task.
             n: number of replies, sampled at once; returns a list. Each continues the prompt as a branch of its own.
 
         Raises:
@@ -178,10 +183,12 @@ class Model:
             EngineError, TimeoutError: when the engine fails; leave them uncaught.
             MediaError: for an image that cannot be used, or placeholders that do not fit the images.
             UsageError: for no messages, `max_tokens` or `n` under 1, an empty stop text, sampling parameters out of range,
-                `media` with messages, or a call after the function's return.
+                `media` with messages, an agent in two groups, or a call after the function's return.
         """
         given: dict[str, Any] = {"agent": agent, "tools": tools, "max_tokens": max_tokens, "stop": stop, "stop_ids": stop_ids}
         given |= {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "media": media, "branch": branch}
+        if group is not None and self._recorder.trajectory.agent_groups.setdefault(agent, group) != group:
+            raise UsageError(f"generate: agent {agent!r} is in group {self._recorder.trajectory.agent_groups[agent]!r} already")
         if n is None:
             return await self._generate_one(messages, **given)
         if n < 1:

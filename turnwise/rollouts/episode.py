@@ -242,6 +242,10 @@ def reward_value(value: Any, recorder: Recorder, what: str) -> float | None:
     if len(by_turn) > len(trajectory.turns):
         raise RewardError(f"{what} has {len(by_turn)} turns, the episode {len(trajectory.turns)}")
     trajectory.rewards |= scores.parts
+    played = {turn.agent for turn in trajectory.turns}
+    if unknown := sorted(scores.agents.keys() - played):
+        raise RewardError(f"{what}: agent {unknown[0]!r} has a reward and no turn; agents are {', '.join(sorted(played))}")
+    trajectory.agent_rewards |= scores.agents
     for name, number in scores.metrics.items():
         trajectory.metrics[name] = trajectory.metrics.get(name, 0) + number
     if own is None:

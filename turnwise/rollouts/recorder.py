@@ -676,6 +676,6 @@ class EpisodeJournal:
 
 def _scores_row(value: Any) -> Any:
     if isinstance(value, Scores):
-        row = {"own": value.own, "turns": value.turns, "parts": value.parts, "metrics": value.metrics}
+        row = {"own": value.own, "turns": value.turns, "parts": value.parts, "metrics": value.metrics, "agents": value.agents}
         return {name: part for name, part in row.items() if part or name == "own"}
     return None if value is None else float(value)

@@ -12,8 +12,7 @@ from turnwise.errors import ConfigError
 from turnwise.rollouts import group_by_task
 from turnwise.rollouts.scheduler import BatchScheduler
 from turnwise.rollouts.timeouts import CallGate
-from turnwise.training.loss import Objective
-from turnwise.training.task_plan import TaskChoice, TaskPlan, play_with_dynamic_sampling
+from turnwise.training.task_plan import Refilling, TaskChoice, TaskPlan, play_with_dynamic_sampling
 from turnwise.types import Trajectory
 
 T = TypeVar("T")
@@ -48,7 +47,7 @@ class Batches(Protocol):
 class SyncBatches:
     """Samples the batch of a step, and nothing else meanwhile."""
 
-    def __init__(self, plan: TaskPlan, objective: Objective, play: Play, progress: Progress) -> None:
+    def __init__(self, plan: TaskPlan, objective: Refilling, play: Play, progress: Progress) -> None:
         self._plan, self._objective, self._play, self._progress = plan, objective, play, progress
 
     async def settle(self) -> None:
@@ -73,7 +72,7 @@ class SyncBatches:
 class OneStepOffBatches(SyncBatches):
     """Samples batch k + 1 with policy k while step k trains; weights change between batches only."""
 
-    def __init__(self, steps: int, plan: TaskPlan, objective: Objective, play: Play, progress: Progress) -> None:
+    def __init__(self, steps: int, plan: TaskPlan, objective: Refilling, play: Play, progress: Progress) -> None:
         super().__init__(plan, objective, play, progress)
         self._steps = steps
         self._following: asyncio.Task[Batch] | None = None
@@ -147,7 +146,7 @@ class AsyncBatches:
         self,
         scheduler: BatchScheduler,
         plan: TaskPlan,
-        objective: Objective,
+        objective: Refilling,
         play: Play,
         progress: Progress,
         gate: CallGate,

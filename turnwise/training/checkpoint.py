@@ -20,6 +20,7 @@ from turnwise.errors import ConfigError, TraceError
 from turnwise.records import RunDir
 from turnwise.renderers.chat_renderer import ChatRenderer
 from turnwise.training.model.models import STATE_FILE, copy_extras, silence_transformers
+from turnwise.training.policies import Policies
 from turnwise.training.trainer.trainer import Trainer
 
 FORMAT = 1
@@ -84,10 +85,12 @@ class Checkpoints:
             )
         return good[0] if good else None
 
-    def save(self, name: str, trainer: Trainer, cursor: Mapping[str, Any], template: str | None = None) -> Path:
+    def save(self, name: str, trainer: Trainer | Policies, cursor: Mapping[str, Any], template: str | None = None) -> Path:
         """Write a checkpoint (`cursor` is any JSON) in place of one of this name; drop those beyond the last `keep`, except the
-        best. `template` replaces the model directory's. Raise `TraceError` when it cannot be written; earlier checkpoints are
-        unchanged."""
+        best. Each of several policies has a directory of its name in it. `template` replaces the model directory's.
+
+        Raises `TraceError` when it cannot be written; earlier checkpoints are unchanged.
+        """
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise ValueError(f"a checkpoint's name consists of letters, digits, '_', '-' and '.', not {name!r}")
         draft = self.root / f".{name}.writing"
@@ -129,7 +132,7 @@ class Checkpoints:
         draft = self.root / f".{BEST_FILE}.tmp"
         try:
             draft.write_text(json.dumps({"name": name, "score": score, "rolled_back": rolled_back}) + "\n", encoding="utf-8")
-            _flush(draft)
+            flush(draft)
             os.replace(draft, self.root / BEST_FILE)
         except OSError as error:
             raise TraceError(
@@ -157,18 +160,21 @@ class Checkpoints:
             for path in self.root.glob(f".*.{kind}"):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _write(self, draft: Path, trainer: Trainer, state: Mapping[str, Any], template: str | None) -> None:
-        save_model(trainer, self.source, draft, template)
-        trainer.save(draft)
-        files = {path.name: _checksum(path) for path in sorted(draft.iterdir()) if path.is_file()}
+    def _write(self, draft: Path, trainer: Trainer | Policies, state: Mapping[str, Any], template: str | None) -> None:
+        for name, one, source in trainer.saved_parts() if isinstance(trainer, Policies) else [("", trainer, None)]:
+            (draft / name).mkdir(exist_ok=True)
+            save_model(one, source or self.source, draft / name, template)
+            one.save(draft / name)
+        files = {str(path.relative_to(draft)): _checksum(path) for path in sorted(draft.rglob("*")) if path.is_file()}
         sealed = dict(state) | {"files": files}
         (draft / STATE_FILE).write_text(json.dumps(sealed | {"crc": _seal(sealed)}, indent=1) + "\n", encoding="utf-8")
         # safetensors creates files that only the owner can read; give them the user's default permissions.
         rights = (draft / STATE_FILE).stat().st_mode & 0o777
-        for path in draft.iterdir():
-            path.chmod(rights)
-            _flush(path)
-        _flush(draft)
+        for path in draft.rglob("*"):
+            if path.is_file():
+                path.chmod(rights)
+            flush(path)
+        flush(draft)
 
     def _publish(self, draft: Path, name: str) -> Path:
         final, replaced = self.root / name, self.root / f".{name}.replaced"
@@ -177,7 +183,7 @@ class Checkpoints:
         draft.rename(final)
         if replaced.exists():
             shutil.rmtree(replaced, ignore_errors=True)
-        _flush(self.root)
+        flush(self.root)
         return final
 
     def _failure(self, name: str, error: Exception) -> TraceError:
@@ -245,7 +251,7 @@ def save_model(trainer: Trainer, source: Path, directory: Path, template: str | 
     copy_extras(source, directory, leave_out=left_out)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Flush a file or a directory to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

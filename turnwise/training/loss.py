@@ -19,6 +19,7 @@ from turnwise.training.advantages import (
     Credit,
     CreditRules,
     Penalties,
+    RunningBaselines,
     StepCredits,
     advantages,
     exclusion_reason,
@@ -294,7 +295,16 @@ class Objective:
         self.correction = Correction.of(config)
         self._scale = with_turn_weights(loss_scale(config.loss_scale))
         self._own_advantage = own_advantage(settings.advantage) if settings.advantage not in ADVANTAGES else None
+        self.by_agent = settings.advantage == "running"
+        """Whether each agent of an episode is compared by itself."""
+        self.baselines = RunningBaselines()
+        """State of `advantage = "running"`."""
         self._keep_group = None if config.group_filter is None else group_filter(config.group_filter)
+
+    @property
+    def refill(self) -> int:
+        """Maximum number of times that groups without signal are replaced."""
+        return self.settings.refill
 
     @property
     def penalizes_reward(self) -> bool:
@@ -311,7 +321,7 @@ class Objective:
         return advantages(
             groups,
             kind=self.settings.advantage,
-            own=self._own_advantage,
+            own=self.baselines.of(groups) if self.by_agent else self._own_advantage,
             keep=self._keep_group,
             min_group=config.min_group,
             on_failure=config.on_failure,

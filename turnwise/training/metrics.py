@@ -26,6 +26,7 @@ from turnwise.training.advantages import REJECTED, Credit
 from turnwise.training.evaluation import EvalResult
 from turnwise.training.forward.batch import TrainingBatch
 from turnwise.training.loss import logprob_mismatch
+from turnwise.training.policies import AgentView
 from turnwise.types import Trajectory
 
 COUNTED = ("judge_", "user_", "reward_missing/")
@@ -183,12 +184,36 @@ _Found = list[tuple[int, int, float, float, bool]]
 
 
 def write_token_records(run: Path, step: int, credits: Sequence[Credit], batches: Sequence[TrainingBatch]) -> dict[str, Any]:
-    """Write a step's per-token records; return the metrics computed from them."""
+    """Write a step's per-token records, one row per trajectory; return the metrics computed from them."""
     with closing(JsonLines(run / FILE)) as lines:
-        for row in token_rows(step, credits, batches):
+        for row in joined(token_rows(step, credits, batches)):
             lines.append(row)
     found = mismatch_by_turn(batches)
     return ({"mismatch_by_turn": found} if found else {}) | lag_metrics(batches)
+
+
+def joined(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows of token records with those of one trajectory joined, which several agents or policies were trained on.
+
+    Their advantages differ, so each span has its own; the trajectory's is the mean.
+    """
+    by_key: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        by_key.setdefault(tuple(row["key"]), []).append(row)
+    return [same[0] if len(same) == 1 else _joined(same) for same in by_key.values()]
+
+
+def _joined(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    known = [row["advantage"] for row in rows if row["advantage"] is not None]
+    found: dict[str, Any] = {"key": rows[0]["key"], "step": rows[0]["step"]}
+    found["advantage"] = math.fsum(known) / len(known) if known else None
+    found["reason"] = None if known else rows[0]["reason"]
+    found["advantages"], found["logprobs"] = {}, {}
+    for row in rows:
+        found["logprobs"] |= row["logprobs"]
+        mean = {span: [row["advantage"]] * len(values) for span, values in row["logprobs"].items()}
+        found["advantages"] |= row.get("advantages", mean if row["advantage"] is not None else {})
+    return found
 
 
 def token_rows(step: int, credits: Sequence[Credit], batches: Sequence[TrainingBatch]) -> Iterator[dict[str, Any]]:
@@ -201,14 +226,18 @@ def token_rows(step: int, credits: Sequence[Credit], batches: Sequence[TrainingB
     for credit in credits:
         trajectory = credit.trajectory
         spans: dict[str, list[float | None]] = {}
+        numbers = trajectory.numbers if isinstance(trajectory, AgentView) else range(len(trajectory.spans))
         for span, offset, logprob, *_ in found.get(id(trajectory), ()):
-            if str(span) not in spans:
-                spans[str(span)] = [None] * len(trajectory.spans[span].ids)
-            spans[str(span)][offset] = float(f"{logprob:.7g}")
+            name = str(numbers[span])
+            if name not in spans:
+                spans[name] = [None] * len(trajectory.spans[span].ids)
+            spans[name][offset] = float(f"{logprob:.7g}")
         row: dict[str, Any] = {"key": key_row(trajectory.key), "step": step}
         row |= {"advantage": credit.advantage, "reason": credit.reason}
         if credit.values is not None:
-            row["advantages"] = {str(span): [float(f"{one:.7g}") for one in values] for span, values in credit.values.items()}
+            row["advantages"] = {
+                str(numbers[span]): [float(f"{one:.7g}") for one in values] for span, values in credit.values.items()
+            }
         yield row | {"logprobs": spans}
 
 

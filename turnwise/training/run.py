@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.config import RunConfig
 from turnwise.engines import Sampling
-from turnwise.engines.local.weights import fingerprint
 from turnwise.envs.spec import EnvSpec
-from turnwise.errors import SyncError, TraceError, TurnwiseError
+from turnwise.errors import TraceError, TurnwiseError
 from turnwise.records import (
     Checks,
     EpisodeListener,
@@ -34,7 +33,7 @@ from turnwise.records.journal import InterruptedEpisodes, RecordedEpisode
 from turnwise.records.metrics import rollout_metrics
 from turnwise.records.serialization import key_row
 from turnwise.renderers.history import History
-from turnwise.rollouts import EpisodeSpec, Rollout, group_by_task
+from turnwise.rollouts import EpisodeSpec, Rollout
 from turnwise.rollouts.retries import backoff_s
 from turnwise.rollouts.runner import left_out, left_out_note, parse_history
 from turnwise.rollouts.scheduler import BatchScheduler
@@ -129,6 +128,9 @@ class TrainingRun:
         self.parts = build_components(
             config, source, run.path, latest.path if latest else None, ranks, on_note=watch.note, placer=placer
         )
+        self.policies = self.parts.policies
+        """Policies that are trained."""
+        self.policies.restore(self.cursor)
         own = config.model.template is not None or bool(config.model.template_args)
         self._template = self.parts.renderer.template.source if own else None
         check_run_template(run, self.parts.renderer, resumed=resumed)
@@ -188,17 +190,19 @@ class TrainingRun:
 
     async def play(self) -> dict[str, Any]:
         """Run to the end and return the content of summary.json; after a `TurnwiseError`, the run can be resumed."""
-        trainer = self.parts.trainer
-        for note in trainer.objective.settings.notes:
+        for note in self.policies.notes:
             self.watch.note(note)
         for note in self.plan.notes(self.config):
             self.watch.note(note)
-        report_memory(trainer, self.config.limits.context, self.parts.engine, self.watch.note)
+        for policy in self.policies:
+            report_memory(policy.trainer, self.config.limits.context, policy.engine, self.watch.note)
         try:
             await self._apply_prompt_limit()
             async with self.rollout.stream() as self._stream:
                 if self.cursor["phase"] == "warmup":
                     await self._warm_up()
+                for past in self.parts.past:
+                    past.begin(int(self.cursor["warmed"]))
                 before = await self._evaluate("before", 0)
                 self._keep_best(0, before)
                 await self._reinforce()
@@ -320,10 +324,15 @@ class TrainingRun:
         self.cursor |= cursor
         self.watch.waiting("checkpoint")
         self.run.sync()  # after a power cut, no checkpoint may outlive the episodes before it
-        self.checkpoints.save(
-            name, self.parts.trainer, self.cursor | self.plan.state() | {"journal": self.run.journal.mark()}, self._template
-        )
+        state = self.cursor | self.plan.state() | self.policies.state() | {"journal": self.run.journal.mark()}
+        policies = self.policies if self.config.policy else self.policies.trained[0].trainer
+        self.checkpoints.save(name, policies, state, self._template)
         self.watch.waiting("")
+
+    def _keep_past(self, step: int) -> None:
+        """Keep the weights of a step that later episodes may play against."""
+        for past in self.parts.past if step >= self.cursor["step"] else ():  # a resumed run has the earlier ones
+            past.save(step, self._template)
 
     def _keep_best(self, step: int, scores: Mapping[str, EvalResult]) -> None:
         """Keep the checkpoint of an evaluated policy if none scored higher; of equals, the later."""
@@ -358,7 +367,7 @@ class TrainingRun:
         step = int(self.cursor["step"])
         if warmup.demos == 0 and warmup.dataset is None:
             self.cursor |= {"phase": "reinforce", "step": 0}
-            self.parts.trainer.reference()
+            self.policies.reference()
             return
         self.watch.phase("warm-up", warmup.steps, "steps")
         store = self.rollout.media_intake.store
@@ -375,7 +384,7 @@ class TrainingRun:
         while step < warmup.steps:
             await release_engine_memory(self.parts.engine, config)
             total = planned_steps(self._warmup_steps, step)
-            figures = self.parts.trainer.supervised(sample_demos(demos, config, step), lr=learning_rate(warmup.lr, step, total))
+            figures = self.policies.supervised(sample_demos(demos, config, step), lr=learning_rate(warmup.lr, step, total))
             losses = [*losses[-19:], figures["loss"]]
             step += 1
             self._row({"phase": "warmup", "step": step, "demo_reward": demo_reward} | figures)
@@ -394,8 +403,8 @@ class TrainingRun:
         if missing:
             note(f"warm-up ended below its goal ({missing}); training goes on, since {differing:.0%} of rewards differ")
         # Reinforcement starts with fresh moments: those of cross entropy have another scale.
-        self.parts.trainer.reset_optimizer()
-        self.parts.trainer.reference()
+        self.policies.reset_optimizer()
+        self.policies.reference()
         self._save("warmed", phase="reinforce", step=0, warmed=step, losses=[])
 
     async def _check_gate(self, gate: Gate, step: int, loss: float) -> tuple[str, float]:
@@ -456,29 +465,30 @@ class TrainingRun:
     def _batches(self, first: int) -> Batches:
         """Return the source of batches that `schedule.mode` names, from a step on."""
         schedule, rollout = self.config.schedule, self.config.rollout
-        steps, plan, objective = self.config.train.steps, self.plan, self.parts.trainer.objective
+        steps, plan, policies = self.config.train.steps, self.plan, self.policies
         progress = partial(self._with_progress, episodes=rollout.groups * rollout.group_size)
         if schedule.mode == "sync":
-            return SyncBatches(plan, objective, self._play_accepted, progress)
+            return SyncBatches(plan, policies, self._play_accepted, progress)
         if schedule.mode == "one_step_off":
-            return OneStepOffBatches(steps, plan, objective, self._play_accepted, progress)
+            return OneStepOffBatches(steps, plan, policies, self._play_accepted, progress)
         scheduler = BatchScheduler(
             groups_per_step(plan, steps),
             schedule.staleness,
             steps=steps,
             selection=schedule.selection,
-            refill=objective.settings.refill or 0,
+            refill=policies.refill,
         )
         record = self.stream_record
         scheduler.restore(record.state(first))
         journal, gate = self.run.journal, self._stream.gate
-        return AsyncBatches(scheduler, plan, objective, self._play_groups, progress, gate, journal.append, record)
+        return AsyncBatches(scheduler, plan, policies, self._play_groups, progress, gate, journal.append, record)
 
     async def _train_step(self, batches: Batches, step: int) -> None:
         """Send the step's policy to the engine, take a batch and train on it."""
         config, gate = self.config, self._stream.gate
+        self._keep_past(step)
         if config.train.reference_every and step and step % config.train.reference_every == 0:
-            self.parts.trainer.reference()
+            self.policies.reference()
         version = self.cursor["warmed"] + step
         await self._send_weights(version)
         proof = asyncio.create_task(self._probe(version))
@@ -500,7 +510,7 @@ class TrainingRun:
         await release_engine_memory(self.parts.engine, config)
         self.watch.waiting("optimizer step")
         row = await self._train(trajectories, step, rollout_s) | {"tools_offered": self.rollout.tools_offered}
-        row |= {"groups_refilled": refilled} if self.parts.trainer.objective.settings.refill else {}
+        row |= {"groups_refilled": refilled} if self.policies.refill else {}
         row |= self._failed_plays("train", step) | self.plan.figures
         self.step_success[step + 1] = row["success"]
         self._row(row)
@@ -509,18 +519,19 @@ class TrainingRun:
 
     async def _train(self, trajectories: Sequence[Trajectory], step: int, rollout_s: float) -> dict[str, Any]:
         """Train on a step's episodes and return its metrics row; no tensor of the step stays referenced."""
-        trainer, mode = self.parts.trainer, self.config.schedule.mode
+        mode = self.config.schedule.mode
         version = None if mode == "sync" else self._version
         steps = planned_steps(self._train_steps, step)
-        work = partial(trainer.step, group_by_task(trajectories), step=step, steps=steps, version=version)
-        metrics, token_records = work() if mode == "sync" else await off_loop(work)
-        if summary := trainer.layout.summary():
-            self.watch.note(summary)
+        work = partial(self.policies.step, trajectories, step=step, steps=steps, version=version)
+        metrics, credits, batches = work() if mode == "sync" else await off_loop(work)
+        for policy in self.policies:
+            if summary := policy.trainer.layout.summary():
+                self.watch.note(summary)
         self._report_codes(step, metrics)
         if step not in self.trained:
             self.run.journal.append({"e": "trained", "step": step, "episodes": len(trajectories)})
         row = {"phase": "train", "step": step + 1} | step_row(trajectories, metrics, rollout_s, self.config.eval.success)
-        return row | write_token_records(self.run.path, step, *token_records)
+        return row | write_token_records(self.run.path, step, credits, batches)
 
     def _report_codes(self, step: int, metrics: Mapping[str, float]) -> None:
         """Report the first step whose update changed no code of the quantized weights."""
@@ -602,25 +613,21 @@ class TrainingRun:
 
     async def _send_weights(self, version: int) -> None:
         self.watch.waiting("weight update")
-        weights = list(self.parts.weights())
-        arrived = await self.parts.engine.update(weights, version)
-        if arrived != fingerprint(weights) or self.parts.engine.version != version:
-            raise SyncError(
-                f"the engine holds other weights than the trainer sent (policy {version}, the engine reports "
-                f"{self.parts.engine.version}): it would sample from a policy that is not being trained"
-            )
+        for policy in self.policies:
+            await policy.send(version)
         self._version = version
 
     async def _probe(self, version: int) -> None:
-        probe = self.parts.trainer.take_probe()
-        if probe is not None and self.config.train.max_mismatch is None:
-            banned = self.parts.trainer.banned_ids
-            await probe.ask(self.parts.engine, version, banned, self.config.limits.generate_s)
+        for policy in self.policies:
+            probe = policy.trainer.take_probe()
+            if probe is not None and policy.trainer.config.max_mismatch is None:
+                await probe.ask(policy.engine, version, policy.trainer.banned_ids, self.config.limits.generate_s)
 
     # Evaluation
 
     async def _evaluate(self, name: str, step: int, *, greedy: bool = True) -> dict[str, EvalResult]:
         config = self.config.eval
+        self._keep_past(step)
         if not self.plan.held_out:
             self.watch.note("no held-out tasks; skipping evaluation")
             return {}

@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from turnwise.config import EngineConfig, EvalConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
+from turnwise.config import EngineConfig, EvalConfig, ModelConfig, PolicyConfig, RolloutConfig, RunConfig, TrainConfig
+from turnwise.config.load import config_of
 from turnwise.config.schema import truncation_key
 from turnwise.engines import Engine, Sampling, SupportsSleep, SupportsWeightUpdate
 from turnwise.engines.local import LocalEngine
+from turnwise.engines.policies import PolicyEngine
 from turnwise.envs.datasets import read_rows
 from turnwise.envs.spec import EnvSpec
 from turnwise.errors import ConfigError
@@ -52,7 +54,9 @@ from turnwise.training.model.quantize import (
     quantize_for_training,
     quantized_names,
 )
-from turnwise.training.model.weights import Transform, Weights, tied_names
+from turnwise.training.model.weights import Transform, tied_names
+from turnwise.training.past import PastPolicy
+from turnwise.training.policies import Policies, Policy
 from turnwise.training.trainer.leader import RankZeroTrainer, follow_rank_zero
 from turnwise.training.trainer.trainer import Trainer
 from turnwise.training.weight_transfer import GroupWeightPacker, RequestWeightPacker
@@ -353,18 +357,16 @@ class RunComponents:
     source: Path
     """Model directory of the tokenizer and the template."""
     renderer: ChatRenderer
-    engine: SupportsWeightUpdate
-    trainer: Trainer
+    engine: Engine
+    """Samples for all policies."""
+    policies: Policies
+    """Those that are trained."""
     media: MediaStore
     """Images of the run."""
     pixels: PixelCache | None
     """Cache of the images' pixel values; None for a text-only model."""
-    adapter_alone: bool = False
-    """Whether weight updates carry only the LoRA adapter."""
-
-    def weights(self) -> Weights:
-        """Return the trainer's weights in the form that the engine takes."""
-        return self.trainer.adapter_weights() if self.adapter_alone else self.trainer.weights()
+    past: Sequence[PastPolicy] = ()
+    """Policies that are earlier versions of trained ones."""
 
 
 def build_components(
@@ -378,6 +380,8 @@ def build_components(
 ) -> RunComponents:
     """Load a model for the engine and the trainer, resumed from checkpoint `weights`; start the other `ranks`."""
     ranks = ranks or Ranks()
+    if config.policy:
+        return _several_policies(config, source, run, weights, ranks, on_note)
     ranks.broadcast((config, source, weights))
     model, renderer = _loaded(config, source, weights)
 
@@ -394,7 +398,86 @@ def build_components(
     trainer = _trainer(config, model, renderer, weights, ranks, pixels, on_note)
     if weights is not None:
         trainer.load(weights)
-    return RunComponents(source, renderer, engine, trainer, media, pixels, config.engine.update == "lora")
+    policy = Policy("", trainer, engine, config.engine.update == "lora")
+    return RunComponents(source, renderer, engine, Policies([policy]), media, pixels)
+
+
+def _several_policies(
+    config: RunConfig,
+    source: Path,
+    run: Path,
+    weights: Path | None,
+    ranks: Ranks,
+    on_note: Callable[[str], None] | None,
+) -> RunComponents:
+    """Load the policies of a run, each as if it were the only one: with a model, a trainer and an engine of its own. Frozen
+    weights of equal origin are one copy in memory."""
+    if ranks.size > 1:
+        raise ConfigError("[[policy]]: several policies are trained by one process; start the run without torchrun")
+    media, renderer, trained = MediaStore(run / "media"), renderer_of(source, config.model, config.rollout.control_text), []
+    pixels = None if renderer.vision is None else PixelCache(renderer.vision, media)
+    engines: dict[str, Engine] = {}
+    models: dict[Path, nn.Module] = {}
+    for number, policy in enumerate(config.policy):
+        if policy.past:
+            continue
+        own = config_of(replace(config, seed=config.seed + number), policy)
+        origin = Path(policy.path) if policy.path is not None else source
+        if policy.urls:
+            from turnwise.engines.remote import Fleet
+
+            served = replace(config.engine, kind="auto", urls=policy.urls, urls_file=None, model=None)
+            engines[policy.name] = Fleet(make_clients(served, policy.urls, renderer, config.limits.context))
+            continue
+        saved = weights / policy.name if weights is not None and policy.learns else None
+        model, its_renderer = _loaded(own, origin, saved)
+        _check_same_renderer(policy, renderer, its_renderer)
+        renderer.ban(its_renderer.banned_ids)
+        if not policy.learns:
+            engines[policy.name] = _local(own, model, renderer)
+            continue
+        engine = engines[policy.name] = make_engine(own, origin, model, renderer, run / "policies" / policy.name)
+        trainer = _trainer(own, model, renderer, saved, ranks, pixels, on_note)
+        _share_frozen(model, models.setdefault(origin, model))
+        if saved is not None:
+            trainer.load(saved)
+        trained.append(Policy(policy.name, trainer, engine, config.engine.update == "lora", origin))
+    past = [_past(config, policy, trained, run) for policy in config.policy if policy.past]
+    engines |= {policy.name: one.engine for policy, one in zip((p for p in config.policy if p.past), past, strict=True)}
+    agents = {policy.name: policy.plays for policy in config.policy}
+    fixed = [policy.name for policy in config.policy if not policy.learns]
+    router = PolicyEngine({policy.name: engines[policy.name] for policy in config.policy}, agents=agents, fixed=fixed)
+    return RunComponents(source, renderer, router, Policies(trained, router.policies), media, pixels, past)
+
+
+def _check_same_renderer(policy: PolicyConfig, run: ChatRenderer, own: ChatRenderer) -> None:
+    differs = [name for name in ("tokenizer", "template") if run.fingerprints[name] != own.fingerprints[name]]
+    if differs:
+        raise ConfigError(
+            f"policy {policy.name}: the {' and '.join(differs)} of {policy.path} differ from those of the run's model, and all "
+            "policies read and write the same ids; use a model of the same family, or serve it and set policy.urls"
+        )
+
+
+def _share_frozen(model: nn.Module, other: nn.Module) -> None:
+    """Let the frozen parameters of a model be those of another of the same origin."""
+    shared = dict(other.named_parameters())
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and name in shared and not shared[name].requires_grad:
+            parameter.data = shared[name].data
+
+
+def _past(config: RunConfig, policy: PolicyConfig, trained: Sequence[Policy], run: Path) -> PastPolicy:
+    of = next(one for one in trained if one.name == policy.past["of"])
+    lag = {"sync": 0, "one_step_off": 1, "async": config.schedule.staleness}[config.schedule.mode]
+
+    def load_version(directory: Path, version: int) -> LocalEngine:
+        model, renderer = _loaded(config, directory, None)
+        return LocalEngine(model, renderer=renderer, context=config.limits.context, version=version)
+
+    assert of.source is not None
+    given = {"every": policy.past.get("every", 10), "keep": policy.past.get("keep", 5), "lag": lag, "seed": config.seed}
+    return PastPolicy(of, run / "past" / policy.name, of.source, load_version, **given)
 
 
 def run_worker_rank(ranks: ProcessRanks, run: Path) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from turnwise.config import RunConfig
 from turnwise.envs.resolve import resolve_env
@@ -18,8 +18,7 @@ from turnwise.envs.user_code import passing
 from turnwise.errors import ConfigError, TaskError, TurnwiseError
 from turnwise.rollouts import EpisodeSpec, group_by_task
 from turnwise.training.curriculum import Curriculum, in_passes, split, split_of_step
-from turnwise.training.loss import Objective
-from turnwise.types import EpisodeKey, Task, Trajectory
+from turnwise.types import EpisodeKey, Group, Task, Trajectory
 
 
 def may_pass(trajectory: Trajectory) -> bool:
@@ -270,8 +269,19 @@ def with_steps_of_epochs(config: RunConfig, env_specs: Sequence[EnvSpec]) -> Run
     return replace(config, train=replace(config.train, steps=steps))
 
 
+class Refilling(Protocol):
+    """Tells which groups are replaced by others, and how often: an `Objective`, or the `Policies` of a run."""
+
+    @property
+    def refill(self) -> int:
+        """Maximum number of times that groups without signal are replaced."""
+
+    def tied_groups(self, groups: Sequence[Group]) -> set[str]:
+        """Return task ids of the groups without signal."""
+
+
 async def play_with_dynamic_sampling(
-    plan: TaskPlan, objective: Objective, step: int, play: Callable[[Sequence[TaskChoice]], Awaitable[Sequence[Trajectory]]]
+    plan: TaskPlan, objective: Refilling, step: int, play: Callable[[Sequence[TaskChoice]], Awaitable[Sequence[Trajectory]]]
 ) -> tuple[list[Trajectory], int]:
     """Play a step's episodes; replace zero-variance groups (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2) and count
     those.
@@ -282,7 +292,7 @@ async def play_with_dynamic_sampling(
     latest = plan.step(step)
     used = list(latest)
     found = list(await play(latest))
-    for turn in range(1, objective.settings.refill + 1):
+    for turn in range(1, objective.refill + 1):
         flat = objective.tied_groups(group_by_task(found))
         latest = plan.refill(step, turn, used, [choice for choice in latest if choice.task.id in flat])
         if not latest:

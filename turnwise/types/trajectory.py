@@ -310,6 +310,10 @@ class Trajectory:
     """Named parts of the reward."""
     row_rewards: list[RowReward] = field(default_factory=list)
     """Rewards by row, where an agent function gave each row its own; `reward` is their mean, plus what applies to all rows."""
+    agent_rewards: dict[str, float] = field(default_factory=dict)
+    """Rewards by agent, where `Scores.agents` gave some; other agents have `reward`."""
+    agent_groups: dict[str, str] = field(default_factory=dict)
+    """Agents whose rewards are compared within the episode, with the name of their group (`Model.generate(group=...)`)."""
     stop: StopReason | None = None
     """None while the episode runs."""
     error: Failure | None = None
@@ -372,6 +376,7 @@ class Trajectory:
         self.turns = []
         self.metrics.clear()
         self.branches.clear()
+        self.agent_groups.clear()
 
     @property
     def messages(self) -> list[Message]:

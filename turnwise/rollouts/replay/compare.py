@@ -78,6 +78,7 @@ def _pairs(recorded: Trajectory, now: Trajectory) -> Iterator[tuple[str, int, An
     for what in ("branches", "failures"):
         yield what, -1, old_end.pop(what), new_end.pop(what)
     yield "rewards by row", -1, recorded.row_rewards, now.row_rewards
+    yield "rewards by agent", -1, recorded.agent_rewards, now.agent_rewards
     yield "weights", -1, [sample.weights for sample in recorded.samples()], [sample.weights for sample in now.samples()]
 
 

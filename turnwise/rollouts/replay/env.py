@@ -229,7 +229,8 @@ class _UnreadableObservation:
 def _scores(row: Any) -> Any:
     if not isinstance(row, Mapping):
         return row
-    return Scores(row["own"], tuple(row.get("turns", ())), row.get("parts", {}), row.get("metrics", {}))
+    named = {name: row.get(name, {}) for name in ("parts", "metrics", "agents")}
+    return Scores(row["own"], tuple(row.get("turns", ())), **named)
 
 
 def unreplayable_reason(episode: RecordedEpisode) -> str:

@@ -25,7 +25,7 @@ def base_model_of(directory: Path) -> Path | None:
     if not isinstance(named, str) or "\0" in named:
         named = None
     # A moved run has its model next to its checkpoints.
-    for base in (Path(named or ""), directory.parent.parent / "model"):
+    for base in (Path(named or ""), *(above / "model" for above in directory.parents[1:3])):
         if (base / "config.json").is_file() and base != directory:
             return base
     raise ModelError(

@@ -187,6 +187,8 @@ class Trainer:
                 self._update(batch, lr, step_metrics, step)
         self._probe = None if probe is None else probe.after(self._at_temperature_one)
         self._moved_steps = self._moved_steps + 1 if step_metrics.moved else 0
+        if self.objective.by_agent:
+            self.objective.baselines.update(groups)
         # Metrics.
         step_metrics.reduce(self.ranks)
         metrics = (
