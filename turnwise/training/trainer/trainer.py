@@ -41,6 +41,7 @@ from turnwise.training.model.models import (
 from turnwise.training.model.quantize import OnGrid, plain_inputs, rounds_activations
 from turnwise.training.model.reference import ReferencePolicy
 from turnwise.training.model.weights import Transform, Weights, clone_tensors, tied_names
+from turnwise.training.teachers.base import MakeTeachers, TaughtPolicy, refuse_ranks
 from turnwise.training.trainer.checks import (
     StepMetrics,
     WeightSyncProbe,
@@ -48,6 +49,7 @@ from turnwise.training.trainer.checks import (
     check_fingerprints,
     check_finite,
     check_mismatch,
+    teacher_figures,
 )
 from turnwise.training.trainer.optimizer import GradientSignal, Optimizer, schedule
 from turnwise.types import Group, Trajectory
@@ -77,6 +79,7 @@ class Trainer:
         ranks: processes that train together. With several, the model is sharded and all must make the same calls
             (`RankZeroTrainer` ensures that).
         pixels: source of images' pixel values, as in `Rollout.pixels`.
+        teachers: makes the policy's teachers, as `make_teachers` returns it.
         on_note: receives a line when micro-batches are halved; a warning is logged by default.
 
     Raises:
@@ -98,6 +101,7 @@ class Trainer:
         min_p: float = 0.0,
         ranks: Ranks | None = None,
         pixels: PixelCache | None = None,
+        teachers: MakeTeachers | None = None,
         on_note: Callable[[str], None] | None = None,
     ) -> None:
         if not temperature > 0:
@@ -136,11 +140,19 @@ class Trainer:
             )
         self.micro_batch_limit = MicroBatchLimit(config.micro_tokens, alone=self.ranks.size == 1, on_note=on_note)
         self._stats, self._full_logprobs = self.ranks.shard(model, self.forward)
+        self.teachers = None if teachers is None else teachers(self._as_policy())
         self.reset_optimizer()
         self.transforms: list[Transform] = []
         """Stages between the parameters (adapters merged) and `weights()`, such as casting."""
         self._reference: ReferencePolicy | None = None
         self._probe: WeightSyncProbe | None = None
+
+    def _as_policy(self) -> TaughtPolicy:
+        refuse_ranks(self.ranks.size)
+        head = self.forward.head
+        vocabulary = self.model.get_input_embeddings().weight.shape[0] if head is None else head.vocabulary
+        limit = self.micro_batch_limit
+        return TaughtPolicy(self.forward, self.distribution, vocabulary, limit.tokens, self.pixels, limit.run)
 
     # Steps.
 
@@ -179,6 +191,9 @@ class Trainer:
         if config.kl:
             for batch in batches:
                 batch.reference_n = self._score_reference(batch)
+        if self.teachers is not None:
+            for batch in batches:
+                batch.teachers = self.teachers.score(batch)
         probe = WeightSyncProbe.before(step_credits.credits, self._at_temperature_one, self.device) if batches else None
         # Updates.
         codes = self._codes()
@@ -195,6 +210,7 @@ class Trainer:
             step_metrics.metrics()
             | accounting_metrics(step_credits, step_metrics.masked)
             | self.layout.figures()
+            | teacher_figures(batches)
             | {"lr": lr * self.signal.share, "optimizer_steps": float(len(step_metrics.updates))}
         )
         if codes:
@@ -210,6 +226,11 @@ class Trainer:
 
     def step_credits(self, groups: Sequence[Group]) -> StepCredits:
         """Return the credits that `step` would train groups with, and the account of every sampled id."""
+        if self.teachers is not None:
+            return self.teachers.credits(groups, self.objective, self._reward_credits)
+        return self._reward_credits(groups)
+
+    def _reward_credits(self, groups: Sequence[Group]) -> StepCredits:
         if not self.objective.penalizes_reward:
             return self.objective.step_credits(groups)
         penalty = self.objective.penalties(groups, self._batch, self._score, self._score_reference)
@@ -268,7 +289,8 @@ class Trainer:
         """Run forward and backward of this rank's passes; return each one's terms, entropies and logprobs, detached."""
         made = []
         for micro, own in self.ranks.passes(batch.micros):
-            wanted = {"entropy": True, "entropy_grad": bool(self.config.entropy)}
+            wanted: dict[str, Any] = {"entropy": True, "entropy_grad": bool(self.config.entropy)}
+            wanted |= {"teachers": batch.targets_of(micro)} if batch.teachers else {}
             found = self._stats(micro, self.pixels, self.distribution, batch.support_of(micro), **wanted)
             terms = self.objective.terms(batch, micro, found, sequence_n)
             (terms.loss if own else 0.0 * terms.loss).backward()
