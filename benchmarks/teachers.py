@@ -250,9 +250,9 @@ def hints(folder: Path, seed: int) -> dict[str, float]:
     found = {}
     for name in ("right", "other"):
         recipe = f'[model]\npath = "{warm / "checkpoints" / "warmed"}"\n' + HINTED.format(here=HERE, hints="false")
-        recipe += "[rollout]\ngroups = 8\ngroup_size = 4\n[train]\nsteps = 30\nreward_weight = 0.0\nlr = 1e-3\n"
+        recipe += "[rollout]\ngroups = 8\ngroup_size = 8\n[train]\nsteps = 60\nreward_weight = 0.0\nlr = 1e-3\n"
         recipe += f'[[teacher]]\nself = true\nsignal = "loss"\nhint = "{HERE}:{name}_hint"\n'
-        out = train(folder, f"{name}-{seed}", recipe, "--seed", seed, "--eval.samples", 16)
+        out = train(folder, f"{name}-{seed}", recipe, "--seed", seed, "--eval.samples", 32)
         found |= {"hint_start": summary(out, "success_before")} if name == "right" else {}
         found["hint_self" if name == "right" else "hint_shuffled"] = summary(out)
     return found

@@ -51,6 +51,7 @@ def learn(model, made, make, law=(), **settings):
     """One step that leaves the weights as they are: its metrics, and the gradient that it left on them."""
     given = TrainConfig(**{**STILL, "reward_weight": 0.0, **settings})
     trainer = Trainer(model, given, teachers=make, **dict(law))
+    trainer.reference()
     return trainer.step(made, step=0, steps=10).metrics, gradient(model)
 
 

@@ -601,10 +601,10 @@ class TrainConfig:
     """KL estimator per token; none is the algorithm's (grpo: k3)."""
     kl_in: Annotated[KLPlace | None, Needs("train.kl > 0")] = None
     """Whether the KL term is added to the loss or subtracted from the reward (k1); none is the algorithm's (grpo: loss)."""
-    reference: Annotated[Reference, Needs("train.kl > 0", unless=("none",))] = "auto"
-    """Reference policy of the KL term: a second `copy` of the trained weights; `adapter_off`, the model without its LoRA;
-    `none`, only with `kl = 0`. `auto` disables the LoRA if it is untrained, and copies otherwise."""
-    reference_every: Annotated[NonNegativeInt, Needs("train.kl > 0")] = 0
+    reference: Annotated[Reference, Needs("train.kl > 0", "teacher given", unless=("none",))] = "auto"
+    """Reference policy of the KL term and of a `self` teacher: a second `copy` of the trained weights; `adapter_off`, the model
+    without its LoRA; `none`, only with `kl = 0`. `auto` disables the LoRA if it is untrained, and copies otherwise."""
+    reference_every: Annotated[NonNegativeInt, Needs("train.kl > 0", "teacher given")] = 0
     """Steps after which the current policy becomes the reference policy, each time; 0 keeps the first."""
     old_logprobs: OldLogprobs = "trainer"
     """Source of the logprobs in the ratio's denominator."""
@@ -637,7 +637,8 @@ class TeacherConfig:
     urls: Annotated[tuple[str, ...], _each(_url_error)] = ()
     """URLs of servers that run the teacher (vLLM, SGLang, `turnwise serve`); each takes a share of the episodes."""
     self: Annotated[bool, Needs("teacher.hint given")] = False
-    """Whether the policy is its own teacher, with its weights before the step, and reads `hint` first."""
+    """Whether the policy is its own teacher, after `hint`: its reference policy, which has the weights of the start of
+    reinforcement, or of every `train.reference_every` steps."""
     hint: Annotated[str | None, PathKind.OBJECT] = None
     """`file.py:function` of a trajectory that returns messages, which the teacher reads before the ids of the episode; none, or
     none returned for a trajectory, gives the same ids to both, or with `self` no answer."""

@@ -381,7 +381,7 @@ CLIPPED = ("clip_low", "clip_high", "clip_cap", "old_logprobs")
 
 
 def _teacher_rules(config: RunConfig) -> Broken:
-    train, environments = config.train, [env.name or env.use for env in config.env]
+    environments = [env.name or env.use for env in config.env]
     for index, teacher in enumerate(config.teacher):
         prefix = f"teacher.{index}"
         given = [key for key in ("path", "urls", "self") if getattr(teacher, key)]
@@ -395,7 +395,19 @@ def _teacher_rules(config: RunConfig) -> Broken:
         if teacher.name and teacher.name in [other.name for other in config.teacher[:index]]:
             yield f"{prefix}.name", "another teacher has this name too; give each its own name"
         yield from ((f"{prefix}.{key}", why) for key, why in _served_teacher_rules(config, teacher))
-    if not config.teacher or train.reward_weight:
+    if config.teacher:
+        yield from _taught_policy_rules(config)
+
+
+def _taught_policy_rules(config: RunConfig) -> Broken:
+    train = config.train
+    own = any(teacher.self for teacher in config.teacher)
+    if own and train.reference == "none":
+        yield "train.reference", "is the policy that a teacher with self = true is; leave this key out"
+    for key in ("reference", "reference_every") if not own and not train.kl else ():
+        if key in changed(train) and getattr(train, key) != "none":
+            yield f"train.{key}", "has no effect: it needs train.kl > 0, or a teacher with self = true; leave it out"
+    if train.reward_weight:
         return
     if train.kl and train.kl_in == "reward":
         yield "train.kl_in", 'subtracts from the reward, whose weight is 0 (train.reward_weight); set kl_in = "loss"'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -45,6 +46,8 @@ class TaughtPolicy:
     micro_tokens: int
     pixels: PixelCache | None
     run: RunPasses
+    as_reference: Callable[[], AbstractContextManager[None]]
+    """Switches the policy's model to the reference policy."""
 
 
 class Hint:
@@ -161,6 +164,11 @@ class Teachers:
 
     def __init__(self, teachers: Sequence[Teacher], reward_weight: float) -> None:
         self.teachers, self.reward_weight = list(teachers), reward_weight
+
+    @property
+    def include_self(self) -> bool:
+        """Whether the policy is one of its teachers."""
+        return any(teacher.config.self for teacher in self.teachers)
 
     def ask(self, trajectories: Sequence[Trajectory]) -> None:
         """Start a step with its trajectories."""

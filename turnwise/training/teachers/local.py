@@ -128,7 +128,11 @@ class LocalTeacher(Teacher):
 
 
 class SelfTeacher(LocalTeacher):
-    """The policy with its weights before the step, after a hint."""
+    """The reference policy, in the policy's own model, after a hint."""
+
+    def score(self, batch: TrainingBatch) -> TeacherScores:
+        with self.policy.as_reference():
+            return super().score(batch)
 
     def kept_module(self, head: nn.Module) -> nn.Module:
         return deepcopy(head).requires_grad_(False)

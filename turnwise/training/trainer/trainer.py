@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -152,7 +152,9 @@ class Trainer:
         head = self.forward.head
         vocabulary = self.model.get_input_embeddings().weight.shape[0] if head is None else head.vocabulary
         limit = self.micro_batch_limit
-        return TaughtPolicy(self.forward, self.distribution, vocabulary, limit.tokens, self.pixels, limit.run)
+        return TaughtPolicy(
+            self.forward, self.distribution, vocabulary, limit.tokens, self.pixels, limit.run, self._as_reference
+        )
 
     # Steps.
 
@@ -346,10 +348,19 @@ class Trainer:
 
     def _score_reference(self, batch: TrainingBatch) -> Tensor:
         """Return the reference policy's logprobs of a batch's targets, float64, N."""
-        if self._reference is None:
-            raise TurnwiseError("train.kl is over 0 but there is no reference policy; call reference() before the first step")
-        with self._reference.active():
+        with self._as_reference():
             return self._score(batch)
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether steps need a reference policy."""
+        return bool(self.config.kl) or (self.teachers is not None and self.teachers.include_self)
+
+    def _as_reference(self) -> AbstractContextManager[None]:
+        if self._reference is None:
+            why = "train.kl is over 0, or the policy is its own teacher"
+            raise TurnwiseError(f"{why}, but there is no reference policy; call reference() before the first step")
+        return self._reference.active()
 
     def _at_temperature_one(self, micro: MicroBatch) -> Tensor:  # log-probabilities (M, vocabulary)
         with torch.no_grad():
@@ -428,9 +439,9 @@ class Trainer:
         return self.adapter.in_layout(clone_tensors(self.model, self._tied))
 
     def reference(self) -> None:
-        """Keep the current policy as the reference of the KL term; do nothing if `kl = 0`. Raises `ConfigError` when
-        `train.reference` needs an adapter and there is none."""
-        if self.config.kl:
+        """Keep the current policy as the reference of the KL term and of a `self` teacher, if there is one. Raises
+        `ConfigError` when `train.reference` needs an adapter and there is none."""
+        if self.keeps_reference:
             untouched = self.adapter is not None and not self.ranks.any(not self.adapter.is_initial)
             self._reference = ReferencePolicy.of(self.model, self.adapter, self.config, untouched=untouched)
 
@@ -478,10 +489,10 @@ class Trainer:
             self.signal.restore(*tensors.pop("signal").tolist())
         self.optimizer.restore(tensors)
         self._reference = None
-        if self.config.kl and (directory / REFERENCE_FILE).exists():
+        if self.keeps_reference and (directory / REFERENCE_FILE).exists():
             self._reference = ReferencePolicy(self.model, self.adapter, None)
             self._reference.restore(read_tensors(directory / REFERENCE_FILE))
-        elif self.config.kl and self.adapter is not None:
+        elif self.keeps_reference and self.adapter is not None:
             self._reference = ReferencePolicy(self.model, self.adapter, None)
 
 
