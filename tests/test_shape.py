@@ -28,6 +28,7 @@ FOREIGN = {
     "training/model/lora.py": "get_output_embeddings peft_config",
     "training/distributed.py": "_no_split_modules full_tensor set_reduce_scatter_unused_params",
     "training/setup.py": "head_dim",
+    "training/teachers/local.py": "config max_position_embeddings",
     "training/trainer/memory.py": "config vocab_size weight",
     # arrays and images of any library
     "config/load.py": "ndim",

@@ -174,7 +174,6 @@ def test_pictures_that_do_not_fit_are_refused(vlm, moe):
                 (asked([20], picture), "0 placeholders among 1 ids do not fit 1 images"),
                 (asked([20, pad, pad], picture), "2 placeholders among 3 ids do not fit 1 images"),
                 (asked([20, pad]), "1 image placeholders belong to none of 0 images"),
-                (asked([20, pad], picture) | {"logprob_start_len": 0}, "not supported with images"),
                 (asked([20, pad], picture) | {"video_data": [picture]}, "video_data"),
                 (asked([20]) | {"return_routed_experts": True}, "no mixture of experts"),
             ):

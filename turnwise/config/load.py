@@ -222,6 +222,7 @@ def config_of(config: RunConfig, policy: PolicyConfig, where: Mapping[str, str] 
         raise ConfigError(f"policy {policy.name}: {unknown_key(f'train.{unknown}')}")
     tree = to_tree(config)
     tree["train"] |= policy.train
+    tree["teacher"] = [one for one in tree["teacher"] if not one["policies"] or policy.name in one["policies"]]
     return build(tree | {"policy": []}, where)
 
 

@@ -156,7 +156,12 @@ Correction = Literal["none", "tis", "sequence_mis", "sequence_mis_mean", "icepop
 ExpertRouting = Literal["off", "replay"]
 ScheduleMode = Literal["sync", "one_step_off", "async"]
 Selection = Literal["complete", "fifo", "discard"]
+TeacherSignal = Literal["advantage", "loss"]
+Divergence = Literal["reverse", "forward", "js"]
 
+REWARDED = Needs("train.reward_weight > 0")
+DIVERGES = Needs("teacher.signal = loss")
+SERVED = Needs("teacher.urls given")
 WARMED_UP = Needs("warmup.demos > 0", "warmup.dataset given")
 RETRIED = Needs(
     "rollout.max_retries > 0",
@@ -511,6 +516,8 @@ class TrainConfig:
     algorithm: Annotated[str, PathKind.OBJECT, Check(algorithm_error, only_training=True)] = "grpo"
     """Algorithm: `grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, `gspo`, `cispo` or
     `file.py:function`. It sets the keys below that are none."""
+    reward_weight: Annotated[NonNegativeFloat, Needs("teacher given")] = 1.0
+    """Factor on the rewards' advantages beside teachers; 0 trains by the teachers alone, and groups of one episode suffice."""
     stop_success: Annotated[Fraction | None, bounds(gt=0)] = None
     """Success rate of a step's episodes, averaged over 5 steps, that ends reinforcement early; none takes all steps."""
     lr: NonNegativeFloat = 1e-3
@@ -555,19 +562,19 @@ class TrainConfig:
     """Tokens per trajectory that `fixed` divides by, independent of the sampled length (Dr. GRPO, arXiv 2503.20783)."""
     vision: Annotated[VisionTraining, Needs("model.path given", "model.vision = true")] = "trained"
     """Whether the vision tower and its projector are trained; `frozen` also needs no optimizer state for them."""
-    advantage: Annotated[str | None, PathKind.OBJECT, Check(advantage_error, only_training=True)] = None
+    advantage: Annotated[str | None, PathKind.OBJECT, Check(advantage_error, only_training=True), REWARDED] = None
     """Advantage: reward minus the group mean, divided by the group's standard deviation (`std`) or not (`mean`); minus the mean
     of the other rewards (`rloo`); normalized over the batch (`batch`); minus the group mean, then normalized over the batch
     (`group_batch`); minus the average of the agent's earlier rewards in the environment (`running`); or `file.py:function` of a
     group's trajectories and their returns. None is the algorithm's (grpo: std)."""
-    credit: CreditUnit = "trajectory"
+    credit: Annotated[CreditUnit, REWARDED] = "trajectory"
     """Credit assignment: the trajectory's reward for all its tokens, or for a turn's tokens the rewards from that turn on."""
     discount: Fraction = 1.0
     """Discount of a reward per turn, with `credit = "turn"`."""
     loss_scale: Annotated[str, PathKind.OBJECT, Check(loss_scale_error, only_training=True)] = "default"
     """Loss weights of sampled tokens: `default`, all equal; `last_round`, only the last round; or `file.py:function`, weights
     per turn or token."""
-    overlong_tokens: PositiveInt | None = None
+    overlong_tokens: Annotated[PositiveInt | None, REWARDED] = None
     """Sampled tokens at which a trajectory loses one point of reward (DAPO, arXiv 2503.14476, eq. 13); none disables it, or
     with dapo uses the limits."""
     overlong_buffer: Annotated[
@@ -577,14 +584,14 @@ class TrainConfig:
     overlong_filter: bool = False
     """Whether episodes cut by a length limit (of a turn, the episode or the context) are left out of the loss; their rewards
     still count in the baseline."""
-    refill: NonNegativeInt | None = None
+    refill: Annotated[NonNegativeInt | None, REWARDED] = None
     """Maximum rounds of new tasks that replace groups without signal; none is the algorithm's (dapo: 3, others: 0)."""
-    group_filter: Annotated[str | None, PathKind.OBJECT] = None
+    group_filter: Annotated[str | None, PathKind.OBJECT, REWARDED] = None
     """`file.py:function` of a group's trajectories: whether the group is trained. It decides which groups `refill` replaces, in
     place of equal rewards."""
-    on_failure: OnFailedEpisode = "drop_group"
+    on_failure: Annotated[OnFailedEpisode, REWARDED] = "drop_group"
     """Handling of a group with a failed episode: drop the group, or compute the baseline over the survivors."""
-    min_group: Annotated[int, bounds(ge=2)] = 2
+    min_group: Annotated[int, bounds(ge=2), REWARDED] = 2
     """Minimum rewarded trajectories per group; smaller groups are dropped and counted."""
     entropy: NonNegativeFloat = 0.0
     """Weight of the entropy bonus: the mean entropy of the sampled distribution at trained tokens, subtracted from the loss."""
@@ -594,10 +601,10 @@ class TrainConfig:
     """KL estimator per token; none is the algorithm's (grpo: k3)."""
     kl_in: Annotated[KLPlace | None, Needs("train.kl > 0")] = None
     """Whether the KL term is added to the loss or subtracted from the reward (k1); none is the algorithm's (grpo: loss)."""
-    reference: Annotated[Reference, Needs("train.kl > 0", unless=("none",))] = "auto"
-    """Reference policy of the KL term: a second `copy` of the trained weights; `adapter_off`, the model without its LoRA;
-    `none`, only with `kl = 0`. `auto` disables the LoRA if it is untrained, and copies otherwise."""
-    reference_every: Annotated[NonNegativeInt, Needs("train.kl > 0")] = 0
+    reference: Annotated[Reference, Needs("train.kl > 0", "teacher given", unless=("none",))] = "auto"
+    """Reference policy of the KL term and of a `self` teacher: a second `copy` of the trained weights; `adapter_off`, the model
+    without its LoRA; `none`, only with `kl = 0`. `auto` disables the LoRA if it is untrained, and copies otherwise."""
+    reference_every: Annotated[NonNegativeInt, Needs("train.kl > 0", "teacher given")] = 0
     """Steps after which the current policy becomes the reference policy, each time; 0 keeps the first."""
     old_logprobs: OldLogprobs = "trainer"
     """Source of the logprobs in the ratio's denominator."""
@@ -617,6 +624,46 @@ class TrainConfig:
     routing_replay: Annotated[ExpertRouting, Formerly("routes")] = "off"
     """Whether a mixture-of-experts model is trained with the experts that the engine selected for each token (R3, arXiv
     2510.11370)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherConfig:
+    """One teacher: a model that scores the ids that the policy sampled, beside rewards or alone (`train.reward_weight = 0`)."""
+
+    name: str = ""
+    """Label in metrics; if empty, `teacher` and its number from 1 (`teacher` where there is one)."""
+    path: Annotated[str | None, PathKind.DIRECTORY] = None
+    """Hugging Face directory of the teacher, or a LoRA adapter's; it is loaded beside the policy."""
+    urls: Annotated[tuple[str, ...], _each(_url_error)] = ()
+    """URLs of servers that run the teacher (vLLM, SGLang, `turnwise serve`); each takes a share of the episodes."""
+    self: Annotated[bool, Needs("teacher.hint given")] = False
+    """Whether the policy is its own teacher, after `hint`: its reference policy, which has the weights of the start of
+    reinforcement, or of every `train.reference_every` steps."""
+    hint: Annotated[str | None, PathKind.OBJECT] = None
+    """`file.py:function` of a trajectory that returns messages, which the teacher reads before the ids of the episode; none, or
+    none returned for a trajectory, gives the same ids to both, or with `self` no answer."""
+    policies: Annotated[tuple[str, ...], Needs("policy given")] = ()
+    """Names of the policies that it teaches; none given means all."""
+    environments: tuple[str, ...] = ()
+    """Names of the environments whose episodes it scores; none given means all."""
+    agents: tuple[str, ...] = ()
+    """Names of the agents whose ids it scores; none given means all."""
+    signal: TeacherSignal = "advantage"
+    """`advantage` adds `weight * (log p_teacher - log p_policy)` of each sampled id to its advantage, after normalization;
+    `loss` adds `weight * divergence` of the distributions at each sampled id to the loss."""
+    weight: PositiveFloat = 1.0
+    """Factor of the signal."""
+    bound: Annotated[PositiveFloat, Needs("teacher.signal = advantage")] = 5.0
+    """Maximum |log p_teacher - log p_policy| that counts, in nats."""
+    divergence: Annotated[Divergence, DIVERGES] = "reverse"
+    """Divergence in the loss: `reverse`, KL(policy || teacher); `forward`, KL(teacher || policy); `js`, Jensen-Shannon."""
+    top: Annotated[PositiveInt | None, DIVERGES] = None
+    """Ids that the divergence tells apart: the most likely ones of the teacher, with all others as one; none is the
+    vocabulary, which servers do not send."""
+    timeout_s: Annotated[PositiveFloat, SERVED] = 120.0
+    """Seconds in which a server must answer for an episode; after that its ids are `no_teacher`."""
+    key_env: Annotated[str | None, SERVED] = None
+    """Name of the environment variable that holds the servers' API key; none sends no key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -779,6 +826,7 @@ class RunConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     warmup: WarmupConfig = WarmupConfig()
     train: TrainConfig = TrainConfig()
+    teacher: tuple[TeacherConfig, ...] = ()
     schedule: ScheduleConfig = ScheduleConfig()
     lora: LoraConfig = LoraConfig()
     quant: QuantConfig = QuantConfig()

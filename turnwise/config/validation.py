@@ -9,9 +9,19 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from turnwise.config.constraints import PathKind, field_errors, is_template_file, path_kinds, without_effect
+from turnwise.config.constraints import PathKind, changed, field_errors, is_template_file, path_kinds, without_effect
 from turnwise.config.fields import table_lists
-from turnwise.config.schema import COLUMNS, OF_THE_RUN, PROGRAM, EnvConfig, ModelConfig, RunConfig, TrainConfig, truncation_key
+from turnwise.config.schema import (
+    COLUMNS,
+    OF_THE_RUN,
+    PROGRAM,
+    EnvConfig,
+    ModelConfig,
+    RunConfig,
+    TeacherConfig,
+    TrainConfig,
+    truncation_key,
+)
 from turnwise.config.snapshots import snapshot
 from turnwise.errors import ConfigError, did_you_mean
 
@@ -366,11 +376,59 @@ def _schedule_rules(config: RunConfig) -> Broken:
         yield "engine.colocate", "samples and trains by turns, and one_step_off does both at once; leave one of the two out"
 
 
+CLIPPED = ("clip_low", "clip_high", "clip_cap", "old_logprobs")
+"""Keys of `[train]` that are about advantages alone."""
+
+
+def _teacher_rules(config: RunConfig) -> Broken:
+    environments = [env.name or env.use for env in config.env]
+    for index, teacher in enumerate(config.teacher):
+        prefix = f"teacher.{index}"
+        given = [key for key in ("path", "urls", "self") if getattr(teacher, key)]
+        if len(given) != 1:
+            why = "is given beside " + " and ".join(given[1:]) if given else "is missing, and so are urls and self"
+            yield f"{prefix}.{given[0] if given else 'path'}", f"{why}; a teacher has exactly one of path, urls and self"
+        for key, known in (("environments", environments), ("policies", [policy.name for policy in config.policy])):
+            for name in (name for name in getattr(teacher, key) if known and name not in known):
+                near = did_you_mean(name, known) or f"there are {', '.join(known)}"
+                yield f"{prefix}.{key}", f"{name!r} is none of the run's; {near}"
+        if teacher.name and teacher.name in [other.name for other in config.teacher[:index]]:
+            yield f"{prefix}.name", "another teacher has this name too; give each its own name"
+        yield from ((f"{prefix}.{key}", why) for key, why in _served_teacher_rules(config, teacher))
+    if config.teacher:
+        yield from _taught_policy_rules(config)
+
+
+def _taught_policy_rules(config: RunConfig) -> Broken:
+    train = config.train
+    own = any(teacher.self for teacher in config.teacher)
+    if own and train.reference == "none":
+        yield "train.reference", "is the policy that a teacher with self = true is; leave this key out"
+    for key in ("reference", "reference_every") if not own and not train.kl else ():
+        if key in changed(train) and getattr(train, key) != "none":
+            yield f"train.{key}", "has no effect: it needs train.kl > 0, or a teacher with self = true; leave it out"
+    if train.reward_weight:
+        return
+    if train.kl and train.kl_in == "reward":
+        yield "train.kl_in", 'subtracts from the reward, whose weight is 0 (train.reward_weight); set kl_in = "loss"'
+    if all(teacher.signal == "loss" for teacher in config.teacher):
+        for key in (key for key in CLIPPED if key in changed(train)):
+            yield f"train.{key}", 'is about advantages, and the teachers\' signal = "loss" is the only one; leave it out'
+
+
+def _served_teacher_rules(config: RunConfig, teacher: TeacherConfig) -> Broken:
+    if teacher.urls and teacher.signal == "loss" and teacher.top is None:
+        yield "top", "must be set: servers send the most likely ids only, no probabilities of a vocabulary"
+    if teacher.urls and (cut := truncation_key(config.rollout)):
+        yield "urls", f"are servers, which score the vocabulary, but rollout.{cut[0]} cuts it; name a path, or leave that out"
+
+
 def _training_rules(config: RunConfig) -> Broken:
     rollout, train = config.rollout, config.train
     if found := conflicting_keys(train):
         yield f"train.{found[0]}", found[1]
     yield from _schedule_rules(config)
+    yield from _teacher_rules(config)
     if train.reference == "adapter_off" and not config.lora.rank:
         yield "train.reference", "there is no adapter to switch off; set lora.rank"
     if config.lora.rank and not config.lora.targets:
@@ -382,6 +440,7 @@ def _training_rules(config: RunConfig) -> Broken:
     # Whether a trajectory is compared with the others of its task, not with the batch.
     compared = (train.advantage or ("batch" if train.algorithm == "reinforce_pp" else "")) not in ("batch", "running")
     compared = compared and not config.policy  # each policy is checked with its own keys
+    compared = compared and train.reward_weight > 0
     if rollout.group_size < 2 and compared:
         why = "must be at least 2: a trajectory's advantage compares its reward with the others of its group"
         yield "rollout.group_size", why

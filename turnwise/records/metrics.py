@@ -140,6 +140,9 @@ mismatch_kl_by_lag.<lag> | nats | `mismatch_kl` by lag | growing with lag is nor
 importance_ess_by_lag.<lag> | share | `importance_ess` by lag | under 0.5 at the largest lag: lower `schedule.staleness` or `train.lr`
 tokens_by_cache.<cache> | count | trained tokens by the weights of their context's cache: `own` version or `kept` of an older one (`engine.in_flight = "keep"`) | nothing
 mismatch_kl_by_cache.<cache> | nats | `mismatch_kl` by that cache | `kept` far over `own`: use `engine.in_flight = "salt"`
+teacher.<name>.answered | share | trained ids for which a teacher answered | falling: its servers fail, or episodes outgrow its context
+teacher.<name>.kl | nats | mean of log p_policy - log p_teacher at those ids, before the first update | not falling: the teacher's signal is too weak, or rewards pull elsewhere
+teacher.<name>.bounded | share | ids over `teacher.bound`, with `signal = "advantage"` | over 0.1: policy and teacher differ too much; use `signal = "loss"`
 correction_mean | 1 | mean token weight of `train.correction` | under 0.9 or over 1.1: engine and trainer differ, see `mismatch_mean`
 correction_ess | share | effective sample size of those weights | under 0.9: updates rest on few tokens
 correction_masked | share | tokens excluded by the correction | growing: the correction hides a mismatch instead of fixing it

@@ -230,6 +230,14 @@ class ChatRenderer:
         ids, placed = self._media.expand(found.ids, messages)
         return Extend(ids, 0, found.neutralised, found.control, media=placed, tool_images_moved=moved)
 
+    def preamble(self, messages: Sequence[Message]) -> Extend:
+        """Render messages that precede a conversation, without the start of a reply; raise `TemplateError` if the template
+        cannot, `ControlTextError` for control text where `control_text` is `reject`."""
+        messages, moved, _ = self._media.move_tool_images(messages)
+        found = self._guard.encode(messages, self.template.render)
+        ids, placed = self._media.expand(found.ids, messages)
+        return Extend(ids, 0, found.neutralised, found.control, media=placed, tool_images_moved=moved)
+
     # After a reply
 
     def extend(

@@ -33,6 +33,8 @@ WEIGHED = "weighed"
 """An agent function gave its reply's ids weight 0."""
 LOSS_SCALE = "loss_scale"
 """A custom loss scale returned weight 0."""
+NO_TEACHER = "no_teacher"
+"""No reward trains the id, and no teacher answered for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class TokenWeights:
     """Span index -> weight per id; missing spans have weight 1."""
     reason: str
     """Reason under which ids of weight 0 are counted."""
+    no_teacher: Mapping[int, int] = field(default_factory=dict)
+    """Span index -> how many of them are `NO_TEACHER` instead."""
 
     def of(self, span: int, offset: int) -> float:
         """Return the weight of one id."""
@@ -577,8 +581,10 @@ def count_ids(credits: Sequence[Credit]) -> StepCredits:
             if span.start == 0 and span.trained:
                 tokens[NO_CONTEXT] += 1
             if credit.weights is not None:
-                trainable = trained_ids(credit.trajectory, index)
+                lacking = credit.weights.no_teacher.get(index, 0)
+                trainable = trained_ids(credit.trajectory, index) - lacking
                 tokens[credit.weights.reason] += trainable - trained_ids(credit.trajectory, index, credit.weights)
+                tokens[NO_TEACHER] += lacking
     sampled = sum(credit.trajectory.sampled_tokens for credit in credits)
     assert sum(tokens.values()) == sampled, f"{sampled} ids were sampled, {sum(tokens.values())} are accounted for: {tokens}"
     return StepCredits(tuple(credits), +tokens, sampled)

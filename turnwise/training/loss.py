@@ -21,6 +21,7 @@ from turnwise.training.advantages import (
     Penalties,
     RunningBaselines,
     StepCredits,
+    TokenWeights,
     advantages,
     exclusion_reason,
     group_filter,
@@ -31,7 +32,7 @@ from turnwise.training.advantages import (
     trainable_tokens,
     with_turn_weights,
 )
-from turnwise.training.forward.batch import LossDenominator, MicroBatch, TrainingBatch
+from turnwise.training.forward.batch import LossDenominator, MicroBatch, TeacherScores, TrainingBatch
 from turnwise.training.forward.forward import TokenStats
 from turnwise.types import Group, Trajectory
 
@@ -239,10 +240,11 @@ def policy_terms(
     estimator: Callable[[Tensor, Tensor], Tensor] = k3,
     entropy_m: Tensor | None = None,
     entropy: float = 0.0,
+    divergence_m: Tensor | None = None,
 ) -> PolicyTerms:
-    """Compute the loss of M tokens: ``sum_t w_t * (c_t * loss_t + [c_t > 0] * (kl * estimator(logp_t, ref_t) - entropy *
-    H_t))``. The weights ``w_t`` include denominators and loss scale. Without a correction ``c_t`` is 1; without a reference,
-    the KL term is omitted."""
+    """Compute the loss of M tokens: ``sum_t w_t * (c_t * loss_t + [c_t > 0] * (kl * estimator(logp_t, ref_t) - entropy * H_t +
+    D_t))``. The weights ``w_t`` include denominators and loss scale. Without a correction ``c_t`` is 1; without a reference,
+    the KL term is omitted; D_t is the weighted divergence from teachers."""
     made = algorithm(tokens)
     scaled_m = made.loss if correction_m is None else made.loss * correction_m
     loss = (scaled_m * weights_m).sum()
@@ -251,6 +253,8 @@ def policy_terms(
         loss = loss - entropy * (entropy_m * penalty_weights_m).sum()
     if reference_m is not None and kl:
         loss = loss + kl * (estimator(tokens.logp, reference_m) * penalty_weights_m).sum()
+    if divergence_m is not None:
+        loss = loss + (divergence_m * penalty_weights_m).sum()
     return PolicyTerms(loss, made.ratio, made.clipped)
 
 
@@ -300,6 +304,10 @@ class Objective:
         self.baselines = RunningBaselines()
         """State of `advantage = "running"`."""
         self._keep_group = None if config.group_filter is None else group_filter(config.group_filter)
+
+    def weights(self, trajectory: Trajectory) -> TokenWeights | None:
+        """Return the loss scale of a trajectory's ids; None is 1 everywhere."""
+        return self._scale(trajectory)
 
     @property
     def refill(self) -> int:
@@ -385,10 +393,18 @@ class Objective:
         def select(values_n: Tensor) -> Tensor:
             return values_n[n].to(logp_m.dtype)
 
+        advantage_m, divergence_m = select(batch.advantages_n), None
+        for scores in batch.teachers:
+            if scores.targets is None:
+                now_m = logp_m.detach().double() if batch.start_n is None else batch.start_n[n]
+                advantage_m = advantage_m + teacher_advantage(scores, n, now_m).to(logp_m.dtype)
+        targeted = [scores.teacher.weight for scores in batch.teachers if scores.targets is not None]
+        for weight, found_m in zip(targeted, stats.divergences, strict=True):
+            divergence_m = weight * found_m if divergence_m is None else divergence_m + weight * found_m
         tokens = TokenBatch(
             logp=logp_m,
             old=logp_m.detach() if old_n is None else select(old_n),
-            advantage=select(batch.advantages_n),
+            advantage=advantage_m,
             sequence=logp_m.new_zeros(logp_m.shape) if sequence_n is None else select(sequence_n),
             clip_low=settings.clip_low,
             clip_high=settings.clip_high,
@@ -404,7 +420,16 @@ class Objective:
             estimator=ESTIMATORS[settings.kl_estimator],
             entropy_m=stats.entropy_m,
             entropy=self.config.entropy,
+            divergence_m=divergence_m,
         )
+
+
+def teacher_advantage(scores: TeacherScores, index_k: Tensor, policy_k: Tensor) -> Tensor:
+    """Compute ``weight * (log p_teacher - log p_policy)`` of some tokens, in float64, with the difference bounded and 0 without
+    an answer. Its mean over ids of the policy, times ``grad log p_policy``, is the gradient of -weight * KL(policy || teacher)
+    per id (on-policy distillation: Agarwal et al., arXiv 2306.13649; as a reward per id: Thinking Machines, 2025)."""
+    teacher, bound = scores.teacher, scores.teacher.bound
+    return teacher.weight * (scores.logp_n[index_k] - policy_k).clamp(-bound, bound).nan_to_num(0.0)
 
 
 def check_logprobs(batch: TrainingBatch, key: str = "train.old_logprobs = 'engine'", other: str = "trainer") -> None:

@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING
 
 from turnwise.config import ModelConfig
 from turnwise.engines.local import LocalEngine
+from turnwise.engines.scoring import IdScores, ScoreRequest
 from turnwise.engines.tokens import LOOPBACK, path_of
 from turnwise.errors import ConfigError, SyncError
 from turnwise.media import MediaStore
 from turnwise.renderers.vision import PixelCache, VisionProcessor
+from turnwise.training.forward.forward import ForwardPass
 from turnwise.training.model.models import device_and_dtype, load
 from turnwise.training.model.packed import quant_of
 from turnwise.training.model.quantize import OnGrid, grid_of, quantize_for_sampling, quantized_names
-from turnwise.training.setup import load_model_and_renderer, score_with_model, unique_weights
+from turnwise.training.scoring import score_ids
+from turnwise.training.setup import load_model_and_renderer, unique_weights
 from turnwise.training.weight_transfer import GroupWeightReceiver, Rows
 from turnwise.types import Image, MediaPlacement
 
@@ -47,12 +50,14 @@ def make_service(
     on_grid = None if grid is None else OnGrid(grid, quantized_names(model, quant))
     model = quantize_for_sampling(model, quant)
     engine = LocalEngine(model, renderer=renderer, context=context, speculate=speculate)
+    pixels = None if renderer.vision is None else _pixels(engine, renderer.vision)
     own, lock = model.state_dict(), threading.Lock()  # scoring and weight updates run in threads
 
-    def score(ids: Sequence[int]) -> list[float]:
+    forward = ForwardPass(model)
+
+    def score(request: ScoreRequest) -> IdScores:
         with lock:
-            found: list[float] = score_with_model(model)(ids)
-            return found
+            return score_ids(forward, request, pixels)
 
     async def load_rows(rows: Rows) -> None:
         def put() -> None:
@@ -91,24 +96,26 @@ def make_service(
         ),
         decode=renderer.decode,
         end_ids=frozenset(renderer.stop_ids),
-        place=None if renderer.vision is None else _image_finder(engine, renderer.vision),
+        place=None if pixels is None else _image_finder(pixels),
         experts=engine.records_experts,
     )
     return app, engine
 
 
-def _image_finder(engine: LocalEngine, vision: VisionProcessor) -> PlaceImages:
-    """Give an engine a store of images, and return what stores data URLs there and finds them among ids.
-
-    The store is a temporary directory, since replies may wait for longer than any cache holds.
-    """
+def _pixels(engine: LocalEngine, vision: VisionProcessor) -> PixelCache:
+    """Give an engine a store of images: a temporary directory, since replies may wait for longer than any cache holds."""
     directory = Path(tempfile.mkdtemp(prefix="turnwise-images-"))
     weakref.finalize(engine, shutil.rmtree, directory, ignore_errors=True)
-    store = MediaStore(directory)
-    engine.add_pixel_source(PixelCache(vision, store))
+    pixels = PixelCache(vision, MediaStore(directory))
+    engine.add_pixel_source(pixels)
+    return pixels
+
+
+def _image_finder(pixels: PixelCache) -> PlaceImages:
+    """Return what stores data URLs and finds them among ids."""
 
     def place(ids: Sequence[int], urls: Sequence[str]) -> tuple[list[int], tuple[MediaPlacement, ...]]:
-        return vision.place(ids, [store.put(Image(url)) for url in urls])
+        return pixels.vision.place(ids, [pixels.store.put(Image(url)) for url in urls])
 
     return place
 

@@ -58,6 +58,7 @@ from turnwise.training.model.quantize import (
 from turnwise.training.model.weights import Transform, tied_names
 from turnwise.training.past import PastPolicy
 from turnwise.training.policies import Policies, Policy
+from turnwise.training.teachers.build import make_teachers
 from turnwise.training.trainer.leader import RankZeroTrainer, follow_rank_zero
 from turnwise.training.trainer.trainer import Trainer
 from turnwise.training.weight_transfer import GroupWeightPacker, RequestWeightPacker
@@ -561,6 +562,7 @@ def _trainer(
         top_k=config.rollout.top_k,
         min_p=config.rollout.min_p,
         pixels=pixels,
+        teachers=make_teachers(config, renderer, on_note),
         on_note=on_note,
     )
     trainer.transforms.extend(stages)

@@ -72,6 +72,8 @@ def diagnose(rows: Sequence[Row], summary: Mapping[str, Any] | None = None) -> l
 def tied(rows: DiagnosisInput) -> Diagnosis | None:
     """All groups tie: `TIED` of the groups in the last `LAST` steps have no signal, and the tasks are not solved."""
     groups, without = _sum(rows.last, "groups"), _sum(rows.last, "groups_no_signal")
+    if any(name.startswith("teacher.") for row in rows.last for name in row):
+        return None  # a teacher trains such groups
     if len(rows.last) < LAST or not groups or without / groups < TIED or _mean(rows.last, "success") >= UNSOLVED:
         return None
     solved, unsolved = _sum(rows.last, "groups_solved"), _sum(rows.last, "groups_unsolved")

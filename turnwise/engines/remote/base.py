@@ -13,6 +13,7 @@ from turnwise.engines.base import Generation, InFlight, MissingLogprobs, Request
 from turnwise.engines.remote.http import HttpClient
 from turnwise.engines.remote.response import ExpectedWeights, ServerResponse, WeightsLabel, fault_of, parsing, verify_response
 from turnwise.engines.remote.weight_sync import GroupTransfer, RequestTransfer
+from turnwise.engines.scoring import IdScores, ScoreRequest
 from turnwise.errors import (
     BackendContractError,
     ConfigError,
@@ -315,11 +316,16 @@ class RemoteEngine:
         return None
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        """Return numbers that identify the weights by their output for these ids.
+        """Return log p(ids[i] | ids[:i]) for i >= 1 at temperature 1, which identify the weights."""
+        return (await self.scores(ScoreRequest(ids))).logprobs
 
-        Where the server allows it: log p(ids[i] | ids[:i]) for i >= 1 at temperature 1.
-        """
+    async def scores(self, request: ScoreRequest) -> IdScores:
+        """Score given ids; raise `EngineError` for a distribution that the server does not compute."""
         raise SyncError(f"{self.display_name}: this kind of server does not score ids")
+
+    def scoring_fault(self, request: ScoreRequest) -> str:
+        """Return why the server cannot score under the distribution of a request, or an empty string; once it is open."""
+        return "this kind of server does not score ids"
 
     async def abort(self, name: str) -> None:
         """End one request on the server, by name."""
@@ -354,6 +360,15 @@ class RemoteEngine:
         raise SyncError(f"{self.display_name}: this kind of server takes no weights in requests (engine.update)")
 
     # Helpers
+
+    def _check_scoring(self, request: ScoreRequest) -> None:
+        if fault := self.scoring_fault(request):
+            raise EngineError(f"{self.display_name}: {fault}")
+
+    def _scoring_fields(self, request: ScoreRequest) -> dict[str, Any]:
+        """Return the fields by which `turnwise serve` takes another distribution than the model's."""
+        found: dict[str, Any] = {} if request.temperature == 1.0 else {"score_temperature": request.temperature}
+        return found | ({"score_banned_ids": sorted(request.banned_ids)} if request.banned_ids else {})
 
     def _neutral_sampling(self, request: Request) -> dict[str, Any]:
         """Return the sampling settings that vLLM and SGLang share, which override its defaults and set exactly our stop ids."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from base64 import b64encode
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -34,6 +35,7 @@ from turnwise.engines.remote.weight_sync import (
     send_requests_to_sglang,
     suppress_errors,
 )
+from turnwise.engines.scoring import IdScores, ScoreRequest
 from turnwise.errors import EngineError
 from turnwise.types import ROUTES, VideoRef
 
@@ -185,20 +187,49 @@ class SglangEngine(LoraServerEngine):
     async def weights_name(self) -> str | None:
         return _name(await self._info("model"))
 
-    async def score(self, ids: Sequence[int]) -> list[float]:
-        body: dict[str, Any] = {"input_ids": list(ids), "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}}
-        body |= {"return_logprob": True, "logprob_start_len": 0}
+    def scoring_fault(self, request: ScoreRequest) -> str:
+        if request.temperature == 1.0 or self.seeded:
+            return ""
+        return (
+            "it reports probabilities of a prompt at temperature 1, and the policy samples at temperature "
+            f"{request.temperature:g}: serve the teacher by `turnwise serve`"
+        )
+
+    async def scores(self, request: ScoreRequest) -> IdScores:
+        self._check_scoring(request)
+        ids, sampling = list(request.ids), {"max_new_tokens": 1, "temperature": 1.0}
+        body: dict[str, Any] = {"input_ids": ids, "return_logprob": True, "logprob_start_len": 0}
+        banned = sorted(request.banned_ids)
+        if self.seeded:
+            sampling |= self._scoring_fields(request)
+            banned = []
+        elif banned:
+            body["token_ids_logprob"] = banned
+        if request.top:
+            body["top_logprobs_num"] = request.top + min(len(banned), request.top)
+        if request.media:
+            body["image_data"] = self._images(Request(ids, 1, frozenset(), 0, "score", media=request.media))
         with self._check_adapter_loaded():
-            raw = await self.http.post("/generate", body | self._adapter_name() | self._extra_key(), self.request_s)
-        rows = field_of(raw, "meta_info.input_token_logprobs", self.breach)
-        if len(rows) != len(ids):
-            raise self.breach("meta_info.input_token_logprobs", f"are {len(rows)} for {len(ids)} ids")
-        # SGLang 0.5.19 reports id 0 for the last id of the vocabulary here; rows are in the order of the ids anyway.
-        named = [[row[0], token] if row[1:2] == [0] else row for row, token in zip(rows[1:], ids[1:], strict=True)]
-        found = [_logprob_of(row, token, self.breach) for row, token in zip(named, ids[1:], strict=True)]
-        if any(type(value) is not float for value in found):
-            raise self.breach("meta_info.input_token_logprobs", "contain a value that is not a number")
-        return [float(value) for value in found]
+            body |= {"sampling_params": sampling} | self._adapter_name() | self._extra_key()
+            raw = await self.http.post("/generate", body, self.request_s)
+        meta, inside = field_of(raw, "meta_info", self.breach), {at for m in request.media for at in range(m.start, m.end)}
+        rows = [_rows(meta, "input_token_logprobs", ids, self.breach)]
+        rows += [_rows(meta, name, ids, self.breach) for name in ("input_top_logprobs",) if request.top]
+        bans = _rows(meta, "input_token_ids_logprobs", ids, self.breach) if banned else [None] * len(ids)
+        found, tops = [], []
+        for at in range(1, len(ids)):
+            row = rows[0][at]
+            # SGLang 0.5.19 reports id 0 for the last id of the vocabulary here; rows are in the order of the ids anyway.
+            named = [row[0], ids[at]] if row[1:2] == [0] or at in inside else row
+            logprob = _logprob_of(named, ids[at], self.breach)
+            if type(logprob) is not float:
+                raise self.breach("meta_info.input_token_logprobs", "contain a value that is not a number")
+            shift = _log_rest(bans[at], self.breach)
+            found.append(logprob - shift)
+            if request.top:
+                pairs = [(int(one[1]), float(one[0]) - shift) for one in rows[1][at] if one[1] not in request.banned_ids]
+                tops.append(dict(pairs[: request.top]))
+        return IdScores(found, tops)
 
     @property
     def names_weights(self) -> bool:
@@ -277,6 +308,24 @@ class SglangEngine(LoraServerEngine):
 def _name(info: dict[str, Any]) -> str | None:
     found = info.get("weight_version")
     return None if found is None else str(found)
+
+
+def _rows(meta: Any, name: str, ids: Sequence[int], breach: Breach) -> Any:
+    """Return a field with one row per id of a prompt."""
+    rows = meta.get(name)
+    if not isinstance(rows, list) or len(rows) != len(ids):
+        raise breach(f"meta_info.{name}", f"are {len(rows) if isinstance(rows, list) else 'none'} for {len(ids)} ids")
+    return rows
+
+
+def _log_rest(banned: Any, breach: Breach) -> float:
+    """Return the log of the probability that is left by banned ids, from rows [logprob, id, text] of them."""
+    if banned is None:
+        return 0.0
+    try:
+        return math.log1p(-min(math.fsum(math.exp(row[0]) for row in banned), 1.0))
+    except (TypeError, ValueError, IndexError):
+        raise breach("meta_info.input_token_ids_logprobs", "do not hold one number below 0 per banned id") from None
 
 
 def _logprob_of(row: Any, token: Any, breach: Breach) -> Any:

@@ -6,11 +6,12 @@ import ast
 import binascii
 import re
 from base64 import b64decode
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 from turnwise.engines.base import Request
 from turnwise.engines.remote.base import UPDATE_S, EngineLoad, Part
@@ -30,6 +31,7 @@ from turnwise.engines.remote.response import (
 )
 from turnwise.engines.remote.vllm_images import VllmImages
 from turnwise.engines.remote.weight_sync import TRANSFER, GroupTransfer, send_group_to_vllm, suppress_errors
+from turnwise.engines.scoring import IdScores, ScoreRequest
 from turnwise.errors import ConfigError, EngineError, EngineUnavailable, SyncError
 from turnwise.renderers.base import HasCodec
 from turnwise.types import ROUTES, ExpertRoutes
@@ -300,17 +302,39 @@ class VllmEngine(LoraServerEngine):
         found = (await self.http.page("/weight_info", CONTROL_S)).get("weight_version")
         return None if found is None else str(found)
 
-    async def score(self, ids: Sequence[int]) -> list[float]:
-        body: dict[str, Any] = {"model": self._model_name, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0}
-        body |= {"prompt_logprobs": 0, "add_special_tokens": False}
+    def scoring_fault(self, request: ScoreRequest) -> str:
+        if request.is_plain or self.seeded:
+            return ""
+        banned = f", and {len(request.banned_ids)} ids are banned" if request.banned_ids else ""
+        return (
+            "it reports probabilities of a prompt at temperature 1 with nothing banned, and the policy samples at temperature "
+            f"{request.temperature:g}{banned}: serve the teacher by SGLang or `turnwise serve`"
+        )
+
+    async def scores(self, request: ScoreRequest) -> IdScores:
+        self._check_scoring(request)
+        ids = list(request.ids)
+        asked: dict[str, Any] = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": request.top}
+        asked |= self._scoring_fields(request)
         with self._check_adapter_loaded():
-            raw = await self.http.post(COMPLETIONS, body | self._cache_salt(), self.request_s)
-        rows = field_of(raw, "choices.0.prompt_logprobs", self.breach)
+            if request.media:
+                body = {"request_id": uuid4().hex, "model": self._model_name, "token_ids": ids, "sampling_params": asked}
+                carrier = Request(ids, 1, frozenset(), 0, "score", media=request.media)
+                raw = await self.images.ask(GENERATE, body | self._cache_salt(), carrier, self.request_s)
+                rows = field_of(raw, "prompt_logprobs", self.breach)
+            else:
+                body = {"model": self._model_name, "prompt": ids, "add_special_tokens": False} | asked
+                raw = await self.http.post(COMPLETIONS, body | self._cache_salt(), self.request_s)
+                rows = field_of(raw, "choices.0.prompt_logprobs", self.breach)
         try:
-            found = [row[str(token)]["logprob"] for row, token in zip(rows[1:], ids[1:], strict=True)]
-        except (LookupError, TypeError, ValueError):
-            raise self.breach("choices.0.prompt_logprobs", "does not hold one logprob per id") from None
-        return [float(value) for value in found]
+            found = [
+                (float(row[str(token)]["logprob"]), {int(one): float(given["logprob"]) for one, given in row.items()})
+                for row, token in zip(rows[1:], ids[1:], strict=True)
+            ]
+        except (LookupError, TypeError, ValueError, AttributeError):
+            raise self.breach("prompt_logprobs", "does not hold one logprob per id") from None
+        tops = [dict(sorted(row.items(), key=lambda pair: -pair[1])[: request.top]) for _, row in found] if request.top else []
+        return IdScores([logprob for logprob, _ in found], tops)
 
     @property
     def names_weights(self) -> bool:

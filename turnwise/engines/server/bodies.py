@@ -15,6 +15,8 @@ Name = Annotated[str, Field(max_length=200)]
 Version = Name | int
 Size = Annotated[int, Field(ge=0, lt=2**48)]
 Words = list[Annotated[str, Field(max_length=300)]]
+MAX_TOP = 1000
+"""Maximum number of most likely ids reported at one position."""
 PICTURES = Field(max_length=1000)
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens", "min_new_tokens"), (0,)),
@@ -61,6 +63,12 @@ class Settings(Body):
     stop_token_ids: Annotated[list[Id], Field(max_length=10_000)] | None = None
     logit_bias: dict[Id, Annotated[float, Field(le=BAN)]] | None = None
     stop: Annotated[str, Field(max_length=1000)] | list[Annotated[str, Field(max_length=1000)]] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
+    """Number of most likely ids to report at each id of the prompt, besides that id."""
+    score_temperature: Annotated[float, Field(gt=0)] | None = None
+    """Temperature of the prompt's logprobs; 1 is the model's distribution."""
+    score_banned_ids: Annotated[list[Id], Field(max_length=100_000)] | None = None
+    """Ids that the prompt's logprobs exclude."""
 
 
 class Completion(Settings):
@@ -69,7 +77,6 @@ class Completion(Settings):
     prompt: list[Id]
     n: Annotated[int, Field(ge=1, le=64)] | None = None
     model: Name | None = None
-    prompt_logprobs: int | None = None
 
 
 class PicturePart(Body):
@@ -100,6 +107,7 @@ class Generate(Body):
     sampling_params: Settings | None = None
     rid: Name | None = None
     logprob_start_len: int | None = None
+    top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_TOP)] = 0
 
 
 class Aborts(Body):

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from turnwise import __version__
 from turnwise.engines.base import Generation, Request, StopText
+from turnwise.engines.scoring import IdScores, ScoreRequest
 from turnwise.engines.server import bodies
 from turnwise.engines.server.http import MAX_WEIGHTS, Call, Endpoint, HttpError, Table
 from turnwise.errors import EngineError, MediaError, UsageError
@@ -84,8 +85,8 @@ class EngineService:
     """`generate`, `abort`, `check`, `context`, `vocabulary`, `queue_lengths`, `slots`; not shared with other callers."""
     _: KW_ONLY
     model: str
-    score: Callable[[Sequence[int]], Sequence[float]]
-    """Returns log p(ids[i] | ids[:i]) for i >= 1 under the current weights."""
+    score: Callable[[ScoreRequest], IdScores]
+    """Scores given ids under the current weights."""
     load: Callable[[Path], Awaitable[None]]
     """Loads the weights of a directory."""
     receiver: WeightReceiver
@@ -211,9 +212,26 @@ class EngineService:
         for fault in body.unsupported():
             raise HttpError(400, fault)
 
-    async def _score_ids(self, ids: list[int]) -> list[float]:
+    async def _score_ids(
+        self, ids: list[int], given: bodies.Settings | None, media: tuple[MediaPlacement, ...] = (), top: int = 0
+    ) -> IdScores:
         self._reply_space(ids)
-        return list(await asyncio.to_thread(self.score, ids))
+        temperature = 1.0 if given is None or given.score_temperature is None else given.score_temperature
+        banned = frozenset(() if given is None or given.score_banned_ids is None else given.score_banned_ids)
+        if banned and len(banned) >= self.engine.vocabulary:
+            raise HttpError(400, "score_banned_ids: every id of the vocabulary is banned")
+        return await asyncio.to_thread(self.score, ScoreRequest(ids, media, temperature, banned, top))
+
+    async def _prompt_rows(
+        self, ids: list[int], given: bodies.Settings, media: tuple[MediaPlacement, ...] = ()
+    ) -> list[dict[str, Any] | None] | None:
+        """Return vLLM's `prompt_logprobs`, or None where they are not requested."""
+        if given.prompt_logprobs is None:
+            return None
+        found = await self._score_ids(ids, given, media, given.prompt_logprobs)
+        tops = found.top or [{}] * len(found.logprobs)
+        every = ({**top, one: logprob} for one, logprob, top in zip(ids[1:], found.logprobs, tops, strict=True))
+        return [None, *({str(one): {"logprob": logprob} for one, logprob in row.items()} for row in every)]
 
     def _load(self) -> tuple[int, int, float]:
         """Return requests that are computed, requests that wait, and the fraction of the cache that the former use."""
@@ -251,10 +269,8 @@ class EngineService:
     async def _vllm_completions(self, call: Call) -> Any:
         body: bodies.Completion = call.body
         self._check(body, body.model)
-        ids, scored = body.prompt, None
-        if body.prompt_logprobs is not None:
-            scores = await self._score_ids(ids)
-            scored = [None, *({str(one): {"logprob": score}} for one, score in zip(ids[1:], scores, strict=True))]
+        ids = body.prompt
+        scored = await self._prompt_rows(ids, body)
         name = f"cmpl-{call.headers.get('x-request-id') or uuid.uuid4().hex}"
         session = call.headers.get("x-session-id", "")
         sampled = await asyncio.gather(
@@ -288,12 +304,14 @@ class EngineService:
         given, name = body.sampling_params, body.request_id or uuid.uuid4().hex
         ids, media = await self._place(body.token_ids, [part.url for part in body.content_parts])
         session = call.headers.get("x-session-id", "")
+        scored = await self._prompt_rows(ids, given, media)
         reply, weights = await self._sample(name, ids, given, given.max_tokens, session, media, self._all_experts)
         content = [{"token_id": one, "logprob": p} for one, p in zip(reply.ids, reply.logprobs, strict=True)]
         choice = {"index": 0, "token_ids": reply.ids, "finish_reason": reply.finish, "logprobs": {"content": content}}
         choice["weight_versions"] = [{"version": weights, "start": 0, "end": len(reply.ids)}]
         choice |= _npy_experts(reply)
-        return {"request_id": name, "prompt_token_ids": ids, "choices": [choice]} | _usage(ids, reply)
+        row = {"request_id": name, "prompt_token_ids": ids, "choices": [choice]} | _usage(ids, reply)
+        return row if scored is None else row | {"prompt_logprobs": scored}
 
     @_vllm("/inference/v1/abort_requests", bodies.Aborts, changes=True)
     async def _vllm_abort(self, call: Call) -> Any:
@@ -396,10 +414,11 @@ class EngineService:
             raise HttpError(400, f"routed_experts_start_len = {body.routed_experts_start_len} of {len(ids)} ids")
         meta: dict[str, Any] = {}
         if body.logprob_start_len == 0:
-            if media:
-                raise HttpError(400, "logprob_start_len = 0: not supported with images")
-            scores = [None, *(await self._score_ids(ids))]
+            scored = await self._score_ids(ids, given, media, body.top_logprobs_num)
+            scores = [None, *scored.logprobs]
             meta["input_token_logprobs"] = [[score, one, None] for one, score in zip(ids, scores, strict=True)]
+            if body.top_logprobs_num:
+                meta["input_top_logprobs"] = [None, *([[p, one, None] for one, p in row.items()] for row in scored.top)]
         session, max_tokens = call.headers.get("x-smg-routing-key", ""), given.max_new_tokens if given else None
         routes_from = body.routed_experts_start_len if body.return_routed_experts else None
         reply, weights = await self._sample(name, ids, given, max_tokens, session, media, routes_from)

@@ -48,7 +48,7 @@ def resolve_settings(config: TrainConfig) -> AlgorithmSettings:
         chosen.clip_high if config.clip_high is None else config.clip_high,
         estimator,
         place,
-        chosen.refill if config.refill is None else config.refill,
+        (chosen.refill if config.refill is None else config.refill) if config.reward_weight else 0,
         tuple(_notes(config, chosen, estimator, place)),
     )
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from turnwise.config.schema import Aggregation, Batching
+from turnwise.config.schema import Aggregation, Batching, TeacherConfig
 from turnwise.errors import ConfigError, SyncError, UsageError
 from turnwise.renderers.vision import VisionProcessor
 from turnwise.training.advantages import Credit, TokenWeights
@@ -30,6 +30,7 @@ from turnwise.types import ExpertRoutes, Media, MediaPlacement, Trajectory, plac
 from turnwise.types.media import ids_with_media_keys
 
 if TYPE_CHECKING:
+    from turnwise.training.forward.divergence import TeacherTargets
     from turnwise.training.forward.forward import ForwardPass, SamplingSupport
 
 OVERHEAD_TOKENS = 128
@@ -88,6 +89,18 @@ Pack = Callable[[Sequence[TrainingRow], int, torch.device | str, VisionProcessor
 """Pack rows into forward passes, given maximum positions of a pass, device and vision processor."""
 
 
+@dataclass(frozen=True, slots=True)
+class TeacherScores:
+    """Answer of one teacher for the N ids of a batch."""
+
+    teacher: TeacherConfig
+    name: str
+    logp_n: Tensor
+    """Log-probability of each id under the teacher, float64; NaN without an answer."""
+    targets: TeacherTargets | None = None
+    """Distribution at each id, for a divergence in the loss."""
+
+
 @dataclass(slots=True)
 class TrainingBatch:
     """All N ids that carry loss in one optimizer step, and the forward passes that cover them; per-token tensors are float64 on
@@ -116,6 +129,10 @@ class TrainingBatch:
     """(span, offset) of each token in its trajectory."""
     support: SamplingSupport | None = None
     """Top-k/top-p support of each token before the step's first update; None without truncation."""
+    rows: list[TrainingRow] = field(default_factory=list)
+    """Rows of the passes; tokens are numbered in their order."""
+    teachers: list[TeacherScores] = field(default_factory=list)
+    """Answers of the teachers."""
     packed: Callable[[int], list[MicroBatch]] = lambda _: []
     """Pack the same rows into passes of at most the given number of positions; token indices do not change."""
     max_positions: int = 0
@@ -129,6 +146,10 @@ class TrainingBatch:
     def support_of(self, micro: MicroBatch) -> SamplingSupport | None:
         """Return the support of a pass's targets."""
         return None if self.support is None else self.support.take(micro.tokens_m)
+
+    def targets_of(self, micro: MicroBatch) -> list[TeacherTargets]:
+        """Return the teachers' distributions at a pass's targets."""
+        return [scores.targets.take(micro.tokens_m) for scores in self.teachers if scores.targets is not None]
 
     @property
     def size(self) -> int:
@@ -261,6 +282,7 @@ def make_batch(
         lags_n=per_token([lag for lag, _ in ages], torch.long),
         kept_n=per_token([kept for _, kept in ages], torch.bool),
         slots=[slot for row in rows for slot in row.slots],
+        rows=rows,
         packed=packed,
         max_positions=micro_tokens,
     )

@@ -24,6 +24,7 @@ from turnwise.engines.local.vision import ImageFeatures, SplitVLM, is_video, spl
 from turnwise.errors import TurnwiseError, UsageError
 from turnwise.renderers.vision import PixelCache
 from turnwise.training.forward.batch import MicroBatch
+from turnwise.training.forward.divergence import TeacherTargets
 from turnwise.training.forward.routing_replay import RoutingReplay
 from turnwise.types import Media
 
@@ -40,6 +41,8 @@ class TokenStats:
     logprobs_m: Tensor
     entropy_m: Tensor
     """Of the full distribution, in nats."""
+    divergences: tuple[Tensor, ...] = ()
+    """Divergence from each teacher, (M,), in nats, with a gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,21 +139,27 @@ class LogitDistribution:
         *,
         entropy: bool,
         entropy_grad: bool = False,
+        teachers: Sequence[TeacherTargets] = (),
     ) -> TokenStats:
         """Compute statistics in float32 or better: any difference from the sampler's distribution biases the ratio."""
         wide_mv = logits_mv.to(torch.promote_types(logits_mv.dtype, torch.float32))
         excluded = self.excluded(wide_mv, targets_m, support)
+        logp_mv = self.log_softmax(wide_mv, excluded)
+        chosen_m = logp_mv.gather(1, targets_m[:, None]).squeeze(1)
+        divergences = tuple(teacher.divergence(logp_mv, excluded, self.log_softmax) for teacher in teachers)
+        if not entropy:
+            return TokenStats(chosen_m, chosen_m.new_zeros(0), divergences)
+        # A few rows at a time: with a large vocabulary another copy of the log-probabilities would be the peak of memory.
+        parts = (logp_mv if entropy_grad else logp_mv.detach()).split(max(1, ENTROPY_CHUNK // logp_mv.shape[-1]))
+        return TokenStats(chosen_m, torch.cat([-(part.exp() * part).sum(-1) for part in parts]), divergences)
+
+    def log_softmax(self, wide_mv: Tensor, excluded: Tensor | None) -> Tensor:
+        """Return log-probabilities from logits at temperature 1, without the excluded ids."""
         if self.temperature != 1.0:
             wide_mv = wide_mv / self.temperature
         if excluded is not None:
             wide_mv = wide_mv.masked_fill(excluded, BANNED_LOGIT)
-        logp_mv = torch.log_softmax(wide_mv, dim=-1)
-        chosen_m = logp_mv.gather(1, targets_m[:, None]).squeeze(1)
-        if not entropy:
-            return TokenStats(chosen_m, chosen_m.new_zeros(0))
-        # A few rows at a time: with a large vocabulary another copy of the log-probabilities would be the peak of memory.
-        parts = (logp_mv if entropy_grad else logp_mv.detach()).split(max(1, ENTROPY_CHUNK // logp_mv.shape[-1]))
-        return TokenStats(chosen_m, torch.cat([-(part.exp() * part).sum(-1) for part in parts]))
+        return torch.log_softmax(wide_mv, dim=-1)
 
     def support(self, logits_mv: Tensor, targets_m: Tensor) -> SamplingSupport:
         """Compute the support of each target of a distribution that truncates."""
@@ -233,6 +242,24 @@ class OutputHead:
         return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not any(hooks)
 
 
+@dataclass(slots=True)
+class FittedHead(OutputHead):
+    """Output head with a given number of logits: models of one tokenizer may be padded differently."""
+
+    width: int = 0
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits (M, width); ids that the model lacks have no probability."""
+        made = self.shape(cast(Tensor, self.module(hidden)))
+        missing = self.width - made.shape[-1]
+        return nn.functional.pad(made, (0, missing), value=BANNED_LOGIT) if missing > 0 else made[..., : self.width]
+
+    @property
+    def vocabulary(self) -> int:
+        """Logits per position."""
+        return self.width
+
+
 def target_stats(
     hidden_md: Tensor,
     head: OutputHead,
@@ -242,33 +269,33 @@ def target_stats(
     *,
     entropy: bool,
     entropy_grad: bool = False,
+    teachers: Sequence[TeacherTargets] = (),
     max_logits: int | None = None,
 ) -> TokenStats:
     """Compute statistics of M targets from the hidden states that predict them; the logprobs carry a gradient, the entropy only
     with `entropy_grad`. Without `support`, it is computed if the distribution truncates; without `entropy`, that is empty."""
     rows = max(1, (chunk_numbers(hidden_md.device) if max_logits is None else max_logits) // head.vocabulary)
-    count = len(targets_m)
+    count, wanted = len(targets_m), {"entropy": entropy, "entropy_grad": entropy_grad}
     if count <= rows:
-        return distribution.stats(head.logits(hidden_md), targets_m, support, entropy=entropy, entropy_grad=entropy_grad)
-    if torch.is_grad_enabled() and head.is_linear:
+        return distribution.stats(head.logits(hidden_md), targets_m, support, **wanted, teachers=teachers)
+    if torch.is_grad_enabled() and head.is_linear and not teachers:
         linear = cast(nn.Linear, head.module)
         logp_m, entropy_m = _Chunks.apply(
             hidden_md, linear.weight, linear.bias, head, targets_m, distribution, support, entropy, entropy_grad, rows
         )
         return TokenStats(logp_m, entropy_m)
 
-    def chunk_stats(hidden_cd: Tensor, targets_c: Tensor, support_c: SamplingSupport | None) -> tuple[Tensor, Tensor]:
-        logits_cv = head.logits(hidden_cd)
-        found = distribution.stats(logits_cv, targets_c, support_c, entropy=entropy, entropy_grad=entropy_grad)
-        return found.logprobs_m, found.entropy_m
+    def chunk_stats(at: slice) -> tuple[Tensor, ...]:
+        parts, support_c = [teacher.take(at) for teacher in teachers], _part(support, at, targets_m)
+        found = distribution.stats(head.logits(hidden_md[at]), targets_m[at], support_c, **wanted, teachers=parts)
+        return found.logprobs_m, found.entropy_m, *found.divergences
 
-    pairs = [
-        checkpoint(chunk_stats, hidden_md[at], targets_m[at], _part(support, at, targets_m), use_reentrant=False)
-        if torch.is_grad_enabled()
-        else chunk_stats(hidden_md[at], targets_m[at], _part(support, at, targets_m))
+    chunks = [
+        checkpoint(chunk_stats, at, use_reentrant=False) if torch.is_grad_enabled() else chunk_stats(at)
         for at in _slices(count, rows)
     ]
-    return TokenStats(torch.cat([logp for logp, _ in pairs]), torch.cat([h for _, h in pairs]))
+    logp_m, entropy_m, *divergences = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    return TokenStats(logp_m, entropy_m, tuple(divergences))
 
 
 def _slices(count: int, rows: int) -> list[slice]:
@@ -405,14 +432,22 @@ class ForwardPass:
         *,
         entropy: bool,
         entropy_grad: bool = False,
+        teachers: Sequence[TeacherTargets] = (),
     ) -> TokenStats:
         """Compute statistics of a pass's M targets, see `target_stats`; raise `UsageError` for images with a text-only model,
         `MediaError` when images are missing."""
+        wanted: dict[str, Any] = {"entropy": entropy, "entropy_grad": entropy_grad, "teachers": teachers}
         if self.head is None:
-            logits_mv = self._all_logits(micro)
-            return distribution.stats(logits_mv, micro.targets_m, support, entropy=entropy, entropy_grad=entropy_grad)
-        hidden_md, wanted = self.hidden(micro, pixels), {"entropy": entropy, "entropy_grad": entropy_grad}
-        return target_stats(hidden_md, self.head, micro.targets_m, distribution, support, **wanted)
+            return distribution.stats(self.all_logits(micro), micro.targets_m, support, **wanted)
+        return target_stats(self.hidden(micro, pixels), self.head, micro.targets_m, distribution, support, **wanted)
+
+    def features(self, micro: MicroBatch, pixels: PixelCache | None) -> tuple[Tensor, OutputHead]:
+        """Compute what a head takes at a pass's targets, and that head: hidden states and the model's, or all logits and the
+        identity."""
+        if self.head is not None:
+            return self.hidden(micro, pixels), self.head
+        logits_mv = self.all_logits(micro)
+        return logits_mv, FittedHead(nn.Identity(), width=logits_mv.shape[-1])
 
     def sampling_support(
         self, micro: MicroBatch, pixels: PixelCache | None, distribution: LogitDistribution
@@ -420,12 +455,13 @@ class ForwardPass:
         """Compute the top-k/top-p support of a pass's targets, for a distribution that truncates."""
         with torch.no_grad():
             if self.head is None:
-                return distribution.support(self._all_logits(micro), micro.targets_m)
+                return distribution.support(self.all_logits(micro), micro.targets_m)
             hidden_md, head, targets_m = self.hidden(micro, pixels), self.head, micro.targets_m
             slices = _slices(len(targets_m), max(1, chunk_numbers(hidden_md.device) // head.vocabulary))
             return SamplingSupport.join([distribution.support(head.logits(hidden_md[at]), targets_m[at]) for at in slices])
 
-    def _all_logits(self, micro: MicroBatch) -> Tensor:
+    def all_logits(self, micro: MicroBatch) -> Tensor:
+        """Compute the logits (M, vocabulary) at a pass's targets with the model's own head."""
         if micro.media:
             raise UsageError(f"trajectories contain images, but {self.no_vision_reason}")
         full_btv: Tensor = self._call(self.model, micro.ids_bt, micro.positions, **self._prepare(micro)).logits
@@ -433,7 +469,7 @@ class ForwardPass:
 
     def full_logprobs(self, micro: MicroBatch, pixels: PixelCache | None, distribution: LogitDistribution) -> Tensor:
         """Compute log-probabilities (M, vocabulary) at a pass's M targets, in float32 or better; not chunked."""
-        logits = self._all_logits(micro) if self.head is None else self.head.logits(self.hidden(micro, pixels))
+        logits = self.all_logits(micro) if self.head is None else self.head.logits(self.hidden(micro, pixels))
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / distribution.temperature
         excluded_v = distribution.banned(wide)
         return torch.log_softmax(wide if excluded_v is None else wide.masked_fill(excluded_v, BANNED_LOGIT), -1)

@@ -88,6 +88,23 @@ class StepMetrics:
         return metrics | logprob_mismatch(torch.cat(trainer), torch.cat(engine))
 
 
+def teacher_figures(batches: Sequence[TrainingBatch]) -> dict[str, float]:
+    """Return each teacher's figures of a step: the share of trained ids that it answered for, the mean of log p_policy - log
+    p_teacher there before the first update, and the share over its bound."""
+    found: dict[str, float] = {}
+    for number in range(len(batches[0].teachers) if batches else 0):
+        teacher, name = batches[0].teachers[number].teacher, f"teacher.{batches[0].teachers[number].name}"
+        teacher_n = torch.cat([batch.teachers[number].logp_n for batch in batches])
+        gap_n = torch.cat([batch.start_n for batch in batches if batch.start_n is not None]) - teacher_n
+        known_n = gap_n.isfinite()
+        found[f"{name}.answered"] = float(known_n.double().mean())
+        if bool(known_n.any()):
+            found[f"{name}.kl"] = float(gap_n[known_n].mean())
+            if teacher.signal == "advantage":
+                found[f"{name}.bounded"] = float((gap_n[known_n].abs() > teacher.bound).double().mean())
+    return found
+
+
 def accounting_metrics(step_credits: StepCredits, masked: int = 0) -> dict[str, float]:
     """Account for a step's trajectories and sampled ids (sum: `tokens_sampled`), some `masked` by a correction."""
     counts = step_credits.tokens - Counter({TRAINED: masked}) + Counter({MISMATCH: masked})

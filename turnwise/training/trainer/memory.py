@@ -81,7 +81,7 @@ def estimate(trainer: Trainer, *, longest: int, engine: bool = True) -> MemoryEs
         gradients=gradients,
         optimizer=optimizer,
         # A copy of the trained parameters, and one of those it replaces while active.
-        reference=2 * _bytes(trained) if trainer.config.kl else 0,
+        reference=2 * _bytes(trained) if trainer.keeps_reference else 0,
         engine=weights if engine else 0,
         activations=int(WORKING * activation_bytes(trainer.forward, tokens, min(longest, tokens), trainer.device)),
         logits=_logits(trainer.forward, tokens, trainer.device),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -41,6 +41,7 @@ from turnwise.training.model.models import (
 from turnwise.training.model.quantize import OnGrid, plain_inputs, rounds_activations
 from turnwise.training.model.reference import ReferencePolicy
 from turnwise.training.model.weights import Transform, Weights, clone_tensors, tied_names
+from turnwise.training.teachers.base import MakeTeachers, TaughtPolicy, refuse_ranks
 from turnwise.training.trainer.checks import (
     StepMetrics,
     WeightSyncProbe,
@@ -48,6 +49,7 @@ from turnwise.training.trainer.checks import (
     check_fingerprints,
     check_finite,
     check_mismatch,
+    teacher_figures,
 )
 from turnwise.training.trainer.optimizer import GradientSignal, Optimizer, schedule
 from turnwise.types import Group, Trajectory
@@ -77,6 +79,7 @@ class Trainer:
         ranks: processes that train together. With several, the model is sharded and all must make the same calls
             (`RankZeroTrainer` ensures that).
         pixels: source of images' pixel values, as in `Rollout.pixels`.
+        teachers: makes the policy's teachers, as `make_teachers` returns it.
         on_note: receives a line when micro-batches are halved; a warning is logged by default.
 
     Raises:
@@ -98,6 +101,7 @@ class Trainer:
         min_p: float = 0.0,
         ranks: Ranks | None = None,
         pixels: PixelCache | None = None,
+        teachers: MakeTeachers | None = None,
         on_note: Callable[[str], None] | None = None,
     ) -> None:
         if not temperature > 0:
@@ -136,11 +140,21 @@ class Trainer:
             )
         self.micro_batch_limit = MicroBatchLimit(config.micro_tokens, alone=self.ranks.size == 1, on_note=on_note)
         self._stats, self._full_logprobs = self.ranks.shard(model, self.forward)
+        self.teachers = None if teachers is None else teachers(self._as_policy())
         self.reset_optimizer()
         self.transforms: list[Transform] = []
         """Stages between the parameters (adapters merged) and `weights()`, such as casting."""
         self._reference: ReferencePolicy | None = None
         self._probe: WeightSyncProbe | None = None
+
+    def _as_policy(self) -> TaughtPolicy:
+        refuse_ranks(self.ranks.size)
+        head = self.forward.head
+        vocabulary = self.model.get_input_embeddings().weight.shape[0] if head is None else head.vocabulary
+        limit = self.micro_batch_limit
+        return TaughtPolicy(
+            self.forward, self.distribution, vocabulary, limit.tokens, self.pixels, limit.run, self._as_reference
+        )
 
     # Steps.
 
@@ -179,6 +193,9 @@ class Trainer:
         if config.kl:
             for batch in batches:
                 batch.reference_n = self._score_reference(batch)
+        if self.teachers is not None:
+            for batch in batches:
+                batch.teachers = self.teachers.score(batch)
         probe = WeightSyncProbe.before(step_credits.credits, self._at_temperature_one, self.device) if batches else None
         # Updates.
         codes = self._codes()
@@ -195,6 +212,7 @@ class Trainer:
             step_metrics.metrics()
             | accounting_metrics(step_credits, step_metrics.masked)
             | self.layout.figures()
+            | teacher_figures(batches)
             | {"lr": lr * self.signal.share, "optimizer_steps": float(len(step_metrics.updates))}
         )
         if codes:
@@ -210,6 +228,11 @@ class Trainer:
 
     def step_credits(self, groups: Sequence[Group]) -> StepCredits:
         """Return the credits that `step` would train groups with, and the account of every sampled id."""
+        if self.teachers is not None:
+            return self.teachers.credits(groups, self.objective, self._reward_credits)
+        return self._reward_credits(groups)
+
+    def _reward_credits(self, groups: Sequence[Group]) -> StepCredits:
         if not self.objective.penalizes_reward:
             return self.objective.step_credits(groups)
         penalty = self.objective.penalties(groups, self._batch, self._score, self._score_reference)
@@ -268,7 +291,8 @@ class Trainer:
         """Run forward and backward of this rank's passes; return each one's terms, entropies and logprobs, detached."""
         made = []
         for micro, own in self.ranks.passes(batch.micros):
-            wanted = {"entropy": True, "entropy_grad": bool(self.config.entropy)}
+            wanted: dict[str, Any] = {"entropy": True, "entropy_grad": bool(self.config.entropy)}
+            wanted |= {"teachers": batch.targets_of(micro)} if batch.teachers else {}
             found = self._stats(micro, self.pixels, self.distribution, batch.support_of(micro), **wanted)
             terms = self.objective.terms(batch, micro, found, sequence_n)
             (terms.loss if own else 0.0 * terms.loss).backward()
@@ -324,10 +348,19 @@ class Trainer:
 
     def _score_reference(self, batch: TrainingBatch) -> Tensor:
         """Return the reference policy's logprobs of a batch's targets, float64, N."""
-        if self._reference is None:
-            raise TurnwiseError("train.kl is over 0 but there is no reference policy; call reference() before the first step")
-        with self._reference.active():
+        with self._as_reference():
             return self._score(batch)
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether steps need a reference policy."""
+        return bool(self.config.kl) or (self.teachers is not None and self.teachers.include_self)
+
+    def _as_reference(self) -> AbstractContextManager[None]:
+        if self._reference is None:
+            why = "train.kl is over 0, or the policy is its own teacher"
+            raise TurnwiseError(f"{why}, but there is no reference policy; call reference() before the first step")
+        return self._reference.active()
 
     def _at_temperature_one(self, micro: MicroBatch) -> Tensor:  # log-probabilities (M, vocabulary)
         with torch.no_grad():
@@ -406,9 +439,9 @@ class Trainer:
         return self.adapter.in_layout(clone_tensors(self.model, self._tied))
 
     def reference(self) -> None:
-        """Keep the current policy as the reference of the KL term; do nothing if `kl = 0`. Raises `ConfigError` when
-        `train.reference` needs an adapter and there is none."""
-        if self.config.kl:
+        """Keep the current policy as the reference of the KL term and of a `self` teacher, if there is one. Raises
+        `ConfigError` when `train.reference` needs an adapter and there is none."""
+        if self.keeps_reference:
             untouched = self.adapter is not None and not self.ranks.any(not self.adapter.is_initial)
             self._reference = ReferencePolicy.of(self.model, self.adapter, self.config, untouched=untouched)
 
@@ -456,10 +489,10 @@ class Trainer:
             self.signal.restore(*tensors.pop("signal").tolist())
         self.optimizer.restore(tensors)
         self._reference = None
-        if self.config.kl and (directory / REFERENCE_FILE).exists():
+        if self.keeps_reference and (directory / REFERENCE_FILE).exists():
             self._reference = ReferencePolicy(self.model, self.adapter, None)
             self._reference.restore(read_tensors(directory / REFERENCE_FILE))
-        elif self.config.kl and self.adapter is not None:
+        elif self.keeps_reference and self.adapter is not None:
             self._reference = ReferencePolicy(self.model, self.adapter, None)
 
 

@@ -1,0 +1,86 @@
+"""Make the teachers of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from turnwise.config import ModelConfig, RunConfig, TeacherConfig
+from turnwise.errors import ConfigError
+from turnwise.renderers.chat_renderer import ChatRenderer
+from turnwise.training.forward.forward import ForwardPass
+from turnwise.training.model.directory import renderer_of
+from turnwise.training.model.models import device_and_dtype, load
+from turnwise.training.teachers.base import Hint, MakeTeachers, TaughtPolicy, Teacher, Teachers
+from turnwise.training.teachers.local import LocalTeacher, SelfTeacher
+from turnwise.training.teachers.remote import RemoteTeacher
+
+
+def teacher_names(teachers: Sequence[TeacherConfig]) -> list[str]:
+    """Return the labels of teachers in metrics."""
+    only = len(teachers) == 1
+    return [one.name or ("teacher" if only else f"teacher{number}") for number, one in enumerate(teachers, 1)]
+
+
+def make_teachers(
+    config: RunConfig, renderer: ChatRenderer, on_note: Callable[[str], None] | None = None
+) -> MakeTeachers | None:
+    """Return what makes the teachers of a policy; None without `[[teacher]]`. Models are loaded once, for all policies.
+
+    Raises `ConfigError` for a teacher that does not read the policy's ids, or whose hint is not a function of a trajectory.
+    """
+    if not config.teacher:
+        return None
+    models = LoadedTeachers(config.model, renderer)
+
+    def make(policy: TaughtPolicy) -> Teachers:
+        made: list[Teacher] = []
+        for given, name in zip(config.teacher, teacher_names(config.teacher), strict=True):
+            hint = None if given.hint is None else Hint(given.hint, renderer)
+            if given.urls:
+                made.append(RemoteTeacher(given, name, policy, hint, renderer, on_note))
+            elif given.self:
+                made.append(SelfTeacher(given, name, policy, hint, policy.forward, config.train.batching))
+            else:
+                forward = models.load(Path(given.path or ""), name)
+                made.append(LocalTeacher(given, name, policy, hint, forward, config.train.batching))
+        return Teachers(made, config.train.reward_weight)
+
+    return make
+
+
+class LoadedTeachers:
+    """Models of teachers by directory, each loaded and compared with the policy's renderer once."""
+
+    def __init__(self, model: ModelConfig, renderer: ChatRenderer) -> None:
+        self._model, self._renderer = model, renderer
+        self._loaded: dict[Path, ForwardPass] = {}
+
+    def load(self, directory: Path, name: str) -> ForwardPass:
+        """Load a teacher's model, frozen; raise `ConfigError` if there is none or it reads other ids, `ModelError` if it cannot
+        be loaded."""
+        if directory not in self._loaded:
+            if not directory.is_dir():
+                raise ConfigError(
+                    f"teacher {name}: path = {str(directory)!r}: no such directory; name a model directory, such as "
+                    "checkpoints/step-00080 of a run that has ended"
+                )
+            self._check(renderer_of(directory, ModelConfig()), directory, name)
+            model, _ = load(directory, *device_and_dtype(self._model))
+            self._loaded[directory] = ForwardPass(model.requires_grad_(False).eval())
+        return self._loaded[directory]
+
+    def _check(self, own: ChatRenderer, directory: Path, name: str) -> None:
+        policy = self._renderer
+        if list(own.codec.token_texts) != list(policy.codec.token_texts):
+            raise ConfigError(
+                f"teacher {name}: the tokenizer of {directory} has other ids than the policy's, so it cannot read what the "
+                "policy sampled; name a model with the policy's tokenizer"
+            )
+        theirs, ours = own.fingerprints.get("vision"), policy.fingerprints.get("vision")
+        if ours is not None and theirs != ours:
+            why = "reads no images" if theirs is None else "prepares images in another way"
+            raise ConfigError(
+                f"teacher {name}: {directory} {why}, but the policy reads images; name a vision-language model with the "
+                "policy's image processor"
+            )
