@@ -149,8 +149,8 @@ class Policies:
         return iter(self.trained)
 
     def check_agents(self, env_specs: Sequence[EnvSpec]) -> None:
-        """Raise `ConfigError` if no policy plays an agent that is known before anything is played: `main` of an environment, and
-        those of a play function's attribute `agents`."""
+        """Raise `ConfigError` if no policy plays an agent that is known before anything is played: `main` of an environment,
+        and those of a play function's attribute `agents`."""
         for spec in env_specs:
             if self._agents is None:
                 return
