@@ -260,15 +260,19 @@ def hints(folder: Path, seed: int) -> dict[str, float]:
 
 
 def crossed(folder: Path, seed: int, teacher: Path) -> dict[str, float]:
-    """Train a policy whose tokenizer never saw these words, by the probabilities of the teacher's chunks of text."""
+    """Train a policy whose tokenizer knows the questions alone, by the probabilities of the teacher's chunks of text."""
     from turnwise.config import ModelConfig
     from turnwise.envs.builtin import Hop
     from turnwise.training import create_tiny_model
 
-    texts = [task.messages[0].text[::-1] for task in Hop.tasks("train", 300, seed)]
+    texts = [task.messages[0].text for task in Hop.tasks("train", 300, seed)]
     model = create_tiny_model(ModelConfig(heads=4, kv_heads=4), texts, folder / f"other-{seed}", seed=seed)
     head, _, tail = WARMUP.partition("[[env]]")
-    recipe = head.replace("heads = 4\nkv_heads = 4", f'path = "{model}"') + "[[env]]" + tail.replace("= 32", "= 64")
+    recipe = (
+        head.replace("heads = 4\nkv_heads = 4", f'path = "{model}"')
+        + "[[env]]"
+        + tail.replace("= 32", "= 64").replace("0.22", "0.0").replace("gate_every = 50", "gate_every = 500")
+    )
     more = 'batching = "rows"\nlr = 2e-3\nreward_weight = 0.0\n[rollout]\ngroups = 128\ngroup_size = 1\n'
     recipe = recipe.replace("steps = 0\n", f'steps = 60\n{more}[[teacher]]\npath = "{teacher}"\n')
     out = train(folder, f"crossed-{seed}", recipe, "--seed", seed)
