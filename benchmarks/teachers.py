@@ -6,7 +6,8 @@
 `cpu_to_90_*` are the CPU seconds of playing and training (evaluations left out) to the first evaluation of 256 held-out tasks
 with 90% success: `*_reward` trains by rewards, `*_teacher` by the teacher alone (reverse KL over the vocabulary, groups of
 one). `held_out_shuffled` trains on the teacher's answers exchanged between ids. `hint_self` is a policy that teaches itself
-with hints (the right answer of each task), from `hint_start`, and `hint_shuffled` with hints of other tasks. Last line JSON.
+with hints (the right answer of each task), from `hint_start`, and `hint_shuffled` with hints of other tasks. `cross_tokenizer`
+is the success of a policy with another tokenizer than its teacher's. Last line JSON.
 """
 
 from __future__ import annotations
@@ -258,6 +259,29 @@ def hints(folder: Path, seed: int) -> dict[str, float]:
     return found
 
 
+def crossed(folder: Path, seed: int, teacher: Path) -> dict[str, float]:
+    """Train a policy whose tokenizer knows the questions alone, by the probabilities of the teacher's chunks of text."""
+    from turnwise.config import ModelConfig
+    from turnwise.envs.builtin import Hop
+    from turnwise.training import create_tiny_model
+
+    texts = [task.messages[0].text for task in Hop.tasks("train", 300, seed)]
+    model = create_tiny_model(ModelConfig(heads=4, kv_heads=4), texts, folder / f"other-{seed}", seed=seed)
+    head, _, tail = WARMUP.partition("[[env]]")
+    recipe = (
+        head.replace("heads = 4\nkv_heads = 4", f'path = "{model}"')
+        + "[[env]]"
+        + tail.replace("= 32", "= 64").replace("0.22", "0.0").replace("gate_every = 50", "gate_every = 500")
+    )
+    more = 'batching = "rows"\nlr = 2e-3\nreward_weight = 0.0\n[rollout]\ngroups = 128\ngroup_size = 1\n'
+    recipe = recipe.replace("steps = 0\n", f'steps = 60\n{more}[[teacher]]\npath = "{teacher}"\n')
+    out = train(folder, f"crossed-{seed}", recipe, "--seed", seed)
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lost = [row["teacher.teacher.unaligned"] for row in rows if row["phase"] == "train"]
+    found = {"cross_tokenizer_aligned": 1 - sum(lost) / len(lost), "cross_tokenizer_start": summary(out, "success_before")}
+    return found | {"cross_tokenizer": summary(out), "cpu_of_cross_tokenizer": summary(out, "cpu_s")}
+
+
 def measure(folder: Path, seed: int, sizes: dict[str, int]) -> dict[str, Any]:
     """Return the figures of one seed."""
     warm, teacher, row = starts(folder, seed)
@@ -268,7 +292,7 @@ def measure(folder: Path, seed: int, sizes: dict[str, int]) -> dict[str, Any]:
     if row["cpu_to_90_reward"] and row["cpu_to_90_teacher"]:
         row["speed"] = row["cpu_to_90_reward"] / row["cpu_to_90_teacher"]
     row |= {"held_out_reward": summary(by_reward), "held_out_teacher": summary(taught), "held_out_shuffled": summary(shuffled)}
-    return row | hints(folder, seed)
+    return row | hints(folder, seed) | crossed(folder, seed, teacher)
 
 
 def main() -> None:

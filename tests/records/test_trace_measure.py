@@ -199,6 +199,7 @@ SELDOM = {
     "teacher.<name>.answered": "needs a teacher",
     "teacher.<name>.kl": "needs a teacher",
     "teacher.<name>.bounded": "needs a teacher",
+    "teacher.<name>.unaligned": "needs a teacher with another tokenizer",
     "groups_refilled": "needs train.refill",
     "groups_filtered.<reason>": "needs a filter of slime",
     "lag_mean": "needs tokens of older policies",

@@ -660,6 +660,8 @@ class TeacherConfig:
     top: Annotated[PositiveInt | None, DIVERGES] = None
     """Ids that the divergence tells apart: the most likely ones of the teacher, with all others as one; none is the
     vocabulary, which servers do not send."""
+    max_unaligned: Annotated[Fraction, Needs("teacher.path given")] = 0.1
+    """Maximum share of a step's ids in text that a teacher's other tokenizer does not split alike; more stop the run."""
     timeout_s: Annotated[PositiveFloat, SERVED] = 120.0
     """Seconds in which a server must answer for an episode; after that its ids are `no_teacher`."""
     key_env: Annotated[str | None, SERVED] = None

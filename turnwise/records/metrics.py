@@ -143,6 +143,7 @@ tokens_by_cache.<cache> | count | trained tokens by the weights of their context
 mismatch_kl_by_cache.<cache> | nats | `mismatch_kl` by that cache | `kept` far over `own`: use `engine.in_flight = "salt"`
 teacher.<name>.answered | share | trained ids for which a teacher answered | falling: its servers fail, or episodes outgrow its context
 teacher.<name>.kl | nats | mean of log p_policy - log p_teacher at those ids, before the first update | not falling: the teacher's signal is too weak, or rewards pull elsewhere
+teacher.<name>.unaligned | share | ids that a teacher with another tokenizer cannot score, as no chunk of its ids has them | over 0.1: the tokenizers split text too differently
 teacher.<name>.bounded | share | ids over `teacher.bound`, with `signal = "advantage"` | over 0.1: policy and teacher differ too much; use `signal = "loss"`
 correction_mean | 1 | mean token weight of `train.correction` | under 0.9 or over 1.1: engine and trainer differ, see `mismatch_mean`
 correction_ess | share | effective sample size of those weights | under 0.9: updates rest on few tokens

@@ -177,6 +177,11 @@ class ChatRenderer:
         """Return the messages with tool images where the template renders them, in a user message if necessary."""
         return self._media.move_tool_images(messages).messages
 
+    @cached_property
+    def preamble_ids(self) -> list[int]:
+        """Ids of a user message before a reply: the marks of turns."""
+        return list(self.open((Message("user", "u"),)).ids)
+
     # Text and ids
 
     def encode(self, text: str) -> list[int]:

@@ -133,6 +133,10 @@ class ByteLevelDecoder:
             begins = self._space and i in self._control
         return b"".join(texts).decode("utf-8", "replace")
 
+    def token_bytes(self) -> Sequence[bytes] | None:
+        """Return the bytes of each id; None where a word-start mark at the beginning is no text."""
+        return self._table if self._strict and not self._space else None
+
     def token_texts(self) -> list[str]:
         """Return the text of each id alone, with bytes that are not valid UTF-8 escaped."""
         return [text.decode("utf-8", "backslashreplace") for text in self._table]
@@ -204,6 +208,10 @@ class Tokenizer(Protocol):
     def token_texts(self) -> Sequence[str]:
         """Text of each id alone, with bytes that are not valid UTF-8 escaped."""
 
+    @property
+    def token_bytes(self) -> Sequence[bytes] | None:
+        """Bytes of each id; None where they depend on the ids before it."""
+
     def encode(self, text: str) -> list[int]:
         """Encode a text, control tokens included."""
 
@@ -245,6 +253,7 @@ class ByteTokenizer:
         self._split = control_pattern(self.control)
         self._texts = [bytes([i]) for i in range(256)] + [text.encode() for text in self.control]
         self.token_texts = [text.decode("utf-8", "backslashreplace") for text in self._texts]
+        self.token_bytes = self._texts
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []
@@ -339,6 +348,10 @@ class HFTokenizer:
             return self._decoder.token_texts()
         last = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         return [self._tokenizer.id_to_token(i) or "" for i in range(last + 1)]
+
+    @property
+    def token_bytes(self) -> Sequence[bytes] | None:
+        return None if self._decoder is None else self._decoder.token_bytes()
 
     @property
     def appends_exactly(self) -> bool:

@@ -429,7 +429,7 @@ def teacher_advantage(scores: TeacherScores, index_k: Tensor, policy_k: Tensor) 
     an answer. Its mean over ids of the policy, times ``grad log p_policy``, is the gradient of -weight * KL(policy || teacher)
     per id (on-policy distillation: Agarwal et al., arXiv 2306.13649; as a reward per id: Thinking Machines, 2025)."""
     teacher, bound = scores.teacher, scores.teacher.bound
-    return teacher.weight * (scores.logp_n[index_k] - policy_k).clamp(-bound, bound).nan_to_num(0.0)
+    return teacher.weight * scores.gap(index_k, policy_k).clamp(-bound, bound).nan_to_num(0.0)
 
 
 def check_logprobs(batch: TrainingBatch, key: str = "train.old_logprobs = 'engine'", other: str = "trainer") -> None:

@@ -99,6 +99,17 @@ class TeacherScores:
     """Log-probability of each id under the teacher, float64; NaN without an answer."""
     targets: TeacherTargets | None = None
     """Distribution at each id, for a divergence in the loss."""
+    chunk_n: Tensor | None = None
+    """Number of each id's chunk, whose log-probability `logp_n` is; None where each id is scored by itself."""
+    unaligned: float = 0.0
+    """Share of ids that are in no chunk."""
+
+    def gap(self, index_k: Tensor | slice, policy_k: Tensor) -> Tensor:
+        """Compute log p_teacher - log p_policy of some ids, or of their chunks; NaN without an answer."""
+        if self.chunk_n is None:
+            return self.logp_n[index_k] - policy_k
+        chunk_k = self.chunk_n[index_k]
+        return self.logp_n[index_k] - torch.zeros_like(self.logp_n).index_add_(0, chunk_k, policy_k)[chunk_k]
 
 
 @dataclass(slots=True)

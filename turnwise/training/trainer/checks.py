@@ -94,10 +94,13 @@ def teacher_figures(batches: Sequence[TrainingBatch]) -> dict[str, float]:
     found: dict[str, float] = {}
     for number in range(len(batches[0].teachers) if batches else 0):
         teacher, name = batches[0].teachers[number].teacher, f"teacher.{batches[0].teachers[number].name}"
-        teacher_n = torch.cat([batch.teachers[number].logp_n for batch in batches])
-        gap_n = torch.cat([batch.start_n for batch in batches if batch.start_n is not None]) - teacher_n
+        scored = [(batch.teachers[number], batch.start_n) for batch in batches if batch.start_n is not None]
+        everything = slice(None)
+        gap_n = -torch.cat([scores.gap(everything, start_n) for scores, start_n in scored])
         known_n = gap_n.isfinite()
         found[f"{name}.answered"] = float(known_n.double().mean())
+        if scored[0][0].chunk_n is not None:
+            found[f"{name}.unaligned"] = scored[0][0].unaligned
         if bool(known_n.any()):
             found[f"{name}.kl"] = float(gap_n[known_n].mean())
             if teacher.signal == "advantage":
