@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -93,10 +93,50 @@ def make_engine(
     `source`; the logprobs of `model`, or `expected_logprobs`, of known ids prove that weights arrived."""
     if config.engine.kind == "local":
         return _local(config, model, renderer)
-    adapter = cache(lambda: Adapter(model).peft_config()) if config.engine.update == "lora" else None
+    adapter = _adapter_config(model) if config.engine.update == "lora" else None
     fleet = _fleet(config, source, model, renderer, run, adapter=adapter, expected_logprobs=expected_logprobs, placer=placer)
     _check_kinds(config, {member.engine.kind for member in fleet.members})
     return fleet
+
+
+def make_adapter_engines(
+    config: RunConfig,
+    source: Path,
+    models: Mapping[str, nn.Module],
+    renderer: ChatRenderer,
+    run: Path,
+    expected_logprobs: Mapping[str, LogprobFunction] | None = None,
+    placer: ServerPlacer | None = None,
+) -> dict[str, Fleet]:
+    """Build one engine per policy over the same servers, each with an adapter of its own: a policy's update leaves the calls
+    and caches of the others alone.
+
+    Args:
+        models: by policy; each has its own adapter of the model of `source`, now or before its first update.
+        expected_logprobs: by policy, in place of those of its model.
+
+    Servers of the run start with the first update of any policy, and end when the first policy's engine is closed.
+
+    Raises:
+        ConfigError: for `[engine]` settings that do not fit adapters of several policies.
+    """
+    if config.engine.update != "lora":
+        raise ConfigError('several policies share servers as adapters only: set engine.update = "lora"')
+    if config.engine.tree and len(models) > 1:
+        raise ConfigError("engine.tree sends the weights of one policy; set engine.weights to a directory that all servers see")
+    fleets: dict[str, Fleet] = {}
+    for name, model in models.items():
+        options: dict[str, Any] = {"adapter": _adapter_config(model), "placer": placer, "policy": name, "policies": len(models)}
+        options |= {"expected_logprobs": (expected_logprobs or {}).get(name), "beside": next(iter(fleets.values()), None)}
+        fleet = _fleet(config, source, model, renderer, run, **options)
+        _check_kinds(config, {member.engine.kind for member in fleet.members})
+        fleets[name] = fleet
+    return fleets
+
+
+def _adapter_config(model: nn.Module) -> Callable[[], dict[str, Any]]:
+    """Return a function that returns the adapter_config.json of a model, which gets its adapter later."""
+    return cache(lambda: Adapter(model).peft_config())
 
 
 def _check_kinds(config: RunConfig, kinds: Collection[str]) -> None:
@@ -206,15 +246,18 @@ def _fleet(
     adapter: Callable[[], dict[str, Any]] | None = None,
     expected_logprobs: LogprobFunction | None = None,
     placer: ServerPlacer | None = None,
+    policy: str = "",
+    policies: int = 1,
+    beside: Fleet | None = None,
 ) -> Fleet:
     """Connect to or start servers, by a `placer` elsewhere; `adapter` returns adapter_config.json for updates of a LoRA adapter
-    of `source`."""
+    of `source`. The servers of `beside` are shared by the adapters of several `policies`."""
     from turnwise.engines.remote import Fleet
     from turnwise.engines.remote.managed import HOME, ManagedFleet, PlacedFleet, PlacedServers, ServerProcess, how_to_install
     from turnwise.engines.remote.weight_files import AdapterDirectories, ModelDirectories
 
     engine, limit = config.engine, config.limits.context
-    weight, weights_directory = next(model.parameters()), engine.weights or directory / "weights"
+    weight, weights_directory = next(model.parameters()), Path(engine.weights or directory / "weights") / policy
     gpu = weight.is_cuda if placer is None else config.scale.ray_engine_gpus > 0
     untie = not engine.attached and not gpu
     packed = config.quant.packed
@@ -258,14 +301,16 @@ def _fleet(
     options_of: dict[str, Any] = {"context": context, "gpu": gpu, "group": engine.update == "group"}
     options_of |= {"speculate": engine.speculate, "sleep": engine.colocate}
     if adapter is not None:
-        options |= {"base": source.absolute()}
-        options_of |= {"lora": config.lora.rank}
+        options |= {"base": source.absolute(), "owner": beside is None}
+        options_of |= {"lora": config.lora.rank, "adapters": policies}
     if placer is not None:
         servers = PlacedServers(engine.kind, engine.servers, home.absolute(), logs, engine.start_s, options_of, engine.key_env)
         return PlacedFleet(placer, servers, **options, **_list_of(engine, renderer, context, str(logs / "ray.txt")))
-    started = [
-        ServerProcess(engine.kind, home, logs / f"{engine.kind}-{number}.log", **options_of) for number in range(engine.servers)
-    ]
+    if isinstance(beside, ManagedFleet):
+        started = beside.started
+    else:
+        names = (f"{engine.kind}-{number}.log" for number in range(engine.servers))
+        started = [ServerProcess(engine.kind, home, logs / name, **options_of) for name in names]
     clients = make_clients(engine, [server.url for server in started], renderer, context)
     return ManagedFleet(clients, started, start_s=engine.start_s, **options)
 
