@@ -461,7 +461,7 @@ def build_components(
     """Load a model for the engine and the trainer, resumed from checkpoint `weights`; start the other `ranks`."""
     ranks = ranks or Ranks()
     if config.policy:
-        return _several_policies(config, source, run, weights, ranks, on_note)
+        return _several_policies(config, source, run, weights, ranks, on_note, placer)
     ranks.broadcast((config, source, weights))
     model, renderer = _loaded(config, source, weights)
 
@@ -489,42 +489,74 @@ def _several_policies(
     weights: Path | None,
     ranks: Ranks,
     on_note: Callable[[str], None] | None,
+    placer: ServerPlacer | None,
 ) -> RunComponents:
     """Load the policies of a run, each as if it were the only one: with a model, a trainer and an engine of its own. Frozen
-    weights of equal origin are one copy in memory."""
+    weights of equal origin are one copy in memory, and servers are shared."""
     if ranks.size > 1:
         raise ConfigError("[[policy]]: several policies are trained by one process; start the run without torchrun")
-    media, renderer, trained = MediaStore(run / "media"), renderer_of(source, config.model, config.rollout.control_text), []
-    pixels = None if renderer.vision is None else PixelCache(renderer.vision, media)
-    engines: dict[str, Engine] = {}
-    models: dict[Path, nn.Module] = {}
+    renderer = renderer_of(source, config.model, config.rollout.control_text)
+    loaded: dict[str, tuple[RunConfig, Path, Path | None, nn.Module]] = {}
     for number, policy in enumerate(config.policy):
-        if policy.past:
+        if policy.urls or policy.past:
             continue
         own = config_of(replace(config, seed=config.seed + number), policy)
         origin = Path(policy.path) if policy.path is not None else source
-        if policy.urls:
-            engines[policy.name] = _served_policy(config, policy, renderer)
-            continue
         saved = weights / policy.name if weights is not None and policy.learns else None
         model, its_renderer = _loaded(own, origin, saved)
         _check_same_renderer(policy, renderer, its_renderer)
         renderer.ban(its_renderer.banned_ids)
+        loaded[policy.name] = own, origin, saved, model
+    # The engines come first: a local one copies weights that the trainer then wraps.
+    engines = _policy_engines(config, source, loaded, renderer, run, placer)
+    media = MediaStore(run / "media")
+    pixels = None if renderer.vision is None else PixelCache(renderer.vision, media)
+    trained: list[Policy] = []
+    first: dict[Path, nn.Module] = {}
+    for policy in config.policy:
         if not policy.learns:
-            engines[policy.name] = _local(own, model, renderer)
             continue
-        engine = engines[policy.name] = make_engine(own, origin, model, renderer, run / "policies" / policy.name)
+        own, origin, saved, model = loaded[policy.name]
         trainer = _trainer(own, model, renderer, saved, ranks, pixels, on_note)
-        _share_frozen(model, models.setdefault(origin, model))
+        _share_frozen(model, first.setdefault(origin, model))
         if saved is not None:
             trainer.load(saved)
+        engine = engines[policy.name]
+        assert isinstance(engine, SupportsWeightUpdate)
         trained.append(Policy(policy.name, trainer, engine, config.engine.update == "lora", origin))
-    past = [_past(config, policy, trained, run) for policy in config.policy if policy.past]
-    engines |= {policy.name: one.engine for policy, one in zip((p for p in config.policy if p.past), past, strict=True)}
-    agents = {policy.name: policy.plays for policy in config.policy}
-    fixed = [policy.name for policy in config.policy if not policy.learns]
-    router = PolicyEngine({policy.name: engines[policy.name] for policy in config.policy}, agents=agents, fixed=fixed)
-    return RunComponents(source, renderer, router, Policies(trained, router.policies), media, pixels, past)
+    past = {policy.name: _past(config, policy, trained, run) for policy in config.policy if policy.past}
+    engines |= {name: one.engine for name, one in past.items()}
+    router = PolicyEngine(
+        {policy.name: engines[policy.name] for policy in config.policy},
+        agents={policy.name: policy.plays for policy in config.policy},
+        fixed=[policy.name for policy in config.policy if not policy.learns],
+    )
+    return RunComponents(source, renderer, router, Policies(trained, router.policies), media, pixels, list(past.values()))
+
+
+def _policy_engines(
+    config: RunConfig,
+    source: Path,
+    loaded: Mapping[str, tuple[RunConfig, Path, Path | None, nn.Module]],
+    renderer: ChatRenderer,
+    run: Path,
+    placer: ServerPlacer | None,
+) -> dict[str, Engine]:
+    """Build the engine of each policy that has weights; those that are not trained play in this process."""
+    engines: dict[str, Engine] = {}
+    served: dict[str, nn.Module] = {}
+    for policy in config.policy:
+        if policy.urls:
+            engines[policy.name] = _served_policy(config, policy, renderer)
+        elif policy.name in loaded:
+            own, origin, _, model = loaded[policy.name]
+            if not policy.learns or config.engine.kind == "local":
+                engines[policy.name] = _local(own, model, renderer)
+            elif origin != source:
+                raise ConfigError(f"policy {policy.name}: servers share adapters of the run's model; leave its path out")
+            else:
+                served[policy.name] = model
+    return engines | (make_adapter_engines(config, source, served, renderer, run, placer=placer) if served else {})
 
 
 def _check_same_renderer(policy: PolicyConfig, run: ChatRenderer, own: ChatRenderer) -> None:
