@@ -213,8 +213,13 @@ def _policy_rules(config: RunConfig, training: bool) -> Broken:
         for name in policy.train:
             if name in OF_THE_RUN:
                 yield f"{key}.train.{name}", f"is of the run, not of one policy; set train.{name}"
-    if not policies:
-        return
+    if policies:
+        yield from _policy_limits(config, training)
+
+
+def _policy_limits(config: RunConfig, training: bool) -> Broken:
+    """Check what runs with several policies cannot do."""
+    policies = config.policy
     if training and not any(policy.learns for policy in policies):
         yield "policy.0.trained", "no policy is trained; set trained = true for one"
     if config.quant.kind != "none":
