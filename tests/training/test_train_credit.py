@@ -238,6 +238,13 @@ def test_weights_multiply_the_loss_of_their_tokens(tmp_path):
     assert (both - (3 * first + 2 * late + 0.5 * later)).norm() < 1e-12 * both.norm()
     everything, _ = learned(None)
     assert (everything - first - late - later).norm() < 1e-12 * everything.norm()
+    for group in made:  # an agent function's own weights count once, alone and beside a scale
+        for trajectory in group.trajectories:
+            trajectory.turns[0].weights, trajectory.turns[1].weights = (3.0, 3.0), (0.5, 2.0)
+    given, _ = learned(None)
+    assert (given - both).norm() < 1e-12 * both.norm()
+    beside, _ = learned("[2, 2]")
+    assert (beside - 2 * both).norm() < 1e-12 * both.norm()
 
 
 @pytest.mark.parametrize(

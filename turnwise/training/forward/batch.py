@@ -316,7 +316,10 @@ def _age(trajectory: Trajectory, index: int, version: int | None) -> tuple[int, 
 def rows_of(
     trajectory: Trajectory, index: int, scale: TokenWeights | None = None, *, routes: bool = False
 ) -> list[TrainingRow]:
-    """Return the paths of a trajectory with ids that carry loss; each trained id is in exactly one of them."""
+    """Return the paths of a trajectory with ids that carry loss; each trained id is in exactly one of them.
+
+    `scale` has the weights of its ids, those that an agent function gave included (`with_turn_weights`); None has only those.
+    """
     rows = []
     for sample in trajectory.samples():
         # Nothing predicts position 0; `advantages.NO_CONTEXT` counts it.
@@ -331,7 +334,7 @@ def rows_of(
                 ids=sample.ids[: places[-1]],
                 places=places,
                 targets=[sample.ids[place] for place in places],
-                weights=[sample.weights[p] * (1.0 if scale is None else scale.of(*sample.slots[p])) for p in places],
+                weights=[sample.weights[p] if scale is None else scale.of(*sample.slots[p]) for p in places],
                 logprobs=[math.nan if logprob is None else logprob for logprob in logprobs],
                 trajectory=index,
                 media=placements_between(sample.media, 0, places[-1]),
