@@ -78,7 +78,7 @@ def train(recipe: Path, seed: int, out: Path, overrides: Sequence[str], shuffled
         try:
             run = Copied(config, make_env_specs(config), directory, NullListener(), resumed=warm)
             if shuffled:
-                run.parts.trainer = Shuffled(run.parts.trainer, seed)  # type: ignore[assignment]
+                run.policies = Shuffled(run.policies, seed)  # type: ignore[assignment]
             return asyncio.run(run.play())
         except TurnwiseError as error:
             return {"error": str(error)}

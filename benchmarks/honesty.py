@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations, product
 from pathlib import Path
@@ -31,27 +31,28 @@ sys.path.insert(0, str(ROOT))
 
 
 class Shuffled:
-    """A trainer that gets each step's rewards dealt to its episodes at random; else the trainer that it wraps."""
+    """The policies of a run, which get each step's rewards dealt to the episodes at random, and those of agents to agents."""
 
-    def __init__(self, trainer: Any, seed: int) -> None:
-        self._trainer = trainer
+    def __init__(self, policies: Any, seed: int) -> None:
+        self._policies = policies
         self._seed = seed
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._trainer, name)
+        return getattr(self._policies, name)
 
-    def step(self, groups: Sequence[Any], *, step: int, **given: Any) -> Any:
-        """Train on copies of the groups; what is recorded keeps the true rewards."""
-        rewards = [t.reward for group in groups for t in group.trajectories]
-        random.Random(f"{self._seed}/{step}").shuffle(rewards)
-        dealt = iter(rewards)
-        shuffled = []
-        for group in groups:
-            twins = [copy.copy(trajectory) for trajectory in group.trajectories]
-            for twin in twins:
-                twin.reward = next(dealt)
-            shuffled.append(replace(group, trajectories=twins))
-        return self._trainer.step(shuffled, step=step, **given)
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._policies)
+
+    def step(self, trajectories: Sequence[Any], *, step: int, **given: Any) -> Any:
+        """Train on copies of the episodes; what is recorded keeps the true rewards."""
+        rewards = [t.reward for t in trajectories]
+        by_agent = [t.agent_rewards[agent] for t in trajectories for agent in sorted(t.agent_rewards)]
+        for values in (rewards, by_agent):
+            random.Random(f"{self._seed}/{step}").shuffle(values)
+        twins, dealt = [copy.copy(trajectory) for trajectory in trajectories], iter(by_agent)
+        for twin, reward in zip(twins, rewards, strict=True):
+            twin.reward, twin.agent_rewards = reward, {agent: next(dealt) for agent in sorted(twin.agent_rewards)}
+        return self._policies.step(twins, step=step, **given)
 
 
 def control(seed: int, out: Path) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def control(seed: int, out: Path) -> dict[str, Any]:
     config = replace(load(RECIPE).config, seed=seed)
     with RunDir(out) as directory:
         run = TrainingRun(config, make_env_specs(config), directory, NullListener())
-        run.parts.trainer = Shuffled(run.parts.trainer, seed)  # type: ignore[assignment]
+        run.policies = Shuffled(run.policies, seed)  # type: ignore[assignment]
         return asyncio.run(run.play())
 
 

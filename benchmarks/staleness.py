@@ -43,26 +43,26 @@ class LaggedRun(TrainingRun):
 
     async def _reinforce(self) -> None:
         self.evaluating, self.kept = False, {}
-        trainer = self.parts.trainer
-        step = trainer.step
+        step = self.policies.step
 
-        def stepped(groups: Any, **given: Any) -> Any:
-            return step(groups, **given | {"version": self.newest})
+        def stepped(trajectories: Any, **given: Any) -> Any:
+            return step(trajectories, **given | {"version": self.newest})
 
-        trainer.step = stepped  # type: ignore[method-assign]
+        self.policies.step = stepped  # type: ignore[method-assign]
         await super()._reinforce()
         self.evaluating = True
 
-    async def _sync(self, version: int) -> None:
+    async def _send_weights(self, version: int) -> None:
         if self.evaluating:
-            await super()._sync(version)
+            await super()._send_weights(version)
             return
-        self.newest, self.kept[version] = version, list(self.parts.weights())
+        (policy,) = self.policies
+        self.newest, self.kept[version] = version, list(policy.weights())
         old = max(min(self.kept), version - self.lag)
-        await self.parts.engine.update(self.kept[old], old)
-        self.parts.trainer.take_probe()
-        if self.parts.engine.version != old:
-            raise SyncError(f"the engine reports policy {self.parts.engine.version}, not {old}")
+        await policy.engine.update(self.kept[old], old)
+        policy.trainer.take_probe()
+        if policy.engine.version != old:
+            raise SyncError(f"the engine reports policy {policy.engine.version}, not {old}")
         self._version = old
         self.kept.pop(version - self.lag, None)
 

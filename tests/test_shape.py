@@ -56,6 +56,7 @@ FOREIGN = {
     "renderers/history.py": "name",
     "renderers/base.py": "vision",
     "rollouts/api.py": "max_turns",
+    "training/policies.py": "agents",
     "rollouts/episode.py": "max_turns",
     "rollouts/env_session.py": "reset",
     # Python's own modules, coroutines and errors of the system

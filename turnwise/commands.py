@@ -372,7 +372,13 @@ def _rollout(resolved: ResolvedConfig, specs: Sequence[EnvSpec], checkpoint: str
         raise ConfigError(f"--engine {engine}: unknown engine; choose local (configured by [engine]) or scripted")
     from turnwise.training.checkpoint import read_checkpoint
     from turnwise.training.model.packed import quant_of
-    from turnwise.training.setup import connect_fixed_servers, load_model_and_renderer, make_eval_engine, sampling_of
+    from turnwise.training.setup import (
+        connect_fixed_servers,
+        load_model_and_renderer,
+        make_eval_engine,
+        make_eval_policies,
+        sampling_of,
+    )
 
     options["sampling"] = sampling_of(config.rollout)
 
@@ -390,6 +396,8 @@ def _rollout(resolved: ResolvedConfig, specs: Sequence[EnvSpec], checkpoint: str
         model = replace(model, template=None, template_args={})
     if config.engine.kind not in ("chat", "llamacpp") and resolved.origins.get("quant.kind", "default") == "default":
         config = replace(config, quant=quant_of(source))  # a checkpoint plays as it was trained
+    if config.policy:
+        return Rollout(*make_eval_policies(replace(config, model=model), source), **options)
     loaded, renderer = load_model_and_renderer(source, source, model, config.rollout.control_text)
     return Rollout(make_eval_engine(config, source, loaded, renderer), renderer, **options)
 
@@ -406,6 +414,16 @@ def _last(path: Path) -> Path:
     if latest is None:
         raise ModelError(f"{path}: the run has no checkpoint yet; train it further with --resume {path}")
     return latest.path
+
+
+def _model_of(path: Path) -> Path:
+    """Return the model directory of a checkpoint or a run; raise `ModelError` if it holds several policies."""
+    from turnwise.training.checkpoint import policies_of
+
+    last = _last(path)
+    if several := policies_of(last):
+        raise ModelError(f"{last}: it holds several policies; name one of {', '.join(str(last / name) for name in several)}")
+    return last
 
 
 def check_env(spec: str) -> list[Finding]:
@@ -446,7 +464,7 @@ def serve_model(model: Path, formats: str, note: Callable[[str], None], **settin
     """
     from turnwise.training.server import serve
 
-    run_sync(serve(_last(model), formats, note, **settings))  # type: ignore[arg-type]
+    run_sync(serve(_model_of(model), formats, note, **settings))  # type: ignore[arg-type]
 
 
 def relay_weights(root: Path, note: Callable[[str], None], **settings: Any) -> None:
@@ -465,7 +483,7 @@ def pack_model(model: Path, out: Path, kind: str | None = None, size: int | None
     """
     from turnwise.training.model.packed import quant_of, write_packed
 
-    source = _last(model)
+    source = _model_of(model)
     changed: dict[str, Any] = {} if kind is None else {"kind": kind}
     changed |= {} if size is None else {"group": size, "block": size}
     write_packed(source, out, replace(quant_of(source), **changed))

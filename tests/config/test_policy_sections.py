@@ -66,6 +66,12 @@ def test_the_command_line_reaches_a_policy(tmp_path):
         ('[[policy]]\nname = "a"\n[[policy]]\nname = "b"\npast = { of = "c" }\n', (), ["policy.1.past", "trained policy: a"]),
         ('[[policy]]\nname = "a"\npast = { off = "c" }\n', (), ["policy.0.past.off", "of (the name"]),
         ('[[policy]]\nname = "a"\n[[policy]]\nname = "b"\npast = { of = "a", keep = 0 }\n', (), ["past.keep", "at least 1"]),
+        (
+            '[[policy]]\nname = "a"\n[[policy]]\nname = "b"\n[train]\nreward_weight = 0.0\n'
+            '[[teacher]]\npath = "m"\npolicies = ["a"]\n',
+            (),
+            ["policy b: train.reward_weight = 0", "teacher.policies"],
+        ),
         ('policy = "a"\n', (), ['policy = "a"', "[[policy]]"]),
         ('[[policy]]\nname = "a"\n[quant]\nkind = "int4"\n', (), ["quant.kind", "one policy"]),
         (TWO, ("--policy.trained", "false"), ["choose one: --policy.0 (asker), --policy.1 (solver)"]),

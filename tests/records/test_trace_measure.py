@@ -195,6 +195,7 @@ SELDOM = {
     "tree_unique_share": "needs a signal",
     "curriculum.<env>.share": "needs a sampler",
     "curriculum.<env>.pass_rate": "needs a sampler",
+    "policy/<name>/<metric>": "needs [[policy]]",
     "teacher.<name>.answered": "needs a teacher",
     "teacher.<name>.kl": "needs a teacher",
     "teacher.<name>.bounded": "needs a teacher",

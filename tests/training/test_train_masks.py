@@ -123,6 +123,6 @@ def test_the_trainer_renormalizes_over_what_min_p_leaves():
 
 def test_a_trainer_that_does_not_know_of_it_stops_the_run(tmp_path):
     made, run = played(tmp_path / "run")
-    made.parts.trainer.distribution = LogitDistribution(0.8, made.parts.renderer.banned_ids)
+    made.policies.trained[0].trainer.distribution = LogitDistribution(0.8, made.parts.renderer.banned_ids)
     with run, pytest.raises(SyncError, match=r"samples at temperature 0.8 with top_p 1, top_k 0 and min_p 0"):
         run_sync(made.play())

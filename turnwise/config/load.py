@@ -264,7 +264,11 @@ class ConfigMerge:
         for policy in config.policy:
             if policy.learns:
                 place = {f"train.{key}": f"{file}: policy {policy.name}" for key in policy.train}
-                validate(config_of(config, policy, place), place, file, **checks)
+                own = config_of(config, policy, place)
+                validate(own, place, file, **checks)
+                if config.teacher and not own.teacher and not own.train.reward_weight:
+                    why = "trains by teachers alone, and none of them teaches it; see teacher.policies"
+                    raise ConfigError(f"{file}: policy {policy.name}: train.reward_weight = 0: {why}")
         return ResolvedConfig(config, {key: self.origin(key) for key, _ in flatten(config)}, recipe)
 
     def origin(self, dotted: str) -> str:

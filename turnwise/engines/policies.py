@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -73,9 +74,8 @@ class PolicyEngine:
     async def generate(self, request: Request) -> Generation:
         """Sample one reply with the policy of `request.agent`; raises as its engine, and `UsageError` if it has none."""
         name = self.policies.of(request.agent)
-        generation = await self.engines[name].generate(request)
-        generation.fixed = generation.fixed or name in self.fixed
-        return generation
+        engine = self.engines[name]
+        return await (_play_fixed(engine, request) if name in self.fixed else engine.generate(request))
 
     def release(self, session: str) -> None:
         """End a session with every policy."""
@@ -111,6 +111,13 @@ class PolicyEngine:
         """Pass the source of pixel values to every engine that takes one."""
         for engine in self.engines.values():
             add_pixel_source(engine, pixels)
+
+
+async def _play_fixed(engine: Engine, request: Request) -> Generation:
+    """Sample with a policy that is not trained, whatever its version."""
+    generation = await engine.generate(replace(request, min_version=0))
+    generation.fixed = True
+    return generation
 
 
 class PastVersions:
@@ -155,17 +162,13 @@ class PastVersions:
     async def generate(self, request: Request) -> Generation:
         """Sample one reply with the version of the request's group."""
         if not self._began:
-            generation = await self._current.generate(request)
-            generation.fixed = True
-            return generation
+            return await _play_fixed(self._current, request)
         step = self.step_of(request.group)
         self._calls[step] += 1
         try:
-            generation = await (await self._engine(step)).generate(request)
+            return await _play_fixed(await self._engine(step), request)
         finally:
             self._calls[step] -= 1
-        generation.fixed = True
-        return generation
 
     async def _engine(self, step: int) -> Engine:
         future = self._engines.get(step)

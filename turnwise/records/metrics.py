@@ -123,6 +123,7 @@ codes_changed | count | codes of quantized weights that the step's updates chang
 trajectories | count | trajectories of the step | nothing
 trajectories_trained | count | trajectories with an advantage | 0: nothing was learned in the step
 groups_refilled | count | groups played in place of others without signal, with `train.refill` | near `rollout.groups` times `refill`: nearly all tasks are solved or hopeless
+policy/<name>/<metric> | as the metric | the policy's own, with `[[policy]]` | as for the metric
 curriculum.<env>.share | share | share of the groups that the environment has from now on, with `env.sampler` or `rollout.adapt` | at its floor: the environment gives no signal
 curriculum.<env>.pass_rate | share | mean pass rate of the step's groups, replaced ones included | with `window`, far from a half: few tasks are near it
 groups_filtered.<reason> | count | groups that `train.group_filter` left out, by the reason in slime's `DynamicFilterOutput` | near `groups`: the filter leaves too little to train

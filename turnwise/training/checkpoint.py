@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from turnwise.errors import ConfigError, TraceError
 from turnwise.records import RunDir
 from turnwise.renderers.chat_renderer import ChatRenderer
+from turnwise.training.model.directory import ADAPTER_FILE
 from turnwise.training.model.models import STATE_FILE, copy_extras, silence_transformers
 from turnwise.training.policies import Policies
 from turnwise.training.trainer.trainer import Trainer
@@ -161,7 +162,7 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _write(self, draft: Path, trainer: Trainer | Policies, state: Mapping[str, Any], template: str | None) -> None:
-        for name, one, source in trainer.saved_parts() if isinstance(trainer, Policies) else [("", trainer, None)]:
+        for name, one, source in [("", trainer, None)] if isinstance(trainer, Trainer) else trainer.saved_parts():
             (draft / name).mkdir(exist_ok=True)
             save_model(one, source or self.source, draft / name, template)
             one.save(draft / name)
@@ -237,6 +238,12 @@ def read_checkpoint(path: str | Path) -> Checkpoint | None:
         return Checkpoint(path, int(state["serial"]), state["cursor"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def policies_of(path: Path) -> list[str]:
+    """Return the names of the policies in a checkpoint; empty if it is the model of one."""
+    models = ("config.json", ADAPTER_FILE)
+    return sorted(one.name for one in path.iterdir() if one.is_dir() and any((one / name).is_file() for name in models))
 
 
 def save_model(trainer: Trainer, source: Path, directory: Path, template: str | None = None) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 from turnwise.engines import SupportsWeightUpdate
 from turnwise.engines.local.weights import fingerprint
 from turnwise.engines.policies import AgentPolicies
-from turnwise.errors import SyncError
+from turnwise.envs.spec import EnvSpec
+from turnwise.errors import ConfigError, SyncError, UsageError
 from turnwise.records.metrics import group_by_task
 from turnwise.training.advantages import FAILED, Credit, exclusion_reason
 from turnwise.training.forward.batch import TrainingBatch
@@ -146,6 +147,19 @@ class Policies:
 
     def __iter__(self) -> Iterator[Policy]:
         return iter(self.trained)
+
+    def check_agents(self, env_specs: Sequence[EnvSpec]) -> None:
+        """Raise `ConfigError` if no policy plays an agent that is known before anything is played: `main` of an environment,
+        and those of a play function's attribute `agents`."""
+        for spec in env_specs:
+            if self._agents is None:
+                return
+            default = ("main",) if spec.agent_function is None else ()
+            for agent in getattr(spec.agent_function, "agents", default):
+                try:
+                    self._agents.of(agent)
+                except UsageError as error:
+                    raise ConfigError(f"{spec.name}: {error}; name it in policy.agents") from None
 
     def saved_parts(self) -> Iterator[tuple[str, Trainer, Path | None]]:
         """Yield the directory of each policy in a checkpoint, its trainer, and the model directory that it started from."""

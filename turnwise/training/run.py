@@ -131,6 +131,7 @@ class TrainingRun:
         self.policies = self.parts.policies
         """Policies that are trained."""
         self.policies.restore(self.cursor)
+        self.policies.check_agents(env_specs)
         own = config.model.template is not None or bool(config.model.template_args)
         self._template = self.parts.renderer.template.source if own else None
         check_run_template(run, self.parts.renderer, resumed=resumed)

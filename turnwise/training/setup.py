@@ -34,6 +34,7 @@ from turnwise.renderers.template import ChatTemplate, find_source
 from turnwise.renderers.vision import PixelCache
 from turnwise.rollouts.api import run_sync
 from turnwise.training.algorithms import BUILT_IN
+from turnwise.training.checkpoint import policies_of
 from turnwise.training.distributed import ProcessRanks
 from turnwise.training.forward.batch import Ranks
 from turnwise.training.model.directory import ADAPTER_FILE, base_model_of, read_json, renderer_of
@@ -146,6 +147,39 @@ def make_eval_engine(config: RunConfig, source: Path, model: nn.Module, renderer
     fleet = _fleet(config, base or source, model, renderer, directory, first=first, adapter=adapter)
     weakref.finalize(fleet, shutil.rmtree, directory, True)
     return fleet
+
+
+def make_eval_policies(config: RunConfig, source: Path) -> tuple[PolicyEngine, ChatRenderer]:
+    """Build the engine of several policies for evaluation only, and their renderer.
+
+    A trained policy plays from its directory in checkpoint `source`, or starts from `source` if that is one model; earlier
+    versions of a policy are not kept with a checkpoint, so it plays itself.
+    """
+    names, made_here = policies_of(source), source.parent.parent / "model"
+    base = made_here if names and made_here.is_dir() else config.model.directory or source
+    renderer = renderer_of(source / names[0] if names else source, config.model)
+    engines: dict[str, Engine] = {}
+    for policy in config.policy:
+        own = source / policy.name if names else source
+        if policy.urls:
+            engines[policy.name] = _served_policy(config, policy, renderer)
+        elif not policy.past:
+            directory = own if policy.learns else Path(policy.path or base)
+            model, its_renderer = load_model_and_renderer(directory, directory, config.model, config.rollout.control_text)
+            renderer.ban(its_renderer.banned_ids)
+            if policy.learns:
+                engines[policy.name] = make_eval_engine(config, directory, model, renderer)
+            else:
+                engines[policy.name] = _local(config, model, renderer)
+    engines |= {policy.name: engines[policy.past["of"]] for policy in config.policy if policy.past}
+    return PolicyEngine(engines, agents={policy.name: policy.plays for policy in config.policy}), renderer
+
+
+def _served_policy(config: RunConfig, policy: PolicyConfig, renderer: ChatRenderer) -> Engine:
+    from turnwise.engines.remote import Fleet
+
+    served = replace(config.engine, kind="auto", urls=policy.urls, urls_file=None, model=None)
+    return Fleet(make_clients(served, policy.urls, renderer, config.limits.context))
 
 
 def _local(config: RunConfig, model: nn.Module, renderer: ChatRenderer) -> LocalEngine:
@@ -425,10 +459,7 @@ def _several_policies(
         own = config_of(replace(config, seed=config.seed + number), policy)
         origin = Path(policy.path) if policy.path is not None else source
         if policy.urls:
-            from turnwise.engines.remote import Fleet
-
-            served = replace(config.engine, kind="auto", urls=policy.urls, urls_file=None, model=None)
-            engines[policy.name] = Fleet(make_clients(served, policy.urls, renderer, config.limits.context))
+            engines[policy.name] = _served_policy(config, policy, renderer)
             continue
         saved = weights / policy.name if weights is not None and policy.learns else None
         model, its_renderer = _loaded(own, origin, saved)
