@@ -41,6 +41,7 @@ from kill_resume import RECIPE as KILLED
 from kill_resume import compare, events, instants
 from kill_resume import trained as trained_spans
 
+from turnwise.cli.main import main as turnwise
 from turnwise.config import ModelConfig, QuantConfig, TrainConfig
 from turnwise.engines import Request
 from turnwise.engines.local import LocalEngine
@@ -248,8 +249,7 @@ def experts(kind: str, folder: Path) -> dict[str, Any]:
     (folder / "length.py").write_text(LENGTH)
     recipe.write_text(EXPERTS + QUANTS[kind] + ("activations = false\n" if kind == "fp8" else ""))
     words = ["train", str(recipe), "--out", str(run), "--model.path", str(mixture(folder / "model")), "--display", "none"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-m", "turnwise", *words], env=environment, check=True, capture_output=True)
+    assert turnwise(words) == 0
     rows = [row for row in map(json.loads, (run / "metrics.jsonl").open()) if row["phase"] == "train"]
     before, after = (load(path)[0].state_dict() for path in (folder / "model", checkpoint_of(run)))
     stacked = [name for name in quantized_names(load(checkpoint_of(run))[0], quant_of(checkpoint_of(run))) if "experts" in name]

@@ -51,6 +51,30 @@ LONG = (
 """Files that take longest. They come first: a worker that begins one last keeps the others waiting."""
 
 
+FORKED = ("run/test_kill_resume.py", "run/test_quant_run.py", "run/test_ranks_run.py", "run/test_schedule.py")
+FORKED += ("training/test_train_models.py", "training/test_train_ranks.py", "training/test_train_trainer.py")
+SERVED = ("engines_remote/test_remote_groups.py", "engines_remote/test_remote_serve.py")
+SERVED += ("engines_remote/test_remote_serve_media.py", "scale/")
+GUARDED = ("renderers/test_guard.py", "renderers/test_guard_kinds.py")
+CORPUS = ("renderers/test_contract.py", "renderers/test_compose.py", "renderers/test_template_mask.py")
+CORPUS += ("renderers/test_template_parity.py", "rollouts/test_history.py", "invariants/test_inv_templates.py")
+TOGETHER = {f"tests/{name}": group[0] for group in (FORKED, SERVED, GUARDED, CORPUS) for name in group}
+"""Beginnings of the names of files that one worker plays, since they share what takes seconds to make: a process with torch
+imported that others are forked from, tokenizers of every kind, the templates in use."""
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Give each worker files, as `--dist loadfile` does, and some of them together."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return next((group for name, group in TOGETHER.items() if file.startswith(name)), file)
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 def pytest_xdist_auto_num_workers() -> int:
     """Two more than there are cores: tests of processes and deadlines mostly wait."""
     return (os.cpu_count() or 1) + 2
@@ -61,9 +85,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path, len(LONG)))
 
 
+gc.disable()  # until everything is imported, which leaves next to nothing to collect
+
+
 def pytest_collection_finish() -> None:
     """Exempt imported modules from garbage collection, which scans those of torch and transformers for a second each time."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

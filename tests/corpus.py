@@ -97,7 +97,16 @@ def template_of(name: str, source: str) -> ChatTemplate:
 
 
 def tokenizer_of(template: ChatTemplate) -> Tokenizer:
-    """A byte-level BPE tokenizer whose added tokens are the template's own markers."""
+    """A byte-level BPE tokenizer whose added tokens are the template's own markers; equal templates share one."""
+    if template.fingerprint not in _TOKENIZERS:
+        _TOKENIZERS[template.fingerprint] = _tokenizer_of(template)
+    return _TOKENIZERS[template.fingerprint]
+
+
+_TOKENIZERS: dict[str, Tokenizer] = {}
+
+
+def _tokenizer_of(template: ChatTemplate) -> Tokenizer:
     tokenizer = Tokenizer.from_str(_base())
     found = dict.fromkeys(SPECIAL.values())
     for text in sample_conversations(template):

@@ -50,12 +50,18 @@ def run_command(words: list[str], environment: dict[str, str], folder: str, outp
         atexit._run_exitfuncs()  # a process of multiprocessing ends without them
 
 
-def run_ranks(work: Callable[..., None], size: int, *arguments: object, timeout: float = 280) -> None:
-    """Call a function in `size` processes that find each other as those of torchrun do; raise if one fails."""
+def rank_environments(size: int) -> list[dict[str, str]]:
+    """Return what torchrun sets for each of `size` processes."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+    common = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [{name: str(value) for name, value in (common | {"RANK": n, "LOCAL_RANK": n}).items()} for n in range(size)]
+
+
+def run_ranks(work: Callable[..., None], size: int, *arguments: object, timeout: float = 280) -> None:
+    """Call a function in `size` processes that find each other as those of torchrun do; raise if one fails."""
     start_server()
-    made = [CONTEXT.Process(target=_run_rank, args=(work, rank, size, port, arguments)) for rank in range(size)]
+    made = [CONTEXT.Process(target=_run_rank, args=(work, places, arguments)) for places in rank_environments(size)]
     for process in made:
         process.start()
     try:
@@ -67,9 +73,8 @@ def run_ranks(work: Callable[..., None], size: int, *arguments: object, timeout:
             process.kill()
 
 
-def _run_rank(work: Callable[..., None], rank: int, size: int, port: int, arguments: tuple[object, ...]) -> None:
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}
+def _run_rank(work: Callable[..., None], places: dict[str, str], arguments: tuple[object, ...]) -> None:
+    os.environ |= places
     try:
         work(*arguments)
     finally:

@@ -74,8 +74,16 @@ class State:
         self.paused = False
         self.lock = threading.RLock()
         """Held by each request: a reply has the weights and the version of one moment."""
+        self.named = threading.Event()
+        """Unset between the two requests of an update of vLLM, of new weights and of their name: paused, it samples nothing."""
+        self.named.set()
         self.adapters: dict[str, list[list[float]]] = {}
         """What it answers by each."""
+        self.aborted: set[str] = set()
+        """Names of requests that it was to end."""
+        self.miscounted: set[str] = set()
+        """Adapters whose requests SGLang counts for ever; once it is to unload one, it loads and unloads none."""
+        self.stuck = False
         self.drafts = {"draft": 0, "accepted": 0}
         self.gone: set[str] = set()
         self.images: dict[str, int] = {}
@@ -237,10 +245,12 @@ class Handler(BaseHTTPRequestHandler):
         scoring = body.get("prompt_logprobs") == 0 or body.get("logprob_start_len") == 0
         if asked and state.kind == "vllm" and body["model"] not in (MODEL, *state.adapters):
             return self.say({"error": {"message": f"The model `{body['model']}` does not exist.", "code": 404}}, 404)
+        if state.stuck and path.endswith("load_lora_adapter"):
+            return self.wait(60)
         fault = state.faults.pop(0) if asked and not scoring and state.faults else {}
-        return self.answer(handle, body, fault)
+        return self.answer(handle, body, fault, asked and not scoring)
 
-    def answer(self, handle, body, fault):
+    def answer(self, handle, body, fault, asked):
         kind = fault.get("kind")
         if kind == "status":
             return self.say({"error": "no"}, fault["status"])
@@ -249,10 +259,12 @@ class Handler(BaseHTTPRequestHandler):
         if kind == "reset":
             self.close_connection = True
             return self.connection.close()
-        with STATE.lock:
-            answer = handle(body)
+        answer = self.at_one_moment(handle, body, asked)
         if kind == "slow":
             time.sleep(fault["seconds"])
+            kind = None
+        if kind in ("endless", "queued"):  # it samples, or waits, until it is aborted
+            self.until_aborted(body, answer, fault)
             kind = None
         if answer is None:
             return None
@@ -270,6 +282,15 @@ class Handler(BaseHTTPRequestHandler):
             return self.connection.close()
         return self.say(self.broken(answer, kind) if kind else answer)
 
+    def at_one_moment(self, handle, body, asked):
+        """Handle a request; one for a reply (`asked`) not while the weights have no name, unless their client is gone."""
+        end = time.monotonic() + (5 if asked else 0)
+        while True:
+            STATE.named.wait(max(0.0, end - time.monotonic()))
+            with STATE.lock:
+                if STATE.named.is_set() or time.monotonic() >= end:
+                    return handle(body)
+
     def wait(self, seconds):
         """Say nothing, and notice when the client goes away."""
         import select
@@ -280,6 +301,31 @@ class Handler(BaseHTTPRequestHandler):
                 STATE.seen.append({"path": "gone", "body": {}})
                 break
         self.close_connection = True
+
+    def until_aborted(self, body, answer, fault):
+        """Cut the answer to three ids, or to none, when the request is aborted in time."""
+        name, end = body.get("request_id") or body["rid"], time.monotonic() + fault["seconds"]
+        while name not in STATE.aborted:
+            if time.monotonic() > end:
+                return
+            time.sleep(0.01)
+        queued = fault["kind"] == "queued"
+        if queued and STATE.kind == "sglang":
+            STATE.miscounted.add(body.get("lora_path"))
+        count = 0 if queued else 3
+        row, spans = (answer, answer.get("meta_info")) if STATE.kind == "sglang" else [answer["choices"][0]] * 2
+        spans["weight_versions"] = [{"version": STATE.name, "start": 0, "end": count}]
+        ids = "output_ids" if STATE.kind == "sglang" else "token_ids"
+        row[ids] = row[ids][:count]
+        if STATE.kind == "sglang":
+            message = "Abort in waiting queue" if queued else "Aborted"
+            if queued:
+                del spans["prompt_tokens"], spans["cached_tokens"]
+            spans |= {"finish_reason": {"type": "abort", "message": message}}
+            spans["output_token_logprobs"] = spans["output_token_logprobs"][:count]
+        else:
+            row["logprobs"]["content"] = row["logprobs"]["content"][:count]
+            row["finish_reason"] = "abort"
 
     def broken(self, answer, kind):
         """The answer with one thing wrong, whatever the form that it has."""
@@ -407,6 +453,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def vllm_resume(self, body):
         STATE.paused = False
+        STATE.named.set()
         return {"status": "resumed"}
 
     def vllm_sleep(self, body):
@@ -443,16 +490,19 @@ class Handler(BaseHTTPRequestHandler):
         if "weights" in STATE.gone:
             os._exit(1)
         STATE.rows = table(read_weights(body["kwargs"]["weights_path"]))
+        STATE.named.clear()
         return {"results": [None]}
 
     def vllm_update_weight_version(self, body):
         STATE.name = body["new_version"]
+        STATE.named.set()
         return {"success": True}
 
     def vllm_abort_requests(self, body):
         return {"status": "aborted"}
 
     def vllm_inference_v1_abort_requests(self, body):
+        STATE.aborted |= set(body["request_ids"])
         return {}
 
     # SGLang
@@ -491,10 +541,13 @@ class Handler(BaseHTTPRequestHandler):
         return {"success": True, "error_message": "", "loaded_adapters": dict.fromkeys(STATE.adapters, "")}
 
     def sglang_unload_lora_adapter(self, body):
+        if body["lora_name"] in STATE.miscounted:
+            STATE.stuck = True
         found = STATE.adapters.pop(body["lora_name"], None) is not None
         return self.say({"success": found}, 200 if found else 400)
 
     def sglang_abort_request(self, body):
+        STATE.aborted.add(body["rid"])
         return {}
 
     def sglang_pause_generation(self, body):

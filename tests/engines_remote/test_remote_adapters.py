@@ -57,13 +57,13 @@ def test_every_policy_answers_by_its_own_name_and_the_one_before_goes(directorie
         owners = kit.run(work())
         assert len(set(owners)) == 2
         for server, owner in zip(servers, owners, strict=True):
-            names = [NAME.format(owner, version) for version in (3, 4, 5)]
+            names = [NAME.format(owner, version, number) for number, version in enumerate((3, 4, 5), 1)]
             asked = [row["body"] for row in server.seen(GENERATE[kind]) if row["body"].get("logprob_start_len") != 0]
             assert {body["model" if kind == "vllm" else "lora_path"] for body in asked} == set(names)
             assert kind == "sglang" or len({body["cache_salt"] for body in asked}) == 3
             assert [row["body"]["lora_name"] for row in server.seen(LOAD[kind])] == names
             gone = [row["body"]["lora_name"] for row in server.seen(LOAD[kind].replace("/load", "/unload"))]
-            assert (gone if kind == "vllm" else gone[2::2] + gone[-1:]) == names  # SGLang: before each is loaded, too
+            assert gone == names
             assert not server.seen("/collective_rpc")
             assert not server.seen("/update_weights_from_disk")
     assert sorted(path.name for path in directories.root.iterdir()) == ["policy-4", "policy-5"]
@@ -95,11 +95,11 @@ def test_calls_in_flight_end_first_and_sampling_goes_on_after(directories, kind)
         assert right(late, 3)
         assert right(found, 4)
         paths = [row["path"].partition("?")[0] for row in server.seen()]
-        assert paths.count(RESUME[kind]) == 2
+        assert RESUME[kind] not in paths  # it was not paused, for others may use it
 
 
 def test_a_server_without_routes_for_developers_takes_adapters_and_its_calls_are_asked_again(directories, monkeypatch):
-    monkeypatch.setattr("turnwise.engines.remote.replica.DRAIN_S", 0.2)
+    monkeypatch.setattr("turnwise.engines.remote.lora.DRAIN_S", 0.2)
     with kit.servers("vllm", KIT_PLAIN="1") as server:
 
         async def work():

@@ -366,15 +366,16 @@ def test_adapters_are_loaded_listed_and_have_prefixes_of_their_own(make):
             await engine.close()
 
         kit.run(work())
-        if make is SglangEngine:  # which has none loaded over another; its cache knows of itself whose a prefix is
+        told = [row["path"].removeprefix("/v1") for row in server.seen() if "lora" in row["path"]]
+        assert told[:4] == ["/unload_lora_adapter", "/load_lora_adapter"] * 2
+        if make is SglangEngine:  # its cache knows of itself whose a prefix is
             assert [row["body"].get("lora_path") for row in server.seen("/generate")] == [None, "policy", "policy"]
-            told = [row["path"] for row in server.seen() if "lora" in row["path"]]
-            assert told[:4] == ["/unload_lora_adapter", "/load_lora_adapter"] * 2
             return
         asked = [row["body"] for row in server.seen("/inference/v1/generate")]
         assert [body["model"] for body in asked] == ["tiny", "policy", "policy"]
         assert len({body["cache_salt"] for body in asked}) == 3
-        assert all(row["body"]["load_inplace"] for row in server.seen("/v1/load_lora_adapter"))
+        # One that was loaded in place is read from its files in every step of the engine (vLLM 0.32.0).
+        assert not any(row["body"].get("load_inplace") for row in server.seen("/v1/load_lora_adapter"))
 
 
 def test_the_last_id_of_a_vocabulary_is_scored_whatever_sglang_calls_it():

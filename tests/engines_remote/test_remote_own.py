@@ -44,12 +44,13 @@ def home(tmp_path):
     return tmp_path / "home"
 
 
-def fleet(home, *kinds, **options):
+def fleet(home, *kinds, started=None, **options):
     pytest.importorskip("safetensors.torch")
     (home / "source").mkdir(exist_ok=True)
     (home / "source" / "config.json").write_text("{}")
     directories = ModelDirectories(home / "directories", home / "source", fingerprint=fingerprint)
-    started = [ServerProcess(kind, home, home / "logs" / f"{i}.log", context=256, gpu=False) for i, kind in enumerate(kinds)]
+    logs = home / "logs"
+    started = started or [ServerProcess(kind, home, logs / f"{i}.log", context=256, gpu=False) for i, kind in enumerate(kinds)]
     engines = [(VllmEngine if s.kind == "vllm" else SglangEngine)(s.url, context=256) for s in started]
     options = dict(start_s=30.0, directories=directories, check_s=0.3, health_s=2.0, misses=2, patience_s=30.0) | options
     return ManagedFleet(engines, started, **options)

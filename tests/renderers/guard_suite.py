@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -105,8 +106,9 @@ def hold(renderer: ChatRenderer, template: ChatTemplate, suite: Sequence[tuple[s
     return counts
 
 
+@lru_cache
 def chatml(kind: str, **settings: str) -> ChatRenderer:
-    """ChatML with a tokenizer of this kind."""
+    """ChatML with a tokenizer of this kind; one for all tests, as an episode's renderer is one for all episodes."""
     return ChatRenderer(codec(kind), ChatTemplate(CHATML), banned=("<|image_pad|>",), **settings)
 
 

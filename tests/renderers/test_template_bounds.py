@@ -10,9 +10,12 @@ import pytest
 from cpu_kit import own_cost
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2.runtime import LoopContext, Undefined
+from jinja2.sandbox import SandboxedEnvironment
 
 from turnwise.errors import TemplateError
 from turnwise.renderers import ChatTemplate
+from turnwise.renderers.sandbox import TemplateSandbox, _Namespace
 from turnwise.types import Message
 
 TALK = [Message("user", "Hi"), Message("assistant", "Yes.", reasoning="So.")]
@@ -136,6 +139,27 @@ def test_a_long_conversation_is_no_hostile_one() -> None:
     talk = [Message("user", "word " * 200), Message("assistant", "Yes. " * 100, reasoning="So. " * 100)] * 500
     for name in ("chatml", "qwen3_with_thinking", "qwen3_without_thinking"):
         assert len(ChatTemplate(template_source(name)).render(talk)) > 500_000
+
+
+ROW = {"role": "user", "items": 1, "format": 2, "_private": 3, "__class__": 4}
+OBJECTS = [ROW, {}, "text", ["x"], ("x",), 9, LoopContext(["x", "y"], Undefined), _Namespace(x=1), print, [].append, dict]
+
+
+@pytest.mark.parametrize("value", OBJECTS, ids=lambda value: type(value).__name__)
+def test_an_attribute_is_that_of_jinja_s_sandbox(value: object) -> None:
+    """Those of messages are looked up faster, and no other is let through."""
+    ours, theirs = TemplateSandbox(str), SandboxedEnvironment()
+    names = {*dir(value), *dir(dict), *ROW, "missing", "_missing", "__missing__", "mro", "x", "index", "gi_frame", "__code__"}
+    for name in sorted(names):
+        mine, other = ours.getattr(value, name), theirs.getattr(value, name)
+        assert type(mine) is type(other), name
+        if isinstance(mine, Undefined):
+            assert (mine._undefined_exception, mine._undefined_message) == (
+                other._undefined_exception,
+                other._undefined_message,
+            )
+        elif name not in ("format", "format_map"):  # a new wrapper each time
+            assert mine == other, name
 
 
 PIECES = """n.x; 'x'; [n.x]; (n.x, n.x); {'a': n.x}; 9; n.x + n.x; n.x * 9; n.x ~ n.x; n.x | string; n.x | list; n.x | tojson

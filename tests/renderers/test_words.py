@@ -109,3 +109,12 @@ def test_a_tokenizer_file_that_truncates_does_not_cut_prompts() -> None:
     tokenizer.enable_padding(length=16)
     text = "the quick brown fox jumps over the lazy dog"
     assert HFTokenizer(Tokenizer.from_str(tokenizer.to_str())).decode(HFTokenizer(tokenizer).encode(text)) == text
+
+
+@pytest.mark.parametrize("odd", ["\u4e2d", "\u0080x", "\xad"])
+def test_a_token_that_spells_no_bytes_is_left_to_the_library(odd: str) -> None:
+    letters = {char: number for number, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = Tokenizer(models.BPE(vocab=letters | {odd: len(letters)}, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    ids = [letters["a"], len(letters), letters["b"]]
+    assert HFTokenizer(made).decode(ids) == made.decode(ids, skip_special_tokens=False)

@@ -58,9 +58,8 @@ class Faulty(Talk):
     def reset(self, task, *, seed=None):
         self.fault = task.info.get("fault", "")
         self.folder = tempfile.mkdtemp()
-        if self.fault == "reset_spins":
-            while True:
-                pass
+        if self.fault == "reset_hangs":
+            signal.pause()
         return Talk.reset(self, task, seed=seed)
 
     def step(self, action):
@@ -102,9 +101,8 @@ class Faulty(Talk):
             sys.exit(3)
 
     def reward(self, trajectory):
-        if self.fault == "reward_spins":
-            while True:
-                pass
+        if self.fault == "reward_hangs":
+            signal.pause()
         if self.fault == "reward_nan":
             return float("nan")
         return 0.25 + 0 * len(trajectory.turns)
@@ -122,7 +120,7 @@ class AsyncFaulty(Faulty):
 
 
 OUTCOMES = {
-    "reset_spins": ("timeout", "TimeoutError", "timeout", "reset"),
+    "reset_hangs": ("timeout", "TimeoutError", "timeout", "reset"),
     "spins": ("timeout", "TimeoutError", "timeout", "step"),
     "deaf": ("timeout", "TimeoutError", "timeout", "step"),
     "dies": ("env_error", "ProcessDied", "environment", "step"),
@@ -133,7 +131,7 @@ OUTCOMES = {
     "mute": ("env_error", "Mute", "environment", "step"),
     "tool": ("tool_error", "ToolFailure", "tool", "step"),
     "garbage": ("env_error", "EnvError", "user_bug", "step"),
-    "reward_spins": ("timeout", "TimeoutError", "timeout", "reward"),
+    "reward_hangs": ("timeout", "TimeoutError", "timeout", "reward"),
     "reward_nan": ("reward_error", "RewardError", "reward", "reward"),
 }
 

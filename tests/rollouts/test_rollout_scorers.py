@@ -8,6 +8,7 @@ import importlib
 import os
 import pickle
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -53,7 +54,8 @@ def heavy(trajectory):
     if at == "daemon":  # in a session of its own, deaf to everything but a kill
         code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
         subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-    while at in ("spins", "daemon"):
+        signal.pause()
+    while at == "spins":
         pass
     if at == "dies":
         os.abort()

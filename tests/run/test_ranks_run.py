@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_kit import run_ranks
 from long_world import LONG
 from test_lora_run import RECIPE
 
@@ -75,10 +78,19 @@ def test_killed_with_two_processes_and_gone_on_with_one(tmp_path: Path, recipe: 
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
 
 
+def train(words: list[str], folder: Path) -> None:
+    """Run a command as one rank; write its status and what it reports."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        status = main(words)
+    (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps([status, said.getvalue()]))
+
+
 def test_what_stops_one_stops_all_with_one_line(tmp_path: Path, recipe: Path) -> None:
-    running = start("train", recipe, "--out", tmp_path / "run", "--display", "none", "--train.max-mismatch", "1e-12")
-    said = running.communicate(timeout=240)[1]
-    assert running.returncode == 1
+    words = ["train", str(recipe), "--out", str(tmp_path / "run"), "--display", "none", "--train.max-mismatch", "1e-12"]
+    run_ranks(train, 2, words, tmp_path)
+    (status, said), (other, silent) = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    assert (status, other) == (1, 0)
     assert said.count("turnwise: error: ") == 1
+    assert "turnwise: error: " not in silent
     assert "engine and trainer disagree on sampled ids" in said
     assert rows(tmp_path / "run") == []

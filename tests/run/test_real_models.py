@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,12 +156,10 @@ def test_mistakes_in_one_line(mistake: str, tmp_path: Path, recipe: Path, capsys
     assert not out.exists()  # the same command works once the mistake is mended
 
 
-def test_full_disk_keeps_the_last_checkpoint(tmp_path: Path, recipe: Path) -> None:
+def test_full_disk_keeps_the_last_checkpoint(tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file may not grow beyond a limit that the journal keeps to and the optimizer's state does not."""
     resource = pytest.importorskip("resource")
     model = make("Qwen3", tmp_path / "model")
-    root = Path(__file__).resolve().parents[2]
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     out, peace = tmp_path / "run", tmp_path / "peace"
     words = ["--model.path", str(model), "--display", "none"]
     assert main(["train", str(recipe), "--out", str(peace), *words]) == 0
@@ -176,17 +172,17 @@ def test_full_disk_keeps_the_last_checkpoint(tmp_path: Path, recipe: Path) -> No
     most = (peace / "journal.jsonl").stat().st_size + 4096
     limit = max(most, len(good) // 2)
     again = ["train", "--resume", str(out), "--display", "none"]
-    full = subprocess.run(
-        [sys.executable, "-m", "turnwise.cli.main", *again],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )
-    assert full.returncode == 2, full.stderr
-    assert full.stderr.count("\n") == 1
-    assert "step-00001, remains" in full.stderr
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    capsys.readouterr()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        status = main(again)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr().err
+    assert status == 2, said
+    assert said.count("\n") == 1
+    assert "step-00001, remains" in said
     assert (out / "checkpoints" / "step-00001" / "model.safetensors").read_bytes() == good
     assert main(again) == 0
     assert (out / "checkpoints" / "step-00002" / "optimizer.safetensors").exists()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
+import contextlib
+import importlib
+import io
+import json
 import sys
 
 import pytest
+from fork_kit import run_ranks
 from scale_kit import write_recipe
 
 import turnwise as tw
@@ -69,24 +73,25 @@ def test_the_dry_run_names_the_list_of_servers(tmp_path, capsys):
     assert f"# engine: auto servers, those that {tmp_path / 'engines.txt'} lists" in capsys.readouterr().out.splitlines()
 
 
-BLOCKED = """
-import sys
-sys.modules["ray"] = None  # as if it were not installed
-from turnwise.cli.main import main
-import turnwise.scale.pool, turnwise.scale.worker
-words = ["train", sys.argv[1], "--out", sys.argv[2]]
-statuses = main([*words, "--scale.ray=auto"]), main([*words, "--train.steps=0"])
-assert sys.modules["ray"] is None
-sys.exit(statuses != (2, 0))
-"""
+def train_without_ray(recipe, out, report):
+    """Train with Ray, as if it were not installed, and alone; write the statuses and what is reported."""
+    assert "ray" not in sys.modules
+    sys.modules["ray"] = None
+    importlib.import_module("turnwise.scale.pool")
+    importlib.import_module("turnwise.scale.worker")
+    words = ["train", str(recipe), "--out", str(out)]
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        statuses = main([*words, "--scale.ray=auto"]), main([*words, "--train.steps=0"])
+    report.write_text(json.dumps([*statuses, said.getvalue()]))
+    assert sys.modules["ray"] is None
 
 
 def test_without_the_extra_nothing_imports_ray_and_the_recipe_is_the_same(alone, tmp_path):
-    words = [sys.executable, "-c", BLOCKED, str(alone.parent / "recipe.toml"), str(tmp_path / "run")]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "scale.ray needs Ray (ray is missing): pip install 'turnwise[ray]'" in done.stderr
-    assert "Traceback" not in done.stderr
+    run_ranks(train_without_ray, 1, alone.parent / "recipe.toml", tmp_path / "run", tmp_path / "report")
+    *statuses, said = json.loads((tmp_path / "report").read_text())
+    assert statuses == [2, 0]
+    assert "scale.ray needs Ray (ray is missing): pip install 'turnwise[ray]'" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("address", ["7070", "host", "host:", ":7070", "host:99999"])

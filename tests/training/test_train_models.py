@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from fork_kit import run_ranks
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from train_kit import example_texts
@@ -31,19 +32,12 @@ def digests(directory):
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
 
 
-SCRIPT = """
-import sys
-sys.path[:0] = {paths!r}
-from train_kit import example_texts
-from turnwise.config import ModelConfig
-from turnwise.training.model import models
-models.create_tiny_model(ModelConfig(hidden=32, layers=2), example_texts(), {out!r})
-"""
+def create(out):
+    return models.create_tiny_model(ModelConfig(hidden=32, layers=2), example_texts(), out)
 
 
 def test_the_same_arguments_give_the_same_files_in_another_process(tiny_dir, tmp_path):
-    script = SCRIPT.format(paths=sys.path, out=str(tmp_path / "again"))
-    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+    run_ranks(create, 1, tmp_path / "again")
     assert digests(tmp_path / "again") == digests(tiny_dir)
 
 

@@ -2,11 +2,10 @@
 
 import hashlib
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
+from fork_kit import run_ranks
 from train_kit import M, P, chain, gradient, random_groups
 from train_model64 import Model64
 
@@ -265,14 +264,6 @@ def test_phases_forget_the_optimizer(tiny_model, tiny_dir):
 
 # Bits and learning.
 
-SCRIPT = """
-import sys, torch
-sys.path[:0] = {paths!r}
-torch.set_num_threads(1)
-from test_train_trainer import little_run
-print(little_run({model!r}))
-"""
-
 
 def little_run(directory):
     """The fingerprint after a supervised step and three of reinforcement."""
@@ -284,10 +275,13 @@ def little_run(directory):
     return fingerprint(model)
 
 
-def test_the_same_input_gives_the_same_bits_in_a_fresh_process(tiny_dir):
-    script = SCRIPT.format(paths=sys.path, model=str(tiny_dir))
-    other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert other.stdout.strip() == little_run(tiny_dir)
+def write_fingerprint(directory, out):
+    out.write_text(little_run(directory))
+
+
+def test_the_same_input_gives_the_same_bits_in_a_fresh_process(tiny_dir, tmp_path):
+    run_ranks(write_fingerprint, 1, tiny_dir, tmp_path / "other")
+    assert (tmp_path / "other").read_text() == little_run(tiny_dir)
 
 
 def sample(model, prompt, rows, length, end, generator):

@@ -226,6 +226,8 @@ def add_engines(subparsers: Any) -> None:
     parser.add_argument("--context", type=int, metavar="N", help="start: maximum ids of context plus reply")
     lora = "start: a vLLM or SGLang server that accepts LoRA adapters up to this rank (64 without a value)"
     parser.add_argument("--lora", type=int, nargs="?", const=64, default=0, metavar="RANK", help=lora)
+    adapters = "start: with --lora, room for the adapters of N policies"
+    parser.add_argument("--adapters", type=int, default=1, metavar="N", help=adapters)
     parser.add_argument("--group", action="store_true", help="start: a vLLM server that accepts weights over a process group")
     speculate = "start: draft up to N ids from earlier text, verified in one pass"
     parser.add_argument("--speculate", type=int, default=0, metavar="N", help=speculate)
@@ -259,9 +261,11 @@ def run_engines(args: argparse.Namespace) -> int:
             raise UsageError(f"{args.model}: no such model; give a directory, or for llamacpp a .gguf file")
         if args.lora < 0:
             raise UsageError(f"--lora {args.lora}: the rank must be at least 1")
+        if args.adapters < 1:
+            raise UsageError(f"--adapters {args.adapters}: must be at least 1, the number of policies")
         if args.speculate < 0:
             raise UsageError(f"--speculate {args.speculate}: must be at least 0; 0 disables drafts")
-        names = ("host", "port", "context", "gpu", "lora", "group", "sleep", "speculate")
+        names = ("host", "port", "context", "gpu", "lora", "adapters", "group", "sleep", "speculate")
         plan = managed.start_command(args.kind, home, args.model, **{name: vars(args)[name] for name in names})
     for line in plan.describe():
         print(line)

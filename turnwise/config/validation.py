@@ -213,12 +213,22 @@ def _policy_rules(config: RunConfig, training: bool) -> Broken:
         for name in policy.train:
             if name in OF_THE_RUN:
                 yield f"{key}.train.{name}", f"is of the run, not of one policy; set train.{name}"
-    if not policies:
-        return
+    if policies:
+        yield from _policy_limits(config, training)
+
+
+def _policy_limits(config: RunConfig, training: bool) -> Broken:
+    """Check what runs with several policies cannot do."""
+    policies = config.policy
     if training and not any(policy.learns for policy in policies):
         yield "policy.0.trained", "no policy is trained; set trained = true for one"
     if config.quant.kind != "none":
         yield "quant.kind", "is for runs with one policy; leave it out, or leave out [[policy]]"
+    if training and config.engine.kind != "local" and config.engine.update != "lora":
+        yield "engine.update", 'must be "lora" with [[policy]]: servers hold one adapter for each policy'
+    for index, policy in enumerate(policies):
+        if (config.scale.listen is not None or config.scale.ray is not None) and not policy.learns:
+            yield f"policy.{index}.name", "is not trained, and workers check versions of trained policies; leave [scale] out"
 
 
 def _past_rules(config: RunConfig, index: int) -> Broken:

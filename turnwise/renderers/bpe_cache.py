@@ -9,12 +9,12 @@ any difference, are not cached.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import orjson
 from tokenizers import Tokenizer
 
 _GPT2 = r" \p{L}+|\p{L}+|'(?:[stmd]|re|ve|ll)| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -64,7 +64,7 @@ class CachedBPE:
             return None
         plain = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         changes: dict[str, Any] = {"added_tokens": [], "post_processor": None, "normalizer": None, "pre_tokenizer": plain}
-        words = WordCache(Tokenizer.from_str(json.dumps(dict(definition) | changes)))
+        words = WordCache(Tokenizer.from_str(orjson.dumps(dict(definition) | changes).decode()))
         encoder = cls(cuts, words, "".join(sorted({text[0] for text in added})))
         for text in _trials():
             ids = encoder.encode(text)

@@ -38,6 +38,7 @@ CALL = 200
 _ITEM = 10
 _MAX_DEPTH = 100
 _CONTAINERS = frozenset((list, tuple, dict))
+_DICT_ATTRIBUTES = frozenset(dir(dict))
 _WIDE = re.compile(r"[0-9]{5,}|%(?:[^a-zA-Z%*]*+|[^a-zA-Z%*(]*+\([^()]*+\)[^a-zA-Z%*]*+)\*|\{[^{}]*+\{")
 """Unbounded widths in a format: five digits or more, or given by an argument."""
 _RUN = re.compile(r"\s+|\S+")
@@ -384,6 +385,9 @@ class _Generation(Extension):
         return [begin, scope, end]
 
 
+_BY_NAME = frozenset((str, list, dict, LoopContext, _Namespace))
+
+
 class TemplateSandbox(SandboxedEnvironment):
     """Jinja's sandbox with a budget; not the immutable one, because templates modify lists that they create."""
 
@@ -428,11 +432,22 @@ class TemplateSandbox(SandboxedEnvironment):
         code, self._text = _compiled(source)
         return self.template_class.from_code(self, code, self.make_globals(None))
 
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return an attribute or item as Jinja does; for messages, which are dicts, without an `AttributeError` first."""
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Return whether a template may read an attribute; of these types, Jinja examines the name alone."""
+        return not attr.startswith("_") if type(obj) in _BY_NAME else super().is_safe_attribute(obj, attr, value)
+
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        spend(STEP // 4)
         if operator == "+":
-            spend(length(left) + length(right))
-        elif operator == "*":
+            spend(STEP // 4 + length(left) + length(right))
+            return self.binop_table[operator](left, right)
+        spend(STEP // 4)
+        if operator == "*":
             size, other = bits(left), bits(right)
             product = size * other if size + other > _MAX_FREE_BITS else size + other
             left_count, right_count = (max(value, 0) if isinstance(value, int) else 0 for value in (left, right))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -11,6 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import orjson
 from tokenizers import Tokenizer as RustTokenizer
 
 from turnwise.errors import ModelError
@@ -22,9 +22,13 @@ _RARE = "\ue000\u0b83\U0001f9ff\u2e3b\x01"
 """Characters that small vocabularies lack."""
 
 
+def _from_definition(definition: Definition) -> RustTokenizer:
+    return RustTokenizer.from_str(orjson.dumps(definition).decode())
+
+
 def without_added_tokens(definition: Definition, keep: Sequence[Mapping[str, Any]]) -> RustTokenizer:
     """Return the tokenizer with only the added tokens in `keep` and without a post-processor."""
-    made = RustTokenizer.from_str(json.dumps({**definition, "added_tokens": list(keep), "post_processor": None}))
+    made = _from_definition({**definition, "added_tokens": list(keep), "post_processor": None})
     if all(made.token_to_id(row["content"]) == row["id"] for row in keep):
         return made
     return without_added_tokens(definition, ())  # ids of added tokens are consecutive: without the others these would change
@@ -97,9 +101,10 @@ class ByteLevelDecoder:
         added = {row["content"] for row in definition.get("added_tokens") or []}
         if names == ["ByteLevel"]:
             alphabet = _byte_alphabet()
+            to_latin, known = str.maketrans({char: chr(byte) for char, byte in alphabet.items()}), frozenset(alphabet)
 
             def bytes_of(token: str) -> bytes | None:
-                return bytes(alphabet[char] for char in token) if all(char in alphabet for char in token) else None
+                return token.translate(to_latin).encode("latin-1") if known.issuperset(token) else None
 
             table = _table(tokenizer, added, bytes_of)
             return cls(table, control, space=_adds_space(definition), strict=True) if table is not None else None
@@ -295,7 +300,8 @@ class HFTokenizer:
     def __init__(self, tokenizer: RustTokenizer) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        definition = json.loads(tokenizer.to_str())
+        text = tokenizer.to_str()
+        definition = orjson.loads(text)
         added = definition.get("added_tokens") or []
         self._tokenizer = tokenizer
         self._words = CachedBPE.of(tokenizer, definition)
@@ -307,7 +313,7 @@ class HFTokenizer:
         self.control: dict[str, int] = {row["content"]: row["id"] for row in control}
         self.special = frozenset(row["id"] for row in control if row.get("special"))
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
-        self.fingerprint = _digest([tokenizer.to_str()])
+        self.fingerprint = _digest([text])
         words = ", ".join([row["content"] for row in control if row.get("single_word")][:3])
         between = f"{words} match only between other words (single_word), which depends on the adjacent text"
         self.inexact_reason = between if words else ""
@@ -340,7 +346,7 @@ class HFTokenizer:
     def _after_control(self) -> RustTokenizer:
         """Tokenizer with control tokens for text after a control token."""
         changed = without_prefix(self._definition, first_only=True)
-        return self._tokenizer if changed == self._definition else RustTokenizer.from_str(json.dumps(changed))
+        return self._tokenizer if changed == self._definition else _from_definition(changed)
 
     @cached_property
     def token_texts(self) -> list[str]:

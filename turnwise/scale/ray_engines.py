@@ -68,6 +68,7 @@ class RayEngines:
         connect(scale)
         self._group: PlacementGroup | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._starting = asyncio.Lock()
 
     async def start(self, servers: PlacedServers, directory: Callable[[], Path], listed: EngineList) -> None:
         """Start the servers, unless they are; return once one is listed. `directory` has the weights to start with.
@@ -75,8 +76,11 @@ class RayEngines:
         Raises:
             EngineError: when none answers in time.
         """
-        if self._tasks:
-            return
+        async with self._starting:  # policies share the servers
+            if not self._tasks:
+                await self._start(servers, directory, listed)
+
+    async def _start(self, servers: PlacedServers, directory: Callable[[], Path], listed: EngineList) -> None:
         for url in listed.urls():  # of a killed run
             listed.remove(url)
         scale = self._scale

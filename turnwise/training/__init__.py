@@ -15,7 +15,7 @@ __all__, __getattr__ = lazy_names(
         "model.models": "create_tiny_model",
         "run": "TrainingRun",
         "server": "make_service",
-        "setup": "load_model_and_renderer make_engine score_with_model unique_weights",
+        "setup": "load_model_and_renderer make_adapter_engines make_engine score_with_model unique_weights",
         "task_plan": "TaskPlan",
         "trainer.trainer": "StepResult Trainer",
         "weight_transfer": "GroupWeightPacker RequestWeightPacker",

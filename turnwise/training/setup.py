@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -93,10 +93,50 @@ def make_engine(
     `source`; the logprobs of `model`, or `expected_logprobs`, of known ids prove that weights arrived."""
     if config.engine.kind == "local":
         return _local(config, model, renderer)
-    adapter = cache(lambda: Adapter(model).peft_config()) if config.engine.update == "lora" else None
+    adapter = _adapter_config(model) if config.engine.update == "lora" else None
     fleet = _fleet(config, source, model, renderer, run, adapter=adapter, expected_logprobs=expected_logprobs, placer=placer)
     _check_kinds(config, {member.engine.kind for member in fleet.members})
     return fleet
+
+
+def make_adapter_engines(
+    config: RunConfig,
+    source: Path,
+    models: Mapping[str, nn.Module],
+    renderer: ChatRenderer,
+    run: Path,
+    expected_logprobs: Mapping[str, LogprobFunction] | None = None,
+    placer: ServerPlacer | None = None,
+) -> dict[str, Fleet]:
+    """Build one engine per policy over the same servers, each with an adapter of its own: a policy's update leaves the calls
+    and caches of the others alone.
+
+    Args:
+        models: by policy; each has its own adapter of the model of `source`, now or before its first update.
+        expected_logprobs: by policy, in place of those of its model.
+
+    Servers of the run start with the first update of any policy, and end when the first policy's engine is closed.
+
+    Raises:
+        ConfigError: for `[engine]` settings that do not fit adapters of several policies.
+    """
+    if config.engine.update != "lora":
+        raise ConfigError('several policies share servers as adapters only: set engine.update = "lora"')
+    if config.engine.tree and len(models) > 1:
+        raise ConfigError("engine.tree sends the weights of one policy; set engine.weights to a directory that all servers see")
+    fleets: dict[str, Fleet] = {}
+    for name, model in models.items():
+        options: dict[str, Any] = {"adapter": _adapter_config(model), "placer": placer, "policy": name, "policies": len(models)}
+        options |= {"expected_logprobs": (expected_logprobs or {}).get(name), "beside": next(iter(fleets.values()), None)}
+        fleet = _fleet(config, source, model, renderer, run, **options)
+        _check_kinds(config, {member.engine.kind for member in fleet.members})
+        fleets[name] = fleet
+    return fleets
+
+
+def _adapter_config(model: nn.Module) -> Callable[[], dict[str, Any]]:
+    """Return a function that returns the adapter_config.json of a model, which gets its adapter later."""
+    return cache(lambda: Adapter(model).peft_config())
 
 
 def _check_kinds(config: RunConfig, kinds: Collection[str]) -> None:
@@ -206,15 +246,18 @@ def _fleet(
     adapter: Callable[[], dict[str, Any]] | None = None,
     expected_logprobs: LogprobFunction | None = None,
     placer: ServerPlacer | None = None,
+    policy: str = "",
+    policies: int = 1,
+    beside: Fleet | None = None,
 ) -> Fleet:
     """Connect to or start servers, by a `placer` elsewhere; `adapter` returns adapter_config.json for updates of a LoRA adapter
-    of `source`."""
+    of `source`. The servers of `beside` are shared by the adapters of several `policies`."""
     from turnwise.engines.remote import Fleet
     from turnwise.engines.remote.managed import HOME, ManagedFleet, PlacedFleet, PlacedServers, ServerProcess, how_to_install
     from turnwise.engines.remote.weight_files import AdapterDirectories, ModelDirectories
 
     engine, limit = config.engine, config.limits.context
-    weight, weights_directory = next(model.parameters()), engine.weights or directory / "weights"
+    weight, weights_directory = next(model.parameters()), Path(engine.weights or directory / "weights") / policy
     gpu = weight.is_cuda if placer is None else config.scale.ray_engine_gpus > 0
     untie = not engine.attached and not gpu
     packed = config.quant.packed
@@ -258,14 +301,16 @@ def _fleet(
     options_of: dict[str, Any] = {"context": context, "gpu": gpu, "group": engine.update == "group"}
     options_of |= {"speculate": engine.speculate, "sleep": engine.colocate}
     if adapter is not None:
-        options |= {"base": source.absolute()}
-        options_of |= {"lora": config.lora.rank}
+        options |= {"base": source.absolute(), "owner": beside is None}
+        options_of |= {"lora": config.lora.rank, "adapters": policies}
     if placer is not None:
         servers = PlacedServers(engine.kind, engine.servers, home.absolute(), logs, engine.start_s, options_of, engine.key_env)
         return PlacedFleet(placer, servers, **options, **_list_of(engine, renderer, context, str(logs / "ray.txt")))
-    started = [
-        ServerProcess(engine.kind, home, logs / f"{engine.kind}-{number}.log", **options_of) for number in range(engine.servers)
-    ]
+    if isinstance(beside, ManagedFleet):
+        started = beside.started
+    else:
+        names = (f"{engine.kind}-{number}.log" for number in range(engine.servers))
+        started = [ServerProcess(engine.kind, home, logs / name, **options_of) for name in names]
     clients = make_clients(engine, [server.url for server in started], renderer, context)
     return ManagedFleet(clients, started, start_s=engine.start_s, **options)
 
@@ -416,7 +461,7 @@ def build_components(
     """Load a model for the engine and the trainer, resumed from checkpoint `weights`; start the other `ranks`."""
     ranks = ranks or Ranks()
     if config.policy:
-        return _several_policies(config, source, run, weights, ranks, on_note)
+        return _several_policies(config, source, run, weights, ranks, on_note, placer)
     ranks.broadcast((config, source, weights))
     model, renderer = _loaded(config, source, weights)
 
@@ -444,42 +489,74 @@ def _several_policies(
     weights: Path | None,
     ranks: Ranks,
     on_note: Callable[[str], None] | None,
+    placer: ServerPlacer | None,
 ) -> RunComponents:
     """Load the policies of a run, each as if it were the only one: with a model, a trainer and an engine of its own. Frozen
-    weights of equal origin are one copy in memory."""
+    weights of equal origin are one copy in memory, and servers are shared."""
     if ranks.size > 1:
         raise ConfigError("[[policy]]: several policies are trained by one process; start the run without torchrun")
-    media, renderer, trained = MediaStore(run / "media"), renderer_of(source, config.model, config.rollout.control_text), []
-    pixels = None if renderer.vision is None else PixelCache(renderer.vision, media)
-    engines: dict[str, Engine] = {}
-    models: dict[Path, nn.Module] = {}
+    renderer = renderer_of(source, config.model, config.rollout.control_text)
+    loaded: dict[str, tuple[RunConfig, Path, Path | None, nn.Module]] = {}
     for number, policy in enumerate(config.policy):
-        if policy.past:
+        if policy.urls or policy.past:
             continue
         own = config_of(replace(config, seed=config.seed + number), policy)
         origin = Path(policy.path) if policy.path is not None else source
-        if policy.urls:
-            engines[policy.name] = _served_policy(config, policy, renderer)
-            continue
         saved = weights / policy.name if weights is not None and policy.learns else None
         model, its_renderer = _loaded(own, origin, saved)
         _check_same_renderer(policy, renderer, its_renderer)
         renderer.ban(its_renderer.banned_ids)
+        loaded[policy.name] = own, origin, saved, model
+    # The engines come first: a local one copies weights that the trainer then wraps.
+    engines = _policy_engines(config, source, loaded, renderer, run, placer)
+    media = MediaStore(run / "media")
+    pixels = None if renderer.vision is None else PixelCache(renderer.vision, media)
+    trained: list[Policy] = []
+    first: dict[Path, nn.Module] = {}
+    for policy in config.policy:
         if not policy.learns:
-            engines[policy.name] = _local(own, model, renderer)
             continue
-        engine = engines[policy.name] = make_engine(own, origin, model, renderer, run / "policies" / policy.name)
+        own, origin, saved, model = loaded[policy.name]
         trainer = _trainer(own, model, renderer, saved, ranks, pixels, on_note)
-        _share_frozen(model, models.setdefault(origin, model))
+        _share_frozen(model, first.setdefault(origin, model))
         if saved is not None:
             trainer.load(saved)
+        engine = engines[policy.name]
+        assert isinstance(engine, SupportsWeightUpdate)
         trained.append(Policy(policy.name, trainer, engine, config.engine.update == "lora", origin))
-    past = [_past(config, policy, trained, run) for policy in config.policy if policy.past]
-    engines |= {policy.name: one.engine for policy, one in zip((p for p in config.policy if p.past), past, strict=True)}
-    agents = {policy.name: policy.plays for policy in config.policy}
-    fixed = [policy.name for policy in config.policy if not policy.learns]
-    router = PolicyEngine({policy.name: engines[policy.name] for policy in config.policy}, agents=agents, fixed=fixed)
-    return RunComponents(source, renderer, router, Policies(trained, router.policies), media, pixels, past)
+    past = {policy.name: _past(config, policy, trained, run) for policy in config.policy if policy.past}
+    engines |= {name: one.engine for name, one in past.items()}
+    router = PolicyEngine(
+        {policy.name: engines[policy.name] for policy in config.policy},
+        agents={policy.name: policy.plays for policy in config.policy},
+        fixed=[policy.name for policy in config.policy if not policy.learns],
+    )
+    return RunComponents(source, renderer, router, Policies(trained, router.policies), media, pixels, list(past.values()))
+
+
+def _policy_engines(
+    config: RunConfig,
+    source: Path,
+    loaded: Mapping[str, tuple[RunConfig, Path, Path | None, nn.Module]],
+    renderer: ChatRenderer,
+    run: Path,
+    placer: ServerPlacer | None,
+) -> dict[str, Engine]:
+    """Build the engine of each policy that has weights; those that are not trained play in this process."""
+    engines: dict[str, Engine] = {}
+    served: dict[str, nn.Module] = {}
+    for policy in config.policy:
+        if policy.urls:
+            engines[policy.name] = _served_policy(config, policy, renderer)
+        elif policy.name in loaded:
+            own, origin, _, model = loaded[policy.name]
+            if not policy.learns or config.engine.kind == "local":
+                engines[policy.name] = _local(own, model, renderer)
+            elif origin != source:
+                raise ConfigError(f"policy {policy.name}: servers share adapters of the run's model; leave its path out")
+            else:
+                served[policy.name] = model
+    return engines | (make_adapter_engines(config, source, served, renderer, run, placer=placer) if served else {})
 
 
 def _check_same_renderer(policy: PolicyConfig, run: ChatRenderer, own: ChatRenderer) -> None:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from io import BytesIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -95,6 +95,8 @@ def split_buckets(rows: Rows, max_bytes: int) -> list[Rows]:
 
 class GroupWeights:
     """The weights of one policy."""
+
+    is_adapter: ClassVar[bool] = False
 
     def __init__(self, rows: list[Rows], version: int, packer: GroupWeightPacker) -> None:
         self.version, self.seconds, self._packer = version, packer.seconds, packer
@@ -269,6 +271,8 @@ class RequestWeightPacker:
 
 class RequestWeights:
     """The weights of one policy."""
+
+    is_adapter: ClassVar[bool] = False
 
     def __init__(self, rows: list[Rows], version: int, seconds: float) -> None:
         self.version, self.seconds, self._rows = version, seconds, rows

@@ -12,7 +12,7 @@ from uuid import uuid4
 from turnwise.engines.base import Generation, InFlight, MissingLogprobs, Request
 from turnwise.engines.remote.http import HttpClient
 from turnwise.engines.remote.response import ExpectedWeights, ServerResponse, WeightsLabel, fault_of, parsing, verify_response
-from turnwise.engines.remote.weight_sync import GroupTransfer, RequestTransfer
+from turnwise.engines.remote.weight_sync import GroupTransfer, RequestTransfer, suppress_errors
 from turnwise.engines.scoring import IdScores, ScoreRequest
 from turnwise.errors import (
     BackendContractError,
@@ -35,6 +35,10 @@ Part = Literal["weights", "kv_cache"]
 """Parts of a server's memory, as vLLM and SGLang name them."""
 UPDATE_S = 600.0
 """Deadline for reading new weights from a disk."""
+DRAIN_S = 5.0
+"""Seconds for calls in flight to end before a weight update, where responses do not name their weights."""
+ABORT_AGAIN_S = 0.05
+"""Seconds until a call that was to end is aborted again; the first time it may not have arrived yet."""
 CANARY = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2, 7, 9, 5)
 """Ids of every vocabulary; their logprobs tell one set of weights from another."""
 
@@ -127,6 +131,8 @@ class RemoteEngine:
         self._neutral: tuple[Any, dict[str, Any]] | None = None
         """The settings that all requests of a phase share."""
         self._opened = False
+        self._calls: set[str] = set()
+        """Names of the calls in flight."""
         self._aborts: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
@@ -203,11 +209,14 @@ class RemoteEngine:
         name = uuid4().hex
         expected = ExpectedWeights(self.version, self.label, name, self._updates, self.in_flight)
         self.counts["requests"] += 1
+        self._calls.add(name)
         try:
             raw = await self._sample(request, max_tokens, name, self._seconds(request))
         except BaseException:
             self._abort_later(name)
             raise
+        finally:
+            self._calls.discard(name)
         with parsing("the response", self.display_name):
             response = self._read(raw, request, expected)
             limits = max_tokens, self.missing_logprobs, self._vocabulary()
@@ -224,6 +233,15 @@ class RemoteEngine:
             task.cancel()
         await asyncio.gather(*self._aborts, return_exceptions=True)
         await self.http.close()
+
+    async def end_calls(self, seconds: float) -> None:
+        """End the calls in flight as aborted, with the ids they have, and those of no other client; wait at most some seconds
+        for their responses."""
+        calls, loop = set(self._calls), asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while (left := calls & self._calls) and loop.time() < end:
+            await suppress_errors(self.abort(*left))
+            await asyncio.sleep(ABORT_AGAIN_S)
 
     async def check_health(self, seconds: float) -> None:
         """Raise `EngineError` unless the server responds."""
@@ -327,8 +345,8 @@ class RemoteEngine:
         """Return why the server cannot score under the distribution of a request, or an empty string; once it is open."""
         return "this kind of server does not score ids"
 
-    async def abort(self, name: str) -> None:
-        """End one request on the server, by name."""
+    async def abort(self, *names: str) -> None:
+        """End requests on the server, by name."""
 
     async def _identify(self) -> None:
         raise NotImplementedError

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 from uuid import uuid4
 
-from turnwise.engines.remote.base import UPDATE_S, RemoteEngine
+from turnwise.engines.remote.base import DRAIN_S, UPDATE_S, RemoteEngine
 from turnwise.engines.remote.http import CONTROL_S
 from turnwise.engines.remote.response import field_of
 from turnwise.engines.remote.weight_sync import suppress_errors
 from turnwise.errors import EngineError, StaleWeights, SyncError
 
-NAME = "turnwise-{}-{}"
-"""Adapter name: owner and policy version."""
+NAME = "turnwise-{}-{}-{}"
+"""Adapter name: owner, policy version, and number of the load."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for `--max-lora-rank`."""
 NO_ADAPTER: AbstractContextManager[None] = nullcontext()
@@ -28,14 +28,15 @@ class LoraApi:
 
     load: str
     unload: str
-    in_place: bool
-    """Whether an adapter may be loaded over another of the same name."""
     needs: str
     """Required server options."""
     status: int
     """HTTP status for an unknown adapter."""
     words: str
     """Text in that response."""
+    counts_calls: bool
+    """Whether it counts an adapter's calls and unloads only at zero; until then it loads and unloads no other. SGLang 0.5.19
+    loses count of calls that end before they run, so after one its adapter stays loaded."""
 
 
 class LoraServerEngine(RemoteEngine):
@@ -49,22 +50,25 @@ class LoraServerEngine(RemoteEngine):
         """Name and version of the active LoRA adapter; None for the base model."""
         self.owner = uuid4().hex[:8]
         """Unique part of the names of adapters loaded by `use_adapter`."""
-
-    def _paused(self) -> AbstractAsyncContextManager[None]:
-        """Pause sampling for an update; calls in flight end first where the server can end them."""
-        raise NotImplementedError
+        self._loads = 0
+        self._replaced: dict[str, set[str]] = {}
+        """Adapters to unload, and the calls in flight when each was replaced."""
+        self._miscounted: set[str] = set()
+        """Adapters of which the server may have lost count."""
 
     async def load_adapter(self, name: str, directory: str | Path, version: int) -> None:
-        """Load or replace a LoRA adapter and use it from now on; the server needs `--enable-lora`.
+        """Load or replace a LoRA adapter and use it from now on; no call may use that name meanwhile.
 
-        Raises `SyncError` when the server rejects it or does not list it afterwards.
+        The server needs `--enable-lora`. Raises `SyncError` when it rejects the adapter or does not list it afterwards.
         """
         await self.open()
+        # Not vLLM's load_inplace: 0.32.0 then reads the files again in every step of the engine.
+        await self._unload_adapter(name)
+        await self._load_adapter(name, directory, version)
+
+    async def _load_adapter(self, name: str, directory: str | Path, version: int) -> None:
         who = self.display_name
-        if not self.lora_api.in_place:  # an earlier load may have succeeded without a response
-            await self._unload_adapter(name)
-        body: dict[str, Any] = {"lora_name": name, "lora_path": str(directory)}
-        body |= {"load_inplace": True} if self.lora_api.in_place else {}
+        body = {"lora_name": name, "lora_path": str(directory)}
         try:
             await self.http.post_status(self.lora_api.load, body, UPDATE_S)
             listed = field_of(await self.http.get("/v1/models", CONTROL_S), "data", self.breach)
@@ -77,23 +81,39 @@ class LoraServerEngine(RemoteEngine):
         self.adapter, self.version = (name, version), version
 
     async def use_adapter(self, directory: Path, version: int) -> None:
-        """Use a policy's adapter, under a name that is unique across policies and runs; raises as `load_adapter`.
+        """Use a policy's adapter, under a name of this load alone; raises as `load_adapter`.
 
-        So the server's caches for that name belong to this adapter, and a restarted server rejects the name instead of
-        answering with the base model.
+        Servers load between two steps, so calls of other adapters go on, and keep their caches: names separate those. Calls of
+        this client's adapter before end as aborted. A restarted server rejects the name instead of answering with the base
+        model.
         """
         await self.open()
-        async with self._paused():
-            before = self.adapter
-            await self.load_adapter(NAME.format(self.owner, version), directory, version)
-            if before is not None and before != self.adapter:
-                await self._unload_adapter(before[0])
+        before, self._loads = self.adapter, self._loads + 1
+        name = NAME.format(self.owner, version, self._loads)
+        self._replaced[name] = set()  # a load without a response may have succeeded
+        await self._load_adapter(name, directory, version)
+        del self._replaced[name]
+        if before is not None:
+            self._replaced[before[0]] = set(self._calls)
+        await self.end_calls(DRAIN_S)
+        await self._unload_replaced()
 
     async def close(self) -> None:
-        """Close the connections and unload the adapter of `use_adapter`."""
+        """Close the connections and unload the adapters of `use_adapter`."""
         if self.adapter is not None and self.owner in self.adapter[0]:
-            await self._unload_adapter(self.adapter[0])
+            self._replaced[self.adapter[0]] = set(self._calls)
+        await self._unload_replaced()
         await super().close()
+
+    async def _unload_replaced(self) -> None:
+        """Unload adapters whose calls ended; the others' turn comes with a later update."""
+        for name in [name for name, calls in self._replaced.items() if not calls & self._calls]:
+            del self._replaced[name]
+            if name in self._miscounted:
+                self._miscounted.discard(name)
+                self.counts["adapters_left"] += 1
+            else:
+                await self._unload_adapter(name)
 
     async def _unload_adapter(self, name: str) -> None:
         await suppress_errors(self.http.post_status(self.lora_api.unload, {"lora_name": name}, CONTROL_S))
@@ -108,7 +128,15 @@ class LoraServerEngine(RemoteEngine):
             yield
         except EngineError as error:
             if error.status != self.lora_api.status or self.lora_api.words not in str(error):
+                self._note_unanswered(adapter[0])
                 raise
             raise StaleWeights(
                 f"{self.display_name} no longer has the adapter {adapter[0]!r} (it may have restarted): {error}"
             ) from error
+        except BaseException:
+            self._note_unanswered(adapter[0])
+            raise
+
+    def _note_unanswered(self, adapter: str) -> None:
+        if self.lora_api.counts_calls:
+            self._miscounted.add(adapter)

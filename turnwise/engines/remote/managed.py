@@ -128,6 +128,7 @@ def start_command(
     context: int | None = None,
     gpu: bool = False,
     lora: int = 0,
+    adapters: int = 1,
     group: bool = False,
     speculate: int = 0,
     sleep: bool = False,
@@ -136,6 +137,7 @@ def start_command(
 
     Args:
         lora: maximum rank of LoRA adapters; 0 disables them.
+        adapters: number of policies with an adapter each.
         speculate: maximum number of ids drafted after each id by lookup in the context; 0 drafts none.
 
     Raises `UsageError` when the environment is missing or does not support the options.
@@ -149,7 +151,7 @@ def start_command(
     if speculate:
         _add_speculation(plan, kind, place, speculate, gpu)
     if lora:
-        _add_lora(plan, kind, place, lora, gpu)
+        _add_lora(plan, kind, place, lora, adapters, gpu)
     if group and kind == "vllm":
         plan.commands[0] += ["--worker-extension-cls", f"{vllm_plugin.MODULE}.Extension"]
         plan.commands[0] += ["--weight-transfer-config", '{"backend": "turnwise"}']
@@ -204,8 +206,9 @@ def _set_packed(plan: ServerCommand, kind: str) -> None:
         plan.why.append(("VLLM_CPU_INT4_W4A8", "a CPU with AMX would round activations to int8"))
 
 
-def _add_lora(plan: ServerCommand, kind: str, place: Path, rank: int, gpu: bool) -> None:
+def _add_lora(plan: ServerCommand, kind: str, place: Path, rank: int, adapters: int, gpu: bool) -> None:
     """Add options for LoRA adapters loaded at run time."""
+    room = "--max-loras"
     if kind == "vllm":
         supported = next((value for value in RANKS if value >= rank), None)
         if supported is None:
@@ -218,13 +221,14 @@ def _add_lora(plan: ServerCommand, kind: str, place: Path, rank: int, gpu: bool)
                 f"{place} predates the fix for SGLang's LoRA on a CPU; recreate it with `{how_to_install(kind, gpu=gpu)}`"
             )
         plan.add("--lora-target-modules all", "the adapted layers must be known at the start")
-        plan.add("--max-loras-per-batch 2", "space for the current and the next policy's adapter")
+        room = "--max-loras-per-batch"
         if not gpu:
             plan.add("--lora-backend torch_native")
     else:
         raise UsageError(f"LoRA adapters work with vLLM and SGLang, not with {kind}")
     plan.add("--enable-lora", f"adapters up to rank {rank}, replaced at run time")
     plan.add(f"--max-lora-rank {rank}")
+    plan.add(f"{room} {2 * adapters}", "the current and the next adapter of each policy")
 
 
 def _add_speculation(plan: ServerCommand, kind: str, place: Path, max_drafts: int, gpu: bool) -> None:
@@ -447,11 +451,20 @@ class PlacedFleet(Fleet):
     """
 
     def __init__(
-        self, placer: ServerPlacer, servers: PlacedServers, *, listed: EngineList, base: Path | None = None, **options: Any
+        self,
+        placer: ServerPlacer,
+        servers: PlacedServers,
+        *,
+        listed: EngineList,
+        base: Path | None = None,
+        owner: bool = True,
+        **options: Any,
     ) -> None:
-        """Take the options of `Fleet`, of which `directories` and `connect` are required; `base` as in `ManagedFleet`."""
+        """Take the options of `Fleet`, of which `directories` and `connect` are required; `base` and `owner` as in
+        `ManagedFleet`."""
         super().__init__([], listed=listed, **options)
         self._placer, self._servers, self._servers_list, self._directory = placer, servers, listed, base
+        self._owner = owner
 
     async def update_from(self, source: WeightsSource, *, changed: bool = True) -> None:
         """Update as `Fleet.update_from`; servers that start from now on start with these weights if they are on disk."""
@@ -462,7 +475,8 @@ class PlacedFleet(Fleet):
     async def close(self) -> None:
         """Close the connections and end the servers."""
         await super().close()
-        await self._placer.close()
+        if self._owner:
+            await self._placer.close()
 
     async def _start_servers(self) -> None:
         if self._directory is None:
@@ -478,7 +492,7 @@ class ManagedFleet(Fleet):
     """Fleet of servers that this run starts, on loopback only.
 
     Servers start with the first weights of `update`, or with the base model when the weights are adapters. A server that exits
-    is restarted; `close` ends all.
+    is restarted; `close` ends all. Fleets of adapters may share `started`: the first to notice restarts a server.
     """
 
     def __init__(
@@ -488,14 +502,16 @@ class ManagedFleet(Fleet):
         *,
         start_s: float,
         base: Path | None = None,
+        owner: bool = True,
         **options: Any,
     ) -> None:
         """Take an engine per server, in the same order, and the options of `Fleet`, of which `directories` is required.
 
-        `start_s` limits the startup; `base` is the model directory to start with when `update` receives adapters of it.
+        `start_s` limits the startup; `base` is the model directory to start with when `update` receives adapters of it; `close`
+        ends the servers of their `owner` only.
         """
         super().__init__(engines, **options)
-        self.started, self.start_s, self._directory = list(started), start_s, base
+        self.started, self.start_s, self._directory, self._owner = list(started), start_s, base, owner
 
     async def sleep(self) -> None:
         """Make the servers release their memory, if they were started."""
@@ -549,7 +565,8 @@ class ManagedFleet(Fleet):
     async def close(self) -> None:
         """Close the connections and end the servers."""
         await super().close()
-        await asyncio.gather(*(asyncio.to_thread(server.stop) for server in self.started))
+        if self._owner:
+            await asyncio.gather(*(asyncio.to_thread(server.stop) for server in self.started))
 
     async def _start_servers(self) -> None:
         if self._directory is None:

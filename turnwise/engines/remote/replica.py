@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from turnwise.engines.base import Generation, Request, SupportsPause
-from turnwise.engines.remote.base import EngineLoad, RemoteEngine
+from turnwise.engines.remote.base import DRAIN_S, EngineLoad, RemoteEngine
 from turnwise.engines.remote.response import WeightsLabel
 from turnwise.engines.remote.weight_sync import WeightsSource
 from turnwise.errors import EngineError, EngineUnavailable, NotTrainable, StaleWeights, SyncError
@@ -83,8 +83,6 @@ class LatestWeights:
 
 FULL, SPARE = 0.95, 0.85
 """Fractions of a server's cache over which it gets fewer calls, and under which it may get more."""
-DRAIN_S = 5.0
-"""Seconds for calls in flight to end before a weight update, where responses do not name their weights."""
 ANSWER_S = 1.0
 """Seconds for interrupted calls to arrive after a pause; calls that still wait on the server have sampled nothing."""
 SLEEPING = "is asleep (engine.colocate); new weights wake it"
@@ -285,8 +283,11 @@ class Replica:
         self.state, engine = "loading", self.engine
         async with self.lock:
             before = self.proof
-            await self.drain()
+            if not source.is_adapter:
+                await self.drain()
             await source.send_to(engine)
+            if source.is_adapter:
+                self.abort_calls()  # of the adapter before, where the server could not end them
             now = await score_canary(engine, None if before is None else before.noise)
             moved = before.label.max_difference(now.label) if before is not None else None
             accepted = f"{engine.display_name} accepted the weights of policy {engine.version} but"

@@ -56,10 +56,10 @@ class SglangEngine(LoraServerEngine):
     lora_api = LoraApi(
         "/load_lora_adapter",
         "/unload_lora_adapter",
-        in_place=False,
         needs="--enable-lora, a --max-lora-rank and --lora-target-modules (turnwise engines start sglang --lora)",
         status=400,
         words="LoRA adapter",
+        counts_calls=True,
     )
 
     _takes_extra_key = False
@@ -130,9 +130,12 @@ class SglangEngine(LoraServerEngine):
             body["image_data"] = self._images(request)
         if ROUTES in request.extras:
             body |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
-        headers = {ROUTING_KEY: request.session} if request.session else None
+        headers, adapter = {ROUTING_KEY: request.session} if request.session else None, self.adapter
         with self._check_adapter_loaded():
-            return await self.http.post("/generate", body | self._adapter_name() | self._extra_key(), seconds, headers, echo)
+            raw = await self.http.post("/generate", body | self._adapter_name() | self._extra_key(), seconds, headers, echo)
+        if adapter is not None and _aborted_unseen(raw):
+            self._miscounted.add(adapter[0])
+        return raw
 
     def _adapter_name(self) -> dict[str, str]:
         """Return the adapter field of requests, if any; cached prefixes are separated by it."""
@@ -164,6 +167,8 @@ class SglangEngine(LoraServerEngine):
         echo = raw.get("prompt_token_ids") or meta.get("prompt_token_ids")
         self._check_name("meta_info.id", meta.get("id"), expected.request)
         prompt, cached = echo or meta.get("prompt_tokens"), number_at(meta, "cached_tokens")
+        if prompt is None and reason == "abort" and not ids:
+            prompt = len(request.ids)  # aborted in the queue: nothing was sampled, and no length is reported
         name, spans = meta.get("weight_version"), meta.get("weight_versions")
         runs: list[tuple[int, str]] = []
         if self._check_present(VERSION, name is not None):
@@ -179,8 +184,8 @@ class SglangEngine(LoraServerEngine):
         drafts = number_at(meta, "spec_num_proposed_drafts"), number_at(meta, "spec_num_correct_drafts")
         return ServerResponse(ids, logprobs, str(reason), prompt, versions, cached, extras, drafts=drafts)
 
-    async def abort(self, name: str) -> None:
-        await self.http.post("/abort_request", {"rid": name}, CONTROL_S)
+    async def abort(self, *names: str) -> None:
+        await asyncio.gather(*(self.http.post("/abort_request", {"rid": name}, CONTROL_S) for name in names))
 
     # Weights
 
@@ -303,6 +308,15 @@ class SglangEngine(LoraServerEngine):
         await self.http.post("/resume_memory_occupation", {"tags": [part]}, UPDATE_S)
         if part == "kv_cache":
             await self.resume()
+
+
+def _aborted_unseen(raw: Any) -> bool:
+    """Return whether a call was aborted elsewhere than in a running batch, which alone SGLang 0.5.19 counts as its end."""
+    try:
+        finish = raw["meta_info"]["finish_reason"]
+        return bool(finish["type"] == "abort" and finish.get("message") != "Aborted")
+    except (LookupError, TypeError, AttributeError):
+        return False
 
 
 def _name(info: dict[str, Any]) -> str | None:

@@ -6,8 +6,7 @@ import ast
 import binascii
 import re
 from base64 import b64decode
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -131,10 +130,10 @@ class VllmEngine(LoraServerEngine):
     lora_api = LoraApi(
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
-        in_place=True,
         needs="--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 (turnwise engines start vllm --lora)",
         status=404,
         words="",
+        counts_calls=False,
     )
 
     def __init__(self, url: str, *, route: Route = "auto", **options: Any) -> None:
@@ -288,11 +287,12 @@ class VllmEngine(LoraServerEngine):
         drafts = number_at(raw, f"{prefix}num_draft_tokens"), number_at(raw, f"{prefix}num_accepted_draft_tokens")
         return ServerResponse(ids, logprobs, finish, prompt, versions, cached, extras, drafts=drafts)
 
-    async def abort(self, name: str) -> None:
+    async def abort(self, *names: str) -> None:
         if self.route == "generate":
-            await self.http.post("/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{name}", name]}, CONTROL_S)
+            ids = [form.format(name) for name in names for form in ("generate-tokens-{}", "{}")]
+            await self.http.post("/inference/v1/abort_requests", {"request_ids": ids}, CONTROL_S)
         elif "/abort_requests" in self.routes:
-            await self.http.post("/abort_requests", {"request_ids": [f"cmpl-{name}"]}, CONTROL_S)
+            await self.http.post("/abort_requests", {"request_ids": [f"cmpl-{name}-0" for name in names]}, CONTROL_S)
 
     # Weights
 
@@ -403,18 +403,6 @@ class VllmEngine(LoraServerEngine):
         await self._control("/wake_up", {"tags": part})
         if part == "kv_cache" and await self._sleeps():
             raise EngineError(f"{self.display_name} accepted /wake_up, but /is_sleeping is still true")
-
-    @asynccontextmanager
-    async def _paused(self) -> AsyncIterator[None]:
-        if "/pause" not in self.routes:
-            yield
-            return
-        if not self.asleep:
-            await self.pause("abort")
-        try:
-            yield
-        finally:
-            await self.resume()
 
     async def _control(self, path: str, query: dict[str, str]) -> None:
         if path not in self.routes:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from turnwise.engines.remote.http import CONTROL_S
 from turnwise.errors import EngineError, SyncError
@@ -36,6 +36,10 @@ class WeightsSource(Protocol):
     def version(self) -> int:
         """Policy version."""
 
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the server loads them beside its own weights, which other calls go on using."""
+
     async def send_to(self, engine: RemoteEngine) -> None:
         """Send the weights to a server. Raises `SyncError` when it does not take them."""
 
@@ -46,6 +50,7 @@ class DiskWeights:
 
     directory: Path
     version: int
+    is_adapter: ClassVar[bool] = False
 
     async def send_to(self, engine: RemoteEngine) -> None:
         """As `WeightsSource.send_to`."""
@@ -58,6 +63,7 @@ class DiskAdapter:
 
     directory: Path
     version: int
+    is_adapter: ClassVar[bool] = True
 
     async def send_to(self, engine: RemoteEngine) -> None:
         """As `WeightsSource.send_to`."""

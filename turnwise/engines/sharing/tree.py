@@ -112,6 +112,11 @@ class TreeWeights:
         """Policy version."""
         return self.source.version
 
+    @property
+    def is_adapter(self) -> bool:
+        """As `WeightsSource.is_adapter`."""
+        return self.source.is_adapter
+
     async def send_to(self, engine: RemoteEngine) -> None:
         """Have the node of a server fetch the weights, and the server load them from its node's disk."""
         relay = self.nodes.setdefault(node_of(engine.url), self.tree.relay_of(engine.url))
