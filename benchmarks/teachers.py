@@ -274,7 +274,7 @@ def crossed(folder: Path, seed: int, teacher: Path) -> dict[str, float]:
         + tail.replace("= 32", "= 64").replace("0.22", "0.0").replace("gate_every = 50", "gate_every = 500")
     )
     more = 'batching = "rows"\nlr = 2e-3\nreward_weight = 0.0\n[rollout]\ngroups = 128\ngroup_size = 1\n'
-    recipe = recipe.replace("steps = 0\n", f'steps = 60\n{more}[[teacher]]\npath = "{teacher}"\n')
+    recipe = recipe.replace("steps = 0\n", f'steps = 30\ngradient_signal_steps = 20\n{more}[[teacher]]\npath = "{teacher}"\n')
     out = train(folder, f"crossed-{seed}", recipe, "--seed", seed)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     lost = [row["teacher.teacher.unaligned"] for row in rows if row["phase"] == "train"]
