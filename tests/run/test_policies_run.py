@@ -135,6 +135,21 @@ def test_a_resumed_run_comes_to_the_same_policies_and_opponents(tmp_path: Path, 
     assert (out / "trajectories.jsonl").read_bytes() == episodes
 
 
+def test_a_policy_with_a_teacher_of_its_own_is_resumed_too(tmp_path: Path) -> None:
+    base = trained(tmp_path, "trained = false", "base", "", "--train.steps", "1") / "model"
+    teacher = f'[[teacher]]\npath = "{base}"\npolicies = ["solver"]\nsignal = "loss"\n'
+    out = trained(tmp_path, "trained = false", "run", teacher, "--model.path", str(base))
+    for row in rows(out, "train"):
+        assert row["policy/solver/teacher.teacher.answered"] == 1.0
+        assert "policy/asker/teacher.teacher.answered" not in row
+    last = out / "checkpoints" / "step-00004"
+    before = state(last)
+    shutil.rmtree(last)
+    assert main(["train", "--resume", str(out), "--display", "none"]) == 0
+    after = state(last)
+    assert all(torch.equal(after[file][name], tensor) for file, tensors in before.items() for name, tensor in tensors.items())
+
+
 def test_a_run_is_evaluated_with_its_policies_and_each_is_a_model(tmp_path: Path, capsys: Any) -> None:
     out = trained(tmp_path, "trained = false")
     assert all(used == {0} for used in versions(out, "solver-2").values())
