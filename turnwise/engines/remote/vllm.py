@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import binascii
 import re
 from base64 import b64decode
@@ -301,6 +302,8 @@ class VllmEngine(LoraServerEngine):
         return None if found is None else str(found)
 
     async def score(self, ids: Sequence[int]) -> list[float]:
+        if self.adapter is not None:  # beside other calls, prompt_logprobs of an adapter end vLLM 0.32.0 on a CPU
+            return list(await asyncio.gather(*(self._score_last(ids[:end]) for end in range(2, len(ids) + 1))))
         body: dict[str, Any] = {"model": self._model_name, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0}
         body |= {"prompt_logprobs": 0, "add_special_tokens": False}
         with self._check_adapter_loaded():
@@ -311,6 +314,18 @@ class VllmEngine(LoraServerEngine):
         except (LookupError, TypeError, ValueError):
             raise self.breach("choices.0.prompt_logprobs", "does not hold one logprob per id") from None
         return [float(value) for value in found]
+
+    async def _score_last(self, ids: Sequence[int]) -> float:
+        """Return the logprob of the last id after the others."""
+        body: dict[str, Any] = {"model": self._model_name, "prompt": list(ids[:-1]), "max_tokens": 1, "temperature": 1.0}
+        body |= {"logprobs": 1, "logprob_token_ids": [ids[-1]], "return_tokens_as_token_ids": True, "add_special_tokens": False}
+        with self._check_adapter_loaded():
+            raw = await self.http.post(COMPLETIONS, body | self._cache_salt(), self.request_s)
+        field_name = f"choices.0.logprobs.top_logprobs.0.token_id:{ids[-1]}"
+        value = field_of(raw, field_name, self.breach)
+        if type(value) is not float:
+            raise self.breach(field_name, f"is {value!r:.80}, not a logprob")
+        return value
 
     @property
     def names_weights(self) -> bool:
