@@ -73,18 +73,23 @@ class Model:
 
     def gap(self, trajectories):
         """Largest |logprob of engine - of trainer| of what was sampled, and how many ids that is of."""
-        gaps = []
-        for trajectory, wanted in zip(trajectories, self.trainer.logprobs(trajectories), strict=True):
-            said = [p for s in trajectory.samples() for p, w in zip(s.logprobs, s.weights, strict=True) if w]
-            assert len(said) == len(wanted)
-            gaps += [abs(p - w) for p, w in zip(said, wanted, strict=True)]
-        return max(gaps), len(gaps)
+        return gap(self.trainer, trajectories)
 
     def nudge(self):
         """A step of training that moves the weights."""
         with torch.no_grad():
             for parameter in self.module.parameters():
                 parameter += 0.02 * torch.randn(parameter.shape)
+
+
+def gap(trainer, trajectories):
+    """As `Model.gap`, of any trainer."""
+    gaps = []
+    for trajectory, wanted in zip(trajectories, trainer.logprobs(trajectories), strict=True):
+        said = [p for s in trajectory.samples() for p, w in zip(s.logprobs, s.weights, strict=True) if w]
+        assert len(said) == len(wanted)
+        gaps += [abs(p - w) for p, w in zip(said, wanted, strict=True)]
+    return max(gaps), len(gaps)
 
 
 def fleet(model: Model, make, server: ServerProcess, **options) -> Fleet:

@@ -242,7 +242,7 @@ class Handler(BaseHTTPRequestHandler):
         if handle is None:
             return self.say({"detail": "Not Found"}, 404)
         asked = path in ("/v1/completions", "/inference/v1/generate", "/generate", "/completion", "/chat/completions")
-        scoring = body.get("prompt_logprobs") == 0 or body.get("logprob_start_len") == 0
+        scoring = body.get("prompt_logprobs") == 0 or body.get("logprob_start_len") == 0 or "logprob_token_ids" in body
         if asked and state.kind == "vllm" and body["model"] not in (MODEL, *state.adapters):
             return self.say({"error": {"message": f"The model `{body['model']}` does not exist.", "code": 404}}, 404)
         if state.stuck and path.endswith("load_lora_adapter"):
@@ -377,7 +377,13 @@ class Handler(BaseHTTPRequestHandler):
         if body.get("seed") is not None:  # what a seed does to it on a CPU
             os._exit(1)
         scored = None
+        if "logprob_token_ids" in body:
+            (token,) = body["logprob_token_ids"]
+            row = {f"token_id:{token}": STATE.scores([prompt[-1], token], body["model"])[0]}
+            return {"choices": [{"index": 0, "logprobs": {"top_logprobs": [row]}}]}
         if body.get("prompt_logprobs") == 0:
+            if body["model"] in STATE.adapters:  # as vLLM 0.32.0 on a CPU does beside other calls
+                os._exit(1)
             scored = [None] + [
                 {str(b): {"logprob": p}} for b, p in zip(prompt[1:], STATE.scores(prompt, body["model"]), strict=True)
             ]
