@@ -141,6 +141,29 @@ def test_tables_hold_every_sampled_id_once_with_its_logprob(run, tmp_path, colum
         assert rows[0]["reward_model"] == {"style": "rule", "ground_truth": '{"n":1}'}
 
 
+def test_pairs_of_a_task_for_preference_training(run, tmp_path, capsys):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path, played = run
+    assert main(["export", str(path), str(tmp_path / "pairs.parquet"), "--format", "dpo"]) == 0
+    assert main(["export", str(path), str(tmp_path / "pairs.jsonl"), "--columns", "dpo"]) == 0
+    rows = parquet.read_table(tmp_path / "pairs.parquet").to_pylist()
+    assert rows == [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    by_task = {}
+    for t in played:
+        by_task.setdefault(t.key.task, []).append(t)
+    for row in rows:
+        rewards = {t.reward for t in by_task[row["task"]]}
+        assert (row["chosen_reward"], row["rejected_reward"]) == (max(rewards), min(rewards))
+        assert row["chosen_reward"] > row["rejected_reward"]
+        assert [message["role"] for message in row["prompt"]] == ["system", "user"]
+        for side in ("chosen", "rejected"):
+            (found,) = (t for t in by_task[row["task"]] if t.reward == row[f"{side}_reward"])
+            assert row[side][0]["role"] == "assistant"
+            assert row["prompt_ids"] + row[f"{side}_ids"] == list(found.samples())[-1].ids
+            assert sum(row[f"{side}_mask"]) == sum(list(found.samples())[-1].mask)
+    assert len(rows) == sum(len({t.reward for t in group}) > 1 for group in by_task.values()) > 0
+
+
 def test_json_lines_and_filters_and_mistakes(run, tmp_path, capsys):
     path, _ = run
     out = tmp_path / "table.jsonl"

@@ -25,29 +25,35 @@ def add_export(subparsers: Any) -> None:
     parser = add_command(subparsers, "export", "write a run's episodes as Parquet or JSON lines", run_export)
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
     parser.add_argument("out", metavar="FILE", type=Path, help="file to write, .parquet (for Hugging Face datasets) or .jsonl")
-    layouts = ("samples", "sft", "trl", "verl")
-    parser.add_argument("--columns", choices=layouts, default="samples", help="column names (default: samples)")
+    layouts = ("samples", "sft", "trl", "verl", "dpo")
+    parser.add_argument("--columns", "--format", choices=layouts, default="samples", help="column names (default: samples)")
     parser.add_argument("--phase", metavar="NAME", default="train", help="phase to export, or `all` (default: train)")
     parser.add_argument("--least-reward", metavar="R", type=float, help="skip episodes with a lower reward or none")
 
 
 def run_export(args: argparse.Namespace) -> int:
     """Write the table."""
-    from turnwise.records.export import ColumnLayout, rows_of, write
+    from turnwise.records.export import ColumnLayout, pair_rows, rows_of, write
+    from turnwise.records.metrics import group_by_task
     from turnwise.types import Trajectory
     from turnwise.viewer.recompute import steps_of
 
     if not args.out.parent.is_dir():
         raise UsageError(f"{args.out}: its directory does not exist; create it first")
 
+    def chosen(trajectory: Trajectory) -> bool:
+        reward, minimum = trajectory.reward, args.least_reward
+        return args.phase in ("all", trajectory.key.phase) and (minimum is None or (reward is not None and reward >= minimum))
+
     def selected() -> Iterator[Trajectory]:
-        for trajectory in (one for _, _, played in steps_of(args.run_dir) for one in played):
-            reward, minimum = trajectory.reward, args.least_reward
-            if args.phase in ("all", trajectory.key.phase) and (minimum is None or (reward is not None and reward >= minimum)):
-                yield trajectory
+        return (one for _, _, played in steps_of(args.run_dir) for one in played if chosen(one))
 
     layout = ColumnLayout.of(selected())
-    rows = (row for trajectory in selected() for row in rows_of(trajectory, args.columns, args.run_dir / "media", layout))
+    if args.columns == "dpo":
+        steps = ([one for one in played if chosen(one)] for _, _, played in steps_of(args.run_dir))
+        rows = (row for played in steps for group in group_by_task(played) for row in pair_rows(group, layout))
+    else:
+        rows = (row for trajectory in selected() for row in rows_of(trajectory, args.columns, args.run_dir / "media", layout))
     count = write(rows, args.columns, args.out, layout)
     print(f"{args.out}: {count} rows" + ("" if count else f"; no episode of phase {args.phase} matches"))
     return 0

@@ -2,6 +2,7 @@
 
 One row is one trainable path of an episode (`Trajectory.samples`), so every sampled id has weight 1 in exactly one row. All
 layouts have ids and masks as sampled; `trl` and `verl` use the names of those trainers and add the conversation as messages.
+`dpo` has pairs of episodes of a task in place of paths.
 Logprobs of ids that were not sampled are null, never 0. A table has only the message fields and image columns that its run
 uses: trainers treat a column `images` as a vision run, and templates a null as a value.
 """
@@ -19,7 +20,7 @@ from typing import Any
 
 from turnwise.errors import TraceError, UsageError
 from turnwise.records.run_dir import to_json
-from turnwise.types import ImageRef, Message, Sample, Trajectory, VideoRef
+from turnwise.types import Group, ImageRef, Message, Sample, Trajectory, VideoRef
 
 IMAGE = "<image>"
 BATCH_ROWS = 500  # rows held in memory at a time
@@ -64,6 +65,34 @@ def rows_of(
         row: dict[str, Any] = {"phase": key.phase, "step": key.step, "task": key.task, "sample": key.sample, "path": number}
         row |= {"reward": sample.reward, "stop": str(trajectory.stop or ""), "weights": sample.weights}
         yield row | _columns(layout, trajectory, sample, turn, media, shape)
+
+
+def pair_rows(group: Group, shape: ColumnLayout) -> Iterator[dict[str, Any]]:
+    """Yield pairs of a group's episodes for preference training, the layout `dpo`: the best with the worst, the second best
+    with the second worst, while their rewards differ. A pair has one opening prompt; of each episode it has the last path.
+
+    Raises `UsageError` for episodes with images, for which the layout has no column.
+    """
+    if shape.images:
+        raise UsageError("the columns dpo have no images; choose trl or verl")
+    usable = [t for t in group.trajectories if t.reward is not None and t.turns and not (t.stop and t.stop.failed)]
+    ranked = sorted(usable, key=lambda t: (-(t.reward or 0.0), t.key.sample))
+    for chosen, rejected in zip(ranked, reversed(ranked), strict=True):
+        if (chosen.reward or 0.0) <= (rejected.reward or 0.0):
+            return
+        (prompt, prompt_ids, good), (other, _, bad) = _last_path(chosen, shape), _last_path(rejected, shape)
+        if prompt == other:
+            row = {"phase": chosen.key.phase, "step": chosen.key.step, "task": chosen.key.task}
+            row |= {"chosen_reward": chosen.reward, "rejected_reward": rejected.reward}
+            row |= {"prompt": prompt, "chosen": good[0], "rejected": bad[0], "prompt_ids": prompt_ids}
+            yield row | {"chosen_ids": good[1], "chosen_mask": good[2], "rejected_ids": bad[1], "rejected_mask": bad[2]}
+
+
+def _last_path(trajectory: Trajectory, shape: ColumnLayout) -> tuple[Any, list[int], tuple[Any, list[int], list[int]]]:
+    """Return the opening messages and ids of an episode's last path, and the rest of it: messages, ids and mask."""
+    sample, turn = list(_paths(trajectory))[-1]
+    row = _columns("trl", trajectory, sample, turn, None, shape)
+    return row["prompt"], row["prompt_ids"], (row["completion"], row["completion_ids"], row["completion_mask"])
 
 
 def _paths(trajectory: Trajectory) -> Iterator[tuple[Sample, int]]:
@@ -218,6 +247,11 @@ def _schema(arrow: Any, layout: str, shape: ColumnLayout) -> Any:
     images += [("messages", conversation)] if images and layout == "trl" else []
     decimal, integer = arrow.float64(), arrow.int64()
     head = [("phase", text), ("step", integer), ("task", text), ("sample", integer), ("path", integer)]
+    if layout == "dpo":
+        both = ("chosen", "rejected")
+        pairs = [*[(f"{one}_reward", decimal) for one in both], *[(one, conversation) for one in ("prompt", *both)]]
+        pairs += [("prompt_ids", ids), *[pair for one in both for pair in ((f"{one}_ids", ids), (f"{one}_mask", mask))]]
+        return arrow.schema([*head[:3], *pairs])
     head += [("reward", decimal), ("stop", text), ("weights", floats)]
     distribution = [("first", integer), ("last", integer), ("temperature", decimal), ("top_p", decimal), ("top_k", integer)]
     distribution += [("min_p", decimal)] if shape.min_p else []
