@@ -372,13 +372,8 @@ def _rollout(resolved: ResolvedConfig, specs: Sequence[EnvSpec], checkpoint: str
         raise ConfigError(f"--engine {engine}: unknown engine; choose local (configured by [engine]) or scripted")
     from turnwise.training.checkpoint import read_checkpoint
     from turnwise.training.model.packed import quant_of
-    from turnwise.training.setup import (
-        connect_fixed_servers,
-        load_model_and_renderer,
-        make_eval_engine,
-        make_eval_policies,
-        sampling_of,
-    )
+    from turnwise.training.policy_setup import make_eval_policies
+    from turnwise.training.setup import connect_fixed_servers, load_model_and_renderer, make_eval_engine, sampling_of
 
     options["sampling"] = sampling_of(config.rollout)
 

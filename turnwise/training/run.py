@@ -52,6 +52,7 @@ from turnwise.training.curriculum import Curriculum
 from turnwise.training.evaluation import EvalResult, play_evaluation, summarize
 from turnwise.training.forward.batch import Ranks
 from turnwise.training.metrics import no_signal_reason, step_row, success_figures, summary_of, write_token_records
+from turnwise.training.policy_setup import build_policies
 from turnwise.training.setup import build_components, model_directory, release_engine_memory, sampling_of
 from turnwise.training.task_plan import (
     TaskChoice,
@@ -125,7 +126,7 @@ class TrainingRun:
         self.checkpoints = Checkpoints(run.checkpoints, source, keep=config.checkpoint.keep)
         latest = self.checkpoints.newest()
         self.cursor: dict[str, Any] = dict(latest.cursor) if latest else {"phase": "warmup", "step": 0, "warmed": 0}
-        self.parts = build_components(
+        self.parts = (build_policies if config.policy else build_components)(
             config, source, run.path, latest.path if latest else None, ranks, on_note=watch.note, placer=placer
         )
         self.policies = self.parts.policies

@@ -18,12 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from turnwise.config import EngineConfig, EvalConfig, ModelConfig, PolicyConfig, RolloutConfig, RunConfig, TrainConfig
-from turnwise.config.load import config_of
+from turnwise.config import EngineConfig, EvalConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
 from turnwise.config.schema import truncation_key
 from turnwise.engines import Engine, Sampling, SupportsSleep, SupportsWeightUpdate
 from turnwise.engines.local import LocalEngine
-from turnwise.engines.policies import PolicyEngine
 from turnwise.envs.datasets import read_rows
 from turnwise.envs.spec import EnvSpec
 from turnwise.errors import ConfigError
@@ -34,7 +32,6 @@ from turnwise.renderers.template import ChatTemplate, find_source
 from turnwise.renderers.vision import PixelCache
 from turnwise.rollouts.api import run_sync
 from turnwise.training.algorithms import BUILT_IN
-from turnwise.training.checkpoint import policies_of
 from turnwise.training.distributed import ProcessRanks
 from turnwise.training.forward.batch import Ranks
 from turnwise.training.model.directory import ADAPTER_FILE, base_model_of, read_json, renderer_of
@@ -92,7 +89,7 @@ def make_engine(
     """Build the engine of `[engine]`; servers managed by the run start with the first update. They read config and tokenizer of
     `source`; the logprobs of `model`, or `expected_logprobs`, of known ids prove that weights arrived."""
     if config.engine.kind == "local":
-        return _local(config, model, renderer)
+        return make_local_engine(config, model, renderer)
     adapter = _adapter_config(model) if config.engine.update == "lora" else None
     fleet = _fleet(config, source, model, renderer, run, adapter=adapter, expected_logprobs=expected_logprobs, placer=placer)
     _check_kinds(config, {member.engine.kind for member in fleet.members})
@@ -165,7 +162,7 @@ def make_eval_engine(config: RunConfig, source: Path, model: nn.Module, renderer
     if config.engine.kind in ("llamacpp", "chat"):
         return connect_fixed_servers(config, renderer)
     if config.engine.kind == "local":
-        return _local(config, model, renderer)
+        return make_local_engine(config, model, renderer)
     quant = config.quant
     if quant.kind == "fp8" and quant.activations and not quant.packed:
         raise ConfigError(
@@ -189,40 +186,8 @@ def make_eval_engine(config: RunConfig, source: Path, model: nn.Module, renderer
     return fleet
 
 
-def make_eval_policies(config: RunConfig, source: Path) -> tuple[PolicyEngine, ChatRenderer]:
-    """Build the engine of several policies for evaluation only, and their renderer.
-
-    A trained policy plays from its directory in checkpoint `source`, or starts from `source` if that is one model; earlier
-    versions of a policy are not kept with a checkpoint, so it plays itself.
-    """
-    names, made_here = policies_of(source), source.parent.parent / "model"
-    base = made_here if names and made_here.is_dir() else config.model.directory or source
-    renderer = renderer_of(source / names[0] if names else source, config.model)
-    engines: dict[str, Engine] = {}
-    for policy in config.policy:
-        own = source / policy.name if names else source
-        if policy.urls:
-            engines[policy.name] = _served_policy(config, policy, renderer)
-        elif not policy.past:
-            directory = own if policy.learns else Path(policy.path or base)
-            model, its_renderer = load_model_and_renderer(directory, directory, config.model, config.rollout.control_text)
-            renderer.ban(its_renderer.banned_ids)
-            if policy.learns:
-                engines[policy.name] = make_eval_engine(config, directory, model, renderer)
-            else:
-                engines[policy.name] = _local(config, model, renderer)
-    engines |= {policy.name: engines[policy.past["of"]] for policy in config.policy if policy.past}
-    return PolicyEngine(engines, agents={policy.name: policy.plays for policy in config.policy}), renderer
-
-
-def _served_policy(config: RunConfig, policy: PolicyConfig, renderer: ChatRenderer) -> Engine:
-    from turnwise.engines.remote import Fleet
-
-    served = replace(config.engine, kind="auto", urls=policy.urls, urls_file=None, model=None)
-    return Fleet(make_clients(served, policy.urls, renderer, config.limits.context))
-
-
-def _local(config: RunConfig, model: nn.Module, renderer: ChatRenderer) -> LocalEngine:
+def make_local_engine(config: RunConfig, model: nn.Module, renderer: ChatRenderer) -> LocalEngine:
+    """Build the engine of this process with copies of a model's weights."""
     model = quantize_for_sampling(model, config.quant)
     return LocalEngine(model, renderer=renderer, context=config.limits.context, speculate=config.engine.speculate)
 
@@ -460,10 +425,8 @@ def build_components(
 ) -> RunComponents:
     """Load a model for the engine and the trainer, resumed from checkpoint `weights`; start the other `ranks`."""
     ranks = ranks or Ranks()
-    if config.policy:
-        return _several_policies(config, source, run, weights, ranks, on_note, placer)
     ranks.broadcast((config, source, weights))
-    model, renderer = _loaded(config, source, weights)
+    model, renderer = load_initial(config, source, weights)
 
     def expected_logprobs(ids: Sequence[int]) -> list[float]:
         assert isinstance(trainer, RankZeroTrainer)
@@ -475,138 +438,32 @@ def build_components(
     engine = make_engine(config, source, model, renderer, run, expected_logprobs if ranks.size > 1 else None, placer)
     media = MediaStore(run / "media")
     pixels = None if renderer.vision is None else PixelCache(renderer.vision, media)
-    trainer = _trainer(config, model, renderer, weights, ranks, pixels, on_note)
+    trainer = make_trainer(config, model, renderer, weights, ranks, pixels, on_note)
     if weights is not None:
         trainer.load(weights)
     policy = Policy("", trainer, engine, config.engine.update == "lora")
     return RunComponents(source, renderer, engine, Policies([policy]), media, pixels)
 
 
-def _several_policies(
-    config: RunConfig,
-    source: Path,
-    run: Path,
-    weights: Path | None,
-    ranks: Ranks,
-    on_note: Callable[[str], None] | None,
-    placer: ServerPlacer | None,
-) -> RunComponents:
-    """Load the policies of a run, each as if it were the only one: with a model, a trainer and an engine of its own. Frozen
-    weights of equal origin are one copy in memory, and servers are shared."""
-    if ranks.size > 1:
-        raise ConfigError("[[policy]]: several policies are trained by one process; start the run without torchrun")
-    renderer = renderer_of(source, config.model, config.rollout.control_text)
-    loaded: dict[str, tuple[RunConfig, Path, Path | None, nn.Module]] = {}
-    for number, policy in enumerate(config.policy):
-        if policy.urls or policy.past:
-            continue
-        own = config_of(replace(config, seed=config.seed + number), policy)
-        origin = Path(policy.path) if policy.path is not None else source
-        saved = weights / policy.name if weights is not None and policy.learns else None
-        model, its_renderer = _loaded(own, origin, saved)
-        _check_same_renderer(policy, renderer, its_renderer)
-        renderer.ban(its_renderer.banned_ids)
-        loaded[policy.name] = own, origin, saved, model
-    # The engines come first: a local one copies weights that the trainer then wraps.
-    engines = _policy_engines(config, source, loaded, renderer, run, placer)
-    media = MediaStore(run / "media")
-    pixels = None if renderer.vision is None else PixelCache(renderer.vision, media)
-    trained: list[Policy] = []
-    first: dict[Path, nn.Module] = {}
-    for policy in config.policy:
-        if not policy.learns:
-            continue
-        own, origin, saved, model = loaded[policy.name]
-        trainer = _trainer(own, model, renderer, saved, ranks, pixels, on_note)
-        _share_frozen(model, first.setdefault(origin, model))
-        if saved is not None:
-            trainer.load(saved)
-        engine = engines[policy.name]
-        assert isinstance(engine, SupportsWeightUpdate)
-        trained.append(Policy(policy.name, trainer, engine, config.engine.update == "lora", origin))
-    past = {policy.name: _past(config, policy, trained, run) for policy in config.policy if policy.past}
-    engines |= {name: one.engine for name, one in past.items()}
-    router = PolicyEngine(
-        {policy.name: engines[policy.name] for policy in config.policy},
-        agents={policy.name: policy.plays for policy in config.policy},
-        fixed=[policy.name for policy in config.policy if not policy.learns],
-    )
-    return RunComponents(source, renderer, router, Policies(trained, router.policies), media, pixels, list(past.values()))
-
-
-def _policy_engines(
-    config: RunConfig,
-    source: Path,
-    loaded: Mapping[str, tuple[RunConfig, Path, Path | None, nn.Module]],
-    renderer: ChatRenderer,
-    run: Path,
-    placer: ServerPlacer | None,
-) -> dict[str, Engine]:
-    """Build the engine of each policy that has weights; those that are not trained play in this process."""
-    engines: dict[str, Engine] = {}
-    served: dict[str, nn.Module] = {}
-    for policy in config.policy:
-        if policy.urls:
-            engines[policy.name] = _served_policy(config, policy, renderer)
-        elif policy.name in loaded:
-            own, origin, _, model = loaded[policy.name]
-            if not policy.learns or config.engine.kind == "local":
-                engines[policy.name] = _local(own, model, renderer)
-            elif origin != source:
-                raise ConfigError(f"policy {policy.name}: servers share adapters of the run's model; leave its path out")
-            else:
-                served[policy.name] = model
-    return engines | (make_adapter_engines(config, source, served, renderer, run, placer=placer) if served else {})
-
-
-def _check_same_renderer(policy: PolicyConfig, run: ChatRenderer, own: ChatRenderer) -> None:
-    differs = [name for name in ("tokenizer", "template") if run.fingerprints[name] != own.fingerprints[name]]
-    if differs:
-        raise ConfigError(
-            f"policy {policy.name}: the {' and '.join(differs)} of {policy.path} differ from those of the run's model, and all "
-            "policies read and write the same ids; use a model of the same family, or serve it and set policy.urls"
-        )
-
-
-def _share_frozen(model: nn.Module, other: nn.Module) -> None:
-    """Let the frozen parameters of a model be those of another of the same origin."""
-    shared = dict(other.named_parameters())
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad and name in shared and not shared[name].requires_grad:
-            parameter.data = shared[name].data
-
-
-def _past(config: RunConfig, policy: PolicyConfig, trained: Sequence[Policy], run: Path) -> PastPolicy:
-    of = next(one for one in trained if one.name == policy.past["of"])
-    lag = {"sync": 0, "one_step_off": 1, "async": config.schedule.staleness}[config.schedule.mode]
-
-    def load_version(directory: Path, version: int) -> LocalEngine:
-        model, renderer = _loaded(config, directory, None)
-        return LocalEngine(model, renderer=renderer, context=config.limits.context, version=version)
-
-    assert of.source is not None
-    given = {"every": policy.past.get("every", 10), "keep": policy.past.get("keep", 5), "lag": lag, "seed": config.seed}
-    return PastPolicy(of, run / "past" / policy.name, of.source, load_version, **given)
-
-
 def run_worker_rank(ranks: ProcessRanks, run: Path) -> None:
     """Run a rank other than 0, which must be able to read the run's images, until rank 0 ends the run."""
 
     def begin(config: RunConfig, source: Path, weights: Path | None) -> Trainer:
-        model, renderer = _loaded(config, source, weights)
+        model, renderer = load_initial(config, source, weights)
         pixels = None if renderer.vision is None else PixelCache(renderer.vision, MediaStore(run / "media"))
-        return _trainer(config, model, renderer, weights, ranks, pixels)
+        return make_trainer(config, model, renderer, weights, ranks, pixels)
 
     follow_rank_zero(ranks, begin)
 
 
-def _loaded(config: RunConfig, source: Path, weights: Path | None) -> tuple[nn.Module, ChatRenderer]:
+def load_initial(config: RunConfig, source: Path, weights: Path | None) -> tuple[nn.Module, ChatRenderer]:
+    """Load the model of a run, as it is in checkpoint `weights` unless that holds an adapter, and its renderer."""
     # LoRA checkpoints are adapters of the run's initial model.
     initial = weights if weights is not None and not config.lora.rank else source
     return load_model_and_renderer(source, initial, config.model, config.rollout.control_text)
 
 
-def _trainer(
+def make_trainer(
     config: RunConfig,
     model: nn.Module,
     renderer: ChatRenderer,
@@ -615,6 +472,7 @@ def _trainer(
     pixels: PixelCache | None,
     on_note: Callable[[str], None] | None = None,
 ) -> Trainer:
+    """Build the trainer of a model, with the adapter of `[lora]`: a new one, or that of checkpoint `weights`."""
     if config.lora.rank:
         if weights is None:
             add_lora(model, config.lora, seed=config.seed)

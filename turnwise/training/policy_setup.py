@@ -1,0 +1,179 @@
+"""Build the policies of a run with several: each with a model, a trainer and an engine of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from turnwise.config import PolicyConfig, RunConfig
+from turnwise.config.load import config_of
+from turnwise.engines import Engine, SupportsWeightUpdate
+from turnwise.engines.local import LocalEngine
+from turnwise.engines.policies import PolicyEngine
+from turnwise.errors import ConfigError
+from turnwise.media import MediaStore
+from turnwise.renderers.chat_renderer import ChatRenderer
+from turnwise.renderers.vision import PixelCache
+from turnwise.training.checkpoint import policies_of
+from turnwise.training.forward.batch import Ranks
+from turnwise.training.model.directory import renderer_of
+from turnwise.training.past import PastPolicy
+from turnwise.training.policies import Policies, Policy
+from turnwise.training.setup import (
+    RunComponents,
+    load_initial,
+    load_model_and_renderer,
+    make_adapter_engines,
+    make_clients,
+    make_eval_engine,
+    make_local_engine,
+    make_trainer,
+)
+
+if TYPE_CHECKING:
+    from turnwise.engines.remote.managed import ServerPlacer
+
+
+def build_policies(
+    config: RunConfig,
+    source: Path,
+    run: Path,
+    weights: Path | None = None,
+    ranks: Ranks | None = None,
+    on_note: Callable[[str], None] | None = None,
+    placer: ServerPlacer | None = None,
+) -> RunComponents:
+    """Load the policies of a run, each as if it were the only one: with a model, a trainer and an engine of its own. Frozen
+    weights of equal origin are one copy in memory, and servers are shared."""
+    ranks = ranks or Ranks()
+    if ranks.size > 1:
+        raise ConfigError("[[policy]]: several policies are trained by one process; start the run without torchrun")
+    renderer = renderer_of(source, config.model, config.rollout.control_text)
+    loaded: dict[str, tuple[RunConfig, Path, Path | None, nn.Module]] = {}
+    for number, policy in enumerate(config.policy):
+        if policy.urls or policy.past:
+            continue
+        own = config_of(replace(config, seed=config.seed + number), policy)
+        origin = Path(policy.path) if policy.path is not None else source
+        saved = weights / policy.name if weights is not None and policy.learns else None
+        model, its_renderer = load_initial(own, origin, saved)
+        _check_same_renderer(policy, renderer, its_renderer)
+        renderer.ban(its_renderer.banned_ids)
+        loaded[policy.name] = own, origin, saved, model
+    # The engines come first: a local one copies weights that the trainer then wraps.
+    engines = _policy_engines(config, source, loaded, renderer, run, placer)
+    media = MediaStore(run / "media")
+    pixels = None if renderer.vision is None else PixelCache(renderer.vision, media)
+    trained: list[Policy] = []
+    first: dict[Path, nn.Module] = {}
+    for policy in config.policy:
+        if not policy.learns:
+            continue
+        own, origin, saved, model = loaded[policy.name]
+        trainer = make_trainer(own, model, renderer, saved, ranks, pixels, on_note)
+        _share_frozen(model, first.setdefault(origin, model))
+        if saved is not None:
+            trainer.load(saved)
+        engine = engines[policy.name]
+        assert isinstance(engine, SupportsWeightUpdate)
+        trained.append(Policy(policy.name, trainer, engine, config.engine.update == "lora", origin))
+    past = {policy.name: _past(config, policy, trained, run) for policy in config.policy if policy.past}
+    engines |= {name: one.engine for name, one in past.items()}
+    router = PolicyEngine(
+        {policy.name: engines[policy.name] for policy in config.policy},
+        agents={policy.name: policy.plays for policy in config.policy},
+        fixed=[policy.name for policy in config.policy if not policy.learns],
+    )
+    return RunComponents(source, renderer, router, Policies(trained, router.policies), media, pixels, list(past.values()))
+
+
+def _policy_engines(
+    config: RunConfig,
+    source: Path,
+    loaded: Mapping[str, tuple[RunConfig, Path, Path | None, nn.Module]],
+    renderer: ChatRenderer,
+    run: Path,
+    placer: ServerPlacer | None,
+) -> dict[str, Engine]:
+    """Build the engine of each policy that has weights; those that are not trained play in this process."""
+    engines: dict[str, Engine] = {}
+    served: dict[str, nn.Module] = {}
+    for policy in config.policy:
+        if policy.urls:
+            engines[policy.name] = _served_policy(config, policy, renderer)
+        elif policy.name in loaded:
+            own, origin, _, model = loaded[policy.name]
+            if not policy.learns or config.engine.kind == "local":
+                engines[policy.name] = make_local_engine(own, model, renderer)
+            elif origin != source:
+                raise ConfigError(f"policy {policy.name}: servers share adapters of the run's model; leave its path out")
+            else:
+                served[policy.name] = model
+    return engines | (make_adapter_engines(config, source, served, renderer, run, placer=placer) if served else {})
+
+
+def _check_same_renderer(policy: PolicyConfig, run: ChatRenderer, own: ChatRenderer) -> None:
+    differs = [name for name in ("tokenizer", "template") if run.fingerprints[name] != own.fingerprints[name]]
+    if differs:
+        raise ConfigError(
+            f"policy {policy.name}: the {' and '.join(differs)} of {policy.path} differ from those of the run's model, and all "
+            "policies read and write the same ids; use a model of the same family, or serve it and set policy.urls"
+        )
+
+
+def _share_frozen(model: nn.Module, other: nn.Module) -> None:
+    """Let the frozen parameters of a model be those of another of the same origin."""
+    shared = dict(other.named_parameters())
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and name in shared and not shared[name].requires_grad:
+            parameter.data = shared[name].data
+
+
+def _past(config: RunConfig, policy: PolicyConfig, trained: Sequence[Policy], run: Path) -> PastPolicy:
+    of = next(one for one in trained if one.name == policy.past["of"])
+    lag = {"sync": 0, "one_step_off": 1, "async": config.schedule.staleness}[config.schedule.mode]
+
+    def load_version(directory: Path, version: int) -> LocalEngine:
+        model, renderer = load_initial(config, directory, None)
+        return LocalEngine(model, renderer=renderer, context=config.limits.context, version=version)
+
+    assert of.source is not None
+    given = {"every": policy.past.get("every", 10), "keep": policy.past.get("keep", 5), "lag": lag, "seed": config.seed}
+    return PastPolicy(of, run / "past" / policy.name, of.source, load_version, **given)
+
+
+def make_eval_policies(config: RunConfig, source: Path) -> tuple[PolicyEngine, ChatRenderer]:
+    """Build the engine of several policies for evaluation only, and their renderer.
+
+    A trained policy plays from its directory in checkpoint `source`, or starts from `source` if that is one model; earlier
+    versions of a policy are not kept with a checkpoint, so it plays itself.
+    """
+    names, made_here = policies_of(source), source.parent.parent / "model"
+    base = made_here if names and made_here.is_dir() else config.model.directory or source
+    renderer = renderer_of(source / names[0] if names else source, config.model)
+    engines: dict[str, Engine] = {}
+    for policy in config.policy:
+        own = source / policy.name if names else source
+        if policy.urls:
+            engines[policy.name] = _served_policy(config, policy, renderer)
+        elif not policy.past:
+            directory = own if policy.learns else Path(policy.path or base)
+            model, its_renderer = load_model_and_renderer(directory, directory, config.model, config.rollout.control_text)
+            renderer.ban(its_renderer.banned_ids)
+            if policy.learns:
+                engines[policy.name] = make_eval_engine(config, directory, model, renderer)
+            else:
+                engines[policy.name] = make_local_engine(config, model, renderer)
+    engines |= {policy.name: engines[policy.past["of"]] for policy in config.policy if policy.past}
+    return PolicyEngine(engines, agents={policy.name: policy.plays for policy in config.policy}), renderer
+
+
+def _served_policy(config: RunConfig, policy: PolicyConfig, renderer: ChatRenderer) -> Engine:
+    from turnwise.engines.remote import Fleet
+
+    served = replace(config.engine, kind="auto", urls=policy.urls, urls_file=None, model=None)
+    return Fleet(make_clients(served, policy.urls, renderer, config.limits.context))
