@@ -396,13 +396,16 @@ def _first_fault(draft: Draft) -> tuple[str, str] | None:
     config: Any = _built(draft.values)
     for name in sections():
         section = config.env[0] if name == "env" else getattr(config, name)
+        if isinstance(section, tuple):  # tables that no setting is converted to
+            continue
         for attribute, _, why in field_errors(section):
             if f"{name}.{attribute}" in draft.values:
                 return f"{name}.{attribute}", why
 
         def get(key: str, section: Any = section) -> Any:
             part, _, attribute = key.partition(".")
-            return getattr(config.env[0] if part == "env" else getattr(config, part), attribute)
+            found = config.env[0] if part == "env" else getattr(config, part)
+            return getattr(found, attribute) if attribute else found
 
         for key, _, need in without_effect(name, section, get):
             if key in draft.values:
