@@ -44,6 +44,16 @@ def test_keys_after_a_nested_table_stay_in_their_table(tmp_path):
     assert load(tmp_path / "again.toml").config == resolved.config
 
 
+def test_files_of_a_policys_own_keys_are_those_next_to_the_recipe(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("def fair(trajectories, returns):\n    return returns\n")
+    text = '[[policy]]\nname = "asker"\ntrain = { advantage = "mine.py:fair" }\n'
+    expected = {"advantage": f"{tmp_path}/mine.py:fair"}
+    assert load(write(tmp_path, text)).config.policy[0].train == expected
+    monkeypatch.chdir(tmp_path)
+    words = ["--policy.train.advantage", "mine.py:fair"]
+    assert load(write(tmp_path, '[[policy]]\nname = "asker"\n'), words).config.policy[0].train == expected
+
+
 def test_the_command_line_reaches_a_policy(tmp_path):
     one = '[[policy]]\nname = "asker"\n'
     assert load(write(tmp_path, one), ["--policy.train.lr", "0.25"]).config.policy[0].train == {"lr": 0.25}

@@ -367,6 +367,10 @@ def _parse(dotted: str, text: str) -> Any:
 def _absolute(key: str, value: Any, folder: Path) -> Any:
     if key == "env.args":
         return _absolute_files(value, folder)
+    if key == "policy.train" and isinstance(value, Mapping):
+        return {inner: _absolute(f"train.{inner}", item, folder) for inner, item in value.items()}
+    if key.startswith("policy.train."):
+        key = key.removeprefix("policy.")
     if key == "env.use" and isinstance(value, str) and ":" in value:  # framework:file
         prefix, _, file = value.partition(":")
         return f"{prefix}:{_absolute_files(file, folder)}" if "." not in prefix else _absolute_path(key, value, folder)
