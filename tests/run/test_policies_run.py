@@ -135,6 +135,18 @@ def test_a_resumed_run_comes_to_the_same_policies_and_opponents(tmp_path: Path, 
     assert (out / "trajectories.jsonl").read_bytes() == episodes
 
 
+def test_policies_are_trained_while_their_weights_change_in_flight(tmp_path: Path) -> None:
+    more = '[schedule]\nmode = "async"\nstaleness = 1\n'
+    out = trained(tmp_path, PAST, "run", more, "--train.correction", "tis", "--train.steps", "6")
+    steps = rows(out, "train")
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    assert max(row.get("lag_max", 0) for row in steps) <= 1
+    for name in ("asker", "solver"):
+        assert max(row.get(f"policy/{name}/mismatch_max", 0.0) for row in steps) < 1e-4
+    for step, used in versions(out, "solver-2").items():  # an opponent exists before the oldest group of its step can begin
+        assert used <= {max(0, step - 1), max(0, step - 2)}
+
+
 def test_a_policy_with_a_teacher_of_its_own_is_resumed_too(tmp_path: Path) -> None:
     base = trained(tmp_path, "trained = false", "base", "", "--train.steps", "1") / "model"
     teacher = f'[[teacher]]\npath = "{base}"\npolicies = ["solver"]\nsignal = "loss"\n'
