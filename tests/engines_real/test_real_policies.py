@@ -14,9 +14,11 @@ import torch
 from interrupt_kit import whole
 from test_real_servers import CLOSE, adapter, play, well
 
+from turnwise.cli.main import main
 from turnwise.config import EngineConfig, Limits, LoraConfig, RunConfig, TrainConfig
 from turnwise.engines import Request
 from turnwise.engines.remote.managed import how_to_install
+from turnwise.records import read_json_lines
 from turnwise.training import Trainer, add_lora, make_adapter_engines
 from turnwise.training.model.models import load
 
@@ -200,3 +202,59 @@ def test_a_server_that_is_killed_within_a_step_comes_back_with_both_adapters(run
         f"{a.client.kind}: killed once; max |dlogp| {max(found):.2g} over {len(found)} batches; updates behind it {seconds} s"
     )
     assert max(found) < CLOSE
+
+
+PLAY = """\
+import turnwise as tw
+
+def tasks(split, n, seed):
+    return [tw.Task(f"Say {split} {number}.") for number in range(12)]
+
+async def play(task, model):
+    replies = [await model.generate(task.messages, agent=agent) for agent in ("asker", "solver")]
+    values = [float(sum(reply.ids) % 3) for reply in replies]
+    return tw.Scores(sum(values), agents=dict(zip(("asker", "solver"), values)))
+"""
+RUN = """\
+[model]
+heads = 2
+kv_heads = 2
+[[env]]
+tasks = "play.py:tasks"
+[[policy]]
+name = "asker"
+[[policy]]
+name = "solver"
+[rollout]
+function = "play.py:play"
+groups = 4
+group_size = 4
+[limits]
+turn_tokens = 4
+on_turn_length = "continue"
+[train]
+steps = 3
+lr = 1e-2
+[lora]
+rank = 4
+[eval]
+tasks = 4
+"""
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_run_trains_two_policies_through_a_server_that_it_starts(kind, tmp_path):
+    if not (kit.PLACE / kind).is_dir():
+        pytest.skip(f"{kit.PLACE / kind}: not installed")
+    (tmp_path / "play.py").write_text(PLAY)
+    (tmp_path / "run.toml").write_text(RUN)
+    out = tmp_path / "run"
+    words = ["--engine.kind", kind, "--engine.update", "lora", "--engine.install-dir", str(kit.PLACE), "--display", "none"]
+    assert main(["train", str(tmp_path / "run.toml"), "--out", str(out), *words]) == 0
+    rows = [row for row in read_json_lines(out / "metrics.jsonl") if row["phase"] == "train"]
+    gaps = {name: [row.get(f"policy/{name}/mismatch_max", 0.0) for row in rows] for name in ("asker", "solver")}
+    print(f"a run of two policies, {kind}: max |dlogp| {gaps}")
+    assert all(0 < max(found) < 1e-3 for found in gaps.values())
+    for row in read_json_lines(out / "trajectories.jsonl"):
+        if row["key"]["phase"] == "train":
+            assert {span["version"] for span in row["spans"] if span["mask"]} == {row["key"]["step"]}
