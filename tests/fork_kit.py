@@ -7,6 +7,7 @@ Everything else is as in one started by `subprocess`: its memory, files, signals
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import multiprocessing
 import multiprocessing.forkserver
@@ -129,7 +130,8 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself just now, as Popen ignores
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
