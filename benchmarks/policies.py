@@ -1,6 +1,6 @@
 """Two policies on one base, each for an agent of its own: what they learn, and what one can know of the other.
 
-    python benchmarks/policies.py              # three seeds; 8 minutes on two cores
+    python benchmarks/policies.py              # three seeds; 7 minutes on two busy cores
     python benchmarks/policies.py --seeds 1
 
 Two agents read the same prompts, and each is rewarded for a digit of its own (recipes/two_policies.toml), so no single policy

@@ -1,6 +1,6 @@
 """Self-play on a zero-sum game with an advantage for one role (recipes/self_play.toml): what averages by role are worth.
 
-    python benchmarks/self_play.py             # three seeds, a minute each
+    python benchmarks/self_play.py             # three seeds, under a minute each
 
 `stronger_role` is the share of rounds that the first role wins between equal policies, those of the warm-up; `beats_past` the
 share that the newest policy wins against the first one, over 2,000 rounds with sides changed. The role bias is the mean

@@ -71,6 +71,11 @@ def test_the_command_line_reaches_a_policy(tmp_path):
         ('[[policy]]\nname = "a"\ntrain = { lr = -1.0 }\n', (), ["policy a: train.lr = -1.0", "at least 0"]),
         ('[[policy]]\nname = "a"\ntrain = { kl_in = "reward" }\n', (), ["policy a: train.kl_in", "has no effect"]),
         ('[[policy]]\nname = "a"\ntrain = { steps = 3 }\n', (), ["policy.0.train.steps", "is of the run"]),
+        (
+            '[[policy]]\nname = "a"\n[[policy]]\nname = "b"\ntrained = false\ntrain = { lr = 0.1 }\n',
+            (),
+            ["policy.1.train", "has no effect"],
+        ),
         ('[[policy]]\nname = "a"\ntrained = false\n', (), ["policy.0.trained", "no policy is trained"]),
         ('[[policy]]\nname = "a"\nurls = ["http://x"]\npath = "m"\n', (), ["policy.0.urls", "one origin"]),
         ('[[policy]]\nname = "a"\n[[policy]]\nname = "b"\npast = { of = "c" }\n', (), ["policy.1.past", "trained policy: a"]),

@@ -17,7 +17,7 @@ from turnwise.engines import Generation, PolicyEngine, Request
 from turnwise.engines.policies import AgentPolicies, PastVersions
 from turnwise.errors import UsageError
 from turnwise.training import Trainer
-from turnwise.training.advantages import RUNNING_DECAY, RunningBaselines
+from turnwise.training.baselines import RUNNING_DECAY, RunningBaselines
 from turnwise.training.metrics import joined, token_rows
 from turnwise.training.policies import Policies, Policy, comparable, view_of
 from turnwise.types import EpisodeKey, Group, Message, RowReward, Span, StopReason, Task, Trajectory, Turn

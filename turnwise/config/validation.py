@@ -210,6 +210,8 @@ def _policy_rules(config: RunConfig, training: bool) -> Broken:
         if len(origins) > 1:
             yield f"{key}.{origins[1]}", f"a policy has one origin, and policy.{index}.{origins[0]} is given; leave one out"
         yield from _past_rules(config, index)
+        if policy.train and not policy.learns:
+            yield f"{key}.train", "has no effect: the policy is not trained; leave this out"
         for name in policy.train:
             if name in OF_THE_RUN:
                 yield f"{key}.train.{name}", f"is of the run, not of one policy; set train.{name}"

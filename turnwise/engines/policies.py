@@ -177,7 +177,7 @@ class PastVersions:
         return await asyncio.shield(future)
 
     async def _loaded(self, step: int) -> Engine:
-        idle = [old for old, future in self._engines.items() if old != step and not self._calls[old] and future.done()]
+        idle = [old for old in self._open() if not self._calls[old]]
         for old in sorted(idle)[: max(0, len(self._engines) - self.keep)]:
             await self._engines.pop(old).result().close()
         engine = await asyncio.to_thread(self._load, step)
@@ -187,17 +187,18 @@ class PastVersions:
 
     def release(self, session: str) -> None:
         """End a session."""
-        for engine in self._open():
+        for engine in self._open().values():
             engine.release(session)
 
     async def close(self) -> None:
         """Close the engines of all versions."""
-        await asyncio.gather(*(engine.close() for engine in self._open()))
+        await asyncio.gather(*(engine.close() for engine in self._open().values()))
         self._engines.clear()
 
-    def _open(self) -> list[Engine]:
-        done = [future for future in self._engines.values() if future.done() and not future.cancelled()]
-        return [future.result() for future in done if future.exception() is None]
+    def _open(self) -> dict[int, Engine]:
+        """Return the engines of the versions that are loaded, by step."""
+        done = {step: future for step, future in self._engines.items() if future.done() and not future.cancelled()}
+        return {step: future.result() for step, future in done.items() if future.exception() is None}
 
     def set_renderer(self, renderer: Any) -> None:
         """Pass the renderer to every version."""
@@ -209,5 +210,5 @@ class PastVersions:
 
     def _give(self, give: Callable[[Engine], None]) -> None:
         self._sources.append(give)
-        for engine in self._open():
+        for engine in self._open().values():
             give(engine)

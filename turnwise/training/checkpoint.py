@@ -88,7 +88,7 @@ class Checkpoints:
 
     def save(self, name: str, trainer: Trainer | Policies, cursor: Mapping[str, Any], template: str | None = None) -> Path:
         """Write a checkpoint (`cursor` is any JSON) in place of one of this name; drop those beyond the last `keep`, except the
-        best. Each of several policies has a directory of its name in it. `template` replaces the model directory's.
+        best. Each policy with a name has a directory of that name in it. `template` replaces the model directory's.
 
         Raises `TraceError` when it cannot be written; earlier checkpoints are unchanged.
         """

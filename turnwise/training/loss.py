@@ -19,7 +19,6 @@ from turnwise.training.advantages import (
     Credit,
     CreditRules,
     Penalties,
-    RunningBaselines,
     StepCredits,
     TokenWeights,
     advantages,
@@ -32,6 +31,7 @@ from turnwise.training.advantages import (
     trainable_tokens,
     with_turn_weights,
 )
+from turnwise.training.baselines import RunningBaselines
 from turnwise.training.forward.batch import LossDenominator, MicroBatch, TeacherScores, TrainingBatch
 from turnwise.training.forward.forward import TokenStats
 from turnwise.types import Group, Trajectory

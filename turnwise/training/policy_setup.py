@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
@@ -38,6 +38,18 @@ if TYPE_CHECKING:
     from turnwise.engines.remote.managed import ServerPlacer
 
 
+class LoadedPolicy(NamedTuple):
+    """A policy with weights, before it has an engine and a trainer."""
+
+    config: RunConfig
+    """The run's, with the policy's own keys."""
+    origin: Path
+    """Model directory that it started from."""
+    saved: Path | None
+    """Its directory in the checkpoint that the run is resumed from."""
+    model: nn.Module
+
+
 def build_policies(
     config: RunConfig,
     source: Path,
@@ -53,7 +65,7 @@ def build_policies(
     if ranks.size > 1:
         raise ConfigError("[[policy]]: several policies are trained by one process; start the run without torchrun")
     renderer = renderer_of(source, config.model, config.rollout.control_text)
-    loaded: dict[str, tuple[RunConfig, Path, Path | None, nn.Module]] = {}
+    loaded: dict[str, LoadedPolicy] = {}
     for number, policy in enumerate(config.policy):
         if policy.urls or policy.past:
             continue
@@ -63,7 +75,7 @@ def build_policies(
         model, its_renderer = load_initial(own, origin, saved)
         _check_same_renderer(policy, renderer, its_renderer)
         renderer.ban(its_renderer.banned_ids)
-        loaded[policy.name] = own, origin, saved, model
+        loaded[policy.name] = LoadedPolicy(own, origin, saved, model)
     # The engines come first: a local one copies weights that the trainer then wraps.
     engines = _policy_engines(config, source, loaded, renderer, run, placer)
     media = MediaStore(run / "media")
@@ -94,7 +106,7 @@ def build_policies(
 def _policy_engines(
     config: RunConfig,
     source: Path,
-    loaded: Mapping[str, tuple[RunConfig, Path, Path | None, nn.Module]],
+    loaded: Mapping[str, LoadedPolicy],
     renderer: ChatRenderer,
     run: Path,
     placer: ServerPlacer | None,
@@ -154,7 +166,7 @@ def make_eval_policies(config: RunConfig, source: Path) -> tuple[PolicyEngine, C
     """
     names, made_here = policies_of(source), source.parent.parent / "model"
     base = made_here if names and made_here.is_dir() else config.model.directory or source
-    renderer = renderer_of(source / names[0] if names else source, config.model)
+    renderer = renderer_of(source / names[0] if names else source, config.model, config.rollout.control_text)
     engines: dict[str, Engine] = {}
     for policy in config.policy:
         own = source / policy.name if names else source

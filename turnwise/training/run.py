@@ -327,8 +327,7 @@ class TrainingRun:
         self.watch.waiting("checkpoint")
         self.run.sync()  # after a power cut, no checkpoint may outlive the episodes before it
         state = self.cursor | self.plan.state() | self.policies.state() | {"journal": self.run.journal.mark()}
-        policies = self.policies if self.config.policy else self.policies.trained[0].trainer
-        self.checkpoints.save(name, policies, state, self._template)
+        self.checkpoints.save(name, self.policies, state, self._template)
         self.watch.waiting("")
 
     def _keep_past(self, step: int) -> None:

@@ -14,11 +14,9 @@ from turnwise.config.schema import Batching
 from turnwise.errors import ConfigError
 from turnwise.training.forward.batch import BatchPacker, MicroBatch, TeacherScores, TrainingBatch
 from turnwise.training.forward.divergence import TeacherTargets
-from turnwise.training.forward.forward import FittedHead, ForwardPass, SamplingSupport, target_stats
+from turnwise.training.forward.forward import FittedHead, ForwardPass, target_stats
+from turnwise.training.scoring import top_logprobs
 from turnwise.training.teachers.base import Hint, TaughtPolicy, Teacher, no_answer
-
-TOP_LOGITS = 1 << 24
-"""Maximum logits of which the top ids are taken at once."""
 
 
 def _keep(kept: dict[str, Tensor], name: str, values: Tensor, at_m: Tensor, size: int) -> None:
@@ -95,24 +93,11 @@ class LocalTeacher(Teacher):
         logp_n[at_m] = found.logprobs_m.double()
 
         if config.top is not None:
-            best = self._top(features_md, head, micro.targets_m, support)
+            best = top_logprobs(features_md, head, micro.targets_m, law, support, config.top)
             _keep(kept, "top_mk", best[0], at_m, batch.size)
             _keep(kept, "top_logp_mk", best[1], at_m, batch.size)
         elif config.signal == "loss":
             _keep(kept, "hidden_md", features_md, at_m, batch.size)
-
-    def _top(
-        self, features_md: Tensor, head: FittedHead, targets_m: Tensor, support: SamplingSupport | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the most likely ids at each target and their log-probabilities, a few rows at a time."""
-        law, parts = self.policy.distribution, []
-        for index_k in torch.arange(len(targets_m), device=targets_m.device).split(max(1, TOP_LOGITS // head.width)):
-            logits = head.logits(features_md[index_k])
-            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            part = None if support is None else support.take(index_k)
-            logp_kv = law.log_softmax(wide, law.excluded(wide, targets_m[index_k], part))
-            parts.append(logp_kv.topk(min(self.config.top or 1, head.width), -1))
-        return torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts])
 
     def _targets(self, known_n: Tensor, kept: dict[str, Tensor]) -> TeacherTargets | None:
         if self.config.signal != "loss":
