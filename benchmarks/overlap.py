@@ -5,6 +5,7 @@ warm-up of a run in one process. `wall_over_sync` compares the seconds from the 
 
     python benchmarks/overlap.py                                     # three seeds, sync, one_step_off and async: about an hour
     python benchmarks/overlap.py --seeds 1 --modes sync async_2      # other words are overrides of the recipe
+    python benchmarks/overlap.py --recipe recipes/quickstart_vlm.toml --token-s 0.01      # images, at the recipe's size
 
 The last line is JSON: by mode a row for each seed: success before and after (sampled, 95% interval), `wall_s` of reinforcement,
 `wall_over_sync`, and the mean and largest lag.
@@ -26,7 +27,8 @@ from updates import SLOWED
 ROOT = Path(__file__).parents[1]
 MODES = {"sync": [], "one_step_off": ["--schedule.mode", "one_step_off"]}
 MODES |= {f"async_{n}": ["--schedule.mode", "async", "--schedule.staleness", str(n)] for n in (1, 2, 4)}
-SIZE = ["--model.heads", "2", "--model.kv-heads", "2"]
+QUICKSTART = str(ROOT / "recipes" / "quickstart.toml")
+SIZE = {QUICKSTART: ["--model.heads", "2", "--model.kv-heads", "2"]}
 
 
 def train(recipe: str, out: Path, words: list[str]) -> None:
@@ -68,7 +70,7 @@ def main() -> None:
     parser.add_argument("--correction", default="tis")
     parser.add_argument("--token-s", type=float, default=0.05, help="seconds by which each pass of the engine is slowed")
     parser.add_argument("--warm", nargs="*", default=[], help="overrides of the warm-up, as warmup.steps=50")
-    parser.add_argument("--recipe", default=str(ROOT / "recipes" / "quickstart.toml"))
+    parser.add_argument("--recipe", default=QUICKSTART)
     args, words = parser.parse_known_args()
     args.warm = [f"--{word}" for word in args.warm]
     found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in args.modes}
@@ -79,11 +81,9 @@ def main() -> None:
         folder = Path(name)
         for seed in range(args.seeds):
             warm = folder / f"warm-{seed}"
-            train(
-                args.recipe,
-                warm,
-                [*words, *args.warm, "--seed", str(seed), "--checkpoint.keep", "99", "--eval.greedy", "false", *SIZE],
-            )
+            size = SIZE.get(args.recipe, [])
+            given = [*words, *args.warm, "--seed", str(seed), "--checkpoint.keep", "99", "--eval.greedy", "false", *size]
+            train(args.recipe, warm, given)
             warmed = warm / "checkpoints" / "warmed"
             for mode in args.modes:
                 row = reinforced(mode, seed, warmed, folder, args, words)

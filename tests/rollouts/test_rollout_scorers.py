@@ -292,23 +292,54 @@ def test_what_a_killed_environment_started_in_a_session_of_its_own_goes_with_it(
 
 
 class Groups(AsyncTalk):
-    """Hangs in a task of a group, which is cut off in the middle."""
+    """Hangs in tasks of a group, so that the stop may meet a task, the group or asyncio itself."""
 
     async def step(self, action):
+        asyncio.create_task(self.spin("beside"))  # noqa: RUF006  # nobody asks for its exception
         async with asyncio.TaskGroup() as group:
-            for _ in range(3):
-                group.create_task(self.spin())
+            for number in range(3):
+                group.create_task(self.spin(f"grouped-{number}"))
 
-    async def spin(self):
-        while True:
-            await asyncio.sleep(0)
+    async def spin(self, name):
+        try:
+            while True:
+                await asyncio.sleep(0)
+        finally:
+            self.note(name)
+            raise RuntimeError("a cleanup that fails")
+
+    async def close(self):
+        await asyncio.sleep(0.01)  # the loop runs on, with what the stop left on it
+        self.note("closed")
+
+    def note(self, name):
+        Path(os.environ["NOTES"], f"{name}.{os.getpid()}").touch()
 
 
-def test_an_environment_that_is_stopped_in_the_middle_of_a_call_says_nothing(capfd):
-    limits = tw.Limits(env_s=0.5)
-    rows = tw.rollout(Groups, tasks(6), Sampler(), limits=limits, rules=tw.EnvRules(isolation="process"))
+class Blocks(Groups):
+    """Keeps the event loop from running."""
+
+    async def step(self, action):
+        time.sleep(60)
+
+
+def test_an_environment_that_is_stopped_while_it_blocks_its_loop_is_closed(monkeypatch, tmp_path):
+    monkeypatch.setenv("NOTES", str(tmp_path))
+    rows = tw.rollout(Blocks, tasks(2), Sampler(), limits=tw.Limits(env_s=0.5), rules=tw.EnvRules(isolation="process"))
     assert {t.error.type for t in rows} == {"TimeoutError"}
-    assert "never retrieved" not in capfd.readouterr().err
+    assert [path.stem for path in tmp_path.iterdir()] == ["closed"] * 2
+
+
+def test_an_environment_that_is_stopped_in_the_middle_of_a_call_is_closed_and_says_nothing(capfd, monkeypatch, tmp_path):
+    monkeypatch.setenv("NOTES", str(tmp_path))
+    limits = tw.Limits(env_s=0.5)
+    rows = tw.rollout(Groups, tasks(12), Sampler(), limits=limits, rules=tw.EnvRules(isolation="process"))
+    assert {t.error.type for t in rows} == {"TimeoutError"}
+    err = capfd.readouterr().err
+    assert "never retrieved" not in err
+    assert "Exception in" not in err
+    notes = sorted(path.stem for path in tmp_path.iterdir())
+    assert notes == sorted(["beside", "closed", "grouped-0", "grouped-1", "grouped-2"] * 12)
 
 
 def test_the_start_of_a_process_is_not_part_of_what_a_reset_may_take(monkeypatch):

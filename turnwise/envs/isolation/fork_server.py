@@ -24,7 +24,7 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from inspect import isawaitable
 from multiprocessing import spawn
 from pathlib import Path
@@ -34,7 +34,6 @@ import orjson
 
 from turnwise.config import Limits
 from turnwise.envs.base import Env, InlineObservation, NeedsLimits, Scores, as_step
-from turnwise.envs.scripted_play import maybe_await
 from turnwise.envs.user_code import as_number, failure_of
 from turnwise.errors import InvalidAction, UsageError, words
 from turnwise.media import media_as_bytes
@@ -94,6 +93,8 @@ class _EnvServer:
         self._make = make
         self._env: Env | None = None
         self._runner = asyncio.Runner()
+        self._task: asyncio.Task[Any] | None = None  # of the last call that ran on the loop
+        self._stopping = False
         self._pid = os.getpid()
 
     def serve(self) -> None:
@@ -109,6 +110,7 @@ class _EnvServer:
             pass
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.setitimer(signal.ITIMER_REAL, 0)
             if self._env is not None:
                 self._settle(self._quiet())
                 with contextlib.suppress(Exception):
@@ -124,6 +126,18 @@ class _EnvServer:
             await asyncio.wait(left, timeout=EXIT_GRACE_S / 4)
 
     def _stop(self, *_: Any) -> None:
+        """End the current call: cancel it where asyncio runs, which would report an exception and go on; else interrupt it."""
+        self._stopping = True
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise _Stop from None
+        if self._task is not None:
+            loop.call_soon_threadsafe(self._task.cancel)
+        signal.signal(signal.SIGALRM, self._interrupt)  # for a call that blocks the loop, or ignores its cancellation
+        signal.setitimer(signal.ITIMER_REAL, EXIT_GRACE_S / 4)
+
+    def _interrupt(self, *_: Any) -> None:
         raise _Stop
 
     def _answer(self, number: int, method: str, arguments: bytes) -> None:
@@ -132,8 +146,8 @@ class _EnvServer:
         except InvalidAction as mistake:
             answer = "invalid", words(mistake)
         except BaseException as error:
-            if isinstance(error, _Stop):
-                raise
+            if self._stopping:
+                raise _Stop from error
             if not issubclass(type(error), Exception):
                 error = RuntimeError(f"raised {words(error, repr)}")
             answer = "error", failure_of(error, "reward" if method == "score" else method)
@@ -179,7 +193,11 @@ class _EnvServer:
         return [_number(one) for one in found] if isinstance(found, (list, tuple)) else _number(found)
 
     def _settle(self, value: Any) -> Any:
-        return self._runner.run(maybe_await(value)) if isawaitable(value) else value
+        return self._runner.run(self._await(value)) if isawaitable(value) else value
+
+    async def _await(self, value: Awaitable[Any]) -> Any:
+        self._task = asyncio.current_task()
+        return await value
 
     def _send(self, number: int, value: Any) -> None:
         if os.getpid() != self._pid:  # a fork made by the environment also returned from the call
