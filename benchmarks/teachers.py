@@ -6,14 +6,17 @@
 `cpu_to_90_*` are the CPU seconds of playing and training (evaluations left out) to the first evaluation of 256 held-out tasks
 with 90% success: `*_reward` trains by rewards, `*_teacher` by the teacher alone (reverse KL over the vocabulary, groups of
 one). `held_out_shuffled` trains on the teacher's answers exchanged between ids. `hint_self` is a policy that teaches itself
-with hints (the right answer of each task), from `hint_start`, and `hint_shuffled` with hints of other tasks. `cross_tokenizer`
-is the success of a policy with another tokenizer than its teacher's. Last line JSON.
+with hints (the right answer of each task), from `hint_start`, and `hint_shuffled` with hints drawn without regard to the task;
+`hint_error` is the standard error of each of the three. `cross_tokenizer` is the success of a policy with another tokenizer
+than its teacher's. `remote_gap` is the largest difference in nats between the answers of a model that `turnwise serve` serves,
+in the formats of vLLM and SGLang, and of the same model in this process, text with branches and images. Last line JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import subprocess
@@ -24,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import turnwise as tw  # noqa: E402
 
@@ -32,6 +35,8 @@ HERE = Path(__file__).resolve()
 SIZES = (16, 32, 64, 128)
 STEPS = {"reward": {16: 160, 32: 160, 64: 80, 128: 80}, "teacher": {16: 40, 32: 40, 64: 40, 128: 40}}
 GOAL = 0.9
+HINT_SAMPLES = 1024
+"""Evaluation episodes of each of the eight words: a standard error of at most 0.6%."""
 WARMUP = """\
 [model]
 heads = 4
@@ -253,10 +258,11 @@ def hints(folder: Path, seed: int) -> dict[str, float]:
         recipe = f'[model]\npath = "{warm / "checkpoints" / "warmed"}"\n' + HINTED.format(here=HERE, hints="false")
         recipe += "[rollout]\ngroups = 8\ngroup_size = 8\n[train]\nsteps = 60\nreward_weight = 0.0\nlr = 1e-3\n"
         recipe += f'[[teacher]]\nself = true\nsignal = "loss"\nhint = "{HERE}:{name}_hint"\n'
-        out = train(folder, f"{name}-{seed}", recipe, "--seed", seed, "--eval.samples", 32)
+        out = train(folder, f"{name}-{seed}", recipe, "--seed", seed, "--eval.samples", HINT_SAMPLES)
         found |= {"hint_start": summary(out, "success_before")} if name == "right" else {}
         found["hint_self" if name == "right" else "hint_shuffled"] = summary(out)
-    return found
+    worst = max(value * (1 - value) for value in found.values())
+    return found | {"hint_error": math.sqrt(worst / (HINT_SAMPLES * len(WORDS)))}
 
 
 def crossed(folder: Path, seed: int, teacher: Path) -> dict[str, float]:
@@ -299,6 +305,8 @@ def main() -> None:
     """Choose sizes, print every seed, then the means."""
     if sys.argv[1:2] == ["--play"]:
         play(sys.argv[4:], shuffled=sys.argv[2] == "shuffled")
+    from teacher_kit import largest_gaps
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--choose", type=int, default=100, help="seed that chooses the sizes")
@@ -306,6 +314,9 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        gaps = {f"remote_gap_{kind}": nats for kind, nats in largest_gaps(folder).items()}
+        gaps["remote_gap"] = max(gaps.values())
+        print(json.dumps(gaps), flush=True)
         if given.sizes:
             sizes = {kind: int(size) for kind, size in (pair.split("=") for pair in given.sizes)}
         else:
@@ -316,7 +327,7 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
     keys = [key for key in rows[0] if key != "seed" and all(row.get(key) is not None for row in rows)]
     means = {key: sum(row[key] for row in rows) / len(rows) for key in keys}
-    print(json.dumps(means | {"episodes_per_step": sizes, "seeds": rows}))
+    print(json.dumps(means | gaps | {"episodes_per_step": sizes, "seeds": rows}))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "viewer"))
 
 from browser_kit import drawn, until
-from view_kit import write_run
+from view_kit import add_policies, write_run
 
 from turnwise.viewer.web import ViewerServer, self_contained
 
@@ -197,6 +197,38 @@ def test_hostile_text_stays_text(page, tmp_path, inside):
             assert not set("\x00\x1b\u202e") & set(page.evaluate("document.body.textContent"))
         assert page.evaluate("window.owned") is None
         assert "\u202e" not in page.content()
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("odd", ["", HOSTILE])
+def test_policies_have_their_curves_and_spans_name_them(page, tmp_path, inside, odd):
+    names = tuple(name + odd.replace("/", "") for name in ("asker", "solver", "rival", "judge"))
+    run = add_policies(write_run(tmp_path / "many", steps=4), names)
+    out = tmp_path / "sent.html"
+    self_contained([run], out)
+    server = ViewerServer([run])
+    server.start()
+    try:
+        page.goto(out.as_uri() if inside else server.url)
+        page.wait_for_selector("section.policy")
+        titles = [one.inner_text() for one in page.query_selector_all("section.policy h2")]
+        assert [title[:13] for title in titles] == ["Policy asker"[:13] + odd[:1], "Policy solver"]
+        first = page.query_selector("section.policy")
+        assert [one.inner_text() for one in first.query_selector_all(".charts > figure b")][:2] == ["Reward", "Entropy"]
+        assert len(first.query_selector_all("figure .curve")) == 3  # the learning rate is among the other metrics
+        at = next(one.at for one in server.stores[0].entries if one.phase == "train" and one.turns == 4)
+        page.goto((out.as_uri() if inside else server.url) + f"#/t/0/{at}/tokens")
+        page.wait_for_selector(".span.model")
+        told = [one.inner_text() for one in page.query_selector_all(".span.model > p")]
+        assert [f"policy {name}" in line for name, line in zip(("asker", "solver", "rival", "judge"), told, strict=True)] == [
+            True
+        ] * 4
+        assert ["not trained: frozen" in line for line in told] == [False, False, True, True]
+        assert page.evaluate("window.owned") is None
+        assert page.evaluate("document.querySelectorAll('main img, main script, a[href^=javascript]').length") == 0
+        assert page.problems == []
     finally:
         server.close()
 

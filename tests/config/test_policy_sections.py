@@ -88,11 +88,6 @@ def test_the_command_line_reaches_a_policy(tmp_path):
             ["policy b: train.reward_weight = 0", "teacher.policies"],
         ),
         ('[[policy]]\nname = "a"\n[engine]\nkind = "vllm"\n', (), ["engine.update", '"lora"']),
-        (
-            '[[policy]]\nname = "a"\n[[policy]]\nname = "b"\ntrained = false\n[scale]\nlisten = "127.0.0.1:0"\n',
-            (),
-            ["policy.1.name", "leave [scale] out"],
-        ),
         ('policy = "a"\n', (), ['policy = "a"', "[[policy]]"]),
         ('[[policy]]\nname = "a"\n[quant]\nkind = "int4"\n', (), ["quant.kind", "one policy"]),
         (TWO, ("--policy.trained", "false"), ["choose one: --policy.0 (asker), --policy.1 (solver)"]),

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("torch")
 import torch
 from fork_kit import Forked
+from serve_kit import served
 from test_remote_fleet import until
 
 from turnwise.cli.main import main
@@ -20,9 +21,8 @@ from turnwise.engines import Request, Sampling, StopText, check_generation
 from turnwise.engines.remote import Fleet, SglangEngine, VllmEngine, probe_server
 from turnwise.engines.remote.base import EngineLoad
 from turnwise.engines.remote.weight_files import ModelDirectories
-from turnwise.engines.server import JsonHttpServer
 from turnwise.errors import ConfigError, EngineError, SyncError
-from turnwise.training import create_tiny_model, make_service, score_with_model, unique_weights
+from turnwise.training import create_tiny_model, score_with_model, unique_weights
 from turnwise.training.model.models import load
 from turnwise.training.server import serve
 
@@ -40,17 +40,13 @@ def run(directory, kind, work, token="", speculate=0, context=200, **options):
     """Do work(client, app, url) beside a server."""
 
     async def all_of_it():
-        app, engine = make_service(directory, context=context, device="cpu", speculate=speculate)
-        server = JsonHttpServer(app.routes(kind), host="127.0.0.1", port=0, token=token)
-        await server.start()
-        client = CLIENTS[kind](server.url, **options)
-        try:
-            async with asyncio.timeout(100):
-                return await work(client, app, server.url)
-        finally:
-            await client.close()
-            await server.close()
-            await engine.close()
+        async with served(directory, kind, context=context, token=token, speculate=speculate) as (app, url):
+            client = CLIENTS[kind](url, **options)
+            try:
+                async with asyncio.timeout(100):
+                    return await work(client, app, url)
+            finally:
+                await client.close()
 
     return asyncio.run(all_of_it())
 

@@ -121,6 +121,8 @@ def test_a_resumed_run_comes_to_the_same_policies_and_opponents(tmp_path: Path, 
     expected = {step: {step - lag, step - lag - 1} - {-1, -2} or {0} for step in range(4)}
     assert all(used <= expected[step] for step, used in versions(out, "solver-2").items())
     assert set().union(*versions(out, "solver-2").values()) >= {0, 1}
+    kept = sorted(int(path.name[5:]) for path in (out / "past" / "other").iterdir())
+    assert kept == [0, 1, 2, 3, 4][1 - lag :]  # a resume from step 2 draws versions from 1 - lag on
     last = out / "checkpoints" / "step-00004"
     assert sorted(path.name for path in last.iterdir()) == ["asker", "solver", "state.json"]
     assert json.loads((last / "state.json").read_text())["cursor"]["baselines"]["solver"]

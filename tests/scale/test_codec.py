@@ -112,7 +112,7 @@ def test_an_engine_call_and_its_answer_arrive_as_they_were():
     with pytest.raises(ValueError, match="ids of a context of"):
         read_request(row, renderer.decode, renderer.banned_ids, ends[1])
     routes = ExpertRoutes(bytes(range(12)), 2, 3)
-    answer = Generation([1, 2], [-0.1, None], "stop", 4, 9, {ROUTES: (2, routes)}, "mask", 3, 1, [(1, 5)], 3)
+    answer = Generation([1, 2], [-0.1, None], "stop", 4, 9, {ROUTES: (2, routes)}, "mask", 3, 1, [(1, 5)], 3, True)
     again = read_generation(json.loads(dumps(generation_row(answer))))
     assert again == answer
 

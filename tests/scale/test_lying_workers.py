@@ -99,6 +99,18 @@ class Invented(RunLink):
         super().event(lease, event)
 
 
+class Renamed(RunLink):
+    """Says that another agent's policy sampled a reply."""
+
+    def event(self, lease, event):
+        if event["e"] == "turn" and event["n"] == 1:
+            event = json.loads(json.dumps(event))
+            event["turn"]["agent"] = "other"
+            for span in event["spans"]:
+                span["agent"] = "other"
+        super().event(lease, event)
+
+
 class Sibling(RunLink):
     """Sends an episode that it was not asked for."""
 
@@ -161,6 +173,7 @@ class HalfABody(RunLink):
 LIES = {
     AnotherGroup: "answered group train/0/train-3 where another was asked for",
     Invented: "sent ids that the engine did not sample for it",
+    Renamed: "sent ids that the engine did not sample for it",
     Sibling: "which it was not asked for",
     HalfAnEpisode: "does not fit those before it",
     HalfAGroup: "of which 1 of 3 episodes did not end",

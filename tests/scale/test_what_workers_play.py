@@ -88,3 +88,71 @@ def test_an_asynchronous_run_is_played_by_workers(tmp_path):
     assert final_weights(run)
     assert not events(run, "asked_again")
     assert load(recipe).config.rollout.groups * 4 == sum(len(event["keys"]) for event in events(run, "batch"))
+
+
+POLICIES = """\
+import asyncio
+import turnwise as tw
+
+def tasks(split, n, seed):
+    return [tw.Task(f"Say {split} {number}.") for number in range(8)]
+
+async def play(task, model):
+    names = ("asker", "rival", "judge")
+    replies = await asyncio.gather(*(model.generate(task.messages, agent=name) for name in names))
+    values = [float(sum(reply.ids) % 3) for reply in replies]
+    return tw.Scores(sum(values), agents=dict(zip(names, values)))
+"""
+POLICIES_RECIPE = """\
+[model]
+hidden = 32
+layers = 1
+[[env]]
+tasks = "play.py:tasks"
+[[policy]]
+name = "asker"
+[[policy]]
+name = "rival"
+past = { of = "asker", every = 1, keep = 2 }
+[[policy]]
+name = "judge"
+trained = false
+[rollout]
+function = "play.py:play"
+groups = 3
+group_size = 3
+[limits]
+turn_tokens = 3
+on_turn_length = "continue"
+[train]
+steps = 3
+lr = 1e-2
+[eval]
+tasks = 3
+greedy = false
+[checkpoint]
+every = 1
+"""
+
+
+def test_workers_play_policies_that_are_trained_and_those_that_are_not(tmp_path):
+    """The same weights as without workers, with opponents older than the trained policy."""
+    (tmp_path / "play.py").write_text(POLICIES)
+    (recipe := tmp_path / "recipe.toml").write_text(POLICIES_RECIPE)
+    port = free_port()
+    with processes() as started:
+        for name, words in (("alone", []), ("run", ["--scale.listen", f"127.0.0.1:{port}"])):
+            started.append(start("train", recipe, "--out", tmp_path / name, *words, log=tmp_path / f"{name}.log"))
+        started.append(start("worker", "--join", f"http://127.0.0.1:{port}", "--name", "one", log=tmp_path / "one.log"))
+        finished(started[0], tmp_path / "alone.log")
+        finished(started[1], tmp_path / "run.log")
+    last = [tmp_path / name / "checkpoints" / "step-00003" / "asker" / "model.safetensors" for name in ("alone", "run")]
+    assert last[0].read_bytes() == last[1].read_bytes()
+    assert not events(tmp_path / "run", "asked_again")
+    turns = [event for event in events(tmp_path / "run", "turn") if event["k"][0] == "train"]
+    versions = {agent: set() for agent in ("asker", "rival", "judge")}
+    for event in turns:
+        versions[event["turn"]["agent"]] |= {(event["k"][1], s["version"]) for s in event["spans"] if "logprobs" in s}
+    assert versions["asker"] == {(step, step) for step in range(3)}
+    assert versions["judge"] == {(step, 0) for step in range(3)}
+    assert any(version < step for step, version in versions["rival"])

@@ -2,7 +2,9 @@
 
 import asyncio
 import random
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +21,7 @@ from turnwise.errors import UsageError
 from turnwise.training import Trainer
 from turnwise.training.baselines import RUNNING_DECAY, RunningBaselines
 from turnwise.training.metrics import joined, token_rows
+from turnwise.training.past import PastPolicy
 from turnwise.training.policies import Policies, Policy, comparable, view_of
 from turnwise.types import EpisodeKey, Group, Message, RowReward, Span, StopReason, Task, Trajectory, Turn
 
@@ -309,6 +312,45 @@ def test_past_versions_are_drawn_among_the_last_that_exist(every, keep, lag, see
         assert drawn <= set(known)
         assert len(drawn) > 1 or len(known) == 1
     assert past.step_of("train/7/t") == past.step_of("train/7/t")
+
+
+@given(
+    every=st.integers(1, 4),
+    keep=st.integers(1, 3),
+    lag=st.integers(0, 3),
+    saved=st.integers(1, 4),
+    kept=st.integers(1, 3),
+    best=st.integers(0, 25),
+    stops=st.lists(st.tuples(st.integers(0, 25), st.integers(0, 3)), max_size=2),
+)
+@settings(max_examples=40)
+def test_past_versions_stay_while_a_resume_from_a_kept_checkpoint_can_draw_them(every, keep, lag, saved, kept, best, stops):
+    """A run saves a checkpoint each `saved` steps, and keeps the last ones and a best one; it stops at some steps and resumes,
+    each time from the newest checkpoint but some."""
+    trainer = SimpleNamespace(adapter=None, save_weights=lambda directory, source: (directory / "weights").touch())
+    with tempfile.TemporaryDirectory() as name:
+        root, of = Path(name), SimpleNamespace(engine=None, trainer=trainer)
+        (source := root / "model").mkdir()
+        options = {"every": every, "keep": keep, "lag": lag, "seed": 0}
+        checkpoints, first = [0], 0
+        for end, lost in [*stops, (25, 0)]:
+            past = PastPolicy(of, root / "past", source, lambda directory, version: None, **options)
+            for step_ in range(first, max(first, end)):
+                past.save(step_, None)
+                for group in range(max(0, step_ - lag), step_ + lag + 1):  # those that can be in flight
+                    assert versions_in(root) >= {one for one in past.engine.steps(group) if one <= step_}
+                if (step_ + 1) % saved == 0:
+                    known = [*checkpoints, step_ + 1]
+                    checkpoints = sorted({*known[-kept:], *({best} & {*known})})
+                    past.prune(checkpoints)
+                    needed = {v for one in checkpoints for v in range(past.engine.oldest(one), one + 1, every)}
+                    assert {one for one in versions_in(root) if one <= step_} == needed - {step_ + 1}
+            checkpoints = checkpoints[: max(1, len(checkpoints) - lost)]  # the later ones are damaged
+            first = checkpoints[-1]
+
+
+def versions_in(root):
+    return {int(path.name[5:]) for path in (root / "past").iterdir()}
 
 
 def test_past_versions_are_loaded_once_while_they_are_used_and_closed():

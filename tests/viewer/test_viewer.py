@@ -13,11 +13,13 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from view_kit import add_policies
 
 from turnwise.cli.main import main
+from turnwise.viewer.report import render_report
 from turnwise.viewer.web import ViewerServer, self_contained
 from turnwise.viewer.web.index import TableFilter, TrajectoryIndex
-from turnwise.viewer.web.pages import embed_json, media_of, trajectory
+from turnwise.viewer.web.pages import embed_json, escape_json, media_of, trajectory
 
 HASH = "ab" * 32
 HOSTILE = (
@@ -122,6 +124,59 @@ def test_a_trajectory_comes_with_turns_tokens_siblings_and_what_training_made_of
     assert get(server, f"/api/trajectory?at={entry.at + 1}")[0] == 404
     assert get(server, "/api/trajectory?at=99999999999")[0] == 404
     assert get(server, "/api/trajectory?at=x")[0] == 400
+
+
+def policies_of_spans(server, turns):
+    """What an episode of so many turns names as the policies of its sampled spans, and why they are not trained."""
+    entry = next(one for one in server.stores[0].entries if one.phase == "train" and one.step == 3 and one.turns == turns)
+    found = json.loads(get(server, f"/api/trajectory?at={entry.at}")[2])["spans"]
+    return [(span["policy"], span.get("untrained")) for span in found if span["origin"] == "model"]
+
+
+def test_each_span_names_its_policy_and_each_policy_has_its_metrics(make_run, tmp_path):
+    run = add_policies(make_run(tmp_path / "many", steps=8))
+    server = ViewerServer([run])
+    server.start()
+    try:
+        read_whole(server)
+        before = "of warm-up step 2"  # versions count from the start of the warm-up, of which this run has 190 steps
+        assert policies_of_spans(server, 4) == [
+            (f"asker {before}", None),
+            (f"solver {before}", None),
+            (f"rival: solver {before}", "frozen"),
+            ("judge, not trained", "frozen"),
+        ]
+        rows = [row for row in json.loads(get(server, "/api/overview")[2])["rows"] if row["phase"] == "train"]
+        assert [row["policy/solver/entropy"] - row["policy/asker/entropy"] for row in rows] == pytest.approx([1.0] * 8)
+        report = render_report(run)
+        assert "policy rival: solver of warm-up step" in report
+        assert "policy judge, not trained" in report
+    finally:
+        server.close()
+
+
+def test_a_run_with_one_policy_names_none(server):
+    assert {policy for policy, _ in policies_of_spans(server, 3)} == {"of warm-up step 2"}
+
+
+@pytest.mark.parametrize(
+    "given", [None, 3, ["x", None, {}], [{"name": HOSTILE, "agents": [HOSTILE, 7], "past": "x", "urls": 1}]]
+)
+def test_policies_that_are_none_or_hostile_are_text(make_run, tmp_path, given):
+    run = make_run(tmp_path / "odd", steps=4)
+    config = json.loads((run / "config.json").read_text())
+    config["config"]["policy"] = given
+    (run / "config.json").write_text(json.dumps(config))
+    rows = [json.loads(line) for line in (run / "trajectories.jsonl").read_text().splitlines()]
+    for row in rows:
+        for span in row["spans"]:
+            span["agent"] = HOSTILE
+    (run / "trajectories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    store = TrajectoryIndex(run)
+    store.update()
+    shown = json.dumps(escape_json(trajectory(store, 0, store.entries[0])["spans"]), ensure_ascii=False)
+    assert not set("\x00\x1b\u202e") & set(shown)
+    assert "<script>alert(1)</script><img" not in render_report(run)
 
 
 FOREIGN = ("evil.example", "127.0.0.1", "localhost:1", "127.0.0.1.evil.example", "", "[::1]")

@@ -197,3 +197,34 @@ def write_run(folder: Path, *, steps: int = 60, said: str = "") -> Path:
     lines.append(trajectory(rng, step=steps - 1, reward=None, stop="env_error", error=error, said=said))
     (folder / "trajectories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     return folder
+
+
+POLICIES = ("asker", "solver", "rival", "judge")
+"""Two trained ones, earlier versions of the second, and a model on a server."""
+
+
+def add_policies(run: Path, names: tuple[str, ...] = POLICIES) -> Path:
+    """Give a run several policies: the turns of each episode are those of their agents, one after another."""
+    asker, solver, rival, judge = names
+    config = json.loads((run / "config.json").read_text())
+    config["config"]["policy"] = [
+        {"name": asker, "agents": [asker], "path": None, "urls": [], "past": {}, "trained": True},
+        {"name": solver, "agents": ["solver-*"], "path": None, "urls": [], "past": {}, "trained": True},
+        {"name": rival, "agents": [], "path": None, "urls": [], "past": {"of": solver, "every": 1}, "trained": True},
+        {"name": judge, "agents": [], "path": None, "urls": ["http://x"], "past": {}, "trained": True},
+    ]
+    (run / "config.json").write_text(json.dumps(config))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        for number, name in enumerate((asker, solver) if row["phase"] == "train" else ()):
+            row |= {f"policy/{name}/{key}": row[key] + number for key in ("reward", "entropy", "lr")}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    agents = (asker, "solver-1", rival, judge)
+    episodes = [json.loads(line) for line in (run / "trajectories.jsonl").read_text().splitlines()]
+    for episode in episodes:
+        for number, turn in enumerate(episode["turns"]):
+            turn["agent"] = agents[number % 4]
+            for index in turn["spans"]:
+                episode["spans"][index]["agent"] = turn["agent"]
+    (run / "trajectories.jsonl").write_text("".join(json.dumps(episode) + "\n" for episode in episodes))
+    return run

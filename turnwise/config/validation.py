@@ -228,9 +228,6 @@ def _policy_limits(config: RunConfig, training: bool) -> Broken:
         yield "quant.kind", "is for runs with one policy; leave it out, or leave out [[policy]]"
     if training and config.engine.kind != "local" and config.engine.update != "lora":
         yield "engine.update", 'must be "lora" with [[policy]]: servers hold one adapter for each policy'
-    for index, policy in enumerate(policies):
-        if (config.scale.listen is not None or config.scale.ray is not None) and not policy.learns:
-            yield f"policy.{index}.name", "is not trained, and workers check versions of trained policies; leave [scale] out"
 
 
 def _past_rules(config: RunConfig, index: int) -> Broken:

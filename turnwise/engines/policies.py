@@ -71,6 +71,10 @@ class PolicyEngine:
         self.policies = AgentPolicies({name: agents.get(name, (name,)) for name in engines})
         self.fixed = frozenset(fixed)
 
+    def is_fixed(self, agent: str) -> bool:
+        """Return whether the policy of an agent is never trained; raise `UsageError` if it has none."""
+        return self.policies.of(agent) in self.fixed
+
     async def generate(self, request: Request) -> Generation:
         """Sample one reply with the policy of `request.agent`; raises as its engine, and `UsageError` if it has none."""
         name = self.policies.of(request.agent)
@@ -153,6 +157,11 @@ class PastVersions:
         """Return the steps of the versions that episodes of a step are drawn from."""
         last = max(0, step - self._lag) // self.every
         return range(max(0, last - self.keep + 1) * self.every, last * self.every + 1, self.every)
+
+    def oldest(self, step: int) -> int:
+        """Return the step of the oldest version that a run needs which resumes at a step: groups of `lag` steps before it may
+        be unfinished."""
+        return self.steps(step - self._lag).start
 
     def step_of(self, group: str) -> int:
         """Return the step of the version that the episodes of a group (`Request.group`) play against."""

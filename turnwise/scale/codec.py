@@ -204,6 +204,7 @@ def generation_row(generation: Generation) -> dict[str, Any]:
         "drafts": [generation.drafted, generation.accepted],
         "later": [list(pair) for pair in generation.later_versions],
         "cache_version": generation.cache_version,
+        "fixed": generation.fixed,
     }
     if ROUTES in generation.extras:
         start, routes = generation.extras[ROUTES][0], ExpertRoutes.of(generation.extras[ROUTES][1])
@@ -229,6 +230,7 @@ def read_generation(row: Mapping[str, Any]) -> Generation:
         row["drafts"][1],
         [(first, version) for first, version in row["later"]],
         row["cache_version"],
+        row["fixed"],
     )
 
 

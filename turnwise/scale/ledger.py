@@ -1,4 +1,4 @@
-"""What the engine sampled for a worker's calls: it cannot claim other ids."""
+"""What the engine sampled for a worker's calls: it cannot claim other ids, or those of another agent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class EngineLedger:
         versions = [generation.version] * len(generation.ids)
         for first, version in generation.later_versions:
             versions[first:] = [version] * (len(versions) - first)
-        sampled = list(zip(generation.ids, generation.logprobs, versions, strict=True))
+        agents = [request.agent] * len(generation.ids)
+        sampled = list(zip(generation.ids, generation.logprobs, versions, agents, strict=True))
         self._replies.setdefault(request.seed, {})[request.reply_position] = sampled
 
     def covers(self, event: Event) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.config import RunConfig
+from turnwise.engines import PolicyEngine
 from turnwise.envs.spec import EnvSpec
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.records import RunDir
@@ -203,8 +204,9 @@ class WorkerPool:
 
     async def _ask(self, worker: RemoteWorker, asked: _Asked) -> None:
         """Ask one worker for what is left of a group."""
-        spec = asked.left()
-        record = GroupRecord(spec, self._run.journal, self._rollout.renderer.fingerprint)
+        spec, engine = asked.left(), self._rollout.engine
+        is_fixed = engine.is_fixed if isinstance(engine, PolicyEngine) else lambda agent: False
+        record = GroupRecord(spec, self._run.journal, self._rollout.renderer.fingerprint, is_fixed)
         asked.start(record)
         try:
             await worker.play(spec, record.add)

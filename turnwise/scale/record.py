@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from turnwise.errors import TraceError
@@ -12,8 +12,8 @@ from turnwise.records.serialization import Event, apply_event, key_row, read_spa
 from turnwise.scale.base import GroupSpec, WorkerLied
 from turnwise.types import ROUTES, EpisodeKey, Span, Trajectory
 
-Sampled = list[tuple[int, float | None, int]]
-"""Id, logprob and policy version of each id of a reply."""
+Sampled = list[tuple[int, float | None, int, str]]
+"""Id, logprob, policy version and agent of each id of a reply."""
 _DEFINITIONS = ("settings", "tools")
 _EPISODE = ("opened", "turn", "step", "failed_attempt", "closed")
 
@@ -21,7 +21,7 @@ _EPISODE = ("opened", "turn", "step", "failed_attempt", "closed")
 def sampled_of(spans: list[Span]) -> Sampled:
     """Return the sampled ids among spans."""
     return [
-        (id, logprob, span.version if span.version is not None else -1)
+        (id, logprob, span.version if span.version is not None else -1, span.agent)
         for span in spans
         if span.logprobs is not None
         for id, logprob in zip(span.ids, span.logprobs, strict=True)
@@ -34,9 +34,10 @@ class GroupRecord:
     Raises `WorkerLied` for an event that cannot be one of the group, and `TraceError` when the journal cannot be written.
     """
 
-    def __init__(self, spec: GroupSpec, journal: EventLog, fingerprint: str) -> None:
-        """`fingerprint` is that of the run's renderer."""
-        self._spec, self._journal, self._fingerprint = spec, journal, fingerprint
+    def __init__(self, spec: GroupSpec, journal: EventLog, fingerprint: str, is_fixed: Callable[[str], bool]) -> None:
+        """`fingerprint` is that of the run's renderer; `is_fixed` returns whether the policy of an agent is never trained, so
+        that versions do not apply to it."""
+        self._spec, self._journal, self._fingerprint, self._is_fixed = spec, journal, fingerprint, is_fixed
         self._running: dict[EpisodeKey, Trajectory] = {}
         self.finished: dict[EpisodeKey, Trajectory] = {}
         """Closed episodes."""
@@ -117,7 +118,8 @@ class GroupRecord:
     def _check_sampled(self, key: EpisodeKey, event: Event) -> None:
         """Check the policy of sampled ids, and that turns of an earlier play are recorded ones."""
         sampled = sampled_of(spans_of(event))
-        if any(version < self._spec.min_version and "resumed" not in event for _, _, version in sampled):
+        old = {agent for _, _, version, agent in sampled if version < self._spec.min_version and "resumed" not in event}
+        if not all(map(self._is_fixed, old)):
             raise ValueError(f"it has ids of a policy older than {self._spec.min_version}")
         if "resumed" in event and event["e"] == "turn" and sampled not in self._recorded.get(key, ()):
             raise ValueError("it repeats a turn that no record has")

@@ -44,6 +44,11 @@ class Checkpoint:
     cursor: Mapping[str, Any]
     """Run state passed to `save`."""
 
+    @property
+    def step(self) -> int:
+        """Reinforcement steps that it covers."""
+        return int(self.cursor["step"]) if self.cursor["phase"] == "reinforce" else 0
+
 
 class Checkpoints:
     """Checkpoints of one run in `root`: the last `keep`, and the best, with tokenizer and chat template of `source`.
@@ -145,11 +150,7 @@ class Checkpoints:
         best = self.best()
         for old in self.all()[: -self.keep]:
             if best is None or old.path.name != best[0]:
-                # Renamed first, so that a kill leaves nothing partial under its name.
-                dropped = old.path.with_name(f".{old.path.name}.dropped")
-                with suppress(OSError):
-                    old.path.rename(dropped)
-                    shutil.rmtree(dropped, ignore_errors=True)
+                remove_directory(old.path)
 
     def remove_partial(self) -> None:
         """Remove leftovers of a killed save; restore a checkpoint that was being replaced."""
@@ -256,6 +257,14 @@ def save_model(trainer: Trainer, source: Path, directory: Path, template: str | 
     if trainer.adapter is not None:
         left_out.add("config.json")  # with one, transformers would expect a full model here
     copy_extras(source, directory, leave_out=left_out)
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a directory; a kill leaves nothing partial under its name."""
+    dropped = path.with_name(f".{path.name}.dropped")
+    with suppress(OSError):
+        path.rename(dropped)
+        shutil.rmtree(dropped, ignore_errors=True)
 
 
 def flush(path: Path) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from turnwise.engines import Engine
 from turnwise.engines.policies import PastVersions
-from turnwise.training.checkpoint import flush, save_model
+from turnwise.training.checkpoint import flush, remove_directory, save_model
 from turnwise.training.policies import Policy
 
 
@@ -52,6 +52,21 @@ class PastPolicy:
             flush(path)
         os.replace(draft, final)
         flush(self._directory)
+
+    def prune(self, checkpoints: Collection[int]) -> None:
+        """Remove versions that nothing can ask for: no group in flight, and no resume from a checkpoint of one of these steps.
+
+        A run that is resumed from a checkpoint writes the versions of its step and later ones itself.
+        """
+        for partial in self._directory.glob(".*.dropped"):
+            shutil.rmtree(partial, ignore_errors=True)
+        oldest = self.engine.oldest
+        for path in self._directory.glob("step-*"):
+            if not (number := path.name.removeprefix("step-")).isdecimal():
+                continue
+            step = int(number)
+            if step <= max(checkpoints) and not any(oldest(one) <= step <= one for one in checkpoints):
+                remove_directory(path)
 
     def _path(self, step: int) -> Path:
         return self._directory / f"step-{step:05d}"

@@ -328,6 +328,8 @@ class TrainingRun:
         self.run.sync()  # after a power cut, no checkpoint may outlive the episodes before it
         state = self.cursor | self.plan.state() | self.policies.state() | {"journal": self.run.journal.mark()}
         self.checkpoints.save(name, self.policies, state, self._template)
+        for past in self.parts.past:
+            past.prune([checkpoint.step for checkpoint in self.checkpoints.all()])
         self.watch.waiting("")
 
     def _keep_past(self, step: int) -> None:

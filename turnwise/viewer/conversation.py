@@ -20,7 +20,7 @@ from turnwise.errors import MediaError
 from turnwise.media import MediaLimits, MediaStore
 from turnwise.records.serialization import read_media
 from turnwise.types import ImageRef, VideoRef
-from turnwise.viewer.run_data import Row, TrajectoryEntry, choose, integer, load_at, mapping, number, policy_name, sentence_of
+from turnwise.viewer.run_data import PolicyNames, Row, TrajectoryEntry, choose, integer, load_at, mapping, number, sentence_of
 from turnwise.viewer.text import text_of
 
 MAX_PICTURES = 300  # maximum images per page; further ones are only named
@@ -163,19 +163,19 @@ class ConversationView:
 
 
 def conversations(
-    path: Path, entries: Sequence[TrajectoryEntry], problems: list[str], gallery: Gallery, warmed: int
+    path: Path, entries: Sequence[TrajectoryEntry], problems: list[str], gallery: Gallery, policies: PolicyNames
 ) -> Iterator[ConversationView]:
     """Yield the examples that a report displays; unreadable ones become problems."""
     for entry, why in choose(entries):
         try:
-            yield prepare(load_at(path, entry.offset), why, gallery, warmed)
+            yield prepare(load_at(path, entry.offset), why, gallery, policies)
         except (TypeError, ValueError, KeyError, AttributeError, OSError) as error:
             problems.append(f"trajectories.jsonl: cannot render byte {entry.offset}: {type(error).__name__}: {error}")
 
 
-def prepare(row: Row, why: str, gallery: Gallery | None = None, warmed: int = 0) -> ConversationView:
-    """Convert one row of trajectories.jsonl, tolerating missing fields; images come from the gallery. `warmed` is the number of
-    warm-up steps."""
+def prepare(row: Row, why: str, gallery: Gallery | None = None, policies: PolicyNames | None = None) -> ConversationView:
+    """Convert one row of trajectories.jsonl, tolerating missing fields; images come from the gallery."""
+    policies = policies or PolicyNames({}, 0)
     spans = [span for span in row.get("spans") or () if isinstance(span, Mapping)]
     turns = [turn for turn in row.get("turns") or () if isinstance(turn, Mapping)]
     key, task, error = mapping(row.get("key")), mapping(row.get("task")), mapping(row.get("error"))
@@ -198,7 +198,7 @@ def prepare(row: Row, why: str, gallery: Gallery | None = None, warmed: int = 0)
         reward=_reward(row.get("reward")),
         stop=stop,
         stop_sentence=sentence_of(stop),
-        messages=list(_conversation(row, spans, turns, gallery, warmed)),
+        messages=list(_conversation(row, spans, turns, gallery, policies)),
         spans=[_span(span, path.get(index, 0)) for index, span in enumerate(spans)],
         answer="" if task.get("answer") is None else _cut(text_of(task["answer"])),
         error=_cut(f"{error.get('type', 'error')} in {error.get('phase', '?')}: {error.get('message', '')}") if error else "",
@@ -209,7 +209,7 @@ def prepare(row: Row, why: str, gallery: Gallery | None = None, warmed: int = 0)
 
 
 def _conversation(
-    row: Row, spans: Sequence[Row], turns: Sequence[Row], gallery: Gallery | None, warmed: int
+    row: Row, spans: Sequence[Row], turns: Sequence[Row], gallery: Gallery | None, policies: PolicyNames
 ) -> Iterator[MessageView]:
     def views(messages: Any) -> Iterator[MessageView]:
         return (_message(message, gallery) for message in messages or ())
@@ -234,7 +234,7 @@ def _conversation(
             calls=reply.calls,
             tokens=tokens[:left],
             reasoning="" if tokens else reply.reasoning,
-            facts=_turn_facts(turn, own, warmed),
+            facts=_turn_facts(turn, own, policies),
             number=index,
         )
         left = max(0, left - len(tokens))
@@ -298,10 +298,10 @@ def _part(part: Any) -> str:
     return f"[image {str(part.get('image') or '')[:12]}]" if part.get("type") == "image" else "[?]"
 
 
-def _turn_facts(turn: Row, spans: Sequence[Row], warmed: int) -> str:
+def _turn_facts(turn: Row, spans: Sequence[Row], policies: PolicyNames) -> str:
     facts = [f"{_count(spans)} tokens"]
-    found = sorted({integer(span["version"]) for span in spans if span.get("version") is not None})
-    versions = [policy_name(version, warmed) for version in found]
+    sampled = sorted((span for span in spans if span.get("version") is not None), key=lambda span: integer(span["version"]))
+    versions = dict.fromkeys(map(policies.label, sampled))
     facts += [f"policy {', '.join(versions)}"] if versions else []
     facts += [f"ended by {turn['finish']}"] if turn.get("finish") not in (None, "stop") else []
     facts += [f"reward {_reward(turn['reward'])}"] if number(turn.get("reward")) else []

@@ -317,7 +317,7 @@ def render_report(run_dir: Path) -> str:
     found = run.summary.get("machine")
     machine = found.items() if isinstance(found, Mapping) else [("machine", found)] if found else []
     gallery = Gallery(run_dir)
-    prepared = list(conversations(trajectories, entries, problems, gallery, run.warmup_steps))
+    prepared = list(conversations(trajectories, entries, problems, gallery, run.policies))
     images = " img-src data:;" if gallery.used else ""
     return environment.get_template("report.html.jinja").render(
         name=run_dir.resolve().name,

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from turnwise.engines.policies import AgentPolicies
+from turnwise.errors import UsageError
 from turnwise.records.metrics import with_current_metrics
 from turnwise.types import StopReason
 
@@ -35,6 +37,11 @@ class RunData:
     def warmup_steps(self) -> int:
         """Steps of the warm-up so far."""
         return max((integer(row.get("step")) for row in self.phase("warmup")), default=0)
+
+    @property
+    def policies(self) -> PolicyNames:
+        """Names of its policies."""
+        return PolicyNames(self.config, self.warmup_steps)
 
     def phase(self, name: str) -> list[Row]:
         """Return the rows of one phase, in order; of a step trained twice (after a resume), the last."""
@@ -202,9 +209,45 @@ def mapping(value: Any) -> Row:
     return value if isinstance(value, Mapping) else {}
 
 
+class PolicyNames:
+    """Names of what sampled a span: its policy, where a run has several, and the version by the steps that a user counts."""
+
+    def __init__(self, config: Row, warmup_steps: int) -> None:
+        """`config` is that of the run, as far as it can be read."""
+        rows = [mapping(row) for row in _list(config.get("policy"))]
+        self._rows = {str(row.get("name")): row for row in rows}
+        agents = {name: [str(one) for one in _list(row.get("agents"))] or [name] for name, row in self._rows.items()}
+        self._agents = AgentPolicies(agents)
+        self._warmup_steps = warmup_steps
+
+    def of(self, span: Row) -> str:
+        """Return the policy of a span's agent; empty where the run has one policy, or none for this agent."""
+        try:
+            return self._agents.of(str(span.get("agent") or "main"))
+        except UsageError:
+            return ""
+
+    def is_frozen(self, span: Row) -> bool:
+        """Return whether a policy that is not trained sampled the span."""
+        row = self._rows.get(self.of(span), {}) if span.get("origin") == "model" else {}
+        return row.get("trained") is False or bool(row.get("urls") or row.get("past"))
+
+    def label(self, span: Row) -> str:
+        """Return policy and version of a sampled span: "asker after 3 steps"."""
+        name, version = self.of(span), policy_name(span.get("version"), self._warmup_steps)
+        past = mapping(self._rows.get(name, {}).get("past")).get("of")
+        if past is not None:
+            return f"{name}: {past} {version}"
+        return f"{name}, not trained" if self.is_frozen(span) else f"{name} {version}".strip()
+
+
 def policy_name(version: Any, warmup_steps: int) -> str:
     """Name a policy by the steps that a user counts: those of the warm-up before reinforcement, then those of reinforcement."""
     if number(version) is None:
         return "?"
     steps = integer(version) - warmup_steps
     return f"after {steps} steps" if steps >= 0 else f"of warm-up step {integer(version)}"
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

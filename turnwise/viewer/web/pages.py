@@ -15,7 +15,7 @@ from turnwise.errors import TraceError
 from turnwise.records.metrics import METRICS, flatten_row
 from turnwise.viewer.diagnosis import FILE as SANITY
 from turnwise.viewer.diagnosis import diagnose, findings
-from turnwise.viewer.run_data import Row, integer, lines_of, mapping, number, policy_name, read_run, sentence_of
+from turnwise.viewer.run_data import Row, integer, lines_of, mapping, number, read_run, sentence_of
 from turnwise.viewer.text import csp_digest, text_of, visible
 from turnwise.viewer.web.index import IndexEntry, TrajectoryIndex
 
@@ -98,11 +98,13 @@ def trajectory(store: TrajectoryIndex, number_: int, entry: IndexEntry) -> dict[
     trained = store.trained(entry)
     spans = [span for span in row.get("spans") or () if isinstance(span, Mapping)]
     logprobs, advantages = mapping(trained.get("logprobs")), mapping(trained.get("advantages"))
-    left, warmed = MAX_TOKENS, read_run(store.path).warmup_steps
+    left, policies = MAX_TOKENS, read_run(store.path).policies
     rows = []
     for index, span in enumerate(spans):
         rows.append(_span(span, logprobs.get(str(index)), advantages.get(str(index)), left))
-        rows[-1]["policy"] = policy_name(span.get("version"), warmed)
+        rows[-1]["policy"] = truncate(policies.label(span), 200)
+        if policies.is_frozen(span):
+            rows[-1] |= {"untrained": "frozen", "untrained_from": 0}
         left -= len(rows[-1].get("tokens") or ())
     task, error, stop = mapping(row.get("task")), mapping(row.get("error")), str(row.get("stop") or "")
     return {

@@ -21,10 +21,10 @@ function pointsOf(rows, phase, name) {
   return thin([...kept.entries()]);
 }
 
-function curves(runs, phase, names) {
+function curves(runs, phase, names, prefix = '') {
   const drawn = [];
   for (const [name, title, share] of names) {
-    const series = runs.map((run, number) => ({run: number, label: run.name, points: pointsOf(run.rows, phase, name), link: phase === 'train' ? (step) => '#/list/' + number + '?phase=train&step_min=' + step + '&step_max=' + step + '&worst=1' : null}));
+    const series = runs.map((run, number) => ({run: number, label: run.name, points: pointsOf(run.rows, phase, prefix + name), link: phase === 'train' ? (step) => '#/list/' + number + '?phase=train&step_min=' + step + '&step_max=' + step + '&worst=1' : null}));
     const [unit, text, advice] = meaning(name);
     const figure = chart(title, text + (unit && unit !== '1' ? ' (' + unit + ')' : ''), series, share);
     if (!figure) continue;
@@ -32,6 +32,26 @@ function curves(runs, phase, names) {
     drawn.push(figure);
   }
   return drawn;
+}
+
+// What each of several policies has for itself (`policy/NAME/metric`): curves that all runs have, then its other metrics.
+function policies(runs) {
+  const found = new Map();
+  for (const run of runs) {
+    for (const row of run.rows) {
+      for (const name of row.phase === 'train' ? Object.keys(row) : []) {
+        const parts = /^policy\/([^/]+)\/(.+)$/.exec(name);
+        if (parts) found.set(parts[1], (found.get(parts[1]) || new Set()).add(parts[2]));
+      }
+    }
+  }
+  return [...found].map(([policy, metrics]) => {
+    const prefix = 'policy/' + policy + '/';
+    const known = CURVES.map(([name]) => name);
+    const others = [...metrics].filter((name) => !known.includes(name)).sort().map((name) => [name, name, false]);
+    return h('section', {class: 'policy'}, h('h2', null, 'Policy ' + policy), h('div', {class: 'charts'}, curves(runs, 'train', CURVES, prefix)),
+      others.length ? h('details', null, h('summary', null, 'other metrics of ' + policy), h('div', {class: 'charts'}, curves(runs, 'train', others, prefix))) : null);
+  });
 }
 
 async function showOverview(main, still) {
@@ -52,6 +72,7 @@ async function showOverview(main, still) {
   parts.push(evaluations(runs));
   const reinforcement = curves(runs, 'train', CURVES);
   if (reinforcement.length) parts.push(h('section', {id: 'reinforcement'}, h('h2', null, 'Reinforcement'), h('div', {class: 'charts'}, reinforcement)));
+  parts.push(policies(runs));
   const warmup = curves(runs, 'warmup', [['loss', 'Warmup loss', false]]).concat(curves(runs, 'gate', [['success', 'Success at the gate', true]]));
   if (warmup.length) parts.push(h('section', null, h('h2', null, 'Warmup'), h('div', {class: 'charts'}, warmup)));
   parts.push(families(runs));

@@ -84,7 +84,7 @@ function turnOf(record, turn, number, run, base) {
 
 function tokenView(record) {
   const buttons = Object.keys(COLORINGS).map((name) => h('button', {type: 'button', id: 'by-' + name, 'aria-pressed': name === Look.by ? 'true' : 'false', onclick: () => { Look.by = name; route(); }}, name));
-  const runs = record.spans.map((span, index) => h('div', {class: 'span ' + span.origin}, h('p', {class: 'muted'}, [index + ': ' + span.origin, span.agent !== 'main' ? span.agent : '', plural(span.length, 'id'), 'from ' + span.start, span.parent >= 0 ? 'after ' + span.parent : 'a root', span.untrained ? 'not trained: ' + span.untrained : ''].filter((part) => part).join(' · ')), h('pre', {class: 'tokens'}, tokensOf(span, record, Look.by))));
+  const runs = record.spans.map((span, index) => h('div', {class: 'span ' + span.origin}, h('p', {class: 'muted'}, [index + ': ' + span.origin, span.agent !== 'main' ? span.agent : '', span.origin === 'model' ? 'policy ' + span.policy : '', plural(span.length, 'id'), 'from ' + span.start, span.parent >= 0 ? 'after ' + span.parent : 'a root', span.untrained ? 'not trained: ' + span.untrained : ''].filter((part) => part).join(' · ')), h('pre', {class: 'tokens'}, tokensOf(span, record, Look.by))));
   return h('div', null, h('p', null, 'colored by ', buttons, ' ', h('span', {class: 'muted'}, COLORINGS[Look.by] + '; hover for id, logprob, policy')), legend(Look.by), runs);
 }
 
