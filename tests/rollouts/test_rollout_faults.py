@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
 import threading
 import time
@@ -518,9 +517,3 @@ def test_an_engine_whose_release_fails_harms_nobody():
     rows = tw.rollout(AsyncTalk, tasks(3), Clings())
     assert [(t.stop, t.error.phase) for t in rows] == [("done", "close")] * 3
     assert all(t.reward is not None for t in rows)
-
-
-def test_a_rollout_leaves_no_garbage_settings_behind():
-    before = gc.get_threshold()
-    tw.rollout(AsyncTalk, tasks(1), Sampler())
-    assert gc.get_threshold() == before

@@ -1,0 +1,70 @@
+"""Garbage collection during rollouts: rare, and in time."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+from rollout_kit import AsyncTalk, Sampler, tasks
+
+import turnwise as tw
+from turnwise.rollouts import garbage
+from turnwise.rollouts.garbage import GarbageWatch
+
+
+class Payload:
+    """Two megabytes that only a collection frees."""
+
+    def __init__(self) -> None:
+        self.itself, self.bytes = self, b"x" * 2_000_000
+
+
+class Leaky(AsyncTalk):
+    """Leaves a reference cycle at every step."""
+
+    async def step(self, action):
+        Payload()
+        SIZES.append(garbage.resident_bytes())
+        await asyncio.sleep(0)
+        return await super().step(action)
+
+
+SIZES: list[int] = []
+
+
+def test_cycles_of_user_code_do_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr(garbage, "PERIOD_S", 0.0)
+    SIZES.clear()
+    gc.collect()
+    before = garbage.resident_bytes()
+    tw.rollout(Leaky, tasks(before // 2_000_000), Sampler(), concurrency=4)
+    assert len(SIZES) * 2_000_000 > 0.9 * before
+    assert max(SIZES) < 1.5 * before
+
+
+def test_a_rollout_collects_rarely_and_restores_the_thresholds():
+    before, seen = gc.get_threshold(), []
+
+    class Looks(AsyncTalk):
+        async def step(self, action):
+            seen.append(gc.get_threshold()[0])
+            return await super().step(action)
+
+    tw.rollout(Looks, tasks(1), Sampler())
+    assert set(seen) == {garbage.NEW_OBJECTS}
+    assert gc.get_threshold() == before
+
+
+def test_of_two_rollouts_at_once_the_last_restores_the_thresholds():
+    before = gc.get_threshold()
+
+    async def run() -> None:
+        first, second = GarbageWatch(), GarbageWatch()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__()
+        assert gc.get_threshold()[0] == garbage.NEW_OBJECTS
+        second.__exit__()
+
+    asyncio.run(run())
+    assert gc.get_threshold() == before

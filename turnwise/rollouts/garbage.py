@@ -1,0 +1,68 @@
+"""Garbage collection during rollouts: rare, because episodes have no reference cycles, but before those of user code fill the
+memory."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import resource
+import threading
+from pathlib import Path
+from typing import Self
+
+NEW_OBJECTS = 250_000  # a collection of so many takes about 0.1 s, in which no episode goes on
+GROWTH = 1.25
+PERIOD_S = 1.0
+
+
+class GarbageWatch:
+    """Context in which young objects are collected when 250,000 are new, or when the process has grown by a quarter.
+
+    Python collects them at every 700 allocations. This cost 8% of the rollout loop, since a collection visits every id of every
+    new record; the memory that cycles hold does not depend on their number.
+    """
+
+    _lock = threading.Lock()
+    _open = 0  # contexts in this process
+    _thresholds = (0, 0, 0)  # before the first of them
+
+    def __enter__(self) -> Self:
+        """Begin; an event loop must be running, which looks at the process's size every second."""
+        shared = GarbageWatch
+        with self._lock:
+            shared._open += 1
+            if shared._open == 1:
+                shared._thresholds = gc.get_threshold()
+                gc.set_threshold(max(self._thresholds[0], NEW_OBJECTS), *self._thresholds[1:])
+        self._size = resident_bytes()
+        self._later()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End; the last context restores Python's thresholds."""
+        self._timer.cancel()
+        with self._lock:
+            GarbageWatch._open -= 1
+            if not self._open:
+                gc.set_threshold(*self._thresholds)
+
+    def _later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._look)
+
+    def _look(self) -> None:
+        size = resident_bytes()
+        if size > GROWTH * self._size and gc.isenabled():
+            gc.collect(1)
+            self._size = resident_bytes()
+        else:
+            self._size = min(self._size, size)
+        self._later()
+
+
+def resident_bytes() -> int:
+    """Return the size of this process in memory; the peak, in units of the system, where there is no /proc."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
