@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import mmap
 
 from rollout_kit import AsyncTalk, Sampler, tasks
 
@@ -16,7 +17,8 @@ class Payload:
     """Two megabytes that only a collection frees."""
 
     def __init__(self) -> None:
-        self.itself, self.bytes = self, b"x" * 2_000_000
+        self.itself, self.bytes = self, mmap.mmap(-1, 2_000_000)  # which goes back to the system at once
+        self.bytes.write(b"x" * 2_000_000)
 
 
 class Leaky(AsyncTalk):

@@ -16,6 +16,31 @@ GROWTH = 1.25
 PERIOD_S = 1.0
 
 
+class _Thresholds:
+    """Thresholds of the collector, raised while any context of this process is open."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = 0
+        self._before = gc.get_threshold()
+
+    def raise_for_one(self) -> None:
+        with self._lock:
+            if not self._open:
+                self._before = gc.get_threshold()
+                gc.set_threshold(max(self._before[0], NEW_OBJECTS), *self._before[1:])
+            self._open += 1
+
+    def restore_for_one(self) -> None:
+        with self._lock:
+            self._open -= 1
+            if not self._open:
+                gc.set_threshold(*self._before)
+
+
+_THRESHOLDS = _Thresholds()
+
+
 class GarbageWatch:
     """Context in which young objects are collected when 250,000 are new, or when the process has grown by a quarter.
 
@@ -23,29 +48,17 @@ class GarbageWatch:
     new record; the memory that cycles hold does not depend on their number.
     """
 
-    _lock = threading.Lock()
-    _open = 0  # contexts in this process
-    _thresholds = (0, 0, 0)  # before the first of them
-
     def __enter__(self) -> Self:
         """Begin; an event loop must be running, which looks at the process's size every second."""
-        shared = GarbageWatch
-        with self._lock:
-            shared._open += 1
-            if shared._open == 1:
-                shared._thresholds = gc.get_threshold()
-                gc.set_threshold(max(self._thresholds[0], NEW_OBJECTS), *self._thresholds[1:])
+        _THRESHOLDS.raise_for_one()
         self._size = resident_bytes()
         self._later()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End; the last context restores Python's thresholds."""
+        """End; the last open context restores Python's thresholds."""
         self._timer.cancel()
-        with self._lock:
-            GarbageWatch._open -= 1
-            if not self._open:
-                gc.set_threshold(*self._thresholds)
+        _THRESHOLDS.restore_for_one()
 
     def _later(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._look)
