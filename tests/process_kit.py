@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 
-def children() -> set[int]:
-    """Ids of the processes that descend from this one."""
-    found, todo = set(), [os.getpid()]
+def children(root: int | None = None) -> set[int]:
+    """Ids of the processes that descend from one, by default this one."""
+    found, todo = set(), [root or os.getpid()]
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():

@@ -26,8 +26,8 @@ import turnwise as tw
 class World(tw.Env):
     max_turns = 4
 
-    def __init__(self, pause: float = 0.0, effects: str = "") -> None:
-        self.pause, self.effects, self.at = pause, effects, 0
+    def __init__(self, pause: float = 0.0, effects: str = "", hold: str = "") -> None:
+        self.pause, self.effects, self.hold, self.at = pause, effects, hold, 0
 
     def tasks(self, split, n, seed):
         return [tw.Task(f"say {split} {i}", id=f"{split}-{i}", info={"digits": (i, i + 1)}) for i in range(n or 8)]
@@ -39,6 +39,8 @@ class World(tw.Env):
 
     def step(self, action):
         time.sleep(self.pause)
+        while self.hold and os.path.exists(self.hold):
+            time.sleep(0.05)
         self.at += 1
         if self.effects:
             with open(self.effects, "a") as file:

@@ -22,7 +22,7 @@ from turnwise.types import Trajectory
 
 if TYPE_CHECKING:
     from turnwise.engines.remote import ServerCapabilities
-    from turnwise.engines.remote.managed import ServerPlacer
+    from turnwise.engines.remote.placed import ServerPlacer
     from turnwise.envs.spec import EnvSpec
     from turnwise.renderers.chat_renderer import ChatRenderer
     from turnwise.renderers.history import History
@@ -246,7 +246,7 @@ async def _evaluate(resolved: ResolvedConfig, checkpoint: str | None, engine: st
     plan = TaskPlan(specs, steps=1, groups=1, held_out=config.eval.tasks, seed=config.seed, overlap=overlap)
     if not plan.held_out:
         raise ConfigError("there are no held-out tasks; set eval_tasks in [[env]], or provide more tasks")
-    rollout = _rollout(resolved, specs, checkpoint, engine)
+    rollout = _rollout(resolved, specs, checkpoint, engine, watch.note)
     chosen = plan.held_out
     if config.limits.prompt_tokens is not None:
         fits, _ = await rollout.within_prompt_limit([choice.episodes("prompt", 0, 1)[0] for choice in chosen])
@@ -282,8 +282,9 @@ def preview_rollouts(
     overlap = config.eval.overlap == "allowed"
     plan = TaskPlan(specs, steps=1, groups=n, held_out=n, seed=config.seed, overlap=overlap)
     chosen = plan.held_out or plan.train[:n]
-    rollout = _rollout(resolved, specs, None, "local")
-    (watch or NullListener()).phase("roll out", len(chosen), "episodes")
+    watch = watch or NullListener()
+    rollout = _rollout(resolved, specs, None, "local", watch.note)
+    watch.phase("roll out", len(chosen), "episodes")
 
     async def play() -> list[Trajectory]:
         try:
@@ -330,7 +331,7 @@ def record_programs(
             note("the service returns text: ids are the built-in renderer's, without logprobs, and none can be trained on")
 
     async def record(run: RunDir) -> list[Trajectory]:
-        rollout = _rollout(resolved, [], checkpoint, "local", run=run, stop_on_bugs=False)
+        rollout = _rollout(resolved, [], checkpoint, "local", note, run=run, stop_on_bugs=False)
         settings = ProxySettings(untrained=tuple(untrained))
         try:
             return await record_sessions(rollout, port=port, idle_s=idle_s, on_start=started, note=note, settings=settings)
@@ -354,7 +355,14 @@ def _limits_of_programs(resolved: ResolvedConfig) -> Limits:
     return replace(limits, wall_clock_s=7 * 86_400.0) if free("wall_clock_s") else limits
 
 
-def _rollout(resolved: ResolvedConfig, specs: Sequence[EnvSpec], checkpoint: str | None, engine: str, **more: Any) -> Rollout:
+def _rollout(
+    resolved: ResolvedConfig,
+    specs: Sequence[EnvSpec],
+    checkpoint: str | None,
+    engine: str,
+    note: Callable[[str], None],
+    **more: Any,
+) -> Rollout:
     from turnwise.engines import ScriptedEngine
     from turnwise.renderers import byte_renderer
     from turnwise.rollouts import Rollout
@@ -376,7 +384,13 @@ def _rollout(resolved: ResolvedConfig, specs: Sequence[EnvSpec], checkpoint: str
     from turnwise.training.setup import connect_fixed_servers, load_model_and_renderer, make_eval_engine, sampling_of
 
     options["sampling"] = sampling_of(config.rollout)
-
+    if config.scale.listen is not None or config.scale.ray is not None:
+        note("episodes are played in this process: workers ([scale]) play those of turnwise train")
+    if config.engines_on_ray and config.policy:
+        raise ConfigError(
+            "scale.ray: only turnwise train starts the servers of several policies there; set engine.urls to running servers, "
+            "or leave scale.ray out"
+        )
     model = config.model
     if config.engine.kind == "chat" and checkpoint is None and model.path is None:
         renderer = byte_renderer(config.rollout.control_text)
@@ -394,7 +408,7 @@ def _rollout(resolved: ResolvedConfig, specs: Sequence[EnvSpec], checkpoint: str
     if config.policy:
         return Rollout(*make_eval_policies(replace(config, model=model), source), **options)
     loaded, renderer = load_model_and_renderer(source, source, model, config.rollout.control_text)
-    return Rollout(make_eval_engine(config, source, loaded, renderer), renderer, **options)
+    return Rollout(make_eval_engine(config, source, loaded, renderer, _placer(config, note)), renderer, **options)
 
 
 def _last(path: Path) -> Path:

@@ -59,12 +59,21 @@ def test_the_dry_run_names_the_cluster_of_the_servers(tmp_path, capsys):
     [
         ("--engine.update=group", 'must be "disk" or "lora" for servers that the run starts on a Ray cluster'),
         ("--engine.colocate=true", "is for servers on the trainer's device; leave it out with scale.ray"),
+        ("--scale.ray-engine-gpus=1.5", "must be an integer above 1"),
     ],
 )
 def test_what_servers_on_a_ray_cluster_cannot_do_is_refused(tmp_path, word, why, capsys):
     words = ["--scale.ray=auto", "--engine.kind=vllm", word]
     assert main(["train", str(write_recipe(tmp_path)), "--dry-run", *words]) == 2
     assert why in capsys.readouterr().err
+
+
+def test_a_port_of_relays_has_no_use_on_a_ray_cluster(tmp_path, capsys):
+    words = ["--scale.ray=auto", "--engine.kind=vllm", "--engine.tree=true"]
+    recipe = str(write_recipe(tmp_path))
+    assert main(["train", recipe, "--dry-run", *words]) == 0
+    assert main(["train", recipe, "--dry-run", *words, "--engine.relay-port=8100"]) == 2
+    assert "leave it out with scale.ray, whose actors relay" in capsys.readouterr().err
 
 
 def test_the_dry_run_names_the_list_of_servers(tmp_path, capsys):

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from process_kit import children
+from ray_kit import TOKEN, write_server
 from scale_kit import events, final_weights, finished, kill, processes, start, wait_for, write_recipe
 
 pytestmark = pytest.mark.ray
-TOKEN = "TURNWISE_SERVE_TOKEN"
-SERVER = f"""\
-#!{sys.executable}
-import os, sys
-given = dict(zip(sys.argv[1:], sys.argv[2:]))
-words = [given["--model"], "--host", given["--host"], "--port", given["--port"], "--context", given["--max-model-len"]]
-os.execv(sys.executable, [sys.executable, "-m", "turnwise.cli.main", "serve", *words])
-"""
-"""Starts `turnwise serve`, which speaks vLLM's API, where vLLM would be."""
 WORDS = ("--model.heads", "1", "--model.kv-heads", "1")
 RAY = ("--scale.ray", "local", "--scale.ray-workers", "1", "--scale.ray-cpus", "0.5")
 SERVERS = ("--engine.kind", "vllm", "--engine.servers", "2", "--engine.key-env", TOKEN)
@@ -31,12 +22,8 @@ ROOM = ("--scale.ray-engine-cpus", "0.5", "--scale.ray-engine-gpus", "0")
 @pytest.fixture
 def command(tmp_path):
     """Words of a run whose servers are placed, and its variables."""
-    python = tmp_path / "home" / "vllm" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(SERVER)
-    python.chmod(0o755)
-    recipe = write_recipe(tmp_path, pause=0.3)
-    return ("train", recipe, *WORDS, *RAY, *SERVERS, *ROOM, "--engine.install-dir", tmp_path / "home")
+    recipe, home = write_recipe(tmp_path, pause=0.3), write_server(tmp_path / "home")
+    return ("train", recipe, *WORDS, *RAY, *SERVERS, *ROOM, "--engine.install-dir", home)
 
 
 def pids(text: str) -> list[int]:

@@ -25,6 +25,7 @@ GroupBackend = Literal["auto", "gloo", "nccl"]
 InFlight = Literal["recompute", "salt", "keep"]
 OF_SERVERS = Needs("engine.kind = auto | vllm | sglang | llamacpp | chat")
 STARTED_HERE = Needs("engine.kind = vllm | sglang and engine.urls none and engine.urls_file none")
+OF_TREES = Needs("engine.urls given", "engine.urls_file given", "scale.ray given and engine.kind = vllm | sglang")
 
 
 def _each(error: Callable[[str], str]) -> Check:
@@ -65,11 +66,12 @@ class EngineConfig:
     logprob."""
     weights: Annotated[str | None, PathKind.DIRECTORY, OF_SERVERS, Needs("engine.update = disk | lora")] = None
     """Directory for weight updates, at the same path on the servers; none is `weights` in the run directory."""
-    tree: Annotated[bool, Needs("engine.urls given", "engine.urls_file given")] = False
+    tree: Annotated[bool, OF_TREES] = False
     """Whether weights on disk (`update = disk | lora`) go to the servers' machines over HTTP, to each machine once and from
     machine to machine, in place of a directory that all see."""
     relay_port: Annotated[NonNegativeInt, Needs("engine.tree = true")] = 0
-    """Port of `turnwise engines relay` on each machine; 0: the servers pass weights on themselves, as `turnwise serve` does."""
+    """Port of `turnwise engines relay` on each machine; 0: the servers pass weights on themselves, as `turnwise serve` does, or
+    Ray's actors do."""
     colocate: bool = False
     """Whether engine and trainer share a device and alternate: the engine releases its memory while the trainer trains."""
     update: UpdatePath = "disk"
@@ -83,7 +85,7 @@ class EngineConfig:
     """Backend of the process group: `auto` is `nccl` if the model trains on a GPU of its own, else `gloo`."""
     group_host: Annotated[str | None, Needs("engine.update = group", "engine.tree = true")] = None
     """Address at which servers reach this process for a group or a tree; none uses the local address of the route to each
-    server, and loopback for a tree."""
+    server, and for a tree loopback, or with `scale.ray` this node's address."""
     group_s: Annotated[PositiveFloat, Needs("engine.update = group | tensors")] = 600.0
     """Timeout in seconds for a server to join a group, and for each bucket of weights, including one in a request."""
     concurrency: Annotated[PositiveInt, OF_SERVERS] = 256
@@ -802,7 +804,8 @@ class ScaleConfig:
     ray_engine_cpus: Annotated[PositiveFloat, Needs("scale.ray given")] = 1.0
     """CPUs that Ray reserves per server that the run starts."""
     ray_engine_gpus: Annotated[NonNegativeFloat, Needs("scale.ray given")] = 1.0
-    """GPUs that Ray reserves per server that the run starts; 0 starts builds for CPUs."""
+    """GPUs that Ray reserves per server that the run starts; 0 starts builds for CPUs, several of one node share a server's
+    model (tensor parallelism)."""
     lease_s: Annotated[PositiveFloat, OF_WORKERS] = 15.0
     """Seconds without a word after which a worker is lost and stops by itself; a broken connection is noticed at once."""
     stall_s: Annotated[PositiveFloat | None, OF_WORKERS] = None

@@ -309,6 +309,11 @@ def _placed_rules(config: RunConfig) -> Broken:
         yield "engine.update", 'must be "disk" or "lora" for servers that the run starts on a Ray cluster'
     if engine.colocate:
         yield "engine.colocate", "is for servers on the trainer's device; leave it out with scale.ray"
+    if engine.relay_port:
+        yield "engine.relay_port", "is for servers that run without this run; leave it out with scale.ray, whose actors relay"
+    gpus = config.scale.ray_engine_gpus
+    if gpus > 1 and not gpus.is_integer():
+        yield "scale.ray_engine_gpus", "must be an integer above 1: the GPUs that a server's model is split over"
 
 
 def _quant_rules(config: RunConfig, training: bool) -> Broken:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -59,6 +60,13 @@ def _nodes() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
+def end(actor: Any) -> None:
+    """End an actor that there may be."""
+    if actor is not None:
+        with suppress(Exception):  # it may be gone, and the cluster too
+            ray.kill(actor)
+
+
 def _name(node: str) -> str:
     return f"ray-{node[:8]}"
 
@@ -97,9 +105,16 @@ class RayWorkers:
     async def _follow_nodes(self, url: str, token: str) -> None:
         """Keep one worker running on each node of the cluster, while nodes join and leave."""
         kept: dict[str, asyncio.Task[None]] = {}
+        nodes, before = set[str](), ""
         try:
             while True:
-                nodes = await asyncio.to_thread(_nodes)
+                try:
+                    nodes, fault = await asyncio.to_thread(_nodes), ""
+                except Exception as error:  # the workers that there are play on
+                    fault = f"Ray does not list its nodes: {type(error).__name__}: {error}"
+                if fault and fault != before:
+                    self._note(f"{fault}. Until it does, nodes that join get no worker; see ray status")
+                before = fault
                 for node in nodes - kept.keys():
                     place = NodeAffinitySchedulingStrategy(node, soft=False)
                     kept[node] = asyncio.create_task(self._keep(_name(node), url, token, place))
@@ -114,20 +129,31 @@ class RayWorkers:
         """Keep one worker running until the run ends or refuses it; `place` is a scheduling strategy of Ray."""
         # Retries of Ray's own would hide attempts: the pool counts each, and asks again itself.
         options = {"num_cpus": self._scale.ray_cpus, "max_restarts": -1, "max_task_retries": 0, "scheduling_strategy": place}
-        actor = ray.remote(_Actor).options(**options).remote()
+        actor, before = None, ""
         try:
             while True:
+                fault = ""
                 try:
+                    actor = actor or ray.remote(_Actor).options(**options).remote()
                     await actor.run.remote(url, token, name, self._scale.wait_s)
                     return
-                except (ActorDiedError, ActorUnavailableError) as error:
-                    self._on_death(name, f"Ray: {type(error).__name__}")
-                    await asyncio.sleep(AGAIN_S)
                 except RayTaskError as error:
                     self._note(f"worker {name} ended: {error.cause}")
                     return
+                except ActorUnavailableError as error:
+                    self._on_death(name, f"Ray: {type(error).__name__}")
+                except Exception as error:  # nothing unexpected may end the keeping without a word
+                    known = isinstance(error, ActorDiedError)
+                    fault = "" if known else f"worker {name}: unexpected {type(error).__name__}: {error}"
+                    self._on_death(name, f"Ray: {type(error).__name__}")
+                    end(actor)  # Ray may not restart it
+                    actor = None
+                if fault and fault != before:
+                    self._note(f"{fault}. It is started again every {AGAIN_S:g} s; see ray status")
+                before = fault
+                await asyncio.sleep(AGAIN_S)
         finally:
-            ray.kill(actor)
+            end(actor)
 
     async def close(self) -> None:
         """End the workers and the connection to the cluster."""

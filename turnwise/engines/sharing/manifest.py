@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 CHUNK = 8 * 2**20
 """Bytes of a chunk: peers pass on a chunk once they have all of it, and unchanged chunks are not sent."""
+BASE = "base"
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 FileName = Annotated[str, Field(pattern=r"^[\w-][\w.-]*$", max_length=200)]
 
@@ -38,7 +39,7 @@ class FileChunks(BaseModel):
 
 
 class Manifest(BaseModel):
-    """Files of one policy."""
+    """Files of one policy, or of the base model of all."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -46,11 +47,18 @@ class Manifest(BaseModel):
     chunk: Annotated[int, Field(ge=1, le=2**28)]
     """Bytes per chunk; the last of a file may have fewer."""
     files: Annotated[list[FileChunks], Field(min_length=1, max_length=10_000)]
+    base: bool = False
+    """Whether it is the model that adapters are sent for, which servers may need at any time."""
+
+    @property
+    def name(self) -> str:
+        """Name of its directory."""
+        return BASE if self.base else f"policy-{self.version}"
 
     @classmethod
-    def of(cls, directory: Path, version: int, chunk: int = CHUNK) -> Self:
-        """Describe the files of a directory. Reads all of them."""
-        files = sorted(path for path in directory.iterdir() if path.is_file())
+    def of(cls, directory: Path, version: int, chunk: int = CHUNK, *, base: bool = False) -> Self:
+        """Describe the files of a directory, without hidden ones. Reads all of them."""
+        files = sorted(path for path in directory.iterdir() if path.is_file() and not path.name.startswith("."))
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
 
             def digests(path: Path) -> list[str]:
@@ -58,7 +66,7 @@ class Manifest(BaseModel):
                 return list(pool.map(lambda start: sha256(read(path, start, chunk)).hexdigest(), starts))
 
             rows = [FileChunks(name=path.name, size=path.stat().st_size, digests=digests(path)) for path in files]
-        return cls(version=version, chunk=chunk, files=rows)
+        return cls(version=version, chunk=chunk, files=rows, base=base)
 
     @property
     def size(self) -> int:

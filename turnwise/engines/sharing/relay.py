@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import shutil
 from collections import Counter
@@ -18,7 +17,7 @@ from starlette.responses import Response
 
 from turnwise.engines.remote.http import HttpClient
 from turnwise.engines.server.http import Call, Endpoint, HttpError, JsonHttpServer, Table
-from turnwise.engines.sharing.manifest import Chunk, Manifest, read
+from turnwise.engines.sharing.manifest import BASE, Chunk, Manifest, read
 from turnwise.engines.tokens import LOOPBACK
 from turnwise.errors import ConfigError, EngineError, SyncError
 
@@ -51,18 +50,20 @@ class WeightRelay:
 
     Args:
         root: directory of the policies, which this node's servers see under the same path.
-        keep: number of policies to keep.
+        keep: number of policies to keep, beside the base model.
+        token: that of the peers; by default the value of `TURNWISE_SERVE_TOKEN`.
     """
 
-    def __init__(self, root: Path, keep: int = 2) -> None:
-        self.root, self._keep = root.absolute(), keep
+    def __init__(self, root: Path, keep: int = 2, *, token: str | None = None) -> None:
+        self.root, self._keep, self._token = root.absolute(), keep, own_token(token)
         self.counts: Counter[str] = Counter()
         """`bytes_fetched`, `bytes_reused`, `bytes_served`, `chunks_rejected`, `peers_failed`."""
-        self._have: dict[int, dict[str, tuple[Path, Chunk]]] = {}
-        """By policy: where each chunk is that arrived."""
+        self._have: dict[str, dict[str, tuple[Path, Chunk]]] = {}
+        """By name of a directory: where each chunk is that arrived."""
         self._arrival: dict[str, asyncio.Future[None]] = {}
         """Chunks under way; peers wait for them."""
-        self._fetching: dict[int, asyncio.Task[Path]] = {}
+        self._fetching: dict[str, tuple[Manifest, asyncio.Task[Path]]] = {}
+        self._ordering = asyncio.Lock()
         self._peers: dict[str, HttpClient] = {}
 
     def routes(self) -> Table:
@@ -75,7 +76,7 @@ class WeightRelay:
 
     def offer(self, directory: Path, manifest: Manifest) -> None:
         """Serve the chunks of a complete directory, as the first of all peers does."""
-        self._have[manifest.version] = {chunk.digest: (directory / chunk.file, chunk) for chunk in manifest.chunks()}
+        self._have[manifest.name] = {chunk.digest: (directory / chunk.file, chunk) for chunk in manifest.chunks()}
         self._forget()
 
     async def fetch(self, manifest: Manifest, sources: Sequence[Sequence[str]]) -> Path:
@@ -86,16 +87,18 @@ class WeightRelay:
         """
         if fault := manifest.fault():
             raise SyncError(f"the manifest of policy {manifest.version} {fault}")
-        task = self._fetching.get(manifest.version)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = self._fetching[manifest.version] = asyncio.create_task(self._fetch(manifest, sources))
+        async with self._ordering:
+            known, task = self._fetching.get(manifest.name, (None, None))
+            failed = task is not None and task.done() and (task.cancelled() or task.exception() is not None)
+            if task is None or failed or known != manifest:  # another one is of an earlier run
+                await cancelled([] if task is None else [task])
+                task = asyncio.create_task(self._fetch(manifest, sources))
+                self._fetching[manifest.name] = manifest, task
         return await asyncio.shield(task)
 
     async def close(self) -> None:
         """Stop transfers and close the connections."""
-        for task in self._fetching.values():
-            task.cancel()
-        await asyncio.gather(*self._fetching.values(), return_exceptions=True)
+        await cancelled([task for _, task in self._fetching.values()])
         await asyncio.gather(*(peer.close() for peer in self._peers.values()))
 
     async def _order(self, call: Call) -> Any:
@@ -128,13 +131,14 @@ class WeightRelay:
         return next((have[digest] for have in reversed(self._have.values()) if digest in have), None)
 
     async def _fetch(self, manifest: Manifest, sources: Sequence[Sequence[str]]) -> Path:
-        version = manifest.version
-        final, draft = self.root / f"policy-{version}", self.root / f".policy-{version}.{os.getpid()}.writing"
+        name = manifest.name
+        final, draft = self.root / name, self.root / f".{name}.{os.getpid()}.writing"
         chunks = list(manifest.chunks())
         loop = asyncio.get_running_loop()
         missing = {chunk.digest: loop.create_future() for chunk in chunks if self._find(chunk.digest) is None}
         self._arrival.update(missing)
-        have = self._have[version] = dict[str, tuple[Path, Chunk]]()
+        self._have.pop(name, None)
+        have = self._have[name] = dict[str, tuple[Path, Chunk]]()
         try:
             await asyncio.to_thread(_make_files, draft, {file.name: file.size for file in manifest.files})
             numbered = iter(enumerate(chunks))
@@ -157,21 +161,21 @@ class WeightRelay:
                 for _ in range(PARALLEL):
                     group.create_task(work())
             await asyncio.to_thread(_replace, draft, final)
-            self._have[version] = {digest: (final / chunk.file, chunk) for digest, (_, chunk) in have.items()}
+            self._have[name] = {digest: (final / chunk.file, chunk) for digest, (_, chunk) in have.items()}
         except BaseException as error:
-            self._have.pop(version, None)
+            self._have.pop(name, None)
             shutil.rmtree(draft, ignore_errors=True)
             if isinstance(error, BaseExceptionGroup):
-                raise SyncError(f"policy {version}: {error.exceptions[0]}") from error
+                raise SyncError(f"{name}: {error.exceptions[0]}") from error
             if isinstance(error, OSError):
-                raise SyncError(f"policy {version} could not be written to {final}: {error}") from error
+                raise SyncError(f"{final}: cannot be written: {error}") from error
             raise
         finally:
             for digest, arrival in missing.items():
                 if self._arrival.get(digest) is arrival:
                     del self._arrival[digest]
                 if not arrival.done():
-                    arrival.set_exception(SyncError(f"the transfer of policy {version} ended"))
+                    arrival.set_exception(SyncError(f"the transfer of {name} ended"))
                 arrival.exception()  # retrieved, whether or not a peer waits
         self._forget()
         return final
@@ -200,15 +204,28 @@ class WeightRelay:
 
     def _peer(self, url: str) -> HttpClient:
         if url not in self._peers:
-            self._peers[url] = HttpClient(url, key_env=TOKEN if os.environ.get(TOKEN) else None)
+            self._peers[url] = HttpClient(url, token=self._token)
         return self._peers[url]
 
     def _forget(self) -> None:
         """Delete the oldest policies."""
-        for version in list(itertools.islice(self._have, max(0, len(self._have) - self._keep))):
-            del self._have[version]
-            self._fetching.pop(version, None)
-            shutil.rmtree(self.root / f"policy-{version}", ignore_errors=True)
+        policies = [name for name in self._have if name != BASE]
+        for name in policies[: -self._keep]:
+            del self._have[name]
+            self._fetching.pop(name, None)
+            shutil.rmtree(self.root / name, ignore_errors=True)
+
+
+async def cancelled(tasks: Sequence[asyncio.Task[Path]]) -> None:
+    """Cancel tasks and wait for their end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def own_token(token: str | None) -> str:
+    """Return the token of peers: the given one, or that of the environment."""
+    return os.environ.get(TOKEN, "") if token is None else token
 
 
 def _digest(pieces: Sequence[bytes]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -17,7 +17,7 @@ from turnwise.engines.remote.http import HttpClient
 from turnwise.engines.remote.weight_sync import DiskAdapter, DiskWeights
 from turnwise.engines.server.http import JsonHttpServer
 from turnwise.engines.sharing.manifest import CHUNK, Manifest
-from turnwise.engines.sharing.relay import TOKEN, WeightRelay
+from turnwise.engines.sharing.relay import WeightRelay, own_token
 from turnwise.errors import EngineError, SyncError
 
 
@@ -46,28 +46,46 @@ class WeightTree:
         relay_port: port of the relay on each node (`turnwise engines relay`); None where the servers relay themselves, as
             `turnwise serve` does: then the first server of a node reads for all.
         chunk: bytes of a chunk.
+        relays: returns the URL of the relay by host, where they come and go; in place of `relay_port`.
+        token: that of the relays; by default the value of `TURNWISE_SERVE_TOKEN`.
     """
 
-    def __init__(self, host: str = "127.0.0.1", *, relay_port: int | None = None, chunk: int = CHUNK) -> None:
-        self._host, self._relay_port, self._chunk = host, relay_port, chunk
-        self._relay = WeightRelay(Path(os.devnull))
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        *,
+        relay_port: int | None = None,
+        chunk: int = CHUNK,
+        relays: Callable[[], Mapping[str, str]] | None = None,
+        token: str | None = None,
+    ) -> None:
+        self._host, self._relay_port, self._chunk, self._relays = host, relay_port, chunk, relays
+        self.token = own_token(token)
+        self._relay = WeightRelay(Path(os.devnull), token=self.token)
         """Only `offer` gives it chunks: its directory is never written to."""
         self._server: JsonHttpServer | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
 
-    async def share(self, source: DiskWeights | DiskAdapter, urls: Sequence[str]) -> TreeWeights:
-        """Return a source that sends a directory through the nodes of the servers at these URLs."""
-        manifest = await asyncio.to_thread(Manifest.of, source.directory, source.version, self._chunk)
+    async def share(self, source: DiskWeights | DiskAdapter, urls: Sequence[str], *, base: bool = False) -> TreeWeights:
+        """Return a source that sends a directory through the nodes of the servers at these URLs; a `base` model stays there."""
+        manifest = await asyncio.to_thread(Manifest.of, source.directory, source.version, self._chunk, base=base)
         self._relay.offer(source.directory, manifest)
-        nodes = dict[str, str]()
-        for url in urls:
+        nodes = dict(self.relays)
+        for url in urls if self._relays is None else ():
             nodes.setdefault(node_of(url), self.relay_of(url))
-        text = manifest.model_dump_json().encode()
+        text = manifest.model_dump_json(exclude_defaults=True).encode()
         return TreeWeights(source, text, nodes, parents(list(nodes.values())), self)
+
+    @property
+    def relays(self) -> Mapping[str, str]:
+        """Relays that come and go, by host."""
+        return {} if self._relays is None else self._relays()
 
     def relay_of(self, url: str) -> str:
         """Return the URL of the relay that reads for a server."""
+        if self._relays is not None:
+            return self.relays.get(node_of(url), "")
         return url if self._relay_port is None else f"{urlsplit(url).scheme}://{node_of(url)}:{self._relay_port}"
 
     async def close(self) -> None:
@@ -81,7 +99,7 @@ class WeightTree:
         loop = asyncio.get_running_loop()
         async with self._starting.setdefault(loop, asyncio.Lock()):
             if self._server is None or self._loop is not loop:
-                server = JsonHttpServer(self._relay.routes(), host=self._host, port=0, token=os.environ.get(TOKEN, ""))
+                server = JsonHttpServer(self._relay.routes(), host=self._host, port=0, token=self.token)
                 try:
                     await server.start()
                 except OSError as error:
@@ -119,16 +137,24 @@ class TreeWeights:
 
     async def send_to(self, engine: RemoteEngine) -> None:
         """Have the node of a server fetch the weights, and the server load them from its node's disk."""
-        relay = self.nodes.setdefault(node_of(engine.url), self.tree.relay_of(engine.url))
+        self.nodes.setdefault(node_of(engine.url), self.tree.relay_of(engine.url))
+        directory = await self.directory_on(node_of(engine.url))
+        await replace(self.source, directory=directory).send_to(engine)
+
+    async def directory_on(self, host: str) -> Path:
+        """Have a node fetch the weights; return their directory there."""
+        relay = self.tree.relays.get(host) or self.nodes.get(host)
+        if not relay:
+            raise SyncError(f"{host}: nothing there fetches the weights of policy {self.version}; its server is started again")
         # A node that joined later is a leaf: it asks a few others, and the trainer last.
         others = list(self.ancestors)[:2]
         root = await self.tree.start()
         sources = [[*above, root] for above in self.ancestors.get(relay) or (others, others[::-1])]
-        http = HttpClient(relay, key_env=TOKEN if os.environ.get(TOKEN) else None)
+        http = HttpClient(relay, token=self.tree.token)
         try:
             done = await http.post("/weights/fetch", {"manifest": orjson.Fragment(self.manifest), "sources": sources}, UPDATE_S)
         except EngineError as error:
-            raise SyncError(f"the node of {engine.url} did not get the weights of policy {self.version}: {error}") from error
+            raise SyncError(f"{host} did not get the weights of policy {self.version}: {error}") from error
         finally:
             await http.close()
-        await replace(self.source, directory=Path(done["directory"])).send_to(engine)
+        return Path(done["directory"])
