@@ -6,7 +6,7 @@ Each session is a program that sends its complete history with every call, up to
 all sessions make each call at once. The programs run in a process of their own, whose time is not counted. `growth` is what
 the proxy adds to the last four calls over what it adds to the first four; the minimum of the repeats counts. Last line JSON.
 
-Python's collector of cycles runs about once in 100,000 allocations, for some 30 ms, which are counted in whichever round they
+Python's collector of cycles runs about once in 250,000 new objects, for some 0.1 s, which are counted in whichever round they
 fall on. So it is off for the table and `growth`, and on for the other figures; `us_collector` is its share of `us_per_call`.
 """
 
