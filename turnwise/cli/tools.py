@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwise.cli.options import add_command, builtin_envs, stopped_by_signals
+from turnwise.cli.options import add_command, builtin_envs, import_training, stopped_by_signals
 from turnwise.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -364,6 +364,7 @@ def run_serve(args: argparse.Namespace) -> int:
         raise UsageError(f"--speculate {args.speculate}: must be at least 0; 0 disables drafts")
     settings = {name: vars(args)[name] for name in ("host", "port", "context", "device", "speculate", "weights_dir")}
     settings["token"] = os.environ.get("TURNWISE_SERVE_TOKEN", "")
+    import_training("turnwise.training.server")
     with stopped_by_signals():
         commands.serve_model(args.model, args.formats, partial(print, flush=True), **settings)
     return 0
