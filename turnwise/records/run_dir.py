@@ -142,8 +142,9 @@ class JsonLines:
         crc = 0
         if self._sealed and line[-1:] == b"}":
             crc = zlib.crc32(line, self._last_crc)
-            line = line[:-1] + _CRC % crc
-        line += b"\n"
+            line = line[:-1] + (_CRC % crc + b"\n")
+        else:
+            line += b"\n"
         if self.broken:
             raise TraceError(self.broken)
         written = 0
