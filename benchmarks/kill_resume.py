@@ -597,7 +597,7 @@ def besiege(folder: Path, count: int, rng: random.Random, recipe: str = TREE) ->
             siege.ended = True
             break
         text = (folder / "said").read_text()
-        if process.returncode != -signal.SIGKILL and "plays them again" not in text:
+        if process.returncode != -signal.SIGKILL and "which retries them" not in text:
             raise SystemExit(f"the run ended with status {process.returncode}: {text[-2000:]}")
     ours, theirs = trained(war), trained(peace)
     siege.ids_equal, siege.trained = ours == theirs and bool(ours), len(ours)

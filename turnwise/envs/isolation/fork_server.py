@@ -88,9 +88,10 @@ class _Stop(BaseException):
 class _EnvServer:
     """Serves requests to one environment in its process, until `close`."""
 
-    def __init__(self, sock: socket.socket, make: Callable[[], Env]) -> None:
+    def __init__(self, sock: socket.socket, make: Callable[[], Env], grace_s: float) -> None:
+        """`grace_s` is the time in which it has ended after SIGTERM."""
         self._sock, self._stream = sock, sock.makefile("rb")
-        self._make = make
+        self._make, self._grace_s = make, grace_s
         self._env: Env | None = None
         self._runner = asyncio.Runner()
         self._task: asyncio.Task[Any] | None = None  # of the last call that ran on the loop
@@ -105,6 +106,7 @@ class _EnvServer:
                 self._answer(*request)
                 if request[1] == "close":
                     self._env = None
+                if request[1] == "close" or self._stopping:  # the call ended by itself before it was cancelled
                     return
         except _Stop:
             pass
@@ -123,7 +125,7 @@ class _EnvServer:
         for task in left:
             task.cancel()
         if left:
-            await asyncio.wait(left, timeout=EXIT_GRACE_S / 4)
+            await asyncio.wait(left, timeout=self._grace_s / 4)
 
     def _stop(self, *_: Any) -> None:
         """End the current call: cancel it where asyncio runs, which would report an exception and go on; else interrupt it."""
@@ -135,7 +137,7 @@ class _EnvServer:
         if self._task is not None:
             loop.call_soon_threadsafe(self._task.cancel)
         signal.signal(signal.SIGALRM, self._interrupt)  # for a call that blocks the loop, or ignores its cancellation
-        signal.setitimer(signal.ITIMER_REAL, EXIT_GRACE_S / 4)
+        signal.setitimer(signal.ITIMER_REAL, self._grace_s / 4)
 
     def _interrupt(self, *_: Any) -> None:
         raise _Stop
@@ -227,7 +229,7 @@ class _ForkServer:
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._folder = ""
+        self._folder, self._grace_s = "", EXIT_GRACE_S
         self._living: dict[int, str] = {}
         self._kill_at: dict[int, float] = {}  # deadline of processes that received SIGTERM
 
@@ -242,7 +244,7 @@ class _ForkServer:
         head = self._control.recv(SIZE.size, socket.MSG_WAITALL)
         data = self._control.recv(SIZE.unpack(head)[0], socket.MSG_WAITALL)
         setup = pickle.loads(data)  # sent by the parent process, hence trusted
-        self._folder = setup["folder"]
+        self._folder, self._grace_s = setup["folder"], setup["grace_s"]
         make = _load(setup)
         watched = select.poll()  # select() rejects descriptors above 1023, which the parent may have open
         for one in (self._control.fileno(), wake_read):
@@ -273,7 +275,7 @@ class _ForkServer:
             folder = tempfile.mkdtemp(dir=self._folder)
             child = os.fork()
             if child == 0:
-                _serve_env(sockets[0], folder, make)
+                _serve_env(sockets[0], folder, make, self._grace_s)
             os.close(sockets[0])
             self._living[child] = folder
         elif kind == b"x":
@@ -281,7 +283,7 @@ class _ForkServer:
                 self._signal(pid, signal.SIGKILL)
         elif pid in self._living and pid not in self._kill_at:
             self._signal(pid, signal.SIGTERM)
-            self._kill_at[pid] = time.monotonic() + EXIT_GRACE_S
+            self._kill_at[pid] = time.monotonic() + self._grace_s
         return True
 
     def _signal(self, pid: int, number: int) -> None:
@@ -308,7 +310,7 @@ class _ForkServer:
 
     def _kill_orphans(self) -> None:
         """Kill descendants of ended processes in other sessions (MCP servers, daemons), which were reparented to this one."""
-        until = time.monotonic() + EXIT_GRACE_S
+        until = time.monotonic() + self._grace_s
         while (orphans := child_processes() - self._living.keys()) and time.monotonic() < until:
             for pid in orphans:
                 self._signal(pid, signal.SIGKILL)
@@ -318,7 +320,7 @@ class _ForkServer:
 
     def _end_all(self) -> None:
         """End all processes after the socket closed; kill those that miss the grace period."""
-        for number, grace_s in ((signal.SIGTERM, EXIT_GRACE_S), (signal.SIGKILL, math.inf)):
+        for number, grace_s in ((signal.SIGTERM, self._grace_s), (signal.SIGKILL, math.inf)):
             for pid in self._living:
                 self._signal(pid, number)
             until = time.monotonic() + grace_s
@@ -375,7 +377,7 @@ def _load(setup: dict[str, Any]) -> Callable[[], Env]:
         return fail
 
 
-def _serve_env(sock: int, folder: str, make: Callable[[], Env]) -> NoReturn:
+def _serve_env(sock: int, folder: str, make: Callable[[], Env], grace_s: float) -> NoReturn:
     status = 1
     try:
         os.setsid()
@@ -388,7 +390,7 @@ def _serve_env(sock: int, folder: str, make: Callable[[], Env]) -> NoReturn:
         end = os.sysconf("SC_OPEN_MAX") if sys.platform != "linux" else max(map(int, os.listdir("/proc/self/fd"))) + 1
         os.closerange(4, end)
         os.environ["TMPDIR"] = tempfile.tempdir = folder
-        _EnvServer(socket.socket(fileno=3), make).serve()
+        _EnvServer(socket.socket(fileno=3), make, grace_s).serve()
         status = 0
     except BrokenPipeError:  # the caller disconnected
         pass

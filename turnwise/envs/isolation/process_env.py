@@ -156,7 +156,8 @@ class ForkServer:
         preparation.pop("authkey", None)
         files = {name: str(m.__file__) for name, m in list(sys.modules.items()) if name.startswith(USER_MODULE)}
         self.starts += 1
-        setup = {"preparation": preparation, "files": files, "factory": self._factory, "folder": self._folder}
+        setup: dict[str, Any] = {"preparation": preparation, "files": files, "factory": self._factory, "folder": self._folder}
+        setup["grace_s"] = EXIT_GRACE_S
         with theirs:
             path = os.pathsep.join(dict.fromkeys([entry or os.getcwd() for entry in sys.path]))
             self._server = subprocess.Popen(
