@@ -83,10 +83,12 @@ class Siege:
         return made
 
     def prepare(self) -> None:
-        """Start the servers of the next round, in a thread."""
+        """Start the servers of the next round, in a thread, once those of this round answered."""
         self.ready.clear()
 
         def work() -> None:
+            while not all(server.answered for server in self.added):  # a start takes a core, which would be measured too
+                time.sleep(0.02)
             self.spare = self.start(AT_A_TIME)
             self.ready.set()
 

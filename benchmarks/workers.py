@@ -2,13 +2,17 @@
 
     sudo python benchmarks/workers.py                     # alone, then http, then ray: three quickstarts
     sudo python benchmarks/workers.py --kinds http --warmup 60 --steps 8
+    sudo python benchmarks/workers.py --kinds servers     # the engine's servers on Ray too, one in each namespace
 
 Two namespaces with an address each are two machines to everything in them: the run, one worker and Ray's head in the first, the
 other worker and the other raylet in the second. In the middle of a step a worker is killed (`http`) or the raylet of the second
-namespace with all that it started (`ray`), and replaced; some steps later the run itself, which is resumed. A line of JSON for
-each kind: `groups_once`, every episode ended once and every step trained once; `asked_again`, groups; `detect_s`, from the kill
-to the journal's line about it; `lost_s`, from the kill to the next turn of a group that was asked for again; `weights_equal` to
-those of the undisturbed run in one process, bit for bit; `success` with the interval of that run. Needs root, for `ip netns`.
+namespace with all that it started (`ray`), and replaced; some steps later the run itself, which is resumed. With `servers`, two
+servers (`turnwise serve`) are placed on the nodes as well. The second node has a file system of its own in place of the
+directory with the runs: its servers get all weights over the network (`engine.tree`). A line of JSON for each kind:
+`unseen`, whether the second node's servers saw that directory empty; `groups_once`, every episode ended once and every step
+trained once; `asked_again`, groups; `detect_s`, from the kill to the journal's line about it; `lost_s`, from the kill to the
+next turn of a group that was asked for again; `weights_equal` to those of the undisturbed run in one process, bit for bit;
+`success` with the interval of that run. Needs root, for `ip netns`.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 NAMESPACES, ADDRESSES = ("turnwise0", "turnwise1"), ("10.77.0.1", "10.77.0.2")
 PORT, RAY_PORT = 7070, 6379
-TOKEN = "of-the-benchmark"
+TOKEN, SERVER_TOKEN = "of-the-benchmark", "TURNWISE_SERVE_TOKEN"
 PYTHON = Path(sys.executable)
 
 
@@ -70,7 +74,8 @@ def start(namespace: str, *words: Any, log: Path) -> subprocess.Popen[bytes]:
     """Start a program in a namespace."""
     with log.open("ab") as file:
         variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
-        variables |= {"TURNWISE_WORKER_TOKEN": TOKEN, "RAY_AUTH_MODE": "disabled"}  # nothing else reaches the namespaces
+        variables |= {"TURNWISE_WORKER_TOKEN": TOKEN, SERVER_TOKEN: TOKEN}
+        variables |= {"RAY_AUTH_MODE": "disabled"}  # nothing else reaches the namespaces
         command = ["ip", "netns", "exec", namespace, *map(str, words)]
         return subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | variables)
 
@@ -80,15 +85,28 @@ def turnwise(namespace: str, *words: Any, log: Path) -> subprocess.Popen[bytes]:
     return start(namespace, PYTHON, "-m", "turnwise.cli.main", *words, log=log)
 
 
-def raylet(number: int, log: Path) -> None:
-    """Start a node of the Ray cluster, the first with its head."""
+SERVER = f"""\
+#!{PYTHON}
+import os, sys
+given = dict(zip(sys.argv[1:], sys.argv[2:]))
+words = [given["--model"], "--host", given["--host"], "--port", given["--port"], "--context", given["--max-model-len"]]
+os.execv(sys.executable, [sys.executable, "-m", "turnwise.cli.main", "serve", *words])
+"""
+"""Starts `turnwise serve`, which speaks vLLM's API, where vLLM would be."""
+
+
+def raylet(number: int, log: Path, hidden: Path | None = None) -> None:
+    """Start a node of the Ray cluster, the first with its head; the second sees nothing in `hidden`."""
     own = (
         ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
         if not number
         else [f"--address={ADDRESSES[0]}:{RAY_PORT}"]
     )
     words = ["start", *own, f"--node-ip-address={ADDRESSES[number]}", "--num-cpus=2", "--object-store-memory=100000000"]
-    done = start(NAMESPACES[number], PYTHON.parent / "ray", *words, log=log)
+    command: list[Any] = [PYTHON.parent / "ray", *words]
+    if hidden is not None and number:
+        command = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro none "$0" && exec "$@"', hidden, *command]
+    done = start(NAMESPACES[number], *command, log=log)
     if done.wait(120):
         raise SystemExit(f"ray {' '.join(words)} failed: {log.read_text()[-2000:]}")
 
@@ -146,19 +164,41 @@ def measure(run: Path, process: subprocess.Popen[bytes], step: int, kill: Callab
     return {"detect_s": detected - killed, "lost_s": resumed - killed}
 
 
-def play(kind: str, folder: Path, words: list[str], steps: int) -> dict[str, Any]:
+def server_words(home: Path) -> list[Any]:
+    """Write what starts a server, and return the settings of one on each node."""
+    python = home / "vllm" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(SERVER)
+    python.chmod(0o755)
+    words: list[Any] = ["--engine.kind", "vllm", "--engine.servers", "2", "--engine.tree", "true", "--engine.install-dir", home]
+    words += ["--engine.key-env", SERVER_TOKEN, "--scale.ray-engine-cpus", "1", "--scale.ray-engine-gpus", "0"]
+    return words
+
+
+def unseen(run: Path) -> bool:
+    """Return whether servers run in the second namespace and see nothing where the run is."""
+    servers = [pid for pid in pids(NAMESPACES[1]) if b"\0serve\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return bool(servers) and not any(list(Path(f"/proc/{pid}/root{run.parent}").iterdir()) for pid in servers)
+
+
+def play(kind: str, folder: Path, words: list[Any], steps: int) -> dict[str, Any]:
     """Play the recipe on two workers of a kind with kills in the middle, and return its outcome."""
-    run, log = folder / kind, folder / f"{kind}.log"
+    log, on_ray = folder / f"{kind}.log", kind != "http"
+    run = folder / "runs" / kind
+    run.parent.mkdir(exist_ok=True)
     listen = f"{ADDRESSES[0]}:{PORT}"
-    scale = ["--scale.listen", listen] + (["--scale.ray", f"{ADDRESSES[0]}:{RAY_PORT}"] if kind == "ray" else [])
+    scale = ["--scale.listen", listen] + (["--scale.ray", f"{ADDRESSES[0]}:{RAY_PORT}"] if on_ray else [])
+    hidden = run.parent if kind == "servers" else None
+    if kind == "servers":
+        scale += server_words(folder / "home")
 
     def worker(number: int) -> subprocess.Popen[bytes]:
         return turnwise(NAMESPACES[number], "worker", "--join", f"http://{listen}", log=folder / f"worker{number}.log")
 
     with namespaces():
-        if kind == "ray":
+        if on_ray:
             for number in (0, 1):
-                raylet(number, folder / f"ray{number}.log")
+                raylet(number, folder / f"ray{number}.log", hidden)
         process = turnwise(NAMESPACES[0], "train", *words, "--out", run, "--display", "plain", *scale, log=log)
         workers = [worker(number) for number in (0, 1)] if kind == "http" else []
 
@@ -167,11 +207,15 @@ def play(kind: str, folder: Path, words: list[str], steps: int) -> dict[str, Any
             for pid in victims:
                 os.kill(pid, signal.SIGKILL)
 
-        found = measure(run, process, steps // 3, kill)
+        found: dict[str, Any] = {}
+        if kind == "servers":
+            JournalTail(run).wait(turn_of_step(0), process)
+            found["unseen"] = unseen(run)
+        found |= measure(run, process, steps // 3, kill)
         if kind == "http":
             workers.append(worker(1))
         else:
-            raylet(1, folder / "ray1.log")
+            raylet(1, folder / "ray1.log", hidden)
         JournalTail(run).wait(turn_of_step(2 * steps // 3), process)
         process.kill()
         process.wait()
@@ -208,7 +252,7 @@ def outcome(run: Path, alone: Path) -> dict[str, Any]:
 def main() -> None:
     """Run the kinds that are asked for, and print a line of JSON for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="+", choices=("http", "ray"), default=["http", "ray"])
+    parser.add_argument("--kinds", nargs="+", choices=("http", "ray", "servers"), default=["http", "ray"])
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--warmup", type=int, help="warm-up steps, without a gate (default: the recipe's)")
     parser.add_argument("--out", type=Path, help="directory to keep (default: a temporary one)")
@@ -216,6 +260,8 @@ def main() -> None:
     words = [str(ROOT / "recipes" / "quickstart.toml"), "--train.steps", str(args.steps), "--checkpoint.every", "5"]
     if args.warmup is not None:
         words += ["--warmup.steps", str(args.warmup), "--warmup.gate_success", "0", "--warmup.gate_every", str(args.warmup)]
+    if "servers" in args.kinds:
+        words += ["--model.heads", "2", "--model.kv-heads", "2"]  # vLLM's CPU attention supports no heads of 16
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.out or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,16 @@ def write_server(home: Path) -> Path:
     return home
 
 
+def with_text(text: str, pids: Iterable[int] | None = None) -> list[int]:
+    """Return processes, by default any of this machine, with a text in their command line or their name."""
+    found = []
+    for pid in pids if pids is not None else (int(one.name) for one in Path("/proc").iterdir() if one.name.isdecimal()):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/comm").read_bytes()
+            found += [pid] if text.encode() in words else []
+    return found
+
+
 @dataclass
 class Node:
     """A raylet with all that it starts."""
@@ -46,13 +56,8 @@ class Node:
     left: set[int] = field(default_factory=set)
 
     def pids(self, text: str) -> list[int]:
-        """Return its processes with a text in their command line or their name."""
-        found = []
-        for pid in children(self.process.pid):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                words = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/comm").read_bytes()
-                found += [pid] if text.encode() in words else []
-        return found
+        """As `with_text`, of its processes."""
+        return with_text(text, children(self.process.pid))
 
     def kill(self) -> None:
         """Kill the raylet by -9; what it started ends by itself."""

@@ -358,15 +358,23 @@ async def work():
     finally:
         print("cleaned up", flush=True)
 
-signal.signal(signal.SIGINT, signal.{interrupts})
+{interrupts}
 with stopped_by_signals():
     asyncio.run(work())
 print("ended", flush=True)
 """
 
 
-@pytest.mark.parametrize("interrupts", ["SIG_IGN", "default_int_handler"])
-def test_sigterm_ends_what_ignores_ctrl_c_since_a_script_started_it_in_the_background(interrupts):
+@pytest.mark.parametrize(
+    "interrupts",
+    [
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)",
+        "signal.signal(signal.SIGINT, signal.default_int_handler)",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])",
+    ],
+    ids=["ignored", "default", "blocked"],
+)
+def test_sigterm_ends_what_ignores_ctrl_c_since_a_script_or_a_thread_of_ray_started_it(interrupts):
     words = [sys.executable, "-c", UNTIL_STOPPED.format(interrupts=interrupts)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "up\n"

@@ -56,6 +56,21 @@ def test_writers_of_a_list_take_turns(tmp_path):
     assert sorted(EngineList(path).urls()) == sorted(f"http://h{n}:1" for n in range(16))
 
 
+def test_weights_that_are_there_are_not_written_again_while_a_server_that_joins_may_read_them(directories):
+    def files():
+        return {path.name: path.stat().st_ino for path in (directories.root / "policy-3").iterdir()}
+
+    first = directories.write(weights(3), 3)
+    written = files()
+    assert directories.write(weights(3), 3) == first
+    assert files() == written
+    assert directories.write(weights(4), 3) != first  # other weights of the same version
+    assert files() != written
+    (directories.root / "policy-3").rename(directories.root / "gone")
+    directories.write(weights(4), 3)
+    assert files().keys() == written.keys()
+
+
 def test_servers_join_and_leave_while_sessions_play(tmp_path, directories):
     path = tmp_path / "engines.txt"
     with kit.servers("vllm", "sglang", "vllm") as servers:

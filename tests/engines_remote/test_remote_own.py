@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,23 @@ def alive(pid):
     except ProcessLookupError:
         return False
     return True
+
+
+def test_signals_that_the_starting_thread_blocks_reach_a_server(home):
+    server = ServerProcess("vllm", home, home / "logs" / "0.log", context=256, gpu=False)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+    try:
+        server.start(home)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    status = Path(f"/proc/{server.pid}/status")
+    try:
+        end = time.monotonic() + 30
+        while "\nSigBlk:\t0000000000000000\n" not in status.read_text():
+            assert time.monotonic() < end, status.read_text()
+            time.sleep(0.02)
+    finally:
+        server.stop()
 
 
 def test_they_start_with_the_first_weights_and_end_with_the_fleet(home):

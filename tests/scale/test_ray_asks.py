@@ -43,7 +43,7 @@ class Cluster:
 
     def _group(self, bundles, strategy):
         async def ready():
-            return None
+            self._call("ready")
 
         self.bundles.append((bundles, strategy))
         return SimpleNamespace(ready=ready)
@@ -137,6 +137,14 @@ def test_an_actor_that_died_for_good_is_replaced_and_one_that_is_restarted_is_no
     cluster.faults["ended"] = [ActorUnavailableError("restarting", b"\0" * 16), ActorDiedError()]
     keep(cluster, tmp_path, lambda urls: urls == ("http://10.0.0.2:8003",) and not cluster.faults["ended"])
     assert len(cluster.options) == 2
+
+
+def test_a_cluster_that_fails_ends_the_run_with_the_reason(cluster, tmp_path):
+    from ray.exceptions import RaySystemError
+
+    cluster.faults["ready"] = [RaySystemError("no head")]
+    with pytest.raises(EngineError, match="Ray places no servers of 2 CPU"):
+        keep(cluster, tmp_path, lambda urls: False)
 
 
 def test_a_server_that_never_starts_ends_the_run_with_the_reason(cluster, tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from process_kit import children
-from ray_kit import TOKEN, write_server
+from ray_kit import TOKEN, with_text, write_server
 from scale_kit import events, final_weights, finished, kill, processes, start, wait_for, write_recipe
 
 pytestmark = pytest.mark.ray
@@ -28,14 +28,7 @@ def command(tmp_path):
 
 def pids(text: str) -> list[int]:
     """Processes below this one with a text in their command line or their name."""
-    found = []
-    for pid in children():
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/comm").read_bytes()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        found += [pid] if text.encode() in words else []
-    return found
+    return with_text(text, children())
 
 
 def test_servers_on_ray_lose_no_call_when_an_actor_and_a_server_are_killed(command, tmp_path):
@@ -52,6 +45,7 @@ def test_servers_on_ray_lose_no_call_when_an_actor_and_a_server_are_killed(comma
         os.kill(pids(str(run / "weights"))[0], signal.SIGKILL)
         wait_for(lambda: log.read_text().count("is started again") >= 2, 60, log.read_text)
         finished(started[1], log)
+    wait_for(lambda: not with_text(str(run / "weights")), 30)  # none is left, under whatever parent
     closed = Counter(str(event["k"]) for event in events(run, "closed"))
     assert set(closed) == {str(event["k"]) for event in events(alone, "closed")}
     assert set(closed.values()) == {1}

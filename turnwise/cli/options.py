@@ -59,6 +59,8 @@ def stopped_by_signals() -> Iterator[None]:
             raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
+    # A thread of Ray blocks SIGINT for all that it starts.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])
     before = signal.signal(signal.SIGTERM, end)
     try:
         with suppress(KeyboardInterrupt):

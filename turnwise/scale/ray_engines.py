@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -136,7 +136,7 @@ class RayEngines:
         """As `ServerPlacer.place`.
 
         Raises:
-            EngineError: when the cluster has no room in time.
+            EngineError: when the cluster has no room in time, or fails.
         """
         async with self._starting:  # policies share the servers
             if self._group is None:
@@ -157,6 +157,9 @@ class RayEngines:
             await self.close()
             why = f"Ray has no room for {servers.count} servers of {what} after {servers.start_s:g} s (engine.start_s)"
             raise EngineError(f"{why}; lower engine.servers, scale.ray_engine_cpus or scale.ray_engine_gpus") from None
+        except RayError as error:
+            await self.close()
+            raise EngineError(f"Ray places no servers of {what}: {error}; see ray status") from error
 
     def _actor(self, servers: PlacedServers, number: int) -> Any:
         options = {

@@ -315,10 +315,10 @@ EXIT_S = 2.0
 MAX_RESTARTS = 8
 """Maximum number of starts of one server per run."""
 _RUN_WITH_PARENT = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15) if sys.platform == 'linux' else None; "
-    "os.execvpe(sys.argv[1], sys.argv[1:], os.environ)"
+    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, 15) if sys.platform == 'linux' else None; "
+    "signal.pthread_sigmask(signal.SIG_SETMASK, ()); os.execvpe(sys.argv[1], sys.argv[1:], os.environ)"
 )
-"""Execs the server after asking Linux to kill it when this process ends."""
+"""Execs the server after asking Linux to end it with this process. Signals that the starting thread blocks reach it again."""
 
 
 class ServerProcess:

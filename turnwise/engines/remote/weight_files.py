@@ -34,6 +34,8 @@ class WeightDirectories(ABC):
 
     def __init__(self, root: str | Path, *, keep: int = 2, fingerprint: Fingerprint | None = None) -> None:
         self.root, self.keep, self._fingerprint = Path(root).absolute(), max(1, keep), fingerprint
+        self._written: tuple[int, str] | None = None
+        """Version and fingerprint of the latest directory."""
 
     def write(self, weights: Iterable[tuple[str, Any]], version: int) -> tuple[Path, str]:
         """Write (Hugging Face name, torch tensor) pairs, tied ones once, verify them by reading them back, and rename the
@@ -54,6 +56,8 @@ class WeightDirectories(ABC):
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
             sent, names = self._fingerprint(rows.items()), list(rows)
+            if self._written == (version, sent) and final.is_dir():  # a server that joins may be reading it
+                return final, sent
             self._fill(draft, rows)
             save_file(rows, draft / self.file, metadata={"format": "pt"})
             with (draft / self.file).open("rb") as file:
@@ -63,6 +67,7 @@ class WeightDirectories(ABC):
                 raise SyncError(f"{draft}: the weights read back differ from those written; check the disk")
             shutil.rmtree(final, ignore_errors=True)
             os.replace(draft, final)
+            self._written = version, sent
         except OSError as error:
             raise SyncError(f"could not write the weights of policy {version} to {final}: {error}") from error
         finally:
