@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 from turnwise.errors import ConfigError
 from turnwise.renderers.chat_renderer import ChatRenderer
+from turnwise.renderers.tokenizer import Tokenizer
 
 
 class AlignedChunk(NamedTuple):
-    """The shortest stretch of text that is complete ids of both tokenizers, or one control token."""
+    """The shortest stretch of text that is complete ids of both tokenizers and that no id of one continues for the other, or
+    one control token, with such text before it."""
 
     start: int
     """First position in the policy's ids."""
@@ -31,6 +33,9 @@ class Translation:
             which = "teacher's" if own is None else "policy's"
             raise ConfigError(f"teacher {name}: the {which} tokenizer is not byte-level, so their ids cannot be aligned")
         self._texts, self._own, self._codec = texts, own, teacher.codec
+        # After "lo", a policy that splits "lookup" is in the middle of a word that the teacher has as one id: their
+        # probabilities of what comes next are not of the same events.
+        self._begun = {*_beginnings(own, texts, policy.codec), *_beginnings(texts, own, teacher.codec)}
         control = teacher.codec.control
         self._control = {i: control[text] for text, i in policy.codec.control.items() if text in control}
         ends = sorted(teacher.stop_ids)
@@ -52,28 +57,46 @@ class Translation:
             mapped = self._control.get(token)
             if mapped is None and (place == start or (place in sampled) == (place - 1 in sampled)):
                 continue
-            self._text(ids, start, place, made, chunks)
+            before = self._text(ids, start, place, place - 1 in sampled, made, chunks)
             start = place
             if mapped is not None:
-                chunks.append(AlignedChunk(place, place + 1, len(made), len(made) + 1))
+                first, own_first = before if before is not None and place in sampled else (place, len(made))
+                chunks.append(AlignedChunk(first, place + 1, own_first, len(made) + 1))
                 made.append(mapped)
                 start = place + 1
-        self._text(ids, start, len(ids), made, chunks)
+        self._text(ids, start, len(ids), len(ids) - 1 in sampled, made, chunks)
         return made, chunks
 
-    def _text(self, ids: Sequence[int], start: int, end: int, made: list[int], chunks: list[AlignedChunk]) -> None:
+    def _text(
+        self, ids: Sequence[int], start: int, end: int, sampled: bool, made: list[int], chunks: list[AlignedChunk]
+    ) -> tuple[int, int] | None:
+        """Add the teacher's ids of text, and its chunks; return where sampled text begins, in both, that may go on."""
         if start == end:
-            return
+            return None
         pieces = [self._texts[i] for i in ids[start:end]]
-        text = b"".join(pieces).decode("utf-8", "replace")
-        own, first = self._codec.encode_plain(text, "control"), len(made)
+        everything = b"".join(pieces)
+        own, first = self._codec.encode_plain(everything.decode("utf-8", "replace"), "control"), len(made)
         made += own
         theirs = [self._own[i] for i in own]
-        if b"".join(theirs) != b"".join(pieces):
-            return  # bytes that are no text, which the teacher cannot read
+        if b"".join(theirs) != everything:
+            return None  # bytes that are no text, which the teacher cannot read
         ends = {size: n for n, size in enumerate(accumulate(map(len, theirs)), 1)}
-        before, own_before = 0, 0
+        before, own_before, size_before = 0, 0, 0
         for n, size in enumerate(accumulate(map(len, pieces)), 1):
-            if size in ends and pieces[n - 1]:
-                chunks.append(AlignedChunk(start + before, start + n, first + own_before, first + ends[size]))
-                before, own_before = n, ends[size]
+            if size not in ends or not pieces[n - 1]:
+                continue
+            if everything[size_before:size] in self._begun and (sampled or n < len(pieces)):
+                continue
+            chunks.append(AlignedChunk(start + before, start + n, first + own_before, first + ends[size]))
+            before, own_before, size_before = n, ends[size], size
+        return (start + before, first + own_before) if size_before < len(everything) else None
+
+
+def _beginnings(tokens: Sequence[bytes], others: Sequence[bytes], codec: Tokenizer) -> Iterator[bytes]:
+    """Yield the texts at which another tokenizer, of these ids, splits tokens."""
+    for token in {*tokens} - {*others}:
+        try:
+            pieces = [others[i] for i in codec.encode_plain(token.decode(), "control")]
+        except UnicodeDecodeError:
+            continue  # half a character
+        yield from accumulate(pieces[:-1])
