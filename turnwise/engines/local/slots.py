@@ -76,7 +76,7 @@ class SlotTable:
                     own, kept = slot, same
         siblings = list(self._groups.get(group, ()))
         if own is not None and kept > 0 and (kept == own.valid or kept == limit):
-            # Only siblings that go on as this call does are of use, and a few ids show which: episodes of a task often repeat others.
+            # Of use are only siblings that go on as this call does, and a few ids show which.
             end = kept + WORTH_WAITING
             siblings = [slot for slot in siblings if slot.seq[kept:end] == ids[kept:end]] if end <= limit else []
             if not siblings:
