@@ -148,6 +148,25 @@ def test_what_cannot_be_answered_is_refused(module: Any, changes: dict[str, Any]
         run(LocalEngine(module, context=64, version=3), lambda engine: engine.generate(asked))
 
 
+def test_siblings_that_go_on_alike_compute_it_once(module: Any) -> None:
+    """All sampled the same id; then five got the same long observation, and one another."""
+    prompt, seen = words(20, 3), words(25, 4)
+
+    async def main(engine: LocalEngine) -> tuple[list[int], list[Generation]]:
+        given: dict[str, Any] = {"group": "g", "sampling": Sampling(temperature=0.0), "max_tokens": 1}
+        first = await asyncio.gather(*(engine.generate(request(prompt, f"s{n}", **given)) for n in range(6)))
+        after = [[*prompt, *first[0].ids, *(words(25, 9) if n == 5 else seen)] for n in range(6)]
+        calls = (engine.generate(request(ids, f"s{n}", seed=n, group="g", call=1)) for n, ids in enumerate(after))
+        return first[0].ids, await asyncio.gather(*calls)
+
+    reply, answers = run(LocalEngine(module), main)
+    assert sorted(answer.cached_tokens for answer in answers) == [20, 20] + [45] * 4
+    for n, answer in enumerate(answers):
+        ids = [*prompt, *reply, *(words(25, 9) if n == 5 else seen)]
+        alone = run(LocalEngine(module), lambda engine, ids=ids, n=n: engine.generate(request(ids, seed=n)))
+        assert bits([alone]) == bits([answer])
+
+
 def test_siblings_compute_their_prompt_once(module: Any) -> None:
     prompt = words(60, 5)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import time
 from itertools import pairwise
 
@@ -55,15 +56,22 @@ def test_updates_with_calls_in_flight(running, mode):
         await update(1)
         await engine.generate(Request(opening, 4, frozenset(), 1, "first"))
         banned = frozenset(model.renderer.banned_ids | model.renderer.stop_ids)
-        prompts = [[*opening, 10 + n] for n in range(16)]
-        calls = [
-            asyncio.create_task(whole(one, Request(ids, 700, frozenset(), n, f"s{n}", banned_ids=banned)))
-            for n, ids in enumerate(prompts)
-        ]
+        over, found = asyncio.Event(), []
+
+        async def play(n):
+            """Call until the last update, so that each meets calls in flight, however fast the server is."""
+            for seed in itertools.count(n, 100):
+                request = Request([*opening, 10 + n], 700, frozenset(), seed, f"s{seed}", banned_ids=banned)
+                found.append(await whole(one, request))
+                if over.is_set():
+                    return
+
+        calls = [asyncio.create_task(play(n)) for n in range(16)]
         for version in (2, 3, 4):
             await asyncio.sleep(0.6)
             await update(version)
-        found = await asyncio.gather(*calls)
+        over.set()
+        await asyncio.gather(*calls)
         counts = engine.counts.copy(), client.counts.copy()
         await engine.close()
         return banned, found, counts

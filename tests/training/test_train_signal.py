@@ -140,6 +140,48 @@ def test_steady_agreement_counts_almost_fully_soon(agreement):
     assert max(shares) <= signal_share(agreement, 0.9)
 
 
+def first_share(parts):
+    """The share after the first step of a run that has an agreement, which consists of these parts."""
+    signal = GradientSignal(20, 0.9)
+    signal.update(None)
+    signal.update(sum(parts), parts)
+    return signal.share
+
+
+@given(st.lists(st.floats(0.05, 0.06), min_size=5, max_size=16))
+def test_groups_that_agree_open_the_gate_at_the_first_agreement(parts):
+    assert 0 < first_share(parts) < signal_share(sum(parts), 0.9)
+
+
+def test_a_few_groups_or_groups_that_differ_do_not_open_it():
+    assert first_share([0.2] * 4) == first_share([0.8]) == first_share(()) == 0.0
+    assert first_share([0.9, *[-0.02] * 8, *[0.02] * 7]) == 0.0
+
+
+def test_only_the_first_steps_of_a_run_are_split_by_groups():
+    signal, young = GradientSignal(20, 0.9), []
+    for _ in range(8):
+        young.append(signal.is_young)
+        signal.update(0.1)
+    assert young == [True] * 6 + [False] * 2
+    signal.restore(0.5, 0.01)  # of a run from before there was a weight
+    assert not signal.is_young
+    assert not GradientSignal(0, 0.9).is_young
+
+
+def test_noise_of_groups_rarely_opens_it():
+    """Noise along one direction: each step's agreement is near 1 or -1, and only its groups show that it is chance."""
+    rng, opened = random.Random(0), 0
+    for _ in range(2000):
+        signal = GradientSignal(20, 0.9)
+        signal.update(None)
+        for _ in range(5):
+            parts = [rng.gauss(0.0, 1.0) for _ in range(16)]
+            signal.update(sum(parts) / max(16.0, abs(sum(parts))), [part / 16.0 for part in parts])
+            opened += signal.share > 0
+    assert opened / 10_000 < 0.04
+
+
 def test_checkpoints_of_older_versions_have_no_weight():
     signal = GradientSignal(20, 0.9)
     signal.restore(0.5, 0.01)
@@ -176,6 +218,31 @@ def test_the_same_lesson_opens_the_gate_and_noise_does_not(tiny_dir):
     assert learned["gradient_agreement"] > 0.5
     assert rates[-1][0] > 0.7e-3
     assert sum(rate for _, rate in rates) / 30 < 0.05e-3
+
+
+def test_the_parts_of_groups_are_those_of_the_agreement(tiny_dir, monkeypatch):
+    """They are measured by finite differences, and sum to the cosine."""
+    found = []
+    monkeypatch.setattr(GradientSignal, "update", lambda self, agreement, parts=(): found.append((agreement, parts)))
+    trainer = trainer_of(tiny_dir, gradient_signal_steps=10, micro_tokens=60)
+    for step in range(3):
+        before = fingerprint(trainer.model)
+        trainer.step(random_groups(0, groups=6), step=step, steps=9)
+        assert (fingerprint(trainer.model) == before) == (trainer.signal.share == 0.0)
+    assert found[0] == (None, ())
+    for agreement, parts in found[1:]:
+        assert 2 < len(parts) <= 6
+        assert sum(parts) == pytest.approx(agreement, abs=0.03)
+
+
+def test_a_move_along_the_momentum_is_undone_to_the_bit(tiny_dir):
+    trainer = trainer_of(tiny_dir)
+    trainer.step(random_groups(0), step=0, steps=9)
+    before, past = fingerprint(trainer.model), [p.detach().clone() for p in trainer.model.parameters()]
+    with trainer.optimizer.moved(0.25):
+        gap = torch.cat([(p - q).flatten() for p, q in zip(trainer.model.parameters(), past, strict=True)])
+        assert float(gap.norm()) == pytest.approx(0.25, rel=1e-3)
+    assert fingerprint(trainer.model) == before
 
 
 def test_noise_moves_the_weights_less(tiny_dir):

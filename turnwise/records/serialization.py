@@ -6,7 +6,7 @@ import base64
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,6 +41,9 @@ BANNED = "banned_id"  # untrained reason: ids from the first banned id on; a tra
 NO_LOGPROB = "no_logprob"  # untrained reason: the engine returned no logprob, where `missing_logprobs` is `mask`
 
 Event = dict[str, Any]
+
+
+_KEY = tuple(field.name for field in fields(EpisodeKey))
 
 
 def key_row(key: EpisodeKey) -> list[Any]:
@@ -192,7 +195,7 @@ def trajectory_row(trajectory: Trajectory, decoder: IdDecoder) -> dict[str, Any]
         spans.append(row)
     row = {
         "schema": SCHEMA,
-        "key": asdict(trajectory.key),
+        "key": dict(zip(_KEY, key_row(trajectory.key), strict=True)),
         "task": task_row(trajectory.task),
         **outcome_row(trajectory),
         "template": trajectory.template,

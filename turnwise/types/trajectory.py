@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from turnwise._old_names import Renamed
@@ -474,8 +475,8 @@ class Trajectory:
                 if span.media:
                     row.media += [block.shifted(len(row.ids)) for block in placements_between(span.media, 0, used)]
                 row.ids.extend(span.ids[:used])
-                row.slots += [(index, offset) for offset in range(used)]
-                row.mask.extend(span.mask[:used])
+                row.slots.extend(zip(repeat(index), range(used), strict=False))
+                row.mask.extend([int(span.sampled)] * used)
                 row.logprobs.extend(span.logprobs[:used] if span.logprobs is not None else [None] * used)
                 row.versions.extend([span.version] * used)
                 row.samplings.extend([span.sampling] * used)

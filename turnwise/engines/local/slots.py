@@ -74,9 +74,14 @@ class SlotTable:
                 same = common_prefix(slot.seq, ids, min(slot.valid, limit))
                 if same > kept:
                     own, kept = slot, same
+        siblings = list(self._groups.get(group, ()))
         if own is not None and kept > 0 and (kept == own.valid or kept == limit):
-            return self._take(Placement(own, kept), ids, session, group)
-        donor, given, soon = self._donor(ids, limit, [*mine, *self._groups.get(group, ())])
+            # Of use are only siblings that go on as this call does, and a few ids show which.
+            end = kept + WORTH_WAITING
+            siblings = [slot for slot in siblings if slot.seq[kept:end] == ids[kept:end]] if end <= limit else []
+            if not siblings:
+                return self._take(Placement(own, kept), ids, session, group)
+        donor, given, soon = self._donor(ids, limit, [*mine, *siblings])
         if soon >= max(given, kept) + WORTH_WAITING:
             return None
         if own is not None and (2 * kept >= own.valid or not self.free):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +72,22 @@ class Optimizer:
         square = gradient_square * momentum_square
         return dot / math.sqrt(square) if square > 0 else None
 
+    @contextmanager
+    def moved(self, size: float) -> Iterator[None]:
+        """Move the parameters against the momentum by a vector of this length, and back."""
+        pairs = [(p, self.adamw.state[p]["exp_avg"]) for p in self.params if self.adamw.state.get(p)]
+        before = [p.detach().clone() for p, _ in pairs]
+        with torch.no_grad():
+            squares = torch.stack([self.ranks.local(m).square().sum() for _, m in pairs])
+            norm = math.sqrt(self.ranks.sum_(squares.double().sum()).item())
+            for p, m in pairs:
+                p.sub_(m, alpha=size / norm)
+            try:
+                yield
+            finally:
+                for (p, _), old in zip(pairs, before, strict=True):
+                    p.copy_(old)
+
     def step(self, lr: float) -> None:
         """Update the parameters from the gradients that `grad_norm` clipped."""
         for group in self.adamw.param_groups:
@@ -134,6 +151,10 @@ STANDARD_ERRORS = 2.0
 interval; with 1 the same one."""
 
 
+YOUNG = 6
+"""Steps whose agreement is split by groups, the first of which has none: as many as 2 standard errors of equal steps need."""
+
+
 def signal_share(agreement: float, beta: float) -> float:
     """Return the share of the momentum's squared length that is signal, from its cosine with a new gradient.
 
@@ -169,13 +190,19 @@ class GradientSignal:
         self.weight = 0.0
         """Sum of the weights of the steps in `average`; the 0 that it starts from has the rest."""
 
-    def update(self, agreement: float | None) -> None:
-        """Add one step's agreement; None (no momentum yet) counts as 0."""
+    @property
+    def is_young(self) -> bool:
+        """Whether the average has too few steps for their spread to say something: it needs their groups' parts."""
+        return self.weight < 1.0 - (1.0 - 1.0 / self.memory) ** YOUNG - 1e-9 if self.memory else False
+
+    def update(self, agreement: float | None, parts: Sequence[float] = ()) -> None:
+        """Add one step's agreement; None (no momentum yet) counts as 0. `parts` are those of independent groups in it."""
         if self.memory:
             weight = 1.0 / self.memory
             value = agreement or 0.0
+            square = math.fsum(part * part for part in parts or (value,))
             self.average = (1.0 - weight) * self.average + weight * value
-            self.variance = (1.0 - weight) ** 2 * self.variance + (weight * value) ** 2
+            self.variance = (1.0 - weight) ** 2 * self.variance + weight**2 * square
             self.weight = (1.0 - weight) * self.weight + weight
 
     @property

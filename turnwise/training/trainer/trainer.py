@@ -54,6 +54,9 @@ from turnwise.training.trainer.checks import (
 from turnwise.training.trainer.optimizer import GradientSignal, Optimizer, schedule
 from turnwise.types import Group, Trajectory
 
+LOSS_CHANGE = 0.01
+"""Change of the loss, at most and to first order, by the step that measures the agreement of groups."""
+
 
 class StepResult(NamedTuple):
     """Result of one training step."""
@@ -265,10 +268,10 @@ class Trainer:
         sequence_n = self.objective.sequence(batch, self._score, first=not step_metrics.updates)
         self.optimizer.zero_grad()
         passes = self.micro_batch_limit.run(batch, lambda: self._backward(batch, sequence_n), undo=self.optimizer.zero_grad)
-        logp_n = torch.zeros_like(batch.weights_n)
+        logp_n, slope_n = torch.zeros_like(batch.weights_n), torch.zeros_like(batch.weights_n)
         loss = 0.0
-        for micro, terms, entropy_m, logp_m in passes:
-            logp_n[micro.tokens_m] = logp_m.double()
+        for micro, terms, entropy_m, logp_m, slope_m in passes:
+            logp_n[micro.tokens_m], slope_n[micro.tokens_m] = logp_m.double(), slope_m.double()
             loss += terms.loss.item()
             reference_n = batch.reference_n
             step_metrics.add(terms, entropy_m, None if reference_n is None else (logp_m, reference_n[micro.tokens_m]))
@@ -280,26 +283,42 @@ class Trainer:
         if not step_metrics.updates:
             # Later updates of a step see episodes that are in the momentum already, so their noise would agree with itself.
             step_metrics.agreement = self.optimizer.agreement()
-            self.signal.update(step_metrics.agreement)
+            split = step_metrics.agreement is not None and self.signal.is_young and self.dtype == torch.float32
+            parts = self._agreement_by_group(batch, logp_n, slope_n, norm) if split else ()
+            self.signal.update(step_metrics.agreement, parts)
         step_metrics.updates.append((loss, norm))
         self.optimizer.step(lr * self.signal.share)
         self.updates += 1
 
+    def _agreement_by_group(self, batch: TrainingBatch, logp_n: Tensor, slope_n: Tensor, norm: float) -> list[float]:
+        """Return the parts of the agreement that the groups of a batch have: how far a small step against the momentum lowers
+        their loss, by its first order (`slope_n`: the loss's derivative by each logprob)."""
+        size = LOSS_CHANGE / norm
+        with self.optimizer.moved(size):
+            change_n = self.ranks.sum_(slope_n) * (self._score(batch) - self.ranks.sum_(logp_n))
+        parts: dict[str, float] = {}
+        for index, change in zip(batch.trajectory_n.tolist(), change_n.tolist(), strict=True):
+            task = batch.trajectories[index].task.id
+            parts[task] = parts.get(task, 0.0) - change / (size * norm)
+        return list(parts.values())
+
     def _backward(
         self, batch: TrainingBatch, sequence_n: Tensor | None
-    ) -> list[tuple[MicroBatch, PolicyTerms, Tensor, Tensor]]:
-        """Run forward and backward of this rank's passes; return each one's terms, entropies and logprobs, detached."""
+    ) -> list[tuple[MicroBatch, PolicyTerms, Tensor, Tensor, Tensor]]:
+        """Run forward and backward of this rank's passes; return each one's terms, entropies, logprobs and the loss's slope in
+        them, detached."""
         made = []
         for micro, own in self.ranks.passes(batch.micros):
             wanted: dict[str, Any] = {"entropy": True, "entropy_grad": bool(self.config.entropy)}
             wanted |= {"teachers": batch.targets_of(micro)} if batch.teachers else {}
             found = self._stats(micro, self.pixels, self.distribution, batch.support_of(micro), **wanted)
+            found.logprobs_m.retain_grad()
             terms = self.objective.terms(batch, micro, found, sequence_n)
             (terms.loss if own else 0.0 * terms.loss).backward()
             if own:
-                made.append(
-                    (micro, replace(terms, loss=terms.loss.detach()), found.entropy_m.detach(), found.logprobs_m.detach())
-                )
+                logp_m, slope_m = found.logprobs_m.detach(), found.logprobs_m.grad
+                assert slope_m is not None
+                made.append((micro, replace(terms, loss=terms.loss.detach()), found.entropy_m.detach(), logp_m, slope_m))
         return made
 
     def _start(self, batch: TrainingBatch, step_metrics: StepMetrics) -> None:
