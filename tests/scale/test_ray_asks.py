@@ -20,6 +20,8 @@ class Cluster:
     """Bundles, actors and their options as they are asked for; `faults` are raised by calls of a name, in order."""
 
     def __init__(self, monkeypatch, module):
+        from turnwise.scale import ray_workers
+
         self.bundles, self.options, self.faults, self.started = [], [], {}, []
         ray = SimpleNamespace(
             remote=lambda cls: SimpleNamespace(options=self._options),
@@ -27,8 +29,10 @@ class Cluster:
             shutdown=lambda: None,
             nodes=self._nodes,
             available_resources=dict,
+            is_initialized=lambda: True,
         )
-        monkeypatch.setattr(module, "ray", ray)
+        for one in {module, ray_workers}:
+            monkeypatch.setattr(one, "ray", ray)
         monkeypatch.setattr(module, "connect", lambda scale: None)
         monkeypatch.setattr(module, "AGAIN_S", 0.01)
         if hasattr(module, "placement_group"):

@@ -62,7 +62,7 @@ def _nodes() -> set[str]:
 
 def end(actor: Any) -> None:
     """End an actor that there may be."""
-    if actor is not None:
+    if actor is not None and ray.is_initialized():  # otherwise the call would start a cluster
         with suppress(Exception):  # it may be gone, and the cluster too
             ray.kill(actor)
 
