@@ -283,6 +283,7 @@ class Trainer:
         if not step_metrics.updates:
             # Later updates of a step see episodes that are in the momentum already, so their noise would agree with itself.
             step_metrics.agreement = self.optimizer.agreement()
+            # In bfloat16 the small move would be lost in rounding.
             split = step_metrics.agreement is not None and self.signal.is_young and self.dtype == torch.float32
             parts = self._agreement_by_group(batch, logp_n, slope_n, norm) if split else ()
             self.signal.update(step_metrics.agreement, parts)
