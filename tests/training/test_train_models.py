@@ -6,6 +6,8 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -14,6 +16,7 @@ from fork_kit import run_ranks
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from train_kit import example_texts
+from transformers import PreTrainedModel
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from turnwise.config import ModelConfig, tiny
@@ -265,3 +268,17 @@ def test_a_tiny_model_that_sees_is_a_whole_directory(tmp_path):
     for changes, message in (({"image_side": 40}, "no multiple of 2"), ({"heads": 8}, r"no multiple of 8 \* model.heads")):
         with pytest.raises(ConfigError, match=message):
             models.create_tiny_model(dataclasses.replace(sizes, **changes), example_texts(), tmp_path / "c")
+
+
+def test_threads_may_load_models_at_once(tiny_dir):
+    """transformers replaces methods of its classes while it loads a model."""
+    before, together = PreTrainedModel.tie_weights, threading.Barrier(6)
+
+    def load(_):
+        together.wait()
+        return models.load(tiny_dir)[0]
+
+    with ThreadPoolExecutor(6) as pool:
+        loaded = [model for _ in range(4) for model in pool.map(load, range(6))]
+    assert PreTrainedModel.tie_weights is before
+    assert all(model.lm_head.weight is model.model.embed_tokens.weight for model in loaded)

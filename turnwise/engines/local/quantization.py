@@ -6,6 +6,7 @@ amax / 448. A matrix is [..., out, in]; experts are stacked in front.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,11 +165,20 @@ def input_grid(layer: nn.Module) -> WeightGrid | None:
     return layer.grid if isinstance(layer, RoundedInputLinear) else None
 
 
+_LOADING = threading.RLock()
+"""Held while transformers loads a model: it replaces methods of its classes meanwhile, so two threads leave them replaced."""
+
+
 def from_directory(root: Path, dtype: Any, **options: Any) -> Any:
     """Call `from_pretrained` of the class that a model directory needs; packed weights are read as values on their grid.
 
-    A layout of `quantization_config` that is unknown here is left to transformers.
+    A layout of `quantization_config` that is unknown here is left to transformers. Threads may call this at once.
     """
+    with _LOADING:
+        return _from_directory(root, dtype, **options)
+
+
+def _from_directory(root: Path, dtype: Any, **options: Any) -> Any:
     config = AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
     kind = auto_class(config)
     options |= {"dtype": dtype, "local_files_only": True}
