@@ -32,6 +32,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from ray_kit import write_server  # noqa: E402
+
 NAMESPACES, ADDRESSES = ("turnwise0", "turnwise1"), ("10.77.0.1", "10.77.0.2")
 PORT, RAY_PORT = 7070, 6379
 TOKEN, SERVER_TOKEN = "of-the-benchmark", "TURNWISE_SERVE_TOKEN"
@@ -83,16 +87,6 @@ def start(namespace: str, *words: Any, log: Path) -> subprocess.Popen[bytes]:
 def turnwise(namespace: str, *words: Any, log: Path) -> subprocess.Popen[bytes]:
     """Start a command of this checkout."""
     return start(namespace, PYTHON, "-m", "turnwise.cli.main", *words, log=log)
-
-
-SERVER = f"""\
-#!{PYTHON}
-import os, sys
-given = dict(zip(sys.argv[1:], sys.argv[2:]))
-words = [given["--model"], "--host", given["--host"], "--port", given["--port"], "--context", given["--max-model-len"]]
-os.execv(sys.executable, [sys.executable, "-m", "turnwise.cli.main", "serve", *words])
-"""
-"""Starts `turnwise serve`, which speaks vLLM's API, where vLLM would be."""
 
 
 def raylet(number: int, log: Path, hidden: Path | None = None) -> None:
@@ -166,11 +160,8 @@ def measure(run: Path, process: subprocess.Popen[bytes], step: int, kill: Callab
 
 def server_words(home: Path) -> list[Any]:
     """Write what starts a server, and return the settings of one on each node."""
-    python = home / "vllm" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(SERVER)
-    python.chmod(0o755)
-    words: list[Any] = ["--engine.kind", "vllm", "--engine.servers", "2", "--engine.tree", "true", "--engine.install-dir", home]
+    words: list[Any] = ["--engine.kind", "vllm", "--engine.servers", "2", "--engine.tree", "true"]
+    words += ["--engine.install-dir", write_server(home)]
     words += ["--engine.key-env", SERVER_TOKEN, "--scale.ray-engine-cpus", "1", "--scale.ray-engine-gpus", "0"]
     return words
 

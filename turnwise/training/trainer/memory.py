@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from turnwise.engines import Engine, HasContextLimit
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import ConfigError
+from turnwise.rollouts.garbage import resident_bytes
 from turnwise.training.forward.batch import MicroBatch
 from turnwise.training.forward.forward import ForwardPass, chunk_numbers
 from turnwise.training.trainer.trainer import Trainer
@@ -140,11 +140,10 @@ def available_bytes(device: torch.device) -> int | None:
         return int(free) + int(torch.cuda.memory_reserved(device))
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        own = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, ValueError, StopIteration):
         return None
-    have = free + own
+    have = free + resident_bytes()
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             have = min(have, int(Path(limit).read_text(encoding="ascii")))
