@@ -88,7 +88,7 @@ class FusedDecoder:
         self.cos = self.sin = np.zeros(0, dtype=np.float32)
         self._angles = 0
         """Number of positions of `cos` and `sin`; 0 where they are per row."""
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers: dict[tuple[str, int], dict[int, tuple[torch.Tensor, np.ndarray]]] = {}
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def forward(
@@ -101,7 +101,7 @@ class FusedDecoder:
         if not keep:
             keep = [0]
         count, hidden = round_up_rows(len(tokens)), self.table.shape[1]
-        stream = self._buffer("stream", count, hidden)
+        stream, flat = self._buffer("stream", count, hidden)
         index = torch.tensor(tokens + [0] * (count - len(tokens)))
         torch.index_select(self.table, 0, index, out=stream)
         visible = media if media is not None and media.feature_rows else None
@@ -112,47 +112,54 @@ class FusedDecoder:
         where = np.arange(count), self._rotate(position, media), position, np.array(slots)
         change = np.zeros(0, dtype=np.float32)
         for number, layer in enumerate(self.layers):
-            change = self._layer(number, layer, stream, change, where)
+            change = self._layer(number, layer, flat, change, where)
             if visible is not None and number < len(features.deep):
                 torch.from_numpy(change).view(count, hidden).index_add_(0, media_rows, features.deep[number])
-        wanted, normed = np.array(keep), self._buffer("kept", round_up_rows(len(keep)), hidden)
-        self.kernels.add_and_norm(_flat(stream), change, wanted, self.last, self.last_eps, _flat(normed))
-        return torch.mm(normed, self.head.T, out=self._buffer("logits", len(normed), self.head.shape[0]))
+        normed, flat_normed = self._buffer("kept", round_up_rows(len(keep)), hidden)
+        self.kernels.add_and_norm(flat, change, np.array(keep), self.last, self.last_eps, flat_normed)
+        return torch.mm(normed, self.head.T, out=self._buffer("logits", len(normed), self.head.shape[0])[0])
 
     def _layer(
-        self, number: int, layer: FusedLayer, stream: torch.Tensor, change: np.ndarray, where: Sequence[np.ndarray]
+        self, number: int, layer: FusedLayer, stream: np.ndarray, change: np.ndarray, where: Sequence[np.ndarray]
     ) -> np.ndarray:
         """Add the attention output to the stream; return the MLP output, which the next layer adds.
 
         `where` has the number, rotary angle, position and slot of each row.
         """
-        call, rows, flat = self.kernels, where[0], _flat(stream)
-        count = len(rows)
-        normed = self._buffer("normed", *stream.shape)
-        call.add_and_norm(flat, change, rows, layer.first, layer.eps, _flat(normed))
-        qkv = torch.mm(layer.inputs(normed), layer.qkv.T, out=self._buffer("qkv", count, layer.qkv.shape[0]))
-        keys, values = self.cache.blocks(number, self.kv, self.size)
-        mixed = self._buffer("mixed", count, self.heads * self.size)
-        scores = self._buffer("scores", self.heads // self.kv, self.cache.capacity)
+        call, rows = self.kernels, where[0]
+        count, hidden = len(rows), self.table.shape[1]
+        normed, flat_normed = self._buffer("normed", count, hidden)
+        call.add_and_norm(stream, change, rows, layer.first, layer.eps, flat_normed)
+        qkv, flat_qkv = self._buffer("qkv", count, layer.qkv.shape[0])
+        torch.mm(layer.inputs(normed), layer.qkv.T, out=qkv)
+        mixed, flat_mixed = self._buffer("mixed", count, self.heads * self.size)
+        _, scores = self._buffer("scores", self.heads // self.kv, self.cache.capacity)
         norms = layer.bias, layer.q_norm, layer.k_norm, layer.head_eps
         angles = self.cos, self.sin, *where[1:]
         sizes = self.cache.capacity, self.heads, self.kv, self.size
-        stores = _flat(keys), _flat(values)
-        call.attend(_flat(qkv), *norms, *angles, *stores, *sizes, layer.scale, _flat(scores), _flat(mixed))
-        added = self._buffer("added", *stream.shape)
+        stores = self.cache.blocks(number, self.kv, self.size)
+        call.attend(flat_qkv, *norms, *angles, *stores, *sizes, layer.scale, scores, flat_mixed)
+        added, flat_added = self._buffer("added", count, hidden)
         torch.mm(layer.inputs(mixed), layer.output.T, out=added)
-        call.add_and_norm(flat, _flat(added), rows, layer.second, layer.eps, _flat(normed))
-        both = torch.mm(layer.inputs(normed), layer.both.T, out=self._buffer("both", count, layer.both.shape[0]))
-        gated = self._buffer("gated", count, layer.down.shape[1])
-        call.swiglu(_flat(both), count, layer.down.shape[1], _flat(gated))
-        return _flat(torch.mm(layer.inputs(gated), layer.down.T, out=added))
+        call.add_and_norm(stream, flat_added, rows, layer.second, layer.eps, flat_normed)
+        both, flat_both = self._buffer("both", count, layer.both.shape[0])
+        torch.mm(layer.inputs(normed), layer.both.T, out=both)
+        gated, flat_gated = self._buffer("gated", count, layer.down.shape[1])
+        call.swiglu(flat_both, count, layer.down.shape[1], flat_gated)
+        torch.mm(layer.inputs(gated), layer.down.T, out=added)
+        return flat_added
 
-    def _buffer(self, name: str, rows: int, size: int) -> torch.Tensor:
-        """Return a reusable buffer for an intermediate result."""
-        found = self._buffers.get(name)
-        if found is None or found.shape[0] < rows or found.shape[1] != size:
-            found = self._buffers[name] = torch.zeros(rows, size)
-        return found[:rows]
+    def _buffer(self, name: str, rows: int, size: int) -> tuple[torch.Tensor, np.ndarray]:
+        """Return a reusable buffer for an intermediate result, as a tensor and as a flat array in the same memory."""
+        views = self._buffers.setdefault((name, size), {})
+        found = views.get(rows)
+        if found is None:
+            largest = max(views, default=0)
+            if rows > largest:
+                views.clear()
+            tensor = torch.zeros(rows, size) if rows > largest else views[largest][0][:rows]
+            found = views[rows] = tensor, _flat(tensor)
+        return found
 
     def _rotate(self, position: np.ndarray, media: RowMedia | None) -> np.ndarray:
         """Compute rotary angles, once for the cache's positions or for rows with media; return each row's index in them."""

@@ -212,7 +212,7 @@ class Scheduler:
             slot = placement.slot
             self.model.reserve(slot.index + 1, len(call.prompt) + call.limit)
             if placement.donor is not None:
-                self.model.cache.copy(placement.donor.index, slot.index, placement.keep)
+                self.model.cache.copy(placement.donor.index, slot.index, placement.start, placement.keep)
             slot.call, call.slot, call.cached = call, slot, placement.keep
             self.running.append(call)
         self.waiting = left
@@ -376,8 +376,6 @@ class Scheduler:
                 self.model.cache.zero(slot.index)
             slot.valid = 0
         self.table.finish(slot)
-        if slot.session is None:
-            self.table.free.add(slot)
         self._changed = True
 
     def _generation(self, call: ActiveCall, finish: Finish) -> Generation:

@@ -35,7 +35,9 @@ class Placement:
     slot: Slot
     keep: int
     donor: Slot | None = None
-    """Slot to copy `keep` positions from; None when they are in place."""
+    """Slot to copy positions up to `keep` from; None when they are in place."""
+    start: int = 0
+    """First position to copy."""
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int], limit: int) -> int:
@@ -58,7 +60,8 @@ class SlotTable:
 
     def __init__(self, count: int) -> None:
         self.slots = [Slot(index) for index in range(count)]
-        self.free = set(self.slots)
+        self._free = (1 << count) - 1
+        """Bit `index` is set for a slot without a call and a session: the lowest one is found at once."""
         self._sessions: dict[str, list[Slot]] = {}
         self._groups: dict[str, set[Slot]] = {}
         self.step = 0
@@ -84,10 +87,10 @@ class SlotTable:
         donor, given, soon = self._donor(ids, limit, [*mine, *siblings])
         if soon >= max(given, kept) + WORTH_WAITING:
             return None
-        if own is not None and (2 * kept >= own.valid or not self.free):
+        if own is not None and (2 * kept >= own.valid or not self._free):
             target = own
-        elif self.free:
-            target = min(self.free, key=lambda slot: slot.index)
+        elif self._free:
+            target = self.slots[(self._free & -self._free).bit_length() - 1]
         else:
             idle = [slot for slot in self.slots if slot.call is None]
             if not idle:
@@ -96,20 +99,23 @@ class SlotTable:
             if self.step - target.idle_since < GRACE and len(idle) < len(self.slots):
                 return None
         if donor is not None and given > 0 and (target is not own or given > kept):
-            return self._take(Placement(target, given, None if donor is target else donor), ids, session, group)
+            in_place = max(kept, 0) if target is own else 0
+            return self._take(Placement(target, given, None if donor is target else donor, in_place), ids, session, group)
         return self._take(Placement(target, max(kept, 0) if target is own else 0), ids, session, group)
 
     def finish(self, slot: Slot) -> None:
         """End the call in a slot; its cache stays for the session's next call."""
         slot.call, slot.idle_since = None, self.step
         del slot.seq[slot.valid :]
+        if slot.session is None:
+            self._free |= 1 << slot.index
 
     def release(self, session: str) -> None:
         """End a session and free its idle slots; their content may serve siblings until reuse."""
         for slot in self._sessions.pop(session, ()):
             slot.session = None
             if slot.call is None:
-                self.free.add(slot)
+                self._free |= 1 << slot.index
 
     def vacate(self, slot: Slot) -> None:
         """Clear an idle slot and its session."""
@@ -122,10 +128,13 @@ class SlotTable:
             if not self._groups[slot.group]:
                 del self._groups[slot.group]
         slot.seq, slot.valid, slot.session, slot.group = [], 0, None, ""
-        self.free.add(slot)
+        self._free |= 1 << slot.index
 
     def swap(self, one: Slot, other: Slot) -> None:
         """Exchange the positions of two slots."""
+        one_bit, other_bit = 1 << one.index, 1 << other.index
+        if bool(self._free & one_bit) != bool(self._free & other_bit):
+            self._free ^= one_bit | other_bit
         one.index, other.index = other.index, one.index
         self.slots[one.index], self.slots[other.index] = one, other
 
@@ -149,7 +158,7 @@ class SlotTable:
             self._sessions.setdefault(session, []).append(slot)
             if group:
                 self._groups.setdefault(group, set()).add(slot)
-        self.free.discard(slot)
+        self._free &= ~(1 << slot.index)
         # Donated positions are copied before anything reads the slot.
         slot.seq, slot.valid = list(ids), placement.keep
         return placement
