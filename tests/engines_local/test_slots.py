@@ -1,0 +1,81 @@
+"""Slots of the cache: whatever comes and goes, a call's cached positions hold its own ids."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from turnwise.engines.local.kv_cache import KVCache
+from turnwise.engines.local.slots import SlotTable
+
+SLOTS, CAPACITY = 5, 64
+operation = st.tuples(
+    st.sampled_from(["call", "call", "call", "end", "end", "release", "swap"]),
+    st.integers(0, 7),
+    st.integers(0, CAPACITY - 1),
+    st.integers(0, 2),
+)
+
+
+class Cached:
+    """A slot table with a real cache, whose keys and values are the ids that they were computed from."""
+
+    def __init__(self, unit: int) -> None:
+        self.table = SlotTable(SLOTS)
+        self.cache = KVCache(SLOTS, CAPACITY, unit=unit)
+        self.cache.layer(0, *[torch.zeros(1, 1, 0, unit)] * 2)
+        self.contexts: dict[int, list[int]] = {}
+
+    def ids(self, slot: int) -> list[list[int]]:
+        return [store[slot].flatten().int().tolist() for store in self.cache.layers[0]]
+
+    def call(self, session: int, length: int, branch: int) -> None:
+        before = self.contexts.get(session ^ (branch == 0), [])[:length]  # its own, or its sibling's
+        ids = self.contexts[session] = [*before, *range(1 + branch, 2 + branch + length % 7 * 5)][:CAPACITY]
+        placed = self.table.place(ids, f"s{session}", f"g{session // 2}")
+        if placed is None:
+            return
+        slot = placed.slot
+        assert slot.call is None
+        if placed.donor is not None:
+            self.cache.copy(placed.donor.index, slot.index, placed.start, placed.keep)
+        for found in self.ids(slot.index):
+            assert found[: placed.keep] == ids[: placed.keep]
+        for store in self.cache.layers[0]:
+            store[slot.index].view(-1)[placed.keep : len(ids)] = torch.tensor(ids[placed.keep :]).float()
+        slot.call, slot.valid = object(), len(ids)
+
+    def end(self, number: int) -> None:
+        busy = [slot for slot in self.table.slots if slot.call is not None]
+        if busy:
+            self.table.finish(busy[number % len(busy)])
+
+    def swap(self, number: int, other: int) -> None:
+        first, second = self.table.slots[number % SLOTS], self.table.slots[other % SLOTS]
+        if first is not second:
+            self.cache.swap(first.index, second.index, max(first.valid, second.valid))
+            self.table.swap(first, second)
+
+    def check(self) -> None:
+        for index, slot in enumerate(self.table.slots):
+            assert slot.index == index
+            assert all(found[: slot.valid] == slot.seq[: slot.valid] for found in self.ids(index))
+        free = [slot.index for slot in self.table.slots if slot.call is None and slot.session is None]
+        assert [index for index in range(SLOTS) if self.table._free >> index & 1] == free
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from([1, 4]), st.lists(operation, max_size=40))
+def test_a_call_finds_its_own_ids_in_its_slot(unit, operations):
+    cached = Cached(unit)
+    for kind, session, length, branch in operations:
+        if kind == "call":
+            cached.call(session, length, branch)
+        elif kind == "end":
+            cached.end(session)
+        elif kind == "release":
+            cached.table.release(f"s{session}")
+        else:
+            cached.swap(session, length)
+        cached.check()
