@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import shutil
@@ -23,7 +24,7 @@ from turnwise.records import NullListener
 from turnwise.training.checkpoint import Checkpoints
 from turnwise.training.evaluation import EvalResult, summarize
 from turnwise.training.task_plan import TaskPlan, eval_samples
-from turnwise.training.warmup import GATE_SHARE, NO_DEMONSTRATOR, NO_START, Gate, cannot_learn, cut_note
+from turnwise.training.warmup import GATE_SHARE, NO_DEMONSTRATOR, NO_START, Gate, cannot_learn, cut_note, demonstrations
 from turnwise.types import StopReason, Trajectory
 from turnwise.viewer.diagnosis import diagnose
 
@@ -118,6 +119,16 @@ def test_demonstrations_do_not_depend_on_the_steps():
     assert few == many
     assert len(set(few)) == 20
     assert [choice.task.id for choice in plans[0].train] != [choice.task.id for choice in plans[1].train][:2]
+
+
+def test_demonstrations_are_played_in_the_environment_that_a_function_replaces():
+    async def elsewhere(task, model):
+        raise AssertionError("a function plays what the policy learns from, not demonstrations")
+
+    spec = replace(as_env_spec(Echo), agent_function=elsewhere)
+    plan = TaskPlan([spec], steps=1, groups=2, held_out=4, seed=0)
+    played = asyncio.run(demonstrations([spec], plan, tw.byte_renderer(), RunConfig(warmup=WarmupConfig(demos=8)), "append"))
+    assert [trajectory.reward for trajectory in played] == [1.0] * 8
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -240,7 +240,8 @@ async def demonstrations(
         speaker = speakers[env_spec.name]
         assert speaker is not None
         count = max(1, round(config.warmup.demos * env_spec.weight / total))
-        own = plan.demonstrated(env_spec, count)
+        in_env = replace(env_spec, agent_function=None)  # the function may start a program, and speaks for other agents too
+        own = [replace(choice, env_spec=in_env) for choice in plan.demonstrated(env_spec, count)]
         rollout = Rollout(
             ScriptedEngine(speaker),
             renderer,
