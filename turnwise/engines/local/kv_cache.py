@@ -57,7 +57,7 @@ class KVCache:
         return found
 
     def blocks(self, index: int, heads: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the storage of a float32 CPU layer in units, as flat arrays."""
+        """Return the storage of a float32 CPU layer in units, as flat arrays; layers are first asked for in their order."""
         if index not in self.layers:
             self.layer(index, *[torch.empty(1, heads, 0, size * self.unit)] * 2)
         keys, values = (store.view(np.float32).reshape(-1) for store in self._stores[2 * index : 2 * index + 2])
