@@ -64,6 +64,64 @@ def test_interrupted_replies_of_a_server_have_the_bits_of_others(directory, kind
     assert len(found) >= 15
 
 
+@pytest.mark.parametrize(("kind", "options"), WAYS)
+def test_held_replies_go_on_with_the_bits_of_others(directory, kind, options):  # noqa: F811
+    """Each pause comes over the socket while the engine computes the step after which it holds the reply."""
+    cuts: set[int] = set()
+    holds = {"vllm": "keep", "sglang": "retract"}[kind]
+
+    async def work(client, app, url):
+        loop = asyncio.get_running_loop()
+
+        def after(_, position):
+            if position in cuts:
+                cuts.discard(position)
+                asyncio.run_coroutine_threadsafe(client.pause(holds), loop).result(60)
+                asyncio.run_coroutine_threadsafe(client.resume(), loop)
+            return False
+
+        interrupt(app.engine, after)
+
+        @settings(max_examples=15, deadline=None)
+        @given(seed=st.integers(0, 2**63), chosen=st.sets(st.integers(0, 23)), stop=st.booleans())
+        def check(seed, chosen, stop):
+            def ask(where):
+                cuts.clear()
+                cuts.update(where)
+                text = StopText(["er 7", "a"], app.decode) if stop else None
+                request = Request(PROMPT, 24, app.end_ids, seed, "a", stop_text=text)
+                return asyncio.run_coroutine_threadsafe(client.generate(request), loop).result(60)
+
+            plain, found = ask(()), ask(chosen)
+            assert (found.ids, found.logprobs, found.finish) == (plain.ids, plain.logprobs, plain.finish)
+            assert (found.version, found.later_versions, found.cache_version) == (0, [], None)
+
+        before = client.counts["requests"]
+        await asyncio.to_thread(check)
+        return client.counts["requests"] - before, client.counts["aborted"]
+
+    asked, aborted = run(directory, kind, work, speculate=3, **options)
+    assert asked >= 30
+    assert not aborted
+
+
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_a_pause_that_ends_replies_ends_those_that_another_holds(directory, kind):  # noqa: F811
+    async def work(client, app, url):
+        begun = beginning(app)
+        asked = asyncio.create_task(client.generate(Request(PROMPT, 170, frozenset(), 1, "a", banned_ids=app.end_ids)))
+        await begun.wait()
+        await client.pause("keep" if kind == "vllm" else "retract")
+        await client.pause("abort")
+        made = await asyncio.wait_for(asked, 60)
+        await client.resume()
+        return made
+
+    made = run(directory, kind, work)
+    assert made.finish == "abort"
+    assert len(made.ids) < 170
+
+
 @pytest.mark.parametrize("kind", CLIENTS)
 def test_a_call_on_its_way_waits_out_the_update_and_costs_it_nothing(directory, kind, tmp_path, monkeypatch):  # noqa: F811
     """The calls reach the server after its pause; waiting for them would take longer than the test may."""
@@ -107,8 +165,9 @@ def test_a_call_on_its_way_waits_out_the_update_and_costs_it_nothing(directory, 
         return found, counts
 
     (running, sent), counts = run(directory, kind, work)
-    assert {(made.version, made.finish) for made in running} == {(1, "abort")}
-    assert all(made.ids or made.finish == "abort" for made in running)
+    assert {(made.version, made.finish, len(made.ids)) for made in running} == {(1, "length", 170)}
+    assert {[version for _, version in made.later_versions] == [2] for made in running} == {True}
+    assert all(0 < made.later_versions[0][0] < 170 for made in running)
     assert {(made.version, made.finish, len(made.ids)) for made in sent} == {(2, "length", 9)}
     assert not [name for name in counts if name.startswith("asked_again")]
 
@@ -159,10 +218,10 @@ def test_a_server_without_what_a_mode_needs_is_refused_by_name(directory):  # no
 
     async def work(client, app, url):
         await client.open()
-        with pytest.raises(EngineError, match=r"mode must be abort or wait, not '(keep|in_place)'"):
-            await client.pause("keep" if isinstance(client, VllmEngine) else "in_place")
+        with pytest.raises(EngineError, match=r"mode must be abort, wait, keep, retract, not 'in_place'"):
+            await client.pause("in_place")
         keeps = type(client)(url, in_flight="keep")
-        with pytest.raises(ConfigError, match="turnwise serve interrupts replies in flight"):
+        with pytest.raises(ConfigError, match="turnwise serve computes the cache of replies in flight again"):
             await keeps.open()
         await keeps.close()
         salted = type(client)(url, in_flight="salt")

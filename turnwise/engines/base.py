@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -142,6 +142,18 @@ class Request:
     """Tools that `ids` offer, for evaluation chat endpoints."""
     want = Renamed("extras")
 
+    def continued(self, part: Generation) -> Request:
+        """Return the request that continues this one's reply after its first ids."""
+        start, experts = part.extras.get(ROUTES, (self.routes_from, ()))
+        return replace(
+            self,
+            ids=[*self.ids, *part.ids],
+            max_tokens=self.max_tokens - len(part.ids),
+            stop_text=self.stop_text and self.stop_text.continued_after(part.ids),
+            reply_position=self.reply_position + len(part.ids),
+            routes_from=start + len(experts),
+        )
+
 
 @dataclass(slots=True)
 class Generation:
@@ -174,6 +186,25 @@ class Generation:
     """Oldest policy version whose weights computed a part of the context's cache; None means that of each id itself."""
     fixed: bool = False
     """Whether a policy that is not trained sampled it: its version may be older than `Request.min_version`."""
+
+    def joined(self, later: Generation) -> Generation:
+        """Return this part of a reply together with what the engine sampled for the rest (`Request.continued`)."""
+        extras = dict(self.extras)
+        for name, (start, values) in later.extras.items():
+            begun = extras.get(name)
+            extras[name] = (start, values) if begun is None else (begun[0], ExpertRoutes.of(begun[1]).concat(values))
+        changed = [(len(self.ids), later.version)] if later.version != self.version else []
+        return replace(
+            later,
+            ids=[*self.ids, *later.ids],
+            logprobs=[*self.logprobs, *later.logprobs],
+            version=self.version,
+            cached_tokens=self.cached_tokens,
+            extras=extras,
+            drafted=self.drafted + later.drafted,
+            accepted=self.accepted + later.accepted,
+            later_versions=[*self.later_versions, *changed],
+        )
 
 
 @runtime_checkable

@@ -288,7 +288,7 @@ def logprobs_of(
     return [read(row, one, breach) for row, one in zip(rows, ids, strict=False)]
 
 
-INTERRUPTS = "turnwise serve interrupts replies in flight; set recompute or salt"
+INTERRUPTS = "turnwise serve computes the cache of replies in flight again; set recompute or salt"
 
 
 def version_runs(spans: Any, breach: Breach) -> list[tuple[int, str]]:

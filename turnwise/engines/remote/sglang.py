@@ -250,7 +250,8 @@ class SglangEngine(LoraServerEngine):
         await self.http.post("/pause_generation", {"mode": mode}, UPDATE_S)
 
     async def _pause_for_update(self) -> None:
-        await self.pause("in_place" if self.in_flight == "keep" else "abort")
+        # `turnwise serve` computes the cache of a retracted reply again, to the bits of an interrupted one.
+        await self.pause("in_place" if self.in_flight == "keep" else "retract" if self.seeded else "abort")
 
     async def resume(self) -> None:
         """Resume sampling."""

@@ -372,7 +372,9 @@ class VllmEngine(LoraServerEngine):
 
     async def _pause_for_update(self) -> None:
         if not self.asleep:  # a sleeping server is paused already
-            await self.pause("keep" if self.in_flight == "keep" else "abort")
+            # `turnwise serve` keeps replies and computes their cache again, to the bits of an interrupted one.
+            keeps = self.in_flight == "keep" or (self.seeded and self.names_weights)
+            await self.pause("keep" if keeps else "abort")
 
     async def _drop_cache(self) -> None:
         if self.in_flight == "recompute":

@@ -51,10 +51,14 @@ class WeightReceiver(Protocol):
 
 
 PARTS = ("weights", "kv_cache")
-MODES = ("abort", "wait")
+PAUSES = {"abort": "abort", "wait": "wait", "keep": "hold", "retract": "hold"}
+"""What a pause does to the replies in flight: end them, wait for their ends, or hold them, to go on with the weights of then;
+by the names that vLLM (`keep`) and SGLang (`retract`) have for it. What is held computes its cache again."""
 Formats = Literal["vllm", "sglang"]
 PlaceImages = Callable[[Sequence[int], Sequence[str]], tuple[list[int], tuple[MediaPlacement, ...]]]
 """Returns the ids, with each placeholder expanded, and the blocks of the images. Raises `MediaError`."""
+Span = dict[str, Any]
+"""Run of ids that the same weights sampled, as vLLM and SGLang report it: `version`, `start`, `end`."""
 ServiceHandler = Callable[["EngineService", Call], Awaitable[Any]]
 _ROUTES: list[tuple[tuple[Formats, ...], str, str, Callable[..., Endpoint]]] = []
 """Formats, method, path, and what makes the endpoint of a handler."""
@@ -104,6 +108,8 @@ class EngineService:
     """Held during weight changes."""
     _running: dict[str, asyncio.Task[Generation]] = field(default_factory=dict, init=False)
     _sampling_allowed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _held: asyncio.Future[bool] | None = field(default=None, init=False)
+    """Of the last pause that holds replies: settled when it ends, with whether they go on."""
 
     def __post_init__(self) -> None:
         self._sampling_allowed.set()
@@ -139,8 +145,8 @@ class EngineService:
         session: str,
         media: tuple[MediaPlacement, ...] = (),
         routes_from: int | None = None,
-    ) -> tuple[Generation, str]:
-        """Sample one reply, with its experts from `routes_from` on; return it with the name of the weights that sampled it."""
+    ) -> tuple[Generation, list[Span]]:
+        """Sample one reply, with its experts from `routes_from` on; return it with the names of the weights of its ids."""
         given, space = given or bodies.Settings(), self._reply_space(ids)
         stops = frozenset(given.stop_token_ids or ()) | (frozenset() if given.ignore_eos else self.end_ids)
         seed = given.seed if given.seed is not None else given.sampling_seed
@@ -172,19 +178,33 @@ class EngineService:
         await self._sampling_allowed.wait()
         if name in self._running:
             raise HttpError(400, f"request {name!r} is already running")
-        task = asyncio.ensure_future(self.engine.generate(request))
+        spans: list[Span] = []
+        task = asyncio.ensure_future(self._sample_parts(request, spans))
         self._running[name] = task
-        weights = self.name
         try:
-            return await task, weights
+            return await task, spans
         except asyncio.CancelledError:
             current = asyncio.current_task()
             if current is not None and current.cancelling():
                 raise
-            return Generation([], [], "abort", 0), weights
+            return Generation([], [], "abort", 0), [{"version": self.name, "start": 0, "end": 0}]
         finally:
             task.cancel()
             del self._running[name]
+
+    async def _sample_parts(self, request: Request, spans: list[Span]) -> Generation:
+        """Sample a reply, which goes on after each pause that holds it; add to `spans` the weights of its ids."""
+        whole: Generation | None = None
+        while True:
+            weights, start = self.name, len(whole.ids) if whole else 0
+            part: Generation = await self.engine.generate(request)
+            whole = whole.joined(part) if whole else part
+            if spans and start == spans[-1]["start"]:
+                spans.pop()  # nothing was sampled with those
+            spans.append({"version": weights, "start": start, "end": len(whole.ids)})
+            if part.finish != "abort" or self._held is None or not await asyncio.shield(self._held):
+                return whole
+            request = request.continued(part)
 
     async def _place(self, ids: list[int], urls: Sequence[str]) -> tuple[list[int], tuple[MediaPlacement, ...]]:
         """Return ids with their images, whose placeholders are expanded."""
@@ -305,10 +325,10 @@ class EngineService:
         ids, media = await self._place(body.token_ids, [part.url for part in body.content_parts])
         session = call.headers.get("x-session-id", "")
         scored = await self._prompt_rows(ids, given, media)
-        reply, weights = await self._sample(name, ids, given, given.max_tokens, session, media, self._all_experts)
+        reply, spans = await self._sample(name, ids, given, given.max_tokens, session, media, self._all_experts)
         content = [{"token_id": one, "logprob": p} for one, p in zip(reply.ids, reply.logprobs, strict=True)]
         choice = {"index": 0, "token_ids": reply.ids, "finish_reason": reply.finish, "logprobs": {"content": content}}
-        choice["weight_versions"] = [{"version": weights, "start": 0, "end": len(reply.ids)}]
+        choice["weight_versions"] = spans
         choice |= _npy_experts(reply)
         row = {"request_id": name, "prompt_token_ids": ids, "choices": [choice]} | _usage(ids, reply)
         return row if scored is None else row | {"prompt_logprobs": scored}
@@ -377,7 +397,7 @@ class EngineService:
             if part in self.released:
                 await self._wake(part)
         if not self.released:
-            self._sampling_allowed.set()
+            self._allow_sampling()
         return {"status": "sleeping" if self.released else "awake", "tags": tag}
 
     @_vllm("/is_sleeping", method="GET")
@@ -421,7 +441,7 @@ class EngineService:
                 meta["input_top_logprobs"] = [None, *([[p, one, None] for one, p in row.items()] for row in scored.top)]
         session, max_tokens = call.headers.get("x-smg-routing-key", ""), given.max_new_tokens if given else None
         routes_from = body.routed_experts_start_len if body.return_routed_experts else None
-        reply, weights = await self._sample(name, ids, given, max_tokens, session, media, routes_from)
+        reply, spans = await self._sample(name, ids, given, max_tokens, session, media, routes_from)
         if (found := _experts_of(reply)) is not None:
             meta["routed_experts"] = b64encode(found.astype("<i4").tobytes()).decode()
         meta |= {
@@ -430,7 +450,8 @@ class EngineService:
             "prompt_tokens": len(ids),
             "completion_tokens": len(reply.ids),
             "cached_tokens": reply.cached_tokens,
-            "weight_version": weights,
+            "weight_version": spans[-1]["version"],
+            "weight_versions": spans,
             "output_token_logprobs": [[p, one, None] for one, p in zip(reply.ids, reply.logprobs, strict=True)],
         }
         if reply.drafted:
@@ -512,25 +533,42 @@ class EngineService:
     @_sglang("/pause_generation", bodies.Pause, changes=True)
     async def _pause(self, call: Call) -> Any:
         mode = call.query.get("mode") or call.body.mode or "abort"
-        if mode not in MODES:
-            raise HttpError(400, f"mode must be {' or '.join(MODES)}, not {mode!r:.80}: no reply outlives its weights here")
-        await self._pause_sampling(mode)
+        if mode not in PAUSES:
+            raise HttpError(400, f"mode must be {', '.join(PAUSES)}, not {mode!r:.80}")
+        await self._pause_sampling(PAUSES[mode])
         return {"status": "paused"}
 
-    async def _pause_sampling(self, mode: str) -> None:
-        """Block new replies; end those in flight (`abort`) or wait for them."""
+    async def _pause_sampling(self, effect: str) -> None:
+        """Block new replies; end those in flight (`abort`), wait for them (`wait`), or hold them (`hold`)."""
         self._sampling_allowed.clear()
-        if mode == "abort":
+        if effect == "hold":
+            if self._held is None or self._held.done():
+                self._held = asyncio.get_running_loop().create_future()
+            self.engine.abort()
+            return
+        self._end_hold(go_on=False)
+        if effect == "abort":
             self.engine.abort()
         if self._running:
             await asyncio.wait(list(self._running.values()))
+
+    def _allow_sampling(self) -> None:
+        self._end_hold(go_on=True)
+        self._sampling_allowed.set()
+
+    def _end_hold(self, *, go_on: bool) -> None:
+        """End a pause that holds replies; they go on, also those that it has yet to reach, or end with what they have."""
+        if self._held is not None and not self._held.done():
+            self._held.set_result(go_on)
+        if not go_on:
+            self._held = None
 
     @_vllm("/resume", changes=True)
     @_sglang("/continue_generation", changes=True)
     async def _resume(self, call: Call) -> Any:
         if self.released:
             raise HttpError(400, f"asleep: {', '.join(sorted(self.released))}")
-        self._sampling_allowed.set()
+        self._allow_sampling()
         return {"status": "resumed"}
 
     async def _join(self, info: bodies.Meeting, name: str, backend: str) -> None:
