@@ -194,16 +194,16 @@ class EngineService:
 
     async def _sample_parts(self, request: Request, spans: list[Span]) -> Generation:
         """Sample a reply, which goes on after each pause that holds it; add to `spans` the weights of its ids."""
-        whole: Generation | None = None
+        reply: Generation | None = None
         while True:
-            weights, start = self.name, len(whole.ids) if whole else 0
+            weights, start = self.name, len(reply.ids) if reply else 0
             part: Generation = await self.engine.generate(request)
-            whole = whole.joined(part) if whole else part
+            reply = reply.joined(part) if reply else part
             if spans and start == spans[-1]["start"]:
                 spans.pop()  # nothing was sampled with those
-            spans.append({"version": weights, "start": start, "end": len(whole.ids)})
+            spans.append({"version": weights, "start": start, "end": len(reply.ids)})
             if part.finish != "abort" or self._held is None or not await asyncio.shield(self._held):
-                return whole
+                return reply
             request = request.continued(part)
 
     async def _place(self, ids: list[int], urls: Sequence[str]) -> tuple[list[int], tuple[MediaPlacement, ...]]:
