@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,34 +48,20 @@ def interrupt(engine: LocalEngine, after: Callable[[int, int], bool]) -> Interru
 
 
 async def whole(generate: Generate, request: Request, between: Callable[[], Awaitable[Any]] | None = None) -> Generation:
-    """A reply of as many calls as it takes, continued as a rollout does; `between` runs before each but the first."""
-    ids: list[int] = []
-    logprobs: list[Any] = []
-    routes, known = [], request.routes_from
-    while True:
-        stop = request.stop_text
-        made = await generate(
-            replace(
-                request,
-                ids=[*request.ids, *ids],
-                max_tokens=request.max_tokens - len(ids),
-                stop_text=stop.continued_after(ids) if stop and ids else stop,
-                routes_from=known,
-                reply_position=len(ids),
-            )
-        )
-        ids += made.ids
-        logprobs += made.logprobs
-        if "routes" in made.extras:
-            start, some = made.extras["routes"]
-            routes.append(np.asarray(some)[known - start :])
-            known = start + len(some)
-        if made.finish != "abort" or len(ids) == request.max_tokens:
-            finish = "length" if made.finish == "abort" else made.finish
-            extras = {"routes": (request.routes_from, np.concatenate(routes))} if routes else {}
-            return replace(made, ids=ids, logprobs=logprobs, finish=finish, extras=extras)
+    """A reply of as many calls as it takes; `between` runs before each but the first."""
+    known, most = request.routes_from, request.max_tokens
+    reply = made = await generate(request)
+    while made.finish == "abort" and len(reply.ids) < most:
         if between is not None:
             await between()
+        request = request.continued(made)
+        made = await generate(request)
+        reply = reply.joined(made)
+    reply.finish = "length" if reply.finish == "abort" else reply.finish
+    if "routes" in reply.extras:
+        start, routes = reply.extras["routes"]
+        reply.extras = {"routes": (known, np.asarray(routes)[known - start :])}
+    return reply
 
 
 class LeakyScheduler(Scheduler):

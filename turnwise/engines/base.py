@@ -189,10 +189,10 @@ class Generation:
 
     def joined(self, later: Generation) -> Generation:
         """Return this part of a reply together with what the engine sampled for the rest (`Request.continued`)."""
-        extras = dict(self.extras)
-        for name, (start, values) in later.extras.items():
-            begun = extras.get(name)
-            extras[name] = (start, values) if begun is None else (begun[0], ExpertRoutes.of(begun[1]).concat(values))
+        extras = dict(self.extras) | later.extras
+        if ROUTES in self.extras and ROUTES in later.extras:
+            (first, begun), (start, rest) = ((at, ExpertRoutes.of(some)) for at, some in (self.extras[ROUTES], extras[ROUTES]))
+            extras[ROUTES] = first, begun.concat(rest.slice(first + len(begun) - start, len(rest)))
         changed = [(len(self.ids), later.version)] if later.version != self.version else []
         return replace(
             later,
