@@ -189,7 +189,7 @@ class Generation:
 
     def joined(self, later: Generation) -> Generation:
         """Return this part of a reply together with what the engine sampled for the rest (`Request.continued`)."""
-        extras = dict(self.extras) | later.extras
+        extras = {**self.extras, **later.extras}
         if ROUTES in self.extras and ROUTES in later.extras:
             (first, begun), (start, rest) = ((at, ExpertRoutes.of(some)) for at, some in (self.extras[ROUTES], extras[ROUTES]))
             extras[ROUTES] = first, begun.concat(rest.slice(first + len(begun) - start, len(rest)))
