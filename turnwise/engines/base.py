@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import isfinite
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -193,17 +194,20 @@ class Generation:
         if ROUTES in self.extras and ROUTES in later.extras:
             (first, begun), (start, rest) = ((at, ExpertRoutes.of(some)) for at, some in (self.extras[ROUTES], extras[ROUTES]))
             extras[ROUTES] = first, begun.concat(rest.slice(first + len(begun) - start, len(rest)))
-        changed = [(len(self.ids), later.version)] if later.version != self.version else []
+        count = len(self.ids)
+        runs = [(0, self.version), *self.later_versions] if count else []
+        runs += [(count, later.version), *((count + at, version) for at, version in later.later_versions)]
+        changes = [run for before, run in pairwise(runs) if run[1] != before[1]]
         return replace(
             later,
             ids=[*self.ids, *later.ids],
             logprobs=[*self.logprobs, *later.logprobs],
-            version=self.version,
+            version=runs[0][1],
             cached_tokens=self.cached_tokens,
             extras=extras,
             drafted=self.drafted + later.drafted,
             accepted=self.accepted + later.accepted,
-            later_versions=[*self.later_versions, *changed],
+            later_versions=changes,
         )
 
 
