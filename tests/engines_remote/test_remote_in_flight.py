@@ -33,31 +33,39 @@ MODES = {
 """Pause of vLLM, pause of SGLang, and whether the cache is dropped, by `in_flight`."""
 
 
+async def compare(generate, app, cuts):
+    """Compare replies that are cut after some ids (`cuts`) with those that are not; return the former.
+
+    One server for all examples: each cuts the replies of one seed.
+    """
+    loop, made = asyncio.get_running_loop(), []
+
+    @settings(max_examples=15, deadline=None)
+    @given(seed=st.integers(0, 2**63), chosen=st.sets(st.integers(0, 23)), stop=st.booleans())
+    def check(seed, chosen, stop):
+        def ask(where):
+            cuts.clear()
+            cuts.update(where)
+            text = StopText(["er 7", "a"], app.decode) if stop else None
+            request = Request(PROMPT, 24, app.end_ids, seed, "a", stop_text=text)
+            return asyncio.run_coroutine_threadsafe(generate(request), loop).result(60)
+
+        plain, found = ask(()), ask(chosen)
+        assert (found.ids, found.logprobs, found.finish) == (plain.ids, plain.logprobs, plain.finish)
+        made.append(found)
+
+    await asyncio.to_thread(check)
+    return made
+
+
 @pytest.mark.parametrize(("kind", "options"), WAYS)
 def test_interrupted_replies_of_a_server_have_the_bits_of_others(directory, kind, options):  # noqa: F811
-    """One server for all examples: each interrupts the replies of one seed."""
     cuts: set[int] = set()
 
     async def work(client, app, url):
         sampler = interrupt(app.engine, lambda _, position: position in cuts)
-        loop, pending = asyncio.get_running_loop(), []
-
-        @settings(max_examples=15, deadline=None)
-        @given(seed=st.integers(0, 2**63), chosen=st.sets(st.integers(0, 23)), stop=st.booleans())
-        def check(seed, chosen, stop):
-            def ask(where):
-                cuts.clear()
-                cuts.update(where)
-                text = StopText(["er 7", "a"], app.decode) if stop else None
-                request = Request(PROMPT, 24, app.end_ids, seed, "a", stop_text=text)
-                return asyncio.run_coroutine_threadsafe(whole(client.generate, request), loop).result(60)
-
-            plain, found = ask(()), ask(chosen)
-            assert (found.ids, found.logprobs, found.finish) == (plain.ids, plain.logprobs, plain.finish)
-            pending.append(found)
-
-        await asyncio.to_thread(check)
-        return sampler.interruptions, pending
+        made = await compare(lambda request: whole(client.generate, request), app, cuts)
+        return sampler.interruptions, made
 
     interruptions, found = run(directory, kind, work, speculate=3, **options)
     assert interruptions > 20
@@ -82,26 +90,12 @@ def test_held_replies_go_on_with_the_bits_of_others(directory, kind, options):  
             return False
 
         interrupt(app.engine, after)
+        made = await compare(client.generate, app, cuts)
+        return pauses, made, client.counts["aborted"]
 
-        @settings(max_examples=15, deadline=None)
-        @given(seed=st.integers(0, 2**63), chosen=st.sets(st.integers(0, 23)), stop=st.booleans())
-        def check(seed, chosen, stop):
-            def ask(where):
-                cuts.clear()
-                cuts.update(where)
-                text = StopText(["er 7", "a"], app.decode) if stop else None
-                request = Request(PROMPT, 24, app.end_ids, seed, "a", stop_text=text)
-                return asyncio.run_coroutine_threadsafe(client.generate(request), loop).result(60)
-
-            plain, found = ask(()), ask(chosen)
-            assert (found.ids, found.logprobs, found.finish) == (plain.ids, plain.logprobs, plain.finish)
-            assert (found.version, found.later_versions, found.cache_version) == (0, [], None)
-
-        await asyncio.to_thread(check)
-        return pauses, client.counts["aborted"]
-
-    pauses, aborted = run(directory, kind, work, speculate=3, **options)
+    pauses, found, aborted = run(directory, kind, work, speculate=3, **options)
     assert len(pauses) > 20
+    assert {(made.version, *made.later_versions, made.cache_version) for made in found} == {(0, None)}
     assert not aborted
 
 
