@@ -82,8 +82,7 @@ def main() -> None:
         for seed in range(args.seeds):
             warm = folder / f"warm-{seed}"
             size = SIZE.get(args.recipe, [])
-            given = [*words, "--seed", str(seed), "--checkpoint.keep", "99", "--eval.greedy", "false", *size]
-            given += ["--train.steps", "1", *args.warm]  # of this run only the warm-up counts
+            given = [*words, *args.warm, "--seed", str(seed), "--checkpoint.keep", "99", "--eval.greedy", "false", *size]
             train(args.recipe, warm, given)
             warmed = warm / "checkpoints" / "warmed"
             for mode in args.modes:

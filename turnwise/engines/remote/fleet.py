@@ -450,7 +450,9 @@ class Fleet:
     # Weights
 
     async def update(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
-        """Update the weights of all servers, from disk or over a process group; calls in flight first end as aborted.
+        """Update the weights of all servers, from disk or over a process group.
+
+        Calls in flight end as aborted or go on, by the clients' `in_flight` and the kind of server.
 
         A server that fails to update gets no calls until it has the weights.
 
