@@ -137,7 +137,7 @@ def test_a_call_on_its_way_waits_out_the_update_and_costs_it_nothing(directory, 
             [client], directories=ModelDirectories(tmp_path / "weights", directory), expected_logprobs=score_with_model(model)
         )
         await engine.update(unique_weights(model), 1)
-        sample, paused, pause = client._sample, asyncio.Event(), app._pause_sampling
+        sample, paused, pause = client._sample, asyncio.Event(), app.replies.pause
 
         async def later(*call):
             await paused.wait()
@@ -147,7 +147,7 @@ def test_a_call_on_its_way_waits_out_the_update_and_costs_it_nothing(directory, 
             await pause(mode)
             paused.set()
 
-        app._pause_sampling = noted
+        app.replies.pause = noted
         begun = beginning(app)
         running = [
             asyncio.create_task(engine.generate(Request(PROMPT, 170, frozenset(), n, f"r{n}", banned_ids=app.end_ids)))

@@ -165,7 +165,7 @@ def test_a_client_that_goes_away_ends_its_reply(directory, kind):
         await begun.wait()
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        await until(lambda: not app._running)
+        await until(lambda: not app.replies.names)
         return await client.generate(Request(PROMPT, 3, frozenset(), 1, "a"))
 
     assert len(run(directory, kind, work).ids) == 3

@@ -255,14 +255,14 @@ class RemoteEngine:
             return WeightsLabel(await self.weights_name(), tuple(await self.score(CANARY)))
 
     async def load_from_disk(self, directory: str | Path, version: int) -> None:
-        """Make the server load weights from a directory it can access, named `version`; calls in flight end first.
+        """Make the server load weights from a directory it can access, named `version`; calls in flight are interrupted.
 
         Success is unproven until `weights_label` confirms it. Raises `SyncError` when the server refuses or fails.
         """
         await self._update_weights(lambda: self._load_from_disk(Path(directory), version), version)
 
     async def load_from_group(self, transfer: GroupTransfer) -> None:
-        """Make the server take weights from a process group, named by their version; calls in flight end first.
+        """Make the server take weights from a process group, named by their version; calls in flight are interrupted.
 
         Success is unproven until `weights_label` confirms it. After a failure the server may have some of the weights; it then
         reports a name that is no policy's, so its responses are rejected until a complete update. Raises `SyncError` when the

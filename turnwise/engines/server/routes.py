@@ -20,6 +20,7 @@ from turnwise.engines.base import Generation, Request, StopText
 from turnwise.engines.scoring import IdScores, ScoreRequest
 from turnwise.engines.server import bodies
 from turnwise.engines.server.http import MAX_WEIGHTS, Call, Endpoint, HttpError, Table
+from turnwise.engines.server.replies import PAUSES, Replies, Span
 from turnwise.errors import EngineError, MediaError, UsageError
 from turnwise.types import ROUTES, MediaPlacement, Sampling
 
@@ -51,14 +52,9 @@ class WeightReceiver(Protocol):
 
 
 PARTS = ("weights", "kv_cache")
-PAUSES = {"abort": "abort", "wait": "wait", "keep": "hold", "retract": "hold"}
-"""What a pause does to the replies in flight: end them, wait for their ends, or hold them, to go on with the weights of then;
-by the names that vLLM (`keep`) and SGLang (`retract`) have for it. What is held computes its cache again."""
 Formats = Literal["vllm", "sglang"]
 PlaceImages = Callable[[Sequence[int], Sequence[str]], tuple[list[int], tuple[MediaPlacement, ...]]]
 """Returns the ids, with each placeholder expanded, and the blocks of the images. Raises `MediaError`."""
-Span = dict[str, Any]
-"""Run of ids that the same weights sampled, as vLLM and SGLang report it: `version`, `start`, `end`."""
 ServiceHandler = Callable[["EngineService", Call], Awaitable[Any]]
 _ROUTES: list[tuple[tuple[Formats, ...], str, str, Callable[..., Endpoint]]] = []
 """Formats, method, path, and what makes the endpoint of a handler."""
@@ -101,18 +97,13 @@ class EngineService:
     """Finds images, given as data URLs, among ids; None where the model takes no images."""
     experts: bool = False
     """Whether the model is a mixture of experts, whose choices replies can hold."""
-    name: str = field(default="default", init=False)
     released: set[str] = field(default_factory=set, init=False)
     """Parts whose memory is released: `weights`, `kv_cache`."""
     changing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     """Held during weight changes."""
-    _running: dict[str, asyncio.Task[Generation]] = field(default_factory=dict, init=False)
-    _sampling_allowed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _held: asyncio.Future[bool] | None = field(default=None, init=False)
-    """Of the last pause that holds replies: settled when it ends, with whether they go on."""
 
     def __post_init__(self) -> None:
-        self._sampling_allowed.set()
+        self.replies = Replies(self.engine)
 
     def routes(self, formats: Formats) -> Table:
         """Return the routes of a format."""
@@ -175,36 +166,7 @@ class EngineService:
             extras=frozenset() if routes_from is None else frozenset([ROUTES]),
             routes_from=routes_from or 0,
         )
-        await self._sampling_allowed.wait()
-        if name in self._running:
-            raise HttpError(400, f"request {name!r} is already running")
-        spans: list[Span] = []
-        task = asyncio.ensure_future(self._sample_parts(request, spans))
-        self._running[name] = task
-        try:
-            return await task, spans
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if current is not None and current.cancelling():
-                raise
-            return Generation([], [], "abort", 0), [{"version": self.name, "start": 0, "end": 0}]
-        finally:
-            task.cancel()
-            del self._running[name]
-
-    async def _sample_parts(self, request: Request, spans: list[Span]) -> Generation:
-        """Sample a reply, which goes on after each pause that holds it; add to `spans` the weights of its ids."""
-        reply: Generation | None = None
-        while True:
-            weights, start = self.name, len(reply.ids) if reply else 0
-            part: Generation = await self.engine.generate(request)
-            reply = reply.joined(part) if reply else part
-            if spans and start == spans[-1]["start"]:
-                spans.pop()  # nothing was sampled with those
-            spans.append({"version": weights, "start": start, "end": len(reply.ids)})
-            if part.finish != "abort" or self._held is None or not await asyncio.shield(self._held):
-                return reply
-            request = request.continued(part)
+        return await self.replies.sample(request, name)
 
     async def _place(self, ids: list[int], urls: Sequence[str]) -> tuple[list[int], tuple[MediaPlacement, ...]]:
         """Return ids with their images, whose placeholders are expanded."""
@@ -283,7 +245,7 @@ class EngineService:
 
     @_vllm("/weight_info", method="GET")
     async def _vllm_weights(self, call: Call) -> Any:
-        return {"weight_version": self.name}
+        return {"weight_version": self.replies.weights}
 
     @_vllm("/v1/completions", bodies.Completion)
     async def _vllm_completions(self, call: Call) -> Any:
@@ -336,7 +298,7 @@ class EngineService:
     @_vllm("/inference/v1/abort_requests", bodies.Aborts, changes=True)
     async def _vllm_abort(self, call: Call) -> Any:
         for name in call.body.request_ids:
-            self._cancel(name)
+            self.replies.cancel(name.removeprefix("generate-tokens-"))
         return {}
 
     @_vllm("/collective_rpc", bodies.Reload, changes=True)
@@ -371,7 +333,7 @@ class EngineService:
     async def _vllm_finish(self, call: Call) -> Any:
         async with self.changing:
             await self.receiver.apply()
-            self.name = str(call.body.weight_version or self.name)
+            self.replies.rename(call.body.weight_version or self.replies.weights)
         return {"message": "Weight update finished"}
 
     @_vllm("/shutdown_weight_transfer_engine", changes=True)
@@ -397,12 +359,12 @@ class EngineService:
             if part in self.released:
                 await self._wake(part)
         if not self.released:
-            self._allow_sampling()
+            self.replies.resume()
         return {"status": "sleeping" if self.released else "awake", "tags": tag}
 
     @_vllm("/is_sleeping", method="GET")
     async def _vllm_sleeps(self, call: Call) -> Any:
-        return {"is_sleeping": bool(self.released) or not self._sampling_allowed.is_set()}
+        return {"is_sleeping": bool(self.released) or self.replies.paused}
 
     # SGLang
 
@@ -414,7 +376,7 @@ class EngineService:
 
     @_sglang("/model_info", method="GET")
     async def _sglang_model(self, call: Call) -> Any:
-        model = {"model_path": self.model, "served_model_name": self.model, "weight_version": self.name}
+        model = {"model_path": self.model, "served_model_name": self.model, "weight_version": self.replies.weights}
         return model | {"has_image_understanding": self.place is not None}
 
     @_sglang("/server_info", method="GET")
@@ -461,15 +423,15 @@ class EngineService:
 
     @_sglang("/abort_request", bodies.Abort, changes=True)
     async def _sglang_abort(self, call: Call) -> Any:
-        for name in list(self._running) if call.body.abort_all else [call.body.rid]:
-            self._cancel(name)
+        for name in self.replies.names if call.body.abort_all else [call.body.rid]:
+            self.replies.cancel(name)
         return {}
 
     @_sglang("/update_weights_from_disk", bodies.FromDisk, changes=True)
     async def _sglang_update(self, call: Call) -> Any:
         async with self.changing:
             await self.load(Path(call.body.model_path))
-            self.name = str(call.body.weight_version or self.name)
+            self.replies.rename(call.body.weight_version or self.replies.weights)
         return {"success": True, "message": ""}
 
     @_sglang("/init_weights_update_group", bodies.Meeting, changes=True)
@@ -493,7 +455,7 @@ class EngineService:
         async with self.changing:
             if version is not None or self.receiver.complete:
                 await self.receiver.apply()
-            self.name = str(version) if version is not None else self.name
+            self.replies.rename(self.replies.weights if version is None else version)
         return {"success": True, "message": ""}
 
     @_sglang("/destroy_weights_update_group", bodies.LeaveGroup, changes=True)
@@ -504,7 +466,7 @@ class EngineService:
     @_sglang("/release_memory_occupation", bodies.Tags, changes=True)
     async def _sglang_sleep(self, call: Call) -> Any:
         # Releasing while busy or resuming what is not released ends SGLang; here it is refused.
-        if self.released or self._sampling_allowed.is_set():
+        if self.released or not self.replies.paused:
             raise HttpError(400, "already released" if self.released else "pause first")
         await self._sleep()
         return {}
@@ -521,8 +483,8 @@ class EngineService:
 
     @_both("/update_weight_version", bodies.Rename, changes=True)
     async def _rename(self, call: Call) -> Any:
-        self.name = str(call.body.new_version)
-        return {"success": True, "new_version": self.name}
+        self.replies.rename(call.body.new_version)
+        return {"success": True, "new_version": self.replies.weights}
 
     @_vllm("/reset_prefix_cache", changes=True)
     @_sglang("/flush_cache", changes=True)
@@ -535,47 +497,22 @@ class EngineService:
         mode = call.query.get("mode") or call.body.mode or "abort"
         if mode not in PAUSES:
             raise HttpError(400, f"mode must be {', '.join(PAUSES)}, not {mode!r:.80}")
-        await self._pause_sampling(PAUSES[mode])
+        await self.replies.pause(PAUSES[mode])
         return {"status": "paused"}
-
-    async def _pause_sampling(self, effect: str) -> None:
-        """Block new replies; end those in flight (`abort`), wait for them (`wait`), or hold them (`hold`)."""
-        self._sampling_allowed.clear()
-        if effect == "hold":
-            if self._held is None or self._held.done():
-                self._held = asyncio.get_running_loop().create_future()
-            self.engine.abort()
-            return
-        self._end_hold(go_on=False)
-        if effect == "abort":
-            self.engine.abort()
-        if self._running:
-            await asyncio.wait(list(self._running.values()))
-
-    def _allow_sampling(self) -> None:
-        self._end_hold(go_on=True)
-        self._sampling_allowed.set()
-
-    def _end_hold(self, *, go_on: bool) -> None:
-        """End a pause that holds replies; they go on, also those that it has yet to reach, or end with what they have."""
-        if self._held is not None and not self._held.done():
-            self._held.set_result(go_on)
-        if not go_on:
-            self._held = None
 
     @_vllm("/resume", changes=True)
     @_sglang("/continue_generation", changes=True)
     async def _resume(self, call: Call) -> Any:
         if self.released:
             raise HttpError(400, f"asleep: {', '.join(sorted(self.released))}")
-        self._allow_sampling()
+        self.replies.resume()
         return {"status": "resumed"}
 
     async def _join(self, info: bodies.Meeting, name: str, backend: str) -> None:
         await self.receiver.join(info.master_address, info.master_port, info.rank_offset, info.world_size, name, backend)
 
     async def _sleep(self) -> None:
-        await self._pause_sampling("abort")
+        await self.replies.pause("abort")
         await self.engine.sleep()
         self.released = set(PARTS)
 
@@ -583,11 +520,6 @@ class EngineService:
         self.released.discard(part)
         if part == "weights":
             await self.engine.wake()
-
-    def _cancel(self, name: str) -> None:
-        task = self._running.get(name.removeprefix("generate-tokens-"))
-        if task is not None:
-            task.cancel()
 
 
 def _experts_of(reply: Generation) -> Any:
