@@ -6,7 +6,7 @@ ARGS ?=
 # Tests start hundreds of interpreters: they find compiled modules, also where the environment turns that off.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help setup quickstart quickstart-vlm test test-slow check format clean test-browser test-engines test-compat test-agents test-ray
+.PHONY: help setup quickstart quickstart-vlm test test-slow check format clean test-browser test-engines test-compat test-agents test-ray test-gpu
 
 help:
 	@echo "make setup        .venv with exactly the versions of constraints.txt (once; the others do it when needed)"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-compat  user code of other frameworks against their own packages, installed by the first call"
 	@echo "make test-agents  real programs (Claude Code, Codex, ...) against the proxy, offline, installed by the first call"
 	@echo "make test-ray     workers on a Ray cluster of this machine, installed by the first call"
+	@echo "make test-gpu     the engine, the trainer and runs on a CUDA device; fails where there is none"
 	@echo "make test-browser the viewer in a real Chromium; fails where there is none"
 	@echo "make check        ruff, mypy and the floors"
 	@echo "make format       put the code into the house's format"
@@ -75,6 +76,9 @@ test-ray: $(READY)
 	pip="$(BIN)/python -m pip"; $$pip --version >/dev/null 2>&1 || pip="$(PYTHON) -m pip --python $(BIN)/python"; \
 	$$pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'; }
 	@$(BIN)/python -m pytest -m ray -n0 $(ARGS) tests/scale
+
+test-gpu: $(READY)
+	@$(BIN)/python -m pytest -m gpu -n0 $(ARGS) tests/gpu
 
 test-browser: $(READY)
 	@$(BIN)/python -c 'import playwright' 2>/dev/null || { \

@@ -2,6 +2,7 @@
 
     python benchmarks/policies.py              # three seeds; 7 minutes on two busy cores
     python benchmarks/policies.py --seeds 1
+    python benchmarks/policies.py --gpu        # a base of 0.5 B numbers in bfloat16 on a CUDA device; 4 minutes on an H100
 
 Two agents read the same prompts, and each is rewarded for a digit of its own (recipes/two_policies.toml), so no single policy
 can succeed in more than half. A base is warmed up to say random digits; the arms add LoRA adapters: one for each agent
@@ -13,6 +14,9 @@ The last line is JSON. `gradient_other`: largest gradient of an adapter in a ste
 `base_changed`: whether training moved the base; `mismatch_max`: largest |logprob of trainer - of engine| in nats, and
 `mismatch_swapped` that of the other policy's trainer; `bits_alone`: whether a policy samples the same ids with the same
 logprobs when it plays alone; `adapters_cost`: sampled tokens per second of two adapters over one, at equal calls.
+
+With `--gpu` the base is a Qwen2 with the sizes of Qwen2.5-0.5B (24 layers, vocabulary 151,936) and random weights; one seed,
+`separate` alone. `steps`: medians over the steps of `separate`.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import torch  # noqa: E402
 from honesty import Shuffled  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config  # noqa: E402
 
 from turnwise.config import PolicyConfig, load  # noqa: E402
 from turnwise.engines import Generation, PolicyEngine, Request  # noqa: E402
@@ -51,6 +56,9 @@ from turnwise.types import Trajectory  # noqa: E402
 RECIPE = ROOT / "recipes" / "two_policies.toml"
 AGENTS = ("left", "right")
 ARMS = ("separate", "shared", "shuffled")
+HALF_BILLION = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151_936}
+HALF_BILLION |= {"num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 512}
+ON_GPU = ["--model.device", "cuda", "--train.lr", "1e-3"]
 HELD_OUT = ["--eval.tasks", "200", "--eval.samples", "5", "--eval.greedy", "false"]
 
 
@@ -63,12 +71,29 @@ def open_run(words: Sequence[str], out: Path, policies: tuple[PolicyConfig, ...]
     return TrainingRun(config, make_env_specs(config), directory, NullListener()), directory
 
 
-def warmed_base(seed: int, folder: Path) -> Path:
+def warmed_base(seed: int, folder: Path, *words: str) -> Path:
     """Return a model that says random digits."""
-    run, directory = open_run(["--seed", str(seed), "--train.steps", "0", "--eval.tasks", "1"], folder / "base", one_policy())
+    words = ("--seed", str(seed), "--train.steps", "0", "--eval.tasks", "1", *words)
+    run, directory = open_run(words, folder / "base", one_policy())
     asyncio.run(run.play())
     directory.__exit__(None, None, None)
-    return Path(shutil.move(folder / "base" / "checkpoints" / "warmed" / "both", folder / "warmed"))
+    found = Path(tempfile.mkdtemp(dir=folder)) / "warmed"
+    shutil.move(folder / "base" / "checkpoints" / "warmed" / "both", found)
+    shutil.rmtree(folder / "base")
+    return found
+
+
+def half_billion(tiny: Path, folder: Path) -> Path:
+    """Return a Qwen2 of 0.5 B random numbers with the tokenizer and the template of a tiny model."""
+    small = AutoConfig.from_pretrained(tiny)
+    special = {name: getattr(small, name) for name in ("eos_token_id", "pad_token_id", "bos_token_id")}
+    torch.manual_seed(0)
+    config = Qwen2Config(**HALF_BILLION, **special, tie_word_embeddings=True)
+    directory = shutil.copytree(tiny, folder / "large", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(directory)
+    return Path(directory)
 
 
 def one_policy() -> tuple[PolicyConfig, ...]:
@@ -81,9 +106,9 @@ def words_for(seed: int, base: Path) -> list[str]:
     return ["--seed", str(seed), "--model.path", str(base), "--warmup.dataset", "none", "--lora.rank", "8"]
 
 
-def arm(name: str, seed: int, base: Path, folder: Path) -> tuple[float, TrainingRun]:
-    """Train an arm; return its success, and the run."""
-    words = [*words_for(seed, base), *HELD_OUT]
+def arm(name: str, seed: int, base: Path, folder: Path, more: Sequence[str]) -> float:
+    """Train an arm; return its success."""
+    words = [*words_for(seed, base), *HELD_OUT, *more]
     run, directory = open_run(words, folder / name, one_policy() if name == "shared" else None)
     if name == "shuffled":
         run.policies = Shuffled(run.policies, seed)  # type: ignore[assignment]
@@ -92,7 +117,16 @@ def arm(name: str, seed: int, base: Path, folder: Path) -> tuple[float, Training
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     (found,) = (row for row in rows if row["phase"] == "eval" and row["name"] == "after" and row["mode"] == "sampled")
     assert found["n"] + found["failed"] == 1000, found
-    return found["reward"] * found["n"] / 1000, run  # an episode without a reward is no success
+    return float(found["reward"] * found["n"] / 1000)  # an episode without a reward is no success
+
+
+def medians(folder: Path) -> dict[str, float]:
+    """Return medians of a run's steps behind the first: seconds, sampled and trained ids per second, |logprobs' difference|."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["phase"] == "train"][1:]
+    names = ("rollout_s", "train_s", "update_s", "tokens_per_s", "trained_tokens_per_s", "peak_gpu_memory_mib")
+    names += ("mismatch", "mismatch_max", "mismatch_kl")
+    return {name: statistics.median(row[name] for row in steps if name in row) for name in names if name in steps[-1]}
 
 
 def gradients(policies: Policies, trajectories: Sequence[Trajectory]) -> list[torch.Tensor]:
@@ -161,9 +195,9 @@ async def same_alone(engine: Any, calls: Sequence[tuple[Request, Generation]]) -
     return True
 
 
-async def probes(seed: int, base: Path, folder: Path) -> dict[str, Any]:
+async def probes(seed: int, base: Path, folder: Path, more: Sequence[str]) -> dict[str, Any]:
     """Measure what two adapters know of each other after some steps of training."""
-    words = [*words_for(seed, base), "--train.steps", "20", "--eval.tasks", "1"]
+    words = [*words_for(seed, base), *more, "--train.steps", "20", "--eval.tasks", "1"]
     run, directory = open_run(words, folder / "probes")
     frozen = {n: p.detach().clone() for n, p in run.policies.trained[0].trainer.model.named_parameters() if not p.requires_grad}
     engine = run.parts.engine
@@ -173,6 +207,7 @@ async def probes(seed: int, base: Path, folder: Path) -> dict[str, Any]:
         heard = Heard(engine)
         rollout = Rollout(heard, run.parts.renderer, limits=run.config.limits, seed=run.config.seed)
         both = await rollout.play([episode for choice in run.plan.train[:8] for episode in choice.episodes("probe", 0, 8)])
+        both = [t for t in both if {span.agent for span in t.spans if span.sampled} == set(AGENTS)]
         bits = await same_alone(engine, heard.calls)
         mismatch, swapped = [], []
         for number, agent in enumerate(AGENTS):
@@ -198,6 +233,7 @@ async def probes(seed: int, base: Path, folder: Path) -> dict[str, Any]:
             for n, p in policy.trainer.model.named_parameters()
             if not p.requires_grad
         )
+        speeds = await sampled_per_s(run, engine)
         return {
             "gradient_other": float(left_alone.abs().max()),
             "gradient_same_bits": all(same),
@@ -205,15 +241,16 @@ async def probes(seed: int, base: Path, folder: Path) -> dict[str, Any]:
             "mismatch_max": max(mismatch),
             "mismatch_swapped": max(swapped),
             "bits_alone": bits,
-            "adapters_cost": await cost(run, engine),
+            "adapters_cost": speeds["two"] / speeds["one"],
+            "sampled_per_s": speeds,
         }
     finally:
         await engine.close()
         directory.__exit__(None, None, None)
 
 
-async def cost(run: TrainingRun, two: Any) -> float:
-    """Return the sampled tokens per second of two adapters over those of one that plays both agents; the best of 3 each."""
+async def sampled_per_s(run: TrainingRun, two: Any) -> dict[str, float]:
+    """Return the sampled tokens per second of two adapters, and of one that plays both agents; the best of 3 each."""
     left = run.policies.trained[0].engine
     one = PolicyEngine({"left": left}, agents={"left": AGENTS})
     speeds: dict[str, float] = {}
@@ -229,7 +266,7 @@ async def cost(run: TrainingRun, two: Any) -> float:
             found = await rollout.play(episodes)
             speed = sum(t.sampled_tokens for t in found) / (time.perf_counter() - began)
             speeds[name] = max(speeds.get(name, 0.0), speed)
-    return speeds["two"] / speeds["one"]
+    return speeds
 
 
 async def long_replies(task: Any, model: Any) -> float:
@@ -247,22 +284,31 @@ async def long_replies(task: Any, model: Any) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    args = parser.parse_args()
+    parser.add_argument("--gpu", action="store_true", help="a base of 0.5 B numbers on a CUDA device; one seed")
+    args, more = parser.parse_known_args()  # further words override keys of the arms
+    more = [*(ON_GPU if args.gpu else ()), *more]
     torch.set_num_threads(1)
-    success: dict[str, list[float]] = {name: [] for name in ARMS}
+    arms = ARMS[:1] if args.gpu else ARMS
+    success: dict[str, list[float]] = {name: [] for name in arms}
     seconds: list[float] = []
     found: dict[str, Any] = {}
-    for seed in range(args.seeds):
+    for seed in range(1 if args.gpu else args.seeds):
         with tempfile.TemporaryDirectory() as name:
-            folder, base = Path(name), warmed_base(seed, Path(name))
-            for one in ARMS:
+            folder = Path(name)
+            base = warmed_base(seed, folder, *(["--warmup.steps", "1", "--model.device", "cpu"] if args.gpu else []))
+            if args.gpu:
+                base = warmed_base(
+                    seed, folder, "--model.path", str(half_billion(base, folder)), "--warmup.lr", "3e-4", *ON_GPU
+                )
+            for one in arms:
                 began = time.monotonic()
-                reward, _ = arm(one, seed, base, folder)
+                reward = arm(one, seed, base, folder, more)
                 seconds.append(time.monotonic() - began)
                 success[one].append(reward)
                 print(f"seed {seed} {one}: {reward:.3f} ({seconds[-1]:.0f} s)", flush=True)
             if seed == 0:
-                found = asyncio.run(probes(seed, base, folder))
+                found = asyncio.run(probes(seed, base, folder, more))
+                found |= {"steps": medians(folder / "separate")}
                 print(found, flush=True)
     means = {f"success_{name}": statistics.mean(values) for name, values in success.items()}
     print(json.dumps(means | found | {"seconds_max": max(seconds), "by_seed": success}))

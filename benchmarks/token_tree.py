@@ -1,11 +1,13 @@
 """What a token tree saves: forward and backward passes of rows against those of their trie.
 
-    python benchmarks/token_tree.py [--rounds 3] [--shape NAME ...]
+    python benchmarks/token_tree.py [--rounds 3] [--shape NAME ...] [--device cuda]
 
 Shapes are groups on a shared prompt, turns, and turns whose thinking is stripped from later contexts, with random ids, on a
 Qwen3 of 3.2 million numbers (width 256, 4 layers) in float32 with one thread. Timed is CPU time from rows of ids to gradients,
 packing included, in alternating rounds; the median counts. Rows are the faster of length-sorted passes of 8, padded, and one
-row a pass.
+row a pass. On CUDA it is a Qwen3 of 0.4 billion numbers (width 1024, 24 layers, vocabulary 32,000) in bfloat16 and wall-clock
+time, the first round not counted. JSON has `pass`, the time of a pass over 32 tokens, and `rate`, multiplications by matrices
+per second in padded rows.
 
 The ideal is the ratio of operations, without padding:
 
@@ -46,13 +48,15 @@ from turnwise.training.forward.batch import (
 from turnwise.training.forward.forward import ForwardPass
 from turnwise.training.forward.prefix_tree import split_passes
 
-VOCABULARY, WIDTH, LAYERS, HEADS, KEY_HEADS, HEAD = 369, 256, 4, 4, 2, 64
+SIZES = {"cpu": (369, 256, 4, 4, 2, 64), "cuda": (32_000, 1024, 24, 16, 8, 64)}
+"""Vocabulary, width, layers, heads, key heads and size of a head."""
+IDS = SIZES["cpu"][0]
 MOST = 16_384
 """Unique tokens of a pass."""
 SIDE = 8
 """Rows of a padded pass."""
-LOSS, GRADIENT = 1e-5, 5e-6
-"""Invariant 5 in float32: largest difference of the loss, and relative L2 of the gradient's."""
+BOUNDS = {"cpu": (1e-5, 5e-6), "cuda": (1e-2, 5e-2)}
+"""Invariant 5: largest difference of the loss, and relative L2 of the gradient's; in float32, and in bfloat16 on CUDA."""
 
 
 class Shapes:
@@ -62,7 +66,7 @@ class Shapes:
         self.chance = random.Random(0)
 
     def ids(self, count: int) -> list[int]:
-        return [self.chance.randrange(VOCABULARY) for _ in range(count)]
+        return [self.chance.randrange(IDS) for _ in range(count)]
 
     def row(self, context: Sequence[int], parts: Sequence[tuple[int, bool]]) -> tuple[list[int], list[int]]:
         """A row of ids, and the places that carry loss; `parts` are (ids, whether they were sampled)."""
@@ -116,36 +120,43 @@ def made_rows(shape: Callable[[Shapes], list[Any]]) -> list[TrainingRow]:
     ]
 
 
-def qwen3() -> Qwen3ForCausalLM:
+def qwen3(device: str) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
+    vocabulary, width, layers, heads, key_heads, head = SIZES[device]
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=3 * WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KEY_HEADS,
-        head_dim=HEAD,
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        head_dim=head,
         tie_word_embeddings=True,
         max_position_embeddings=8192,
-        initializer_range=0.06,
+        initializer_range=0.06 if device == "cpu" else 0.02,
     )
-    return Qwen3ForCausalLM(config).eval()
+    return Qwen3ForCausalLM(config).to(device, torch.float32 if device == "cpu" else torch.bfloat16).eval()
 
 
 class Bench:
     """One model, and the two ways through it."""
 
-    def __init__(self) -> None:
-        self.model = qwen3()
+    def __init__(self, device: str) -> None:
+        self.device, self.model = device, qwen3(device)
+        self.clock = time.process_time if device == "cpu" else self.synchronized
         self.forward = ForwardPass(self.model)
         self.layout = BatchPacker("auto", self.forward.decoder)
         assert not self.layout.why_not, self.layout.why_not
         decoder = self.model.model
         self.matrices = sum(p.numel() for p in decoder.layers.parameters() if p.ndim == 2)
 
+    def synchronized(self) -> float:
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
     def operations(self, tokens: int, pairs: int, trained: int) -> float:
-        return tokens * self.matrices + pairs * 2 * HEADS * HEAD * LAYERS + trained * WIDTH * VOCABULARY
+        vocabulary, width, layers, heads, _, head = SIZES[self.device]
+        return tokens * self.matrices + pairs * 2 * heads * head * layers + trained * width * vocabulary
 
     def ideal(self, rows: Sequence[TrainingRow]) -> tuple[float, int, int]:
         """The ratio of operations; tokens of rows, and unique ones."""
@@ -157,18 +168,18 @@ class Bench:
 
     def padded(self, rows: Sequence[TrainingRow], side: int) -> list[MicroBatch]:
         order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids))
-        return pack_rows(rows, [order[i : i + side] for i in range(0, len(order), side)], "cpu", None)
+        return pack_rows(rows, [order[i : i + side] for i in range(0, len(order), side)], self.device, None)
 
     def tree(self, rows: Sequence[TrainingRow]) -> list[MicroBatch]:
         assert self.layout.cost_model is not None
         shared = shared_prefixes(rows)
         ranges, _ = split_passes(shared, self.layout.cost_model, MOST)
-        return [tree_micro(rows, shared, lo, hi, "cpu", None) for lo, hi in ranges]
+        return [tree_micro(rows, shared, lo, hi, self.device, None) for lo, hi in ranges]
 
     def run(self, pack: Callable[[], list[MicroBatch]]) -> tuple[float, float]:
-        """CPU seconds from rows to gradients, and the loss: tokens' logprobs, weighted with both signs."""
+        """Seconds from rows to gradients, and the loss: tokens' logprobs, weighted with both signs."""
         self.model.zero_grad()
-        began, total = time.process_time(), 0.0
+        began, total = self.clock(), 0.0
         micros = pack()
         count = sum(micro.tokens_m.numel() for micro in micros)
         for micro in micros:
@@ -177,7 +188,7 @@ class Bench:
             loss = -(logp_m * weights_m).sum()
             loss.backward()
             total += loss.item()
-        return time.process_time() - began, total
+        return self.clock() - began, total
 
     def gradient(self) -> Tensor:
         return torch.cat([p.grad.flatten().double() for p in self.model.parameters() if p.grad is not None])
@@ -191,10 +202,11 @@ class Bench:
         }
         times: dict[str, list[float]] = {name: [] for name in ways}
         found: dict[str, tuple[float, Tensor]] = {}
-        for number in range(rounds):
+        for number in range(rounds if self.device == "cpu" else rounds + 1):
             for name, pack in ways.items():
                 seconds, loss = self.run(pack)
-                times[name].append(seconds)
+                if number or self.device == "cpu":
+                    times[name].append(seconds)
                 if not number:
                     found[name] = (loss, self.gradient())
         (row_loss, row_gradient), (tree_loss, tree_gradient) = found["loop"], found["tree"]
@@ -202,11 +214,12 @@ class Bench:
         ideal, tokens, unique = self.ideal(rows)
         speedup = min(middle["padded"], middle["loop"]) / middle["tree"]
         self.layout.start_step()
-        self.layout.pack(rows, MOST, "cpu", None)
+        self.layout.pack(rows, MOST, self.device, None)
         return {
             "tokens": tokens,
             "unique": unique,
             "seconds": {name: round(value, 4) for name, value in middle.items()},
+            "rate": self.operations(tokens, 0, sum(len(row.places) for row in rows)) / middle["padded"],
             "ideal": round(ideal, 3),
             "speedup": round(speedup, 3),
             "of_ideal": round(speedup / ideal, 3),
@@ -221,10 +234,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shape", nargs="*", default=list(SHAPES), choices=list(SHAPES), metavar="NAME")
+    parser.add_argument("--device", default="cpu", choices=list(SIZES))
     given = parser.parse_args()
     torch.set_num_threads(1)
-    bench, shapes = Bench(), {}
+    bench, shapes, (largest, relative) = Bench(given.device), {}, BOUNDS[given.device]
     bench.run(lambda: bench.tree(made_rows(SHAPES["group: prompt 256, 8 x 32-96"])))  # the first pass is always slow
+    short = made_rows(lambda shapes: shapes.group(16, 1, 16, 16))
+    once = min(bench.run(lambda: bench.padded(short, 1))[0] for _ in range(5))
     print(f"{'shape':44s} unique/tokens  ideal  speedup  of ideal  chosen (estimated)  padded, loop, tree s")
     for name in given.shape:
         row = shapes[name] = bench.measure(SHAPES[name], given.rounds)
@@ -234,11 +250,11 @@ def main() -> None:
             f"   {row['chosen']} ({row['estimated']:.2f})         {seconds}",
             flush=True,
         )
-        assert row["loss_differs"] < LOSS, f"{name}: the loss differs by {row['loss_differs']:.2g}"
-        assert row["gradient_differs"] < GRADIENT, f"{name}: the gradient differs by {row['gradient_differs']:.2g}"
+        assert row["loss_differs"] < largest, f"{name}: the loss differs by {row['loss_differs']:.2g}"
+        assert row["gradient_differs"] < relative, f"{name}: the gradient differs by {row['gradient_differs']:.2g}"
     large = [row["of_ideal"] for row in shapes.values() if row["ideal"] > 2]
     worst = {"worst_of_ideal": min(large, default=None), "worst_speedup": min(row["speedup"] for row in shapes.values())}
-    print(json.dumps(worst | {"shapes": shapes}))
+    print(json.dumps(worst | {"pass": once, "shapes": shapes}))
 
 
 if __name__ == "__main__":

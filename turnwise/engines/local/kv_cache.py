@@ -26,6 +26,8 @@ class KVCache:
     """Positions stored together, in an order known to the reader, and copied together."""
     routes: torch.Tensor | None = None
     """[slots + 1, capacity, expert layers, k] experts of each position; None for a model without routers."""
+    storage: int = 0
+    """Number of times that the tensors were replaced."""
     _stores: list[Any] = field(default_factory=list)
     """The tensors of `layers`; on a CPU their bytes as arrays of numpy, which copies a slot at a fifth of the cost."""
 
@@ -70,6 +72,7 @@ class KVCache:
 
     def clear(self) -> None:
         """Drop all slots and layers."""
+        self.storage += 1
         self.layers.clear()
         self._stores.clear()
         self.routes = None
@@ -78,6 +81,7 @@ class KVCache:
     def resize(self, slots: int, capacity: int) -> None:
         """Grow to more slots or positions; content stays."""
         old_slots = self.slots
+        self.storage += 1
         self.slots, self.capacity = max(slots, self.slots), max(capacity, self.capacity)
         for index, (keys, values) in self.layers.items():
             grown = (self._empty(keys), self._empty(values))

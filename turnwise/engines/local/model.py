@@ -13,9 +13,10 @@ from transformers import PretrainedConfig
 
 from turnwise.engines.local.attention import ATTENTION_NAME, AttentionPlan, AttentionRun
 from turnwise.engines.local.batch import RowMedia
+from turnwise.engines.local.cuda_graphs import DecodeGraphs
 from turnwise.engines.local.fused_decoder import make_fused_decoder
 from turnwise.engines.local.kv_cache import KVCache
-from turnwise.engines.local.sampling import round_up_rows
+from turnwise.engines.local.sampling import ROWS, round_up_rows
 from turnwise.engines.local.vision import ImageFeatures, auto_class, split_vlm
 from turnwise.errors import EngineError
 from turnwise.types import ExpertRoutes
@@ -141,6 +142,9 @@ class EngineModel:
         self.vocabulary: int = int(self.config.vocab_size)
         self.context = context
         self.device = next(own.parameters()).device
+        recorded = self.device.type == "cuda" and self.tower is None and not self.recording
+        self.graphs = DecodeGraphs(self.cache, self.device) if recorded else None
+        """Passes as CUDA graphs; None on a CPU, with images and with routers."""
         self.granule = 256
         """Attended key counts are rounded up to a multiple of this; the fused pass reads exact counts."""
         self.chunk: int | None = CHUNK if self.on_cpu else None
@@ -169,7 +173,7 @@ class EngineModel:
         capacity = max(cache.capacity, min(INITIAL_POSITIONS, self._max_positions))
         while capacity < positions:
             capacity = min(2 * capacity, max(self._max_positions, positions))
-        count = max(cache.slots, 8)
+        count = max(cache.slots, 8 if self.on_cpu else ROWS)
         while count < slots:
             count *= 2
         cache.resize(count, -(-capacity // self.granule) * self.granule)
@@ -205,6 +209,10 @@ class EngineModel:
         """
         if self.fused is not None:
             return self.fused.forward(tokens, positions, slots, keep, media)
+        if self.graphs is not None and self.graphs.usable and len(parts) == 1 and parts[0].slot is None:
+            logits = self.graphs.forward(self._logits, tokens, positions, slots, parts[0].length, keep)
+            if logits is not None:
+                return logits
         padding = round_up_rows(len(tokens)) - len(tokens)
         batch = torch.tensor(
             [tokens + [0] * padding, positions + [0] * padding, slots + [self.cache.scratch] * padding], device=self.device
@@ -215,6 +223,12 @@ class EngineModel:
         if self.recording:
             self.recording.rows = batch[2], batch[1]
         wanted = torch.tensor(keep + [0] * (round_up_rows(len(keep)) - len(keep)), device=self.device)
+        return self._logits(batch, plan, wanted, media)
+
+    def _logits(
+        self, batch: torch.Tensor, plan: AttentionPlan, wanted: torch.Tensor, media: RowMedia | None = None
+    ) -> torch.Tensor:
+        """Return the logits of the rows `wanted` of a batch [3, rows] of ids, positions and slots."""
         logits: torch.Tensor
         if self.tower is None:
             logits = self.module(
@@ -224,6 +238,7 @@ class EngineModel:
             given, places, features = batch[1:2], None, None
             if media is not None:
                 if self.tower.uses_mrope:
+                    padding = batch.shape[1] - len(media.rotary_positions[0])
                     rotary = torch.tensor([row + [0] * padding for row in media.rotary_positions], device=self.device)
                     given = rotary[:, None]
                 if media.feature_rows:

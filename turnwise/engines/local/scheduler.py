@@ -168,7 +168,8 @@ class Scheduler:
         decoding = [call for call in self.running if call.ids and not call.draft]
         self._compact(decoding)
         places = sorted(((call.slot, call) for call in decoding if call.slot), key=lambda pair: pair[0].index)
-        if len(places) > BLOCK:
+        block = BLOCK if self.model.on_cpu else 1 << 30  # a GPU attends in one call
+        if len(places) > block:
             self._sort([slot for slot, _ in places])
             places.sort(key=lambda pair: pair[0].index)
         rows = places[-1][0].index + 1 if places else 0
@@ -180,7 +181,7 @@ class Scheduler:
             batch.drawing.append(call)
             batch.keep.append(index)
             slot.valid = valid + 1
-            if runs and index < runs[-1].first // BLOCK * BLOCK + BLOCK:
+            if runs and index < runs[-1].first // block * block + block:
                 runs[-1].count = index + 1 - runs[-1].first
                 runs[-1].length = max(runs[-1].length, valid + 1)
             else:

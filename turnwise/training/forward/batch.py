@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from turnwise.training.forward.forward import ForwardPass, SamplingSupport
 
 OVERHEAD_TOKENS = 128
-"""Cost of one more forward pass in tokens of the tiny model (2 ms, forward and backward, at 18 us a token). Of 64 to 1024,
-64 and 128 were fastest: 85 ms a step against 100."""
+"""Cost of one more forward pass in tokens of the tiny model on a CPU (2 ms, forward and backward, at 18 us a token). Of 64 to
+1024, 64 and 128 were fastest: 85 ms a step against 100."""
 OVERHEAD_WITH_MEDIA = 2048
 """The same for a pass with images, whose tower adds many kernel calls. Of 128 to 100,000 this was fastest on a tiny Qwen3-VL
 (0.78 s a step against 0.98 on a busy machine)."""
@@ -352,10 +352,10 @@ def padded(
     return pack_rows(rows, row_passes(rows, micro_tokens), device, vision)
 
 
-def row_passes(rows: Sequence[TrainingRow], micro_tokens: int) -> list[list[int]]:
+def row_passes(rows: Sequence[TrainingRow], micro_tokens: int, overhead: float = OVERHEAD_TOKENS) -> list[list[int]]:
     """Split rows, sorted by length, into forward passes; return their indices. A pass ends before it would exceed
-    `micro_tokens` positions, or where the padding for a longer row costs more than another pass."""
-    pass_cost = OVERHEAD_WITH_MEDIA if any(row.media for row in rows) else OVERHEAD_TOKENS
+    `micro_tokens` positions, or where the padding for a longer row costs more than another pass: `overhead` tokens."""
+    pass_cost = max(OVERHEAD_WITH_MEDIA, overhead) if any(row.media for row in rows) else overhead
     by_length = sorted(range(len(rows)), key=lambda i: (len(rows[i].ids), i))
     passes: list[list[int]] = []
     padding = 0
@@ -505,14 +505,20 @@ class BatchPacker:
             self.why_not = install_tree_attention(decoder)
         if self.why_not and batching == "tree":
             raise ConfigError(f'train.batching = "tree" is not possible with this model: {self.why_not}; use "auto"')
-        if not self.why_not and decoder is not None:
-            self.cost_model = CostModel.of(decoder)
+        self.overhead: float = OVERHEAD_TOKENS
+        """Cost of one more pass of rows, in tokens."""
+        if decoder is not None:
+            if not self.why_not:
+                self.cost_model = CostModel.of(decoder)
+            if next(decoder.parameters()).device.type != "cpu":
+                costs = CostModel.of(decoder)
+                self.overhead = costs.once / costs.token
 
     def pack(
         self, rows: Sequence[TrainingRow], micro_tokens: int, device: torch.device | str, vision: VisionProcessor | None
     ) -> list[MicroBatch]:
         """Pack rows into passes of at most `micro_tokens` positions: padded, or unique ones of a tree."""
-        passes = row_passes(rows, micro_tokens)
+        passes = row_passes(rows, micro_tokens, self.overhead)
         if self.cost_model is None or not rows:
             size = sum(len(row.ids) for row in rows)
             self.choices.append(BatchingChoice(False, size, size, 0.0, self.why_not))

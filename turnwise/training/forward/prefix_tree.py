@@ -187,11 +187,14 @@ def _tree(nodes: Sequence[PrefixNode]) -> PrefixTree:
     return PrefixTree(size, ends_t, tuple(chains), tuple(branches))
 
 
-PASS = {"cpu": 3.5e7, "cuda": 3e10}
-"""Cost of a forward pass per layer, besides its tokens. On the CPU of docs/benchmarks.md 1.6 to 2.3 ms, where a
-multiplication takes 0.05 ns of a pass forward and backward; that of CUDA is 1 ms at 3e13 a second, and was not measured."""
+PASS = {"cpu": 3.5e7, "cuda": 1.3e11}
+"""Cost of a forward pass per layer, besides its tokens: launching its kernels. On the CPU of docs/benchmarks.md 1.6 to 2.3 ms,
+where a multiplication takes 0.05 ns of a pass forward and backward; on an H200 3.8 ms, at 3.5e13 of them a second in
+bfloat16 (a model of 0.4 billion numbers, beside other programs)."""
 CALL = 1.8e6
 """Cost of one more attention call per layer: 90 us on that CPU. On CUDA the full tree is one call."""
+TREE_PASS = 0.3
+"""Cost of a tree's pass beyond that of a pass of rows, relative to it, on CUDA: FlexAttention's call."""
 AROUND = 1800
 """Cost of norms, rotary positions and activations of a token, per unit of width and layer: 0.09 us on that CPU."""
 PAIR = 2.0
@@ -200,12 +203,14 @@ PAIR = 2.0
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Cost of a token, of a (query, key) pair, of an attention call and of a pass."""
+    """Costs of a token, of a (query, key) pair, of an attention call and of a pass."""
 
     token: float
     pair: float
     call: float
     once: float
+    tree_once: float = 0.0
+    """Cost of a tree's pass beyond that of another."""
 
     @classmethod
     def of(cls, decoder: nn.Module) -> CostModel:
@@ -222,11 +227,13 @@ class CostModel:
                 matrices += parameter.numel()
             elif parameter.ndim == 3:  # experts
                 matrices += parameter.numel() * min(1.0, routed / parameter.shape[0])
+        once = PASS.get(device, PASS["cuda"]) * layers
         return cls(
             token=matrices + AROUND * layers * width,
             pair=PAIR * 2 * heads * head * layers,
             call=CALL * layers if device == "cpu" else 0.0,
-            once=PASS.get(device, PASS["cuda"]) * layers,
+            once=once,
+            tree_once=0.0 if device == "cpu" else TREE_PASS * once,
         )
 
     def rows(self, shapes: Sequence[tuple[int, int]]) -> float:
@@ -237,7 +244,7 @@ class CostModel:
 
     def tree(self, tokens: int, pairs: float, calls: int) -> float:
         """Estimate one pass of a trie."""
-        return tokens * self.token + pairs * self.pair + calls * self.call + self.once
+        return tokens * self.token + pairs * self.pair + calls * self.call + self.once + self.tree_once
 
 
 def split_passes(shared: SortedRows, cost_model: CostModel, micro_tokens: int) -> tuple[list[tuple[int, int]], float]:
@@ -457,6 +464,8 @@ AttentionInterface.register(NAME, attend)
 
 PROOF = ((0, 1, 2, 3, 4, 5), (0, 1, 2, 5, 1), (0, 1, 2, 5, 2), (0, 3, 1))
 """Rows on which tree attention is compared with row attention."""
+PROOF_TAIL = (1, 2) * 80
+"""Makes a row longer than a block of FlexAttention, whose kernels are then those of a run."""
 PROOF_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
 """Maximum difference of a hidden state, relative to the largest number in it; norms are in float32 at best. 0.1 for narrower
 types."""
@@ -489,27 +498,36 @@ def install_tree_attention(decoder: nn.Module) -> str:
 
 def _difference(decoder: nn.Module) -> str:
     """Describe how tree attention differs from that of the rows; empty if it does not."""
-    shared = SortedRows.of(PROOF)
-    made = build_prefix_tree(shared, 0, len(PROOF))
     first = next(decoder.parameters())
+    on_cpu = first.device.type == "cpu"
+    rows = PROOF if on_cpu else (PROOF[0] + PROOF_TAIL, *PROOF[1:])
+    made = build_prefix_tree(SortedRows.of(rows), 0, len(rows))
     try:
         with torch.no_grad():
             ids_t, positions_t = np.empty(made.tree.size, dtype=np.int64), np.empty(made.tree.size, dtype=np.int64)
-            for number, row in enumerate(PROOF):
+            for number, row in enumerate(rows):
                 ids_t[made.places[number]], positions_t[made.places[number]] = row, np.arange(len(row))
-            given = (torch.from_numpy(array)[None].to(first.device) for array in (ids_t, positions_t))
+            given = tuple(torch.from_numpy(array)[None].to(first.device) for array in (ids_t, positions_t))
             got = _hidden(decoder, *given, turnwise_tree=made.tree)
+            attended = made.tree.cache.get("layers", 0)
             largest = 0.0
-            for number, row in enumerate(PROOF):
+            for number, row in enumerate(rows):
                 ids_bt = torch.tensor([row], device=first.device)
                 expected = _hidden(decoder, ids_bt, torch.arange(len(row), device=first.device)[None])
                 actual = got[0, torch.from_numpy(made.places[number]).to(first.device)]
                 largest = max(largest, float((expected[0] - actual).abs().max() / expected.abs().max()))
+        if not on_cpu and (trained := [p for p in decoder.parameters() if p.requires_grad]):
+            loss = _hidden(decoder, *given, turnwise_tree=made.tree).sum()
+            torch.autograd.grad(loss, trained[0], allow_unused=True)  # another kernel
     except (ModelError, TypeError) as error:
         return str(error)
+    except Exception as error:  # compiling FlexAttention raises nearly anything: no compiler, a size without a kernel
+        if on_cpu:
+            raise
+        return f"FlexAttention does not run here: {' '.join(str(error).split())[:200]}"
     layers = getattr(decoder.config, "num_hidden_layers", None)
-    if made.tree.cache.get("layers") != layers:
-        return f"{made.tree.cache.get('layers', 0)} of its {layers} layers look up their attention by name"
+    if attended != layers:
+        return f"{attended} of its {layers} layers look up their attention by name"
     if not largest <= PROOF_TOLERANCE.get(first.dtype, 0.1):
         return f"hidden states of a small tree differ from those of its rows by {largest:.2g}"
     return ""
