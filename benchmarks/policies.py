@@ -2,7 +2,7 @@
 
     python benchmarks/policies.py              # three seeds; 7 minutes on two busy cores
     python benchmarks/policies.py --seeds 1
-    python benchmarks/policies.py --gpu        # a base of 0.5 B numbers in bfloat16 on a CUDA device; 4 minutes on an H100
+    python benchmarks/policies.py --gpu        # a base of 0.5 B numbers in bfloat16 on a CUDA device
 
 Two agents read the same prompts, and each is rewarded for a digit of its own (recipes/two_policies.toml), so no single policy
 can succeed in more than half. A base is warmed up to say random digits; the arms add LoRA adapters: one for each agent
