@@ -77,7 +77,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 def pytest_xdist_auto_num_workers() -> int:
     """More than there are cores, since tests also wait: for processes, sockets, disks and deadlines."""
-    return (os.cpu_count() or 1) + 4
+    return (os.cpu_count() or 1) + 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
