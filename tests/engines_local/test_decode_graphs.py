@@ -46,7 +46,9 @@ async def work(engine: LocalEngine) -> list[tuple[list[int], list[float]]]:
     return found
 
 
-def test_replies_are_those_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kept", [1, 32])
+def test_replies_are_those_without_graphs(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
+    monkeypatch.setattr("turnwise.engines.local.cuda_graphs.MOST_GRAPHS", kept)
     made: list[Again] = []
 
     def record(function: Callable[[], torch.Tensor], device: torch.device) -> tuple[Again, torch.Tensor]:
@@ -58,6 +60,7 @@ def test_replies_are_those_without_graphs(monkeypatch: pytest.MonkeyPatch) -> No
     assert graphs.usable
     assert sum(graph.replays for graph in made) > 60
     assert {rows for rows, _ in graphs._made} <= {16, 32, 64}
+    assert len(graphs._made) <= kept
     plain = run(engine_without(monkeypatch), work)
     assert [ids for ids, _ in found] == [ids for ids, _ in plain]
     gaps = [abs(a - b) for (_, one), (_, other) in zip(found, plain, strict=True) for a, b in zip(one, other, strict=True)]

@@ -19,6 +19,8 @@ LENGTHS = (256, 1024)
 """Attended keys are rounded up to multiples of the first up to the second, from there on of the second."""
 Pass = Callable[[Tensor, AttentionPlan, Tensor], Tensor]
 """From a batch [3, rows] of ids, positions and slots, its attention and the rows wanted to logits."""
+MOST_GRAPHS = 32
+"""Graphs that are kept, each with the memory of its pass; then the one recorded first is dropped."""
 _RECORDING = threading.Lock()
 """Engines of one process record one at a time."""
 
@@ -70,6 +72,8 @@ class DecodeGraphs:
             found = self._record(compute, batch, length)
             if found is None:
                 return None
+            if len(self._made) >= MOST_GRAPHS:
+                self._made.pop(next(iter(self._made)))
             self._made[rows, length] = found
         found.batch.copy_(batch)
         found.graph.replay()
