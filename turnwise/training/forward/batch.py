@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -511,8 +512,9 @@ class BatchPacker:
             if not self.why_not:
                 self.cost_model = CostModel.of(decoder)
             if next(decoder.parameters()).device.type != "cpu":
-                costs = CostModel.of(decoder)
-                self.overhead = costs.once / costs.token
+                with suppress(AttributeError):  # not a transformer with heads
+                    costs = CostModel.of(decoder)
+                    self.overhead = costs.once / costs.token
 
     def pack(
         self, rows: Sequence[TrainingRow], micro_tokens: int, device: torch.device | str, vision: VisionProcessor | None
