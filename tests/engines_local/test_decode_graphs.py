@@ -25,11 +25,15 @@ class Again:
         self.result.copy_(self.function())
 
 
-def engine_with(record: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[LocalEngine, DecodeGraphs]:
+def engine_without(monkeypatch: pytest.MonkeyPatch) -> LocalEngine:
     monkeypatch.setattr("turnwise.engines.local.model.make_fused_decoder", lambda *parts: None)
+    return LocalEngine(model())
+
+
+def engine_with(record: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[LocalEngine, DecodeGraphs]:
     monkeypatch.setattr("turnwise.engines.local.cuda_graphs.record", record)
     monkeypatch.setattr("turnwise.engines.local.scheduler.BLOCK", 1 << 30)  # all rows in one call, as on a GPU
-    engine = LocalEngine(model())
+    engine = engine_without(monkeypatch)
     graphs = DecodeGraphs(engine._model.cache, engine._model.device)
     engine._model.graphs = graphs
     return engine, graphs
@@ -65,11 +69,6 @@ def test_replies_are_those_without_graphs(monkeypatch: pytest.MonkeyPatch, kept:
     assert [ids for ids, _ in found] == [ids for ids, _ in plain]
     gaps = [abs(a - b) for (_, one), (_, other) in zip(found, plain, strict=True) for a, b in zip(one, other, strict=True)]
     assert max(gaps) < 1e-4  # keys are attended in one call instead of chunks
-
-
-def engine_without(monkeypatch: pytest.MonkeyPatch) -> LocalEngine:
-    monkeypatch.setattr("turnwise.engines.local.model.make_fused_decoder", lambda *parts: None)
-    return LocalEngine(model())
 
 
 def test_a_pass_that_cannot_be_recorded_is_computed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
