@@ -122,6 +122,20 @@ def test_a_wrong_body_is_told_so_and_everybody_else_is_answered_as_before(runnin
     assert ask(running, "GET", "/health")[0] == 200
 
 
+def test_a_prompt_is_scored_alone_where_no_id_is_asked_for(running):
+    def scored(count):
+        body = {"prompt": WELL["prompt"], "prompt_logprobs": 0, "max_tokens": count}
+        status, answer = ask(running, "POST", "/v1/completions", json.dumps(body).encode())
+        assert status == 200, answer
+        (choice,) = json.loads(answer)["choices"]
+        return choice["token_ids"], choice["prompt_logprobs"]
+
+    alone, with_an_id = scored(0), scored(1)
+    assert (alone[0], len(with_an_id[0])) == ([], 1)
+    assert alone[1] == with_an_id[1]
+    assert len(alone[1]) == len(WELL["prompt"])
+
+
 def test_several_answers_of_one_request_are_those_of_requests_with_the_seeds_that_follow(running):
     def choices(**given):
         status, body = ask(running, "POST", "/v1/completions", json.dumps(WELL | given).encode())

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from turnwise.config import ModelConfig, QuantConfig
 from turnwise.engines import Request
@@ -23,7 +23,9 @@ from turnwise.training import create_tiny_model, make_service, score_with_model,
 from turnwise.training.model.models import load
 from turnwise.training.model.packed import packing, quantization_config, write_packed
 from turnwise.training.model.quantize import quantize_for_training
+from turnwise.training.server import stored_rows
 
+STORED = "turnwise.training.server.load"
 QUANTS = {
     "int4": QuantConfig(kind="int4", group=32, packed=True),
     "fp8": QuantConfig(kind="fp8", block=32, packed=True),
@@ -117,3 +119,50 @@ def test_a_server_of_a_packed_directory_starts_in_bfloat16_on_a_cpu(tmp_path, so
         assert command[command.index("--dtype") + 1] == dtype
         assert f"--dtype {dtype}" in dict(plan.why)
         assert plan.env.get("VLLM_CPU_INT4_W4A8") == ("0" if (server, dtype) == ("vllm", "bfloat16") else None)
+
+
+@pytest.mark.parametrize("server", CLIENTS)
+def test_a_server_reads_the_weights_of_its_own_model_without_building_another(tmp_path, source, server, monkeypatch):
+    other = create_tiny_model(ModelConfig(hidden=32, layers=1), ["look up the code 17"], tmp_path / "other", seed=5)
+
+    async def work():
+        app, engine = make_service(source, context=100, device="cpu")
+        monkeypatch.setattr(STORED, lambda *parts: pytest.fail("a second model was built"))
+        http = JsonHttpServer(app.routes(server), host="127.0.0.1", port=0, token="")
+        await http.start()
+        client = CLIENTS[server](http.url)
+        try:
+            before = await client.score(PROMPT)
+            await client.load_from_disk(other, 1)
+            return before, await client.score(PROMPT)
+        finally:
+            await client.close()
+            await http.close()
+            await engine.close()
+
+    wanted = [score_with_model(load(path)[0])(PROMPT) for path in (source, other)]
+    for found, known in zip(asyncio.run(work()), wanted, strict=True):
+        assert found == pytest.approx(known, abs=1e-5)
+
+
+def test_weights_of_another_layout_are_left_to_transformers(tmp_path, source):
+    own = load(source)[0].state_dict()
+    unique = frozenset(name for name, _ in unique_weights(load(source)[0]))
+    stored = dict(stored_rows(source, own, unique))
+    assert unique <= stored.keys() <= own.keys()
+    assert all(torch.equal(stored[name], own[name]) for name in stored)
+    name = next(iter(stored))
+    changed = {
+        "missing": {key: tensor for key, tensor in stored.items() if key != name},
+        "another name": stored | {"more": stored[name].clone()},
+        "another shape": stored | {name: stored[name][:-1].clone()},
+    }
+    for kind, tensors in changed.items():
+        (tmp_path / kind).mkdir()
+        save_file(tensors, tmp_path / kind / "model.safetensors")
+        assert stored_rows(tmp_path / kind, own, unique) is None
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:-9])
+    assert stored_rows(tmp_path / "damaged", own, unique) is None
+    write_packed(source, tmp_path / "packed", QUANTS["int4"])
+    assert stored_rows(tmp_path / "packed", own, unique) is None

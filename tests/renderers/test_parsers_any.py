@@ -84,7 +84,7 @@ def test_json_formats_read_back_any_arguments(arguments, said):
         assert message.text == said
 
 
-_SIZE = 300_000
+_SIZE = 150_000
 BAD = [
     "{mark}",
     "{mark}{{",
@@ -115,7 +115,7 @@ BAD = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_megabytes_take_time_in_proportion(name):
-    """At most 0.4 s of a core, for tens of thousands of calls that do not read; what looks at the rest per call takes 10."""
+    """At most 0.2 s of a core, for tens of thousands of calls that do not read; what looks at the rest per call takes 2.5."""
     dialects = getattr(PARSERS[name], "dialects", ())
     marks = {(d.open, d.close) for d in dialects} or {("<|channel|>analysis<|message|>", "<|end|>"), ("<|python_tag|>", "")}
     for mark, close in marks:
@@ -125,7 +125,7 @@ def test_megabytes_take_time_in_proportion(name):
                 continue
             with own_cost() as cost:
                 PARSERS[name].parse(mark + unit * (_SIZE // len(unit)) + close, TOOLS)
-            assert cost.seconds < 3.0, (name, unit)
+            assert cost.seconds < 1.5, (name, unit)
 
 
 def test_the_end_of_thinking_in_an_argument_ends_no_thinking():

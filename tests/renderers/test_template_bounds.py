@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import resource
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from jinja2.runtime import LoopContext, Undefined
 from jinja2.sandbox import SandboxedEnvironment
 
 from turnwise.errors import TemplateError
-from turnwise.renderers import ChatTemplate
+from turnwise.renderers import ChatTemplate, sandbox
 from turnwise.renderers.sandbox import TemplateSandbox, _Namespace
 from turnwise.types import Message
 
@@ -124,13 +126,31 @@ def _bounded():
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_template_is_refused_soon(name: str) -> None:
+@contextmanager
+def a_tenth_of_the_budget() -> Iterator[None]:
+    """Used up in a tenth of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sandbox, "render_budget", partial(sandbox.render_budget, sandbox.WORK // 10))
+        yield
+
+
+def refused_within(name: str, seconds: float) -> None:
     with own_cost() as cost, pytest.raises(TemplateError) as caught:
         ChatTemplate(HOSTILE[name], origin="t").render(TALK)
-    assert cost.seconds < 20
+    assert cost.seconds < seconds
     assert not isinstance(caught.value.__cause__, MemoryError), "the memory was what stopped it"
     assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_template_is_refused_soon(name: str) -> None:
+    with a_tenth_of_the_budget():
+        refused_within(name, 2)
+
+
+@pytest.mark.parametrize("name", ["loops that write", "nested lists", "sorted"])
+def test_by_the_budget_that_templates_have(name: str) -> None:
+    refused_within(name, 20)
 
 
 def test_a_long_conversation_is_no_hostile_one() -> None:
@@ -173,6 +193,6 @@ n.x | batch(9, n.x) | list; n.x | center(999); n.x.split('x'); n.x | unique | li
 def test_whatever_is_done_forty_times_over_ends(steps: list[str], start: str) -> None:
     body = "".join(f"{{% set n.x = {step} %}}" for step in steps)
     source = f"{{% set n = namespace(x={start}) %}}{{% for i in range(40) %}}{body}{{% endfor %}}{{{{ n.x }}}}"
-    with own_cost() as cost, suppress(TemplateError):
+    with a_tenth_of_the_budget(), own_cost() as cost, suppress(TemplateError):
         ChatTemplate(source).render(TALK)
-    assert cost.seconds < 20
+    assert cost.seconds < 2

@@ -7,9 +7,13 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 
 from turnwise.config import ModelConfig
 from turnwise.engines.local import LocalEngine
@@ -52,6 +56,7 @@ def make_service(
     engine = LocalEngine(model, renderer=renderer, context=context, speculate=speculate)
     pixels = None if renderer.vision is None else _pixels(engine, renderer.vision)
     own, lock = model.state_dict(), threading.Lock()  # scoring and weight updates run in threads
+    unique = frozenset(name for name, _ in unique_weights(model))
 
     forward = ForwardPass(model)
 
@@ -69,6 +74,8 @@ def make_service(
 
     async def load_directory(directory: Path) -> None:
         def read() -> Rows:
+            if (rows := stored_rows(directory, own, unique)) is not None:
+                return rows
             weights = load(directory, *device_and_dtype(config))[0].state_dict()
             for name in sorted(own.keys() | weights.keys()):
                 if name not in own or name not in weights or own[name].shape != weights[name].shape:
@@ -90,7 +97,7 @@ def make_service(
         load=load_directory,
         receiver=GroupWeightReceiver(
             {name: tensor.shape for name, tensor in own.items()},
-            frozenset(name for name, _ in unique_weights(model)),
+            unique,
             load_rows,
             next(model.parameters()).device,
         ),
@@ -100,6 +107,17 @@ def make_service(
         experts=engine.records_experts,
     )
     return app, engine
+
+
+def stored_rows(directory: Path, own: Mapping[str, Tensor], unique: frozenset[str]) -> Rows | None:
+    """Read the weights of a directory that holds a model's tensors under their own names, `unique` ones at least, without
+    building a second model; None for any other layout: an adapter, packed weights, other names or shapes."""
+    try:
+        found = {name: tensor for file in directory.glob("model*.safetensors") for name, tensor in load_file(file).items()}
+    except (OSError, SafetensorError):  # named where the directory is loaded as a model
+        return None
+    fits = unique <= found.keys() <= own.keys() and all(found[name].shape == own[name].shape for name in found)
+    return list(found.items()) if fits else None
 
 
 def _pixels(engine: LocalEngine, vision: VisionProcessor) -> PixelCache:

@@ -252,7 +252,8 @@ class RemoteEngine:
     async def weights_label(self) -> WeightsLabel:
         """Return the server's name for its weights and its scores of `CANARY`."""
         with parsing("the server's description of its weights", self.display_name):
-            return WeightsLabel(await self.weights_name(), tuple(await self.score(CANARY)))
+            name, scores = await asyncio.gather(self.weights_name(), self.score(CANARY))
+            return WeightsLabel(name, tuple(scores))
 
     async def load_from_disk(self, directory: str | Path, version: int) -> None:
         """Make the server load weights from a directory it can access, named `version`; calls in flight are interrupted.

@@ -202,7 +202,7 @@ class SglangEngine(LoraServerEngine):
 
     async def scores(self, request: ScoreRequest) -> IdScores:
         self._check_scoring(request)
-        ids, sampling = list(request.ids), {"max_new_tokens": 1, "temperature": 1.0}
+        ids, sampling = list(request.ids), {"max_new_tokens": 0 if self.seeded else 1, "temperature": 1.0}
         body: dict[str, Any] = {"input_ids": ids, "return_logprob": True, "logprob_start_len": 0}
         banned = sorted(request.banned_ids)
         if self.seeded:

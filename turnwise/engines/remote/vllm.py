@@ -320,7 +320,7 @@ class VllmEngine(LoraServerEngine):
     async def scores(self, request: ScoreRequest) -> IdScores:
         self._check_scoring(request)
         ids = list(request.ids)
-        asked: dict[str, Any] = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": request.top}
+        asked: dict[str, Any] = {"max_tokens": 0 if self.seeded else 1, "temperature": 1.0, "prompt_logprobs": request.top}
         asked |= self._scoring_fields(request)
         with self._check_adapter_loaded():
             if request.media:

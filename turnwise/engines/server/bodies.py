@@ -49,8 +49,9 @@ class Body(BaseModel):
 class Settings(Body):
     """Sampling settings."""
 
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_new_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Maximum number of sampled ids; 0 only scores the prompt."""
+    max_new_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None

@@ -137,7 +137,12 @@ class EngineService:
         media: tuple[MediaPlacement, ...] = (),
         routes_from: int | None = None,
     ) -> tuple[Generation, list[Span]]:
-        """Sample one reply, with its experts from `routes_from` on; return it with the names of the weights of its ids."""
+        """Sample one reply, with its experts from `routes_from` on; return it with the names of the weights of its ids.
+
+        With `max_tokens` 0 nothing is sampled, so that scores of a prompt wait for no pass of the engine.
+        """
+        if max_tokens == 0:
+            return Generation([], [], "length", 0), [{"version": self.replies.weights, "start": 0, "end": 0}]
         given, space = given or bodies.Settings(), self._reply_space(ids)
         stops = frozenset(given.stop_token_ids or ()) | (frozenset() if given.ignore_eos else self.end_ids)
         seed = given.seed if given.seed is not None else given.sampling_seed
