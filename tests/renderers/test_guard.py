@@ -139,11 +139,13 @@ def _special_and_other(name, source):
     return tuple(r.content for r in rows if r.special), tuple(r.content for r in rows if not r.special)
 
 
-@pytest.mark.parametrize(
-    "kind", ["byte-level BPE", "SentencePiece BPE, Metaspace first", "Unigram, NFKC, Metaspace always (T5)"]
-)
+REAL_KINDS = ["byte-level BPE", "SentencePiece BPE, Metaspace first", "Unigram, NFKC, Metaspace always (T5)"]
+
+
+@pytest.mark.parametrize("kind", REAL_KINDS)
 def test_real_templates_keep_control_to_themselves(kind):
-    rows = corpus.distinct()
+    """Each template with two of the three kinds of tokenizer."""
+    rows = [row for number, row in enumerate(corpus.distinct()) if number % 3 != REAL_KINDS.index(kind)]
     if not rows:
         pytest.skip("no templates at hand: python tests/corpus.py fetches them")
     held = refused = 0

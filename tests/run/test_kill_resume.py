@@ -60,8 +60,8 @@ def finish(words: Sequence[str]) -> None:
     assert main(list(words[words.index("train") :])) == 0
 
 
-def check(tmp_path: Path, kills: int, steps: int) -> None:
-    bench = benchmark(fresh=True)
+def check(tmp_path: Path, kills: int, steps: int, *, fresh: bool = False) -> None:
+    bench = benchmark(fresh=fresh)
     recipe = bench.RECIPE.replace("steps = 16", f"steps = {steps}")
     outcome = bench.compare(tmp_path, list(bench.instants(kills, 0.9, random.Random(0))), recipe)
     assert outcome.kills, "no kill landed"
@@ -184,7 +184,7 @@ def test_kills_of_a_run_that_sees(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.slow
 def test_ten_kills(tmp_path: Path) -> None:
-    check(tmp_path, 10, steps=16)
+    check(tmp_path, 10, steps=16, fresh=True)
 
 
 @pytest.fixture
