@@ -46,6 +46,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config  # noqa: 
 
 from turnwise.config import PolicyConfig, load  # noqa: E402
 from turnwise.engines import Generation, PolicyEngine, Request  # noqa: E402
+from turnwise.engines.local import LocalEngine  # noqa: E402
 from turnwise.records import NullListener, RunDir  # noqa: E402
 from turnwise.rollouts import Rollout  # noqa: E402
 from turnwise.training import TrainingRun  # noqa: E402
@@ -250,9 +251,14 @@ async def probes(seed: int, base: Path, folder: Path, more: Sequence[str]) -> di
 
 
 async def sampled_per_s(run: TrainingRun, two: Any) -> dict[str, float]:
-    """Return the sampled tokens per second of two adapters, and of one that plays both agents; the best of 3 each."""
-    left = run.policies.trained[0].engine
-    one = PolicyEngine({"left": left}, agents={"left": AGENTS})
+    """Return the sampled tokens per second of two adapters, and of one merged model that plays both agents; the best of 3
+    each."""
+    trainer = run.policies.trained[0].trainer
+    weight = next(trainer.model.parameters())
+    options = {"context": run.config.limits.context, "device": weight.device, "dtype": weight.dtype}
+    left = LocalEngine(trainer.model.config, renderer=run.parts.renderer, **options)
+    await left.update(trainer.weights(), 0)
+    one = PolicyEngine({"left": left}, agents={"left": AGENTS}, fixed=["left"])
     speeds: dict[str, float] = {}
     limits = replace(run.config.limits, turn_tokens=48)
     for _ in range(3):
@@ -266,6 +272,7 @@ async def sampled_per_s(run: TrainingRun, two: Any) -> dict[str, float]:
             found = await rollout.play(episodes)
             speed = sum(t.sampled_tokens for t in found) / (time.perf_counter() - began)
             speeds[name] = max(speeds.get(name, 0.0), speed)
+    await left.close()
     return speeds
 
 

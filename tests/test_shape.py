@@ -140,7 +140,6 @@ OTHERS = {
     ("cli/main.py", "args.overrides"): "argparse",
     ("config/load.py", "merged.origins"): "a copy, by the function that makes it",
     ("engines/local/engine.py", "self._finalizer.atexit"): "weakref",
-    ("engines/local/engine.py", "self._scheduler.version"): "its own scheduler",
     ("engines/local/slots.py", "one.index"): "two slots change places, in the class that has them",
     ("engines/local/slots.py", "other.index"): "likewise",
     ("engines/remote/fleet.py", "engine.patient"): "a fleet asks other servers meanwhile, and its engines are its own",

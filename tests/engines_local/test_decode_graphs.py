@@ -32,7 +32,7 @@ def engine_without(monkeypatch: pytest.MonkeyPatch) -> LocalEngine:
 
 def engine_with(record: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[LocalEngine, DecodeGraphs]:
     monkeypatch.setattr("turnwise.engines.local.cuda_graphs.record", record)
-    monkeypatch.setattr("turnwise.engines.local.scheduler.BLOCK", 1 << 30)  # all rows in one call, as on a GPU
+    monkeypatch.setattr("turnwise.engines.local.model.SLOTS_PER_CALL", 1 << 30)  # all rows in one call, as on a GPU
     engine = engine_without(monkeypatch)
     graphs = DecodeGraphs(engine._model.cache, engine._model.device)
     engine._model.graphs = graphs

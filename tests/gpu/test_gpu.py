@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from local_kit import model, request, run, talk, words
+from test_adapters import matrices, send, shapes
 from test_real_models import make
 from test_routes import WANT, moe, told
 from test_train_tree import learn, small
@@ -83,6 +84,25 @@ def test_recorded_passes_follow_new_weights_and_a_cache_that_grew() -> None:
     assert (
         sum(a == b for a, b in zip(recorded, plain, strict=True)) >= len(plain) - 2
     )  # draws within the rounding of a boundary
+
+
+def test_adapters_of_several_policies_have_the_ids_of_a_cpu() -> None:
+    """In recorded passes too, before and after an update of one."""
+    module = model()
+    given = shapes(module)
+    weights = [matrices(module, shape, number) for number, shape in enumerate(given)]
+
+    async def work(engine: LocalEngine) -> list[list[int]]:
+        policies, found = await send(engine, weights), []
+        for turn in range(2):
+            asked = [request(words(12, n), f"{turn}/{n}", seed=n, max_tokens=12) for n in range(6)]
+            heard = await asyncio.gather(*(policy.generate(one) for one in asked for policy in policies))
+            found += [list(answer.ids) for answer in heard]
+            await policies[1].update([(name, 0.5 * tensor) for name, tensor in weights[0]], version=2)
+        return found
+
+    here, there = (run(LocalEngine(module, device=device, adapters=given), work) for device in (DEVICE, "cpu"))
+    assert sum(a == b for a, b in zip(here, there, strict=True)) >= len(here) - 2
 
 
 def test_the_engine_samples_the_ids_of_a_cpu() -> None:

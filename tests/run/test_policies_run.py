@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 
 from turnwise.cli.main import main
 from turnwise.config import load
+from turnwise.engines.local import LocalEngine
 from turnwise.records import read_json_lines
+from turnwise.training import setup
 
 pytest.importorskip("peft")
 
@@ -147,6 +149,42 @@ def test_policies_are_trained_while_their_weights_change_in_flight(tmp_path: Pat
         assert max(row.get(f"policy/{name}/mismatch_max", 0.0) for row in steps) < 1e-4
     for step, used in versions(out, "solver-2").items():  # an opponent exists before the oldest group of its step can begin
         assert used <= {max(0, step - 1), max(0, step - 2)}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_policies_that_are_adapters_of_one_model_play_in_one_engine(tmp_path: Path, monkeypatch: Any, mode: str) -> None:
+    """Two that are trained, and the model itself as an opponent."""
+    made: list[LocalEngine] = []
+
+    def recorded(*parts: Any, **options: Any) -> LocalEngine:
+        made.append(LocalEngine(*parts, **options))
+        return made[-1]
+
+    monkeypatch.setattr(setup, "LocalEngine", recorded)
+    more = "" if mode == "sync" else '[schedule]\nmode = "async"\nstaleness = 1\n'
+    words = ["--engine.adapters", "rows", *(() if mode == "sync" else ("--train.correction", "tis"))]
+    out = trained(tmp_path, "trained = false", "run", more, *words)
+    (engine,) = made
+    assert [engine.adapter(number).version for number in range(3)] == [0, 4, 4]
+    for name in ("asker", "solver"):
+        assert 0 < max(row.get(f"policy/{name}/mismatch_max", 0.0) for row in rows(out, "train")) < 1e-4
+    assert all(used == {0} for used in versions(out, "solver-2").values())
+    last = out / "checkpoints" / "step-00004"
+    before = state(last)
+    if mode == "async":
+        return
+    shutil.rmtree(last)
+    assert main(["train", "--resume", str(out), "--display", "none"]) == 0
+    after = state(last)
+    assert all(torch.equal(after[file][name], tensor) for file, tensors in before.items() for name, tensor in tensors.items())
+
+
+def test_adapters_of_other_layers_than_the_decoder_s_are_refused_in_one_engine(tmp_path: Path, capsys: Any) -> None:
+    path = recipe(tmp_path, "trained = false")
+    path.write_text(path.read_text().replace("rank = 4", 'rank = 4\ntargets = ["lm_head"]'))
+    words = ["--out", str(tmp_path / "run"), "--display", "none", "--engine.adapters", "rows"]
+    assert main(["train", str(path), *words]) == 2
+    assert 'engine.adapters = "rows": adapter: the decoder of' in capsys.readouterr().err
 
 
 def test_a_policy_with_a_teacher_of_its_own_is_resumed_too(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ class OldEngine(LocalEngine):
         given = dict(weights)
         if version == 0:
             return super()._update_weights(given.items(), version)
-        self._scheduler.version = version
+        self._scheduler.versions[0] = version
         return digest_of(given.items())
 
 

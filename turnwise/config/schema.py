@@ -23,6 +23,7 @@ MissingLogprobs = Literal["error", "mask", "recompute"]
 UpdatePath = Literal["disk", "group", "tensors", "lora"]
 GroupBackend = Literal["auto", "gloo", "nccl"]
 InFlight = Literal["recompute", "salt", "keep"]
+AdapterMode = Literal["auto", "rows", "merged"]
 OF_SERVERS = Needs("engine.kind = auto | vllm | sglang | llamacpp | chat")
 STARTED_HERE = Needs("engine.kind = vllm | sglang and engine.urls none and engine.urls_file none")
 OF_TREES = Needs("engine.urls given", "engine.urls_file given", "scale.ray given and engine.kind = vllm | sglang")
@@ -47,6 +48,10 @@ class EngineConfig:
     speculate: NonNegativeInt = 0
     """Maximum ids drafted per step from earlier text and verified in one pass; 0 disables speculation. For `local`, and for
     `vllm` and `sglang` servers started by the run (SGLang on a GPU)."""
+    adapters: Annotated[AdapterMode, Needs("policy given and engine.kind = local")] = "auto"
+    """LoRA adapters of several policies: `rows` samples all from one copy of the model, where each row of a pass takes its own
+    adapter; `merged` gives each policy an engine with merged weights. `auto` is `rows` on a GPU and `merged` on a CPU, where
+    engines compute beside each other."""
     urls: Annotated[tuple[str, ...], _each(_url_error)] = ()
     """URLs of servers that run the model; without them and `urls_file`, the run starts `servers` of them and stops them at its
     end."""

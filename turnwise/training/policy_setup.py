@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +13,16 @@ from torch import nn
 from turnwise.config import PolicyConfig, RunConfig
 from turnwise.config.load import config_of
 from turnwise.engines import Engine, SupportsWeightUpdate
-from turnwise.engines.local import LocalEngine
+from turnwise.engines.local import AdapterEngine, LocalEngine
 from turnwise.engines.policies import PolicyEngine
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, EngineError
 from turnwise.media import MediaStore
 from turnwise.renderers.chat_renderer import ChatRenderer
 from turnwise.renderers.vision import PixelCache
 from turnwise.training.checkpoint import policies_of
 from turnwise.training.forward.batch import Ranks
 from turnwise.training.model.directory import renderer_of
+from turnwise.training.model.lora import shape_of
 from turnwise.training.past import PastPolicy
 from turnwise.training.policies import Policies, Policy
 from turnwise.training.setup import (
@@ -36,6 +38,9 @@ from turnwise.training.setup import (
 
 if TYPE_CHECKING:
     from turnwise.engines.remote.placed import ServerPlacer
+
+
+_log = logging.getLogger(__name__)
 
 
 class LoadedPolicy(NamedTuple):
@@ -92,7 +97,8 @@ def build_policies(
             trainer.load(saved)
         engine = engines[policy.name]
         assert isinstance(engine, SupportsWeightUpdate)
-        trained.append(Policy(policy.name, trainer, engine, config.engine.update == "lora", origin))
+        adapter_alone = config.engine.update == "lora" or isinstance(engine, AdapterEngine)
+        trained.append(Policy(policy.name, trainer, engine, adapter_alone, origin))
     past = {policy.name: _past(config, policy, trained, run) for policy in config.policy if policy.past}
     engines |= {name: one.engine for name, one in past.items()}
     router = PolicyEngine(
@@ -112,12 +118,12 @@ def _policy_engines(
     placer: ServerPlacer | None,
 ) -> dict[str, Engine]:
     """Build the engine of each policy that has weights; those that are not trained play in this process."""
-    engines: dict[str, Engine] = {}
+    engines = _adapters_in_this_process(config, loaded, renderer)
     served: dict[str, nn.Module] = {}
     for policy in config.policy:
         if policy.urls:
             engines[policy.name] = _served_policy(config, policy, renderer)
-        elif policy.name in loaded:
+        elif policy.name in loaded and policy.name not in engines:
             own, origin, _, model = loaded[policy.name]
             if not policy.learns or config.engine.kind == "local":
                 engines[policy.name] = make_local_engine(own, model, renderer)
@@ -126,6 +132,37 @@ def _policy_engines(
             else:
                 served[policy.name] = model
     return engines | (make_adapter_engines(config, source, served, renderer, run, placer=placer) if served else {})
+
+
+def _adapters_in_this_process(
+    config: RunConfig, loaded: Mapping[str, LoadedPolicy], renderer: ChatRenderer
+) -> dict[str, Engine]:
+    """Build one engine for the policies of this process that are a model or LoRA adapters of it, if there are several and
+    `engine.adapters` allows it."""
+    mode = config.engine.adapters
+    learns = {policy.name for policy in config.policy if policy.learns}
+    by_origin: dict[Path, list[str]] = {}
+    for name, policy in loaded.items():
+        if name not in learns or (policy.config.lora.rank and config.engine.kind == "local"):
+            by_origin.setdefault(policy.origin, []).append(name)
+    engines: dict[str, Engine] = {}
+    for names in by_origin.values():
+        adapted = [name for name in names if name in learns]
+        model = loaded[names[0]].model
+        on_gpu = next(model.parameters()).is_cuda
+        if not adapted or len(names) == 1 or mode == "merged" or (mode == "auto" and not on_gpu):
+            continue
+        shapes = [shape_of(model, loaded[name].config.lora) for name in adapted]
+        try:
+            shared = make_local_engine(config, model, renderer, shapes)
+        except EngineError as error:
+            if mode == "rows":
+                raise ConfigError(f'engine.adapters = "rows": {error}') from None
+            _log.warning("policies %s: an engine each, in place of one for all: %s", ", ".join(names), error)
+            continue
+        numbers = {name: number for number, name in enumerate(adapted, 1)}
+        engines |= {name: shared.adapter(numbers.get(name, 0)) for name in names}
+    return engines
 
 
 def _check_same_renderer(policy: PolicyConfig, run: ChatRenderer, own: ChatRenderer) -> None:

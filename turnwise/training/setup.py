@@ -22,6 +22,7 @@ from turnwise.config import EngineConfig, EvalConfig, ModelConfig, RolloutConfig
 from turnwise.config.schema import truncation_key
 from turnwise.engines import Engine, Sampling, SupportsSleep, SupportsWeightUpdate
 from turnwise.engines.local import LocalEngine
+from turnwise.engines.local.adapters import AdapterShape
 from turnwise.envs.datasets import read_rows
 from turnwise.envs.spec import EnvSpec
 from turnwise.errors import ConfigError
@@ -188,10 +189,13 @@ def make_eval_engine(
     return fleet
 
 
-def make_local_engine(config: RunConfig, model: nn.Module, renderer: ChatRenderer) -> LocalEngine:
-    """Build the engine of this process with copies of a model's weights."""
+def make_local_engine(
+    config: RunConfig, model: nn.Module, renderer: ChatRenderer, adapters: Sequence[AdapterShape] = ()
+) -> LocalEngine:
+    """Build the engine of this process with copies of a model's weights, and with `adapters` of several policies."""
     model = quantize_for_sampling(model, config.quant)
-    return LocalEngine(model, renderer=renderer, context=config.limits.context, speculate=config.engine.speculate)
+    options: dict[str, Any] = {"context": config.limits.context, "speculate": config.engine.speculate, "adapters": adapters}
+    return LocalEngine(model, renderer=renderer, **options)
 
 
 def connect_fixed_servers(config: RunConfig, renderer: Any) -> Fleet:

@@ -105,6 +105,8 @@ class ActiveCall:
     keys: list[int]
     """Ids for prefix matching, with media positions replaced by media keys."""
     view: ContextMedia | None = None
+    adapter: int = 0
+    """Number of the LoRA adapter that it is sampled with; 0 for none."""
     slot: Slot | None = None
     cached: int = 0
     ids: list[int] = field(default_factory=list)

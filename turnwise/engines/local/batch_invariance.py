@@ -19,6 +19,9 @@ def calibrate_batch_invariance(model: EngineModel) -> bool:
     the same bits alone and in a batch, computed at once and in pieces.
     """
     model.reserve(8, min(model.context, 64))
+    if model.adapters is not None:
+        for slot in range(8):
+            model.adapters.assign(slot, 1)
     _probe(model, [(0, 0, 2)], 0, [])  # allocates the layers, which sets their shapes
     if not model.on_cpu:
         return False

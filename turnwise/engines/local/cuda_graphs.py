@@ -12,7 +12,7 @@ from torch import Tensor
 
 from turnwise.engines.local.attention import AttentionPlan, AttentionRun
 from turnwise.engines.local.kv_cache import KVCache
-from turnwise.engines.local.sampling import ROWS, round_up_rows
+from turnwise.engines.local.sampling import ROWS, padded_rows, round_up_rows
 
 _log = logging.getLogger(__name__)
 LENGTHS = (256, 1024)
@@ -65,8 +65,7 @@ class DecodeGraphs:
         rows = max(ROWS, 1 << (len(tokens) - 1).bit_length())
         step = LENGTHS[length > LENGTHS[1]]
         length = min(-(-length // step) * step, self._cache.capacity)
-        padding = rows - len(tokens)
-        batch = torch.tensor([tokens + [0] * padding, positions + [0] * padding, slots + [self._cache.scratch] * padding])
+        batch = padded_rows(tokens, positions, slots, rows, self._cache.scratch)
         found = self._made.get((rows, length))
         if found is None:
             found = self._record(compute, batch, length)

@@ -8,7 +8,7 @@ import logging
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from functools import lru_cache, partial
 from operator import index
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from turnwise.engines.base import Generation, Request, StopText
+from turnwise.engines.local.adapters import AdapterShape, copy_adapter
 from turnwise.engines.local.batch import ActiveCall, Outcome, caused_error
 from turnwise.engines.local.batch_invariance import calibrate_batch_invariance
 from turnwise.engines.local.model import EngineModel
@@ -222,9 +223,11 @@ class LocalEngine:
         sampler: draws the ids; benchmarks and tests may force them.
         speculate: maximum number of ids drafted after each id by lookup in the context, verified in one pass; 0 drafts none. It
             computes more rows in fewer passes. Replies do not change, to the bit where `exact`.
+        adapters: LoRA adapters of policies that share the model, each without effect until its first update; `adapter` returns
+            the engine of one.
 
     Raises:
-        EngineError: when the model is not supported.
+        EngineError: when the model is not supported, or an adapter's layers are not linear layers of its decoder.
     """
 
     def __init__(
@@ -240,6 +243,7 @@ class LocalEngine:
         cache_gib: float = 4.0,
         sampler: Sampler | None = None,
         speculate: int = 0,
+        adapters: Sequence[AdapterShape] = (),
     ) -> None:
         self.renderer = renderer
         config = getattr(model, "config", model).get_text_config()
@@ -248,7 +252,7 @@ class LocalEngine:
             raise EngineError(f"context {self.context} and slots {slots}: at least 2 ids and 1 slot are required")
         if speculate < 0:
             raise EngineError(f"speculate must be a number of ids to draft, 0 for none; not {speculate}")
-        self._model = EngineModel(model, self.context, device, dtype)
+        self._model = EngineModel(model, self.context, device, dtype, adapters)
         try:
             self.exact = calibrate_batch_invariance(self._model)
         except (AttributeError, KeyError, TypeError) as error:
@@ -257,6 +261,8 @@ class LocalEngine:
                 f"{kind} does not use transformers' attention interface as required: {error!r}; use a server"
             ) from error
         """Whether the start-up check found results independent of batching; False where this is not claimed."""
+        if self._model.adapters is not None:
+            self._model.adapters.reset()  # they were random for the check
         if self._model.on_cpu and not self.exact:
             warnings.warn(
                 "local engine: on this machine the last bits of a row depend on other rows of its batch, so equal seeds may "
@@ -264,8 +270,7 @@ class LocalEngine:
                 stacklevel=2,
             )
         self.slots = slots if slots is not None else _default_slots(self._model, cache_gib)
-        self._scheduler = Scheduler(self._model, sampler or Sampler(), self.slots, speculate)
-        self._scheduler.version = version
+        self._scheduler = Scheduler(self._model, sampler or Sampler(), self.slots, speculate, version)
         self._worker = Worker(self._scheduler)
         self.asleep = False
         """Whether its memory is released; calls are refused until `wake` or `update`."""
@@ -316,7 +321,11 @@ class LocalEngine:
     @property
     def version(self) -> int:
         """Policy version of the weights."""
-        return self._scheduler.version
+        return self._scheduler.versions[0]
+
+    def adapter(self, number: int) -> AdapterEngine:
+        """Return the engine of a policy that shares this model: with adapter `number` from 1, or without one for 0."""
+        return AdapterEngine(self, number)
 
     @property
     def media_encoded(self) -> int:
@@ -359,12 +368,15 @@ class LocalEngine:
                 support, a full context, max_tokens below 1, a policy newer than the engine's, or an invalid setting.
             EngineError: the engine failed or is closed.
         """
-        prompt = self._check_request(request)
+        return await self._generate(request, 0)
+
+    async def _generate(self, request: Request, adapter: int) -> Generation:
+        prompt = self._check_request(request, self._scheduler.versions[adapter])
         self._worker.check()
         loop = asyncio.get_running_loop()
         limit = min(request.max_tokens, self.context - len(prompt))
         keys, view = self._context_media(request, prompt)
-        call = ActiveCall(request, prompt, limit, loop.create_future(), keys, view)
+        call = ActiveCall(request, prompt, limit, loop.create_future(), keys, view, adapter)
         self._new_calls.append(call)
         # Calls of one loop iteration are submitted together, so that they are computed together.
         if self._flushing is not loop:
@@ -393,14 +405,20 @@ class LocalEngine:
 
     def release(self, session: str) -> None:
         """End a session; its cache slots may be reused."""
+        self._release(session, 0)
+
+    def _release(self, session: str, adapter: int) -> None:
         with contextlib.suppress(EngineError):
-            self._worker.post([lambda: self._scheduler.release(session)])
+            self._worker.post([lambda: self._scheduler.release(session, adapter)])
 
     def abort(self) -> None:
         """End every call in flight; each returns what it has sampled, with finish `abort`."""
+        self._abort(None)
+
+    def _abort(self, adapter: int | None) -> None:
         self._flush()
         with contextlib.suppress(EngineError):
-            self._worker.post([lambda: self._worker.deliver(self._scheduler.abort())])
+            self._worker.post([lambda: self._worker.deliver(self._scheduler.abort(adapter))])
 
     async def update(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
         """Replace the weights, given by Hugging Face name; calls in flight first end as aborted, and the cache is cleared.
@@ -458,8 +476,24 @@ class LocalEngine:
         self._worker.deliver(self._scheduler.abort())
         self._scheduler.clear_cache()
         digest = copy_weights(self._model.module, given)
-        self._scheduler.version = version
+        self._scheduler.versions[0] = version
         return digest
+
+    async def _update_adapter(self, number: int, weights: Iterable[tuple[str, Any]], version: int) -> str:
+        adapters = self._model.adapters
+        assert adapters is not None
+
+        def work() -> str:
+            checked = adapters.check(number, weights)
+            self._wake()
+            self._worker.deliver(self._scheduler.abort(number))
+            self._scheduler.clear_cache(number)
+            digest = copy_adapter(checked)
+            self._scheduler.versions[number] = version
+            return digest
+
+        self._flush()
+        return await asyncio.wrap_future(self._worker.ask(work))
 
     def _flush(self) -> None:
         self._flushing = None
@@ -473,7 +507,7 @@ class LocalEngine:
                 if not call.future.done():
                     call.future.set_exception(error)
 
-    def _check_request(self, request: Request) -> list[int]:
+    def _check_request(self, request: Request, version: int) -> list[int]:
         ids, wrong_ids = ids_of(request)
         where = f"session {request.session!r:.80}, call {request.call}"
         if self.asleep:
@@ -493,9 +527,9 @@ class LocalEngine:
         if low < 0 or high >= self._model.vocabulary:
             wrong = low if low < 0 else high
             raise BackendContractError(f"{where}: id {wrong} is not in the vocabulary of {self._model.vocabulary} ids")
-        if request.min_version > self.version:
+        if request.min_version > version:
             raise BackendContractError(
-                f"{where}: requests policy version {request.min_version}, the engine has {self.version}; update it first"
+                f"{where}: requests policy version {request.min_version}, the engine has {version}; update it first"
             )
         return ids
 
@@ -514,6 +548,85 @@ class LocalEngine:
             strays = sum(key in seen.vision.pad_ids for key in keys)
             raise BackendContractError(f"{where}: {strays} image placeholders belong to none of {len(media)} images")
         return keys, ContextMedia(ids, media, seen.vision) if media else None
+
+
+class AdapterEngine:
+    """Policy that shares the model of a local engine with others, and differs from them by a LoRA adapter.
+
+    Its calls are computed in the passes of the others. They have caches and a version of their own, so that an update touches
+    only this policy. Sleeping, waking and closing concern the shared engine.
+    """
+
+    def __init__(self, shared: LocalEngine, number: int) -> None:
+        if not 0 <= number < len(shared._scheduler.versions):
+            raise EngineError(f"adapter {number}: the engine has {len(shared._scheduler.versions) - 1}, from 1")
+        self.shared, self.number = shared, number
+
+    @property
+    def context(self) -> int:
+        """Maximum number of ids of context plus reply."""
+        return self.shared.context
+
+    @property
+    def renderer(self) -> Any:
+        """Renderer of the model, or None."""
+        return self.shared.renderer
+
+    @property
+    def version(self) -> int:
+        """Policy version of the adapter."""
+        return self.shared._scheduler.versions[self.number]
+
+    def set_renderer(self, renderer: Any) -> None:
+        """Use the rollout's renderer if none was given."""
+        self.shared.set_renderer(renderer)
+
+    def add_pixel_source(self, pixels: Any) -> None:
+        """Add a source of pixel values."""
+        self.shared.add_pixel_source(pixels)
+
+    async def generate(self, request: Request) -> Generation:
+        """Sample one reply; raises as `LocalEngine.generate`."""
+        return await self.shared._generate(request, self.number)
+
+    def check(self) -> None:
+        """Check that the shared engine works; raises as `LocalEngine.check`."""
+        self.shared.check()
+
+    def release(self, session: str) -> None:
+        """End a session of this policy."""
+        self.shared._release(session, self.number)
+
+    def abort(self) -> None:
+        """End this policy's calls in flight."""
+        self.shared._abort(self.number)
+
+    async def update(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
+        """Replace the adapter's matrices, given by peft's names: this policy's calls in flight first end as aborted, and its
+        cache is cleared. All are checked before the first is copied. Wakes the shared engine.
+
+        Returns:
+            `fingerprint` of the matrices as received.
+
+        Raises:
+            SyncError: when a name or a shape does not match, or a value is not finite.
+            EngineError: the engine failed or is closed, or this policy has no adapter.
+        """
+        if not self.number:
+            raise EngineError("a policy without an adapter shares its weights with others; update the shared engine")
+        return await self.shared._update_adapter(self.number, weights, version)
+
+    async def sleep(self) -> None:
+        """Release the shared engine's memory; see `LocalEngine.sleep`."""
+        await self.shared.sleep()
+
+    async def wake(self) -> None:
+        """Undo `sleep`."""
+        await self.shared.wake()
+
+    async def close(self) -> None:
+        """Stop the shared engine; may be called more than once."""
+        await self.shared.close()
 
 
 def _default_slots(model: EngineModel, cache_gib: float) -> int:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.nn import Linear
 
+from turnwise.engines.local.adapters import RowAdapters
 from turnwise.engines.local.batch import RowMedia
 from turnwise.engines.local.kv_cache import KVCache
 from turnwise.engines.local.quantization import RoundedInputLinear, WeightGrid, input_grid
@@ -89,6 +90,12 @@ class FusedDecoder:
         self._angles = 0
         """Number of positions of `cos` and `sin`; 0 where they are per row."""
         self._buffers: dict[tuple[str, int], dict[int, tuple[torch.Tensor, np.ndarray]]] = {}
+        self._adapters: RowAdapters | None = None
+        self._modules = [_projections(layer) for layer in body.layers]
+
+    def set_adapters(self, adapters: RowAdapters) -> None:
+        """Add adapters of the module's layers to the products of each pass."""
+        self._adapters = adapters
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def forward(
@@ -108,6 +115,8 @@ class FusedDecoder:
         if visible is not None:
             media_rows, features = torch.tensor(visible.feature_rows), ImageFeatures.join(visible.features)
             stream.index_copy_(0, media_rows, features.rows)
+        if self._adapters is not None:
+            self._adapters.begin(torch.tensor(slots + [self.cache.scratch] * (count - len(slots))))
         position = np.array(positions)
         where = np.arange(count), self._rotate(position, media), position, np.array(slots)
         change = np.zeros(0, dtype=np.float32)
@@ -132,6 +141,7 @@ class FusedDecoder:
         call.add_and_norm(stream, change, rows, layer.first, layer.eps, flat_normed)
         qkv, flat_qkv = self._buffer("qkv", count, layer.qkv.shape[0])
         torch.mm(layer.inputs(normed), layer.qkv.T, out=qkv)
+        self._adapt(number, "qkv", normed, qkv)
         mixed, flat_mixed = self._buffer("mixed", count, self.heads * self.size)
         _, scores = self._buffer("scores", self.heads // self.kv, self.cache.capacity)
         norms = layer.bias, layer.q_norm, layer.k_norm, layer.head_eps
@@ -141,13 +151,24 @@ class FusedDecoder:
         call.attend(flat_qkv, *norms, *angles, *stores, *sizes, layer.scale, scores, flat_mixed)
         added, flat_added = self._buffer("added", count, hidden)
         torch.mm(layer.inputs(mixed), layer.output.T, out=added)
+        self._adapt(number, "output", mixed, added)
         call.add_and_norm(stream, flat_added, rows, layer.second, layer.eps, flat_normed)
         both, flat_both = self._buffer("both", count, layer.both.shape[0])
         torch.mm(layer.inputs(normed), layer.both.T, out=both)
+        self._adapt(number, "both", normed, both)
         gated, flat_gated = self._buffer("gated", count, layer.down.shape[1])
         call.swiglu(flat_both, count, layer.down.shape[1], flat_gated)
         torch.mm(layer.inputs(gated), layer.down.T, out=added)
+        self._adapt(number, "down", gated, added)
         return flat_added
+
+    def _adapt(self, number: int, product: str, inputs: torch.Tensor, output: torch.Tensor) -> None:
+        """Add the adapters of a layer to one of its four products, each module's to its columns."""
+        if self._adapters is not None:
+            end = 0
+            for module in self._modules[number][product]:
+                start, end = end, end + module.out_features
+                self._adapters.add(module, inputs, output[:, start:end])
 
     def _buffer(self, name: str, rows: int, size: int) -> tuple[torch.Tensor, np.ndarray]:
         """Return a reusable buffer for an intermediate result, as a tensor and as a flat array in the same memory."""
@@ -337,6 +358,13 @@ def _join(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     for parameter, part in zip(parameters, joined.split([len(parameter) for parameter in parameters]), strict=True):
         parameter.data = part
     return joined
+
+
+def _projections(layer: Any) -> dict[str, tuple[Linear, ...]]:
+    """Return the modules of each product, in the order of their columns."""
+    attention, mlp = layer.self_attn, layer.mlp
+    qkv = attention.q_proj, attention.k_proj, attention.v_proj
+    return {"qkv": qkv, "output": (attention.o_proj,), "both": (mlp.gate_proj, mlp.up_proj), "down": (mlp.down_proj,)}
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from turnwise.engines.local.adapters import AdapterShape, RowAdapters
 from turnwise.engines.local.attention import ATTENTION_NAME, AttentionPlan, AttentionRun
 from turnwise.engines.local.batch import RowMedia
 from turnwise.engines.local.cuda_graphs import DecodeGraphs
 from turnwise.engines.local.fused_decoder import make_fused_decoder
 from turnwise.engines.local.kv_cache import KVCache
-from turnwise.engines.local.sampling import ROWS, round_up_rows
+from turnwise.engines.local.sampling import ROWS, padded_rows, round_up_rows
 from turnwise.engines.local.vision import ImageFeatures, auto_class, split_vlm
 from turnwise.errors import EngineError
 from turnwise.types import ExpertRoutes
@@ -115,12 +117,21 @@ INITIAL_POSITIONS = 256
 """Positions initially allocated per slot; doubled when a context needs more."""
 CHUNK = 256
 """Keys per attention call. Longer calls were seen to split their sums depending on the length."""
+SLOTS_PER_CALL = 16
+"""Slots that attend in one call on a CPU, over the keys of the longest."""
 
 
 class EngineModel:
     """Causal language model in evaluation mode, with its cache: a copy of a module, or random weights for a config."""
 
-    def __init__(self, model: Any, context: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        context: int,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        adapters: Sequence[AdapterShape] = (),
+    ) -> None:
         if isinstance(model, PretrainedConfig):
             own = auto_class(model).from_config(deepcopy(model))
         else:
@@ -133,6 +144,13 @@ class EngineModel:
         """Halves of a vision model; otherwise the reason there are none."""
         self.fused = make_fused_decoder(own, context, self.cache, self.tower)
         """The fused forward pass; None for an unsupported model."""
+        decoder = own.base_model if self.tower is None else self.tower.text
+        self.adapters = RowAdapters(own, decoder, adapters) if adapters else None
+        """LoRA adapters of rows; None without any."""
+        if self.adapters is not None and self.fused is not None:
+            self.fused.set_adapters(self.adapters)
+        elif self.adapters is not None:
+            self.adapters.hook()
         self.recording = RouteRecorder(own, self.cache) if self.fused is None else None
         """Recorder of experts; empty without routers. The fused pass supports only models without routers."""
         # The tower keeps its own attention, since images are not rows of slots.
@@ -149,6 +167,8 @@ class EngineModel:
         """Attended key counts are rounded up to a multiple of this; the fused pass reads exact counts."""
         self.chunk: int | None = CHUNK if self.on_cpu else None
         """Keys per attention call, which makes bits independent of their count; None where exact bits are not claimed."""
+        self.slots_per_call = SLOTS_PER_CALL if self.on_cpu else 1 << 30
+        """Slots that attend in one call, over the keys of the longest; a GPU attends in one."""
         # One more position than the context, for the last id of a full context.
         self._max_positions = context + 1
         rope = getattr(self.config, "rope_parameters", None) or {}
@@ -164,6 +184,10 @@ class EngineModel:
     def on_cpu(self) -> bool:
         """Whether batch invariance is claimed: on CPUs only."""
         return bool(self.device.type == "cpu")
+
+    def adapter_of(self, slot: int) -> int:
+        """Return the number of the adapter that a slot's content was computed with; 0 for none."""
+        return 0 if self.adapters is None else self.adapters.of(slot)
 
     def reserve(self, slots: int, positions: int) -> None:
         """Ensure that the cache has this many slots and positions; sizes double, so growth is rare."""
@@ -207,16 +231,15 @@ class EngineModel:
 
         Return the logits of the rows `keep`, [padded number of them, vocabulary], which the next pass may overwrite.
         """
+        if self.adapters is not None:
+            self.adapters.prepare(self.cache.slots + 1, self.device)
         if self.fused is not None:
             return self.fused.forward(tokens, positions, slots, keep, media)
         if self.graphs is not None and self.graphs.usable and len(parts) == 1 and parts[0].slot is None:
             logits = self.graphs.forward(self._logits, tokens, positions, slots, parts[0].length, keep)
             if logits is not None:
                 return logits
-        padding = round_up_rows(len(tokens)) - len(tokens)
-        batch = torch.tensor(
-            [tokens + [0] * padding, positions + [0] * padding, slots + [self.cache.scratch] * padding], device=self.device
-        )
+        batch = padded_rows(tokens, positions, slots, round_up_rows(len(tokens)), self.cache.scratch, self.device)
         for part in parts:
             part.length = min(-(-part.length // self.granule) * self.granule, self.cache.capacity)
         plan = AttentionPlan(self.cache, batch[1], batch[2], parts, self.chunk)
@@ -230,6 +253,8 @@ class EngineModel:
     ) -> torch.Tensor:
         """Return the logits of the rows `wanted` of a batch [3, rows] of ids, positions and slots."""
         logits: torch.Tensor
+        if self.adapters is not None:
+            self.adapters.begin(batch[2])
         if self.tower is None:
             logits = self.module(
                 input_ids=batch[:1], position_ids=batch[1:2], use_cache=False, logits_to_keep=wanted, turnwise_plan=plan

@@ -48,6 +48,15 @@ def round_up_rows(count: int) -> int:
     return max(ROWS, -(-count // ROWS) * ROWS)
 
 
+def padded_rows(
+    tokens: list[int], positions: list[int], slots: list[int], count: int, scratch: int, device: torch.device | None = None
+) -> torch.Tensor:
+    """Return ids, positions and slots of rows as a tensor [3, count], filled up with rows of the slot `scratch`."""
+    padding = count - len(tokens)
+    rows = [tokens + [0] * padding, positions + [0] * padding, slots + [scratch] * padding]
+    return torch.tensor(rows, device=device)
+
+
 class Sampler:
     """Samples one id per row. Subclasses may override `pick`, for instance to force ids in a benchmark."""
 

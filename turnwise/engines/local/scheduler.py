@@ -19,8 +19,6 @@ from turnwise.errors import EngineError, TurnwiseError
 from turnwise.types import ROUTES, Media
 
 _log = logging.getLogger(__name__)
-BLOCK = 16
-"""Number of slots that attend in one call, over the keys of the longest."""
 SORT_THRESHOLD = 64
 """Rows are swapped when a longer one precedes a shorter one by this many keys, so that short rows do not pay for long ones."""
 
@@ -31,7 +29,7 @@ class Scheduler:
     Scheduling never changes a reply: a row's results do not depend on its slot, its step or other rows.
     """
 
-    def __init__(self, model: EngineModel, sampler: Sampler, slots: int, speculate: int = 0) -> None:
+    def __init__(self, model: EngineModel, sampler: Sampler, slots: int, speculate: int = 0, version: int = 0) -> None:
         self.model = model
         self.sampler = sampler
         self.speculate = speculate
@@ -40,7 +38,8 @@ class Scheduler:
         """Number of drafted ids, and of those that were sampled."""
         self.failed_steps = 0
         """Number of consecutive failed steps."""
-        self.version = 0
+        self.versions = [version] * (1 + (model.adapters.count if model.adapters else 0))
+        """Policy version of the model, and of each adapter."""
         self.table = SlotTable(slots)
         self.waiting: deque[ActiveCall] = deque()
         self.running: list[ActiveCall] = []
@@ -67,26 +66,28 @@ class Scheduler:
         elif call in self.waiting:
             self.waiting.remove(call)
 
-    def release(self, session: str) -> None:
-        """End a session; its slots may be reused."""
-        self.table.release(session)
+    def release(self, session: str, adapter: int = 0) -> None:
+        """End a session of an adapter; its slots may be reused."""
+        self.table.release(_own(session, adapter))
         self._changed = True
 
-    def abort(self) -> list[Outcome]:
-        """End every call with what it has sampled."""
-        ended = [*self.running, *self.waiting]
-        self.running.clear()
-        self.waiting.clear()
+    def abort(self, adapter: int | None = None) -> list[Outcome]:
+        """End every call, or those of an adapter, with what they have sampled."""
+        ended = [call for call in (*self.running, *self.waiting) if adapter in (None, call.adapter)]
+        self.running = [call for call in self.running if adapter not in (None, call.adapter)]
+        self.waiting = deque(call for call in self.waiting if adapter not in (None, call.adapter))
         for call in ended:
             if call.slot is not None:
                 self._free_slot(call)
         return [(call, self._generation(call, "abort")) for call in ended]
 
-    def clear_cache(self) -> None:
-        """Drop everything computed from replaced weights. No call may be running."""
+    def clear_cache(self, adapter: int | None = None) -> None:
+        """Drop everything computed from replaced weights, or by an adapter, of which no call may be running. Adapters change no
+        image features."""
         for slot in self.table.slots:
-            self.table.vacate(slot)
-        if self.seen is not None:
+            if adapter in (None, self.model.adapter_of(slot.index)):
+                self.table.vacate(slot)
+        if self.seen is not None and adapter is None:
             self.seen.clear()
 
     def step(self) -> list[Outcome]:
@@ -168,7 +169,7 @@ class Scheduler:
         decoding = [call for call in self.running if call.ids and not call.draft]
         self._compact(decoding)
         places = sorted(((call.slot, call) for call in decoding if call.slot), key=lambda pair: pair[0].index)
-        block = BLOCK if self.model.on_cpu else 1 << 30  # a GPU attends in one call
+        block = self.model.slots_per_call
         if len(places) > block:
             self._sort([slot for slot, _ in places])
             places.sort(key=lambda pair: pair[0].index)
@@ -206,7 +207,8 @@ class Scheduler:
                 left.append(call)
                 continue
             request = call.request
-            placement = self.table.place(call.keys, request.session, request.group)
+            names = _own(request.session, call.adapter), request.group and _own(request.group, call.adapter)
+            placement = self.table.place(call.keys, *names)
             if placement is None:
                 left.append(call)
                 continue
@@ -215,6 +217,8 @@ class Scheduler:
             if placement.donor is not None:
                 self.model.cache.copy(placement.donor.index, slot.index, placement.start, placement.keep)
             slot.call, call.slot, call.cached = call, slot, placement.keep
+            if self.model.adapters is not None:
+                self.model.adapters.assign(slot.index, call.adapter)
             self.running.append(call)
         self.waiting = left
 
@@ -243,6 +247,8 @@ class Scheduler:
 
     def _swap(self, one: Slot, other: Slot) -> None:
         self.model.cache.swap(one.index, other.index, max(one.valid, other.valid))
+        if self.model.adapters is not None:
+            self.model.adapters.swap(one.index, other.index)
         self.table.swap(one, other)
 
     def _feed(self, batch: EngineBatch) -> None:
@@ -365,7 +371,7 @@ class Scheduler:
         slot.valid = 0
         return EngineError(
             f"session {call.request.session!r}: logprob {logprob} at position {call.position} of the reply; the weights of "
-            f"version {self.version} overflow, or every id is banned: check the last training updates"
+            f"version {self.versions[call.adapter]} overflow, or every id is banned: check the last training updates"
         )
 
     def _free_slot(self, call: ActiveCall) -> None:
@@ -380,13 +386,18 @@ class Scheduler:
         self._changed = True
 
     def _generation(self, call: ActiveCall, finish: Finish) -> Generation:
-        made = Generation(call.ids, call.logprobs, finish, self.version, call.cached)
+        made = Generation(call.ids, call.logprobs, finish, self.versions[call.adapter], call.cached)
         if call.drafter is not None:
             made.drafted, made.accepted = call.drafter.drafted, call.drafter.accepted
         recording, slot, start = self.model.recording, call.slot, call.request.routes_from
         if recording and slot is not None and ROUTES in call.request.extras and slot.valid > start:
             made.extras = {ROUTES: (start, recording.read(slot.index, start, slot.valid))}
         return made
+
+
+def _own(name: str, adapter: int) -> str:
+    """Return the name of a session or group among those of all adapters, whose caches must not be shared."""
+    return f"{adapter}\0{name}" if adapter else name
 
 
 def _finish(call: ActiveCall) -> Finish | None:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from turnwise.config import LoraConfig
+from turnwise.engines.local.adapters import AdapterShape
 from turnwise.engines.local.vision import split_vlm
 from turnwise.errors import ConfigError, ModelError
 from turnwise.training.distributed import local_shard
@@ -126,6 +127,12 @@ def adapter_of(model: nn.Module) -> Adapter | None:
     return Adapter(model) if hasattr(model, "peft_config") else None
 
 
+def shape_of(model: nn.Module, config: LoraConfig) -> AdapterShape:
+    """Return the shape of the adapter that `add_lora` will add to a model."""
+    alpha = 2 * config.rank if config.alpha is None else config.alpha
+    return AdapterShape(tuple(linear_layers(model, config.targets)), config.rank, alpha / config.rank)
+
+
 def add_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0) -> Adapter:
     """Add adapters to a model in place and freeze the rest; those of a bfloat16 model are in float32.
 
@@ -134,12 +141,12 @@ def add_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0) -> Adapter:
 
     Raises `ConfigError` when peft is not installed, or a target is no linear layer.
     """
-    names = linear_layers(model, config.targets)
+    shape = shape_of(model, config)
     made = _peft().LoraConfig(
-        r=config.rank,
+        r=shape.rank,
         lora_alpha=2 * config.rank if config.alpha is None else config.alpha,
         lora_dropout=config.dropout,
-        target_modules=names,
+        target_modules=list(shape.layers),
         task_type="CAUSAL_LM",
         bias="none",
     )
