@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from turnwise.engines import Generation, Request, Sampling
 from turnwise.engines.local import LocalEngine
+from turnwise.engines.local.adapters import AdapterShape
+from turnwise.training.model.lora import merge_weight
 
 VOCABULARY = 97
 
@@ -100,3 +103,32 @@ async def talk(
 def bits(heard: list[Generation]) -> list[tuple[list[int], list[float], str]]:
     """What has to be equal to the last bit."""
     return [(g.ids, g.logprobs, g.finish) for g in heard]
+
+
+Matrices = list[tuple[str, torch.Tensor]]
+
+
+def matrices(module: Any, shape: AdapterShape, seed: int) -> Matrices:
+    """Random A and B of an adapter, by the names of peft's files."""
+    draw = torch.Generator().manual_seed(seed)
+    found = []
+    for name in shape.layers:
+        linear = module.get_submodule(name)
+        sizes = {"A": (shape.rank, linear.in_features), "B": (linear.out_features, shape.rank)}
+        found += [(f"base_model.model.{name}.lora_{h}.weight", 0.3 * torch.randn(s, generator=draw)) for h, s in sizes.items()]
+    return found
+
+
+@contextmanager
+def merged_in_place(module: Any, shape: AdapterShape | None, given: Matrices) -> Iterator[None]:
+    """An adapter merged into the weights of a model meanwhile; none without matrices."""
+    by_name, before = dict(given), {}
+    for name in shape.layers if shape and given else ():
+        a, b = (by_name[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
+        weight = module.get_submodule(name).weight
+        before[name], weight.data = weight.data, merge_weight(weight.data, a, b, shape.scale)
+    try:
+        yield
+    finally:
+        for name, data in before.items():
+            module.get_submodule(name).weight.data = data

@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from local_kit import bits, full_logprobs, model, request, run, talk, words
+from local_kit import Matrices, bits, full_logprobs, matrices, merged_in_place, model, request, run, talk, words
 
 from turnwise.config import LoraConfig
 from turnwise.engines import Generation, Request
 from turnwise.engines.local import AdapterEngine, LocalEngine, fingerprint
 from turnwise.engines.local.adapters import AdapterShape
 from turnwise.errors import BackendContractError, EngineError, SyncError
-from turnwise.training.model.lora import merge_weight, shape_of
+from turnwise.training.model.lora import shape_of
 
 pytestmark = pytest.mark.usefixtures("both_ways")
-Matrices = list[tuple[str, torch.Tensor]]
 SHAPES = ("all", "q_proj v_proj down_proj")
 """Targets of the adapters; the second has fewer."""
 
@@ -26,25 +25,10 @@ def shapes(module: Any) -> list[AdapterShape]:
     return [shape_of(module, LoraConfig(rank=4 + n, targets=tuple(some.split()))) for n, some in enumerate(SHAPES)]
 
 
-def matrices(module: Any, shape: AdapterShape, seed: int) -> Matrices:
-    """Random A and B by the names of peft's files."""
-    draw = torch.Generator().manual_seed(seed)
-    found = []
-    for name in shape.layers:
-        linear = module.get_submodule(name)
-        sizes = {"A": (shape.rank, linear.in_features), "B": (linear.out_features, shape.rank)}
-        found += [(f"base_model.model.{name}.lora_{h}.weight", 0.3 * torch.randn(s, generator=draw)) for h, s in sizes.items()]
-    return found
-
-
-def merged(shape: AdapterShape, given: Matrices) -> Any:
-    """The model with an adapter merged into its weights."""
-    module, by_name = model(), dict(given)
-    for name in shape.layers:
-        a, b = (by_name[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
-        weight = module.get_submodule(name).weight
-        weight.data = merge_weight(weight.data, a, b, shape.scale)
-    return module
+def logprobs_of(module: Any, shape: AdapterShape | None, given: Matrices, prompt: list[int], reply: list[int]) -> list[float]:
+    """What the model with an adapter merged into it gives a reply."""
+    with merged_in_place(module, shape, given):
+        return full_logprobs(module, prompt + reply, len(reply))
 
 
 def made(**options: Any) -> tuple[LocalEngine, Any, list[AdapterShape], list[Matrices]]:
@@ -64,7 +48,7 @@ async def send(engine: LocalEngine, given: list[Matrices], version: int = 1) -> 
 
 def test_each_policy_has_the_logprobs_of_its_own_merged_model() -> None:
     engine, module, given, weights = made()
-    alone = [module, *map(merged, given, weights)]
+    own = [(None, []), *zip(given, weights, strict=True)]
 
     async def main(engine: LocalEngine) -> None:
         policies = await send(engine, weights)
@@ -73,8 +57,8 @@ def test_each_policy_has_the_logprobs_of_its_own_merged_model() -> None:
             calls = (policy.generate(request(prompt, group="g", call=turn, seed=turn)) for policy in policies)
             heard = await asyncio.gather(*calls)
             assert len({tuple(one.logprobs) for one in heard}) == len(policies)
-            for generation, own in zip(heard, alone, strict=True):
-                wanted = full_logprobs(own, prompt + generation.ids, len(generation.ids))
+            for generation, adapter in zip(heard, own, strict=True):
+                wanted = logprobs_of(module, *adapter, prompt, generation.ids)
                 assert generation.logprobs == pytest.approx(wanted, abs=2e-5)
             prompt = prompt + words(6, turn)
         # Each finds what it has itself computed of the context, up to where its own reply began.
@@ -133,7 +117,7 @@ def test_an_update_ends_the_calls_of_its_policy_alone_and_drops_its_cache_alone(
         again = await asyncio.gather(*(policy.generate(request(prompt, call=1)) for policy in policies))
         assert [one.cached_tokens for one in again] == [39, 0, 39]
         assert [one.version for one in again] == [0, 5, 1]
-        wanted = full_logprobs(merged(given[0], newer), prompt + again[1].ids, len(again[1].ids))
+        wanted = logprobs_of(module, given[0], newer, prompt, again[1].ids)
         assert again[1].logprobs == pytest.approx(wanted, abs=2e-5)
         with pytest.raises(BackendContractError, match="requests policy version 2, the engine has 1"):
             await policies[2].generate(request(prompt, min_version=2))

@@ -7,10 +7,10 @@ import random
 
 import pytest
 import torch
-from local_kit import bits, model, request, run
+from local_kit import bits, matrices, merged_in_place, model, request, run
 from sight_kit import Gallery, Shown
 
-from turnwise.config import ModelConfig
+from turnwise.config import LoraConfig, ModelConfig
 from turnwise.engines import Generation
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.local.model import EngineModel
@@ -18,6 +18,7 @@ from turnwise.errors import BackendContractError, EngineError
 from turnwise.media import MediaStore
 from turnwise.renderers.vision import PixelCache
 from turnwise.training.model import models
+from turnwise.training.model.lora import shape_of
 from turnwise.types import ImageRef, MediaPlacement
 
 TEXTS = [f"<|im_start|>user\nlook {n}<|im_end|>\n<|im_start|>assistant\nleft right up down {n}<|im_end|>" for n in range(40)]
@@ -222,3 +223,24 @@ def test_text_alone_gives_the_same_bits_beside_images(gallery: Gallery) -> None:
         logits = gallery.module(torch.tensor([text.ids]), use_cache=False).logits[0, -1]
     logits[sorted(gallery.vision.placeholder_ids)] = -torch.inf
     assert float(logits.log_softmax(-1)[alone.ids[0]]) == pytest.approx(alone.logprobs[0], abs=1e-5)
+
+
+def test_adapters_of_several_policies_see_the_same_images(gallery: Gallery) -> None:
+    """Each has the logprobs of its own merged model, and an image is encoded once for all."""
+    shape = shape_of(gallery.module, LoraConfig(rank=4, targets=("all",)))
+    weights = matrices(gallery.module, shape, 1)
+    shown = gallery.shown().say(gallery.some(5, 0)).show(gallery.image(1, 32, 64)).say(gallery.some(3, 1))
+
+    async def main(engine: LocalEngine) -> list[Generation]:
+        await engine.adapter(1).update(weights, 1)
+        heard = [await ask(engine.adapter(number), shown, seed=number) for number in range(2)]
+        assert engine.media_encoded == 1
+        return heard
+
+    plain, adapted = run(engine_of(gallery, adapters=[shape]), main)
+    for answer, given in ((plain, []), (adapted, weights)):
+        with merged_in_place(gallery.module, shape, given):
+            logp = gallery.stock(shown.ids + answer.ids, shown.placed)
+        wanted = [float(logp[at - 1, id_]) for at, id_ in enumerate(answer.ids, len(shown.ids))]
+        assert answer.logprobs == pytest.approx(wanted, abs=5e-5)
+    assert plain.logprobs != adapted.logprobs

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from local_kit import model, request, run, talk, words
-from test_adapters import matrices, send, shapes
+from local_kit import matrices, model, request, run, talk, words
+from test_adapters import send, shapes
 from test_real_models import make
 from test_routes import WANT, moe, told
 from test_train_tree import learn, small
