@@ -107,6 +107,7 @@ WRONG = {
     "too many answers": WELL | {"n": 65},
     "the best of two answers": WELL | {"best_of": 2},
     "a stream": WELL | {"stream": True},
+    "no id, and nothing scored": WELL | {"max_tokens": 0},
     "some ids alone": WELL | {"allowed_token_ids": [3]},
 }
 

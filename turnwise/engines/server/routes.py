@@ -136,12 +136,16 @@ class EngineService:
         session: str,
         media: tuple[MediaPlacement, ...] = (),
         routes_from: int | None = None,
+        *,
+        scored: bool = False,
     ) -> tuple[Generation, list[Span]]:
         """Sample one reply, with its experts from `routes_from` on; return it with the names of the weights of its ids.
 
-        With `max_tokens` 0 nothing is sampled, so that scores of a prompt wait for no pass of the engine.
+        With `max_tokens` 0 nothing is sampled, so that the scores of a `scored` prompt wait for no pass of the engine.
         """
         if max_tokens == 0:
+            if not scored:
+                raise HttpError(400, "max_tokens: 0 asks for no id, and no logprobs of the prompt are asked for either")
             return Generation([], [], "length", 0), [{"version": self.replies.weights, "start": 0, "end": 0}]
         given, space = given or bodies.Settings(), self._reply_space(ids)
         stops = frozenset(given.stop_token_ids or ()) | (frozenset() if given.ignore_eos else self.end_ids)
@@ -263,7 +267,13 @@ class EngineService:
         sampled = await asyncio.gather(
             *(
                 self._sample(
-                    name if not at else f"{at}_{name}", ids, settings, body.max_tokens, session, routes_from=self._all_experts
+                    name if not at else f"{at}_{name}",
+                    ids,
+                    settings,
+                    body.max_tokens,
+                    session,
+                    routes_from=self._all_experts,
+                    scored=scored is not None,
                 )
                 for at, settings in enumerate(_settings_of_each(body))
             )
@@ -292,7 +302,8 @@ class EngineService:
         ids, media = await self._place(body.token_ids, [part.url for part in body.content_parts])
         session = call.headers.get("x-session-id", "")
         scored = await self._prompt_rows(ids, given, media)
-        reply, spans = await self._sample(name, ids, given, given.max_tokens, session, media, self._all_experts)
+        parts = name, ids, given, given.max_tokens, session, media, self._all_experts
+        reply, spans = await self._sample(*parts, scored=scored is not None)
         content = [{"token_id": one, "logprob": p} for one, p in zip(reply.ids, reply.logprobs, strict=True)]
         choice = {"index": 0, "token_ids": reply.ids, "finish_reason": reply.finish, "logprobs": {"content": content}}
         choice["weight_versions"] = spans
@@ -408,7 +419,8 @@ class EngineService:
                 meta["input_top_logprobs"] = [None, *([[p, one, None] for one, p in row.items()] for row in scored.top)]
         session, max_tokens = call.headers.get("x-smg-routing-key", ""), given.max_new_tokens if given else None
         routes_from = body.routed_experts_start_len if body.return_routed_experts else None
-        reply, spans = await self._sample(name, ids, given, max_tokens, session, media, routes_from)
+        parts = name, ids, given, max_tokens, session, media, routes_from
+        reply, spans = await self._sample(*parts, scored=body.logprob_start_len == 0)
         if (found := _experts_of(reply)) is not None:
             meta["routed_experts"] = b64encode(found.astype("<i4").tobytes()).decode()
         meta |= {
