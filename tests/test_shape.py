@@ -1,6 +1,7 @@
 """The shape of the code: capabilities of our own objects are declared, and nobody configures another object from outside."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,8 +9,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "turnwise"
-FILES = (path for path in sorted(ROOT.rglob("*.py")) if "stand_ins" not in path.parts)  # those have other frameworks' shape
-TREES = {str(path.relative_to(ROOT)): ast.parse(path.read_text("utf-8")) for path in FILES}
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Return the code by file, without the stand-ins, which have other frameworks' shape."""
+    files = (path for path in sorted(ROOT.rglob("*.py")) if "stand_ins" not in path.parts)
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text("utf-8")) for path in files}
+
 
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -188,23 +195,24 @@ def compared(found: set[tuple[str, str]], allowed: set[tuple[str, str]]) -> list
 
 
 def test_optional_attributes_of_our_own_objects_are_declared_by_protocols():
-    found = {(file, name) for file, tree in TREES.items() for name in literal_names(tree)}
+    found = {(file, name) for file, tree in trees().items() for name in literal_names(tree)}
     assert not compared(found, {(file, name) for file, names in FOREIGN.items() for name in names.split()})
 
 
 def test_nobody_sets_the_attributes_of_an_object_from_outside_its_class():
-    found = {(file, target) for file, tree in TREES.items() for target in assigned(tree)}
+    found = {(file, target) for file, tree in trees().items() for target in assigned(tree)}
     assert not compared(found, set(OTHERS))
 
 
 def test_every_name_of_a_record_is_in_use():
-    nodes = (node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    nodes = (node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.Attribute))
     stored = {ast.unparse(node.value).rpartition(".")[2] for node in nodes if isinstance(node.ctx, (ast.Store, ast.Del))}
     assert stored >= RECORDS
 
 
 def test_no_two_public_classes_have_one_name():
-    names = [n.name for tree in TREES.values() for n in tree.body if isinstance(n, ast.ClassDef) and not n.name.startswith("_")]
+    classes = [node for tree in trees().values() for node in tree.body if isinstance(node, ast.ClassDef)]
+    names = [node.name for node in classes if not node.name.startswith("_")]
     assert not {name for name in names if names.count(name) > 1}
 
 

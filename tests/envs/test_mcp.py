@@ -216,14 +216,14 @@ def test_a_server_that_dies_or_hangs_fails_its_episodes_and_no_other(fate, sessi
 
     other = tw.mcp_tools(COMMAND, name="healthy", session="shared")
     sick = tw.mcp_tools(COMMAND, name="sick", session=session, env={"STUBBORN": "1"}, call_s=1.0, prefix="s_")
-    tasks = [tw.Task("bad", id="bad"), *(tw.Task("good", id=f"good{n}") for n in range(3))]
+    tasks = [tw.Task("bad", id="bad"), *(tw.Task("good", id=f"good{n}") for n in range(2))]
     began = time.monotonic()
     bad, *good = tw.rollout(tw.tool_env([other, sick]), tasks, engine=tw.ScriptedEngine(speak), limits=LIMITS)
     assert (bad.error.type, bad.error.kind, bad.stop) == ("ToolFailure", "tool", tw.StopReason.TOOL_ERROR)
     ends = {"die": "MCP server sick failed: MCPError: Connection closed (stderr: out of memory)"}
     assert bad.error.message == ends.get(fate, "MCP server sick did not answer a call of 'hang' within 1 s")
-    assert [t.error for t in good] == [None] * 3
-    assert [t.reward for t in good] == [0.0] * 3
+    assert [t.error for t in good] == [None] * 2
+    assert [t.reward for t in good] == [0.0] * 2
     assert time.monotonic() - began < 60
     assert nothing_left()
 

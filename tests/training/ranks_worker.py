@@ -19,7 +19,9 @@ from turnwise.training.model.quantize import OnGrid, grid_of, quantize_for_train
 from turnwise.training.trainer.leader import RankZeroTrainer, follow_rank_zero
 from turnwise.types import Group, Task
 
-STEPS, HALF = 10, 5
+STEPS, HALF = 6, 3
+LONE, NONE = 1, 2
+"""Steps in which one rank alone has something to train, and neither has."""
 IDS = list(range(3, 20))
 CASES = {
     "grpo": {},
@@ -36,11 +38,11 @@ CASES |= {name: {"algorithm": name} for name in ALGORITHMS if name not in CASES}
 
 def steps_of(step: int):
     """Groups of a step: mostly many passes; once a single trajectory that is trained, which one rank gets; once none."""
-    if step == 3:
+    if step == LONE:
         rows = [chain([(P, [1, 2]), (M, [3, 4, 5])], sample=n, reward=float(n)) for n in (0, 1)]
         rows[0].spans[1].untrained = "banned_id"
         return [Group(Task("t", id="t"), rows)]
-    if step == 4:
+    if step == NONE:
         return [Group(Task("t", id="t"), [chain([(P, [1, 2]), (M, [3])], sample=n, reward=1.0) for n in (0, 1)])]
     return random_groups(step, groups=3 + step % 3, size=3, high=4 + 5 * (step % 4))
 
@@ -64,7 +66,7 @@ def trainer_of(case: str, model: nn.Module, config: TrainConfig, ranks: Ranks) -
 
 
 def play(case: str, source: Path, out: Path, ranks: ProcessRanks) -> None:
-    """Ten steps, with a checkpoint in the middle; what they came to is written by rank 0."""
+    """Steps, with a checkpoint in the middle; what they came to is written by rank 0."""
     trainer = make(case, source, ranks)
     warm = [trainer.supervised(random_groups(9)[0].trajectories, lr=1e-3)]
     trainer.reset_optimizer()

@@ -14,7 +14,7 @@ import torch
 from fork_kit import rank_environments, run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks_worker import CASES, HALF, IDS, STEPS, steps_of
+from ranks_worker import CASES, HALF, IDS, LONE, NONE, STEPS, steps_of
 
 from turnwise.config import TrainConfig
 from turnwise.training import Ranks, Trainer
@@ -63,8 +63,8 @@ def test_two_ranks_come_to_what_one_process_comes_to(both, case):
         for name in mine.keys() - tree - {"train_s", "tokens_per_s", "gradient_agreement", "lr", "loss"}:
             assert close(mine[name], theirs[name], 5 * tolerance), (name, mine[name], theirs[name])
     # For one rank alone; a single trajectory is the mean of its batch, and so without signal where advantages are whitened.
-    assert two["steps"][3]["tokens_trained"] == (0 if case.startswith("reinforce_pp") else 3)
-    assert two["steps"][4]["tokens_trained"] == 0
+    assert two["steps"][LONE]["tokens_trained"] == (0 if case.startswith("reinforce_pp") else 3)
+    assert two["steps"][NONE]["tokens_trained"] == 0
     assert apart(*(torch.load(path / f"{case}.pt") for path in both)) < (2e-2 if case in ROUGH else 1e-5)
 
 
@@ -112,10 +112,9 @@ def test_what_rank_0_calls_all_do(both, tiny_dir):
 
 def test_ranks_that_part_end_their_group_before_python_ends(tmp_path):
     """torch's threads would end a busy machine's processes by a signal, in most runs."""
-    command = [sys.executable, str(HERE / "parting_worker.py"), str(tmp_path)]
+    command = [sys.executable, str(HERE / "parting_worker.py"), str(tmp_path), json.dumps(rank_environments(2))]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{HERE}"}
-    ranks = [subprocess.Popen(command, env=environment | places) for places in rank_environments(2)]
-    assert [rank.wait(280) for rank in ranks] == [0, 0]
+    assert subprocess.run(command, env=environment, timeout=280).returncode == 0
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "ended", "1": "ended"}
 
 
