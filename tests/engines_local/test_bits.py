@@ -54,7 +54,7 @@ def compare(sets: int, kind: type, slots: tuple[int | None, ...], **changes: obj
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_do_not_depend_on_company_order_slots_or_eviction(kind: type) -> None:
-    compare(12, kind, (None, 3, 1))
+    compare(9, kind, (None, 3, 1))
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ def test_a_rollout_over_stdio_has_a_process_for_each_episode():
 
 def test_a_rollout_over_http(url):
     for session in ("trajectory", "shared"):
-        trajectories = play([tw.mcp_tools(url, session=session, headers={"X-Who": "me"})], SCRIPT, n=4)
+        trajectories = play([tw.mcp_tools(url, session=session, headers={"X-Who": "me"})], SCRIPT, n=2)
         for trajectory in trajectories:
             check_script(trajectory)
     assert nothing_left()

@@ -24,7 +24,7 @@ from templates import USER, messages_of, reply_of, sampled
 
 NAMES = [name for name, _ in distinct()] or ["none"]
 SCENARIOS = (("user",), ("tool",), ("tool", "user"), ("user",))
-MANY = settings(max_examples=150, deadline=None)
+MANY = settings(max_examples=100, deadline=None)
 clean = st.text(
     st.characters(codec="utf-8", exclude_characters="<>[]{}|\uff1c\uff1e\u2581", exclude_categories=("Cc", "Cs", "Cn", "Co")),
     max_size=20,

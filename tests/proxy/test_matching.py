@@ -379,7 +379,7 @@ FORGED: list[Callable[[dict[str, Any]], None]] = [
 """Changes of a reply that keeps the ids of its calls."""
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.integers(0, 2), OPERATIONS, st.integers(0, 5)), min_size=2, max_size=14), st.integers(0, 2**16))
 def test_histories_never_mix_sessions_nor_train_an_id_twice(steps: list[tuple[int, str, int]], seed: int) -> None:
     """Programs that edit, drop, reorder, retry, leave and interleave: every sampled id once, under the context that the engine

@@ -183,13 +183,13 @@ def test_a_function_takes_the_place_of_a_command(kind: str) -> None:
         return {"model": endpoint.model, "messages": [{"role": "user", "content": endpoint.task.messages[0].text}]}
 
     async def asynchronous(endpoint: ProgramEndpoint) -> str:
-        async with httpx2.AsyncClient(trust_env=False) as http:
+        async with httpx2.AsyncClient(trust_env=False, verify=False) as http:
             answer = await http.post(f"{endpoint.base_url}/chat/completions", json=body(endpoint))
         return answer.json()["choices"][0]["message"]["content"]
 
     def synchronous(endpoint: ProgramEndpoint) -> str:
         assert threading.current_thread() is not threading.main_thread()
-        answer = httpx2.post(f"{endpoint.base_url}/chat/completions", json=body(endpoint), trust_env=False)
+        answer = httpx2.post(f"{endpoint.base_url}/chat/completions", json=body(endpoint), trust_env=False, verify=False)
         return answer.json()["choices"][0]["message"]["content"]
 
     agent = asynchronous if kind == "async" else synchronous
@@ -210,7 +210,7 @@ def test_a_function_that_raises_fails_the_episode() -> None:
 def test_sixty_four_at_once_do_not_meet() -> None:
     async def agent(endpoint: ProgramEndpoint) -> str:
         messages = [{"role": "user", "content": endpoint.task.messages[0].text}]
-        async with httpx2.AsyncClient(trust_env=False, timeout=60) as http:
+        async with httpx2.AsyncClient(trust_env=False, verify=False, timeout=60) as http:
             for _ in range(3):
                 answer = await http.post(f"{endpoint.base_url}/chat/completions", json={"model": "m", "messages": messages})
                 messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "next"}]
@@ -249,7 +249,7 @@ def test_an_interrupted_program_gets_the_recorded_replies_first(tmp_path: Path) 
 
     async def agent(endpoint: ProgramEndpoint) -> str:
         messages = [{"role": "user", "content": endpoint.task.messages[0].text}]
-        async with httpx2.AsyncClient(trust_env=False) as http:
+        async with httpx2.AsyncClient(trust_env=False, verify=False) as http:
             for number in range(3):
                 body = {"model": "m", "messages": messages, "max_tokens": 40 + number}
                 answer = await http.post(f"{endpoint.base_url}/chat/completions", json=body)

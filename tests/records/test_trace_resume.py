@@ -98,7 +98,7 @@ def content(trajectory, concurrent):
     return trajectory.key, sorted(turns, key=repr), trajectory.reward, trajectory.stop
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(env=st.sampled_from(WORLDS), cuts=st.lists(st.floats(0, 1), min_size=1, max_size=3))
 def test_a_run_cut_off_anywhere_ends_as_one_that_was_not(tmp_path_factory, env, cuts):
     rows, out = tasks(3), tmp_path_factory.mktemp("run")
@@ -228,7 +228,7 @@ class Forgetful(Restorable):
         return {"lines": tuple(self.file.read_text().splitlines())}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     env=st.sampled_from((Restorable, Ledger, Forgetful)),
     count=st.integers(1, 3),

@@ -185,7 +185,7 @@ def test_what_is_composed_is_the_full_render_where_replies_are_canonical(name, s
 
 
 @pytest.mark.skipif(not FOUND, reason="no templates are cached: python tests/corpus.py fetches them")
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_over_the_templates_in_use_every_prompt_extends_or_branches_with_a_reason(data):
     name, source = data.draw(st.sampled_from(FOUND))

@@ -43,7 +43,7 @@ def _renderer(kind: str, source: str) -> ChatRenderer:
 def test_clean_text_has_the_ids_of_the_full_render(kind):
     renderers = {source: _renderer(kind, source) for source in TEMPLATES.values()}
 
-    @settings(max_examples=20 if kind in REAL else 60, deadline=None)
+    @settings(max_examples=15 if kind in REAL else 40, deadline=None)
     @given(source=st.sampled_from(list(TEMPLATES.values())), messages=messages_of)
     def holds(source, messages):
         text = renderers[source]

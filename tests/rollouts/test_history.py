@@ -20,7 +20,7 @@ from turnwise.renderers.history import POLICIES, drop_reasoning, keep_images
 from turnwise.renderers.recompose import REASONS
 from turnwise.rollouts.runner import parse_history
 
-FEW = settings(max_examples=60, deadline=None)
+FEW = settings(max_examples=40, deadline=None)
 LIMITS = tw.Limits(turns=12, turn_tokens=60, on_turn_length="continue", context=900)
 SPEAKS = ("chatml", "folds", "strips_on_user", "strips_always", "prefilled", "swaps", "headers")
 
@@ -95,7 +95,7 @@ def test_an_append_only_template_never_branches_however_a_reply_is_spelled(name,
 
 
 @pytest.mark.skipif(not corpus.distinct(), reason="no templates are cached: python tests/corpus.py fetches them")
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data(), history=st.sampled_from(HISTORIES), seed=st.integers(0, 2**32), env=st.sampled_from((Look, Chat)))
 def test_over_the_templates_in_use_the_invariants_hold_in_every_mode(data, history, seed, env):
     text = in_use(*data.draw(st.sampled_from(corpus.distinct())))

@@ -36,8 +36,8 @@ def recipe(request: Any, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, kind: str) -> None:
     bench = benchmark()
-    recipe = bench.RECIPE.replace("steps = 16", "steps = 5") + f"[quant]\n{KINDS[kind]}"
-    outcome = bench.compare(tmp_path, list(bench.instants(3, 0.9, random.Random(0))), recipe)
+    recipe = bench.RECIPE.replace("steps = 16", "steps = 4") + f"[quant]\n{KINDS[kind]}"
+    outcome = bench.compare(tmp_path, list(bench.instants(2, 0.9, random.Random(0))), recipe)
     assert outcome.kills, "no kill landed"
     assert outcome.good
 

@@ -19,7 +19,7 @@ from turnwise.training.model.quantize import OnGrid, grid_of, quantize_for_train
 from turnwise.training.trainer.leader import RankZeroTrainer, follow_rank_zero
 from turnwise.types import Group, Task
 
-STEPS, HALF = 6, 3
+STEPS, HALF = 5, 3
 LONE, NONE = 1, 2
 """Steps in which one rank alone has something to train, and neither has."""
 IDS = list(range(3, 20))

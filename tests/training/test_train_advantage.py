@@ -107,7 +107,7 @@ def test_rewards_are_finite(bad):
         advantages([group(0.0, bad)])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(groups(sampled_roots=True, missing_logprobs=True), st.sampled_from((1, 2, 3)), st.randoms())
 def test_invariant_1_every_sampled_id_is_accounted_for(made, min_group, random):
     ledger = advantages(made, min_group=min_group)
@@ -126,7 +126,7 @@ def test_invariant_1_every_sampled_id_is_accounted_for(made, min_group, random):
     assert values(again) == pytest.approx(values(ledger), abs=1e-12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(trajectories(sampled_roots=True))
 def test_trainable_tokens_are_those_of_the_samples(trajectory):
     placed = sum(1 for sample in trajectory.samples() for place, weight in enumerate(sample.weights) if weight and place)

@@ -21,7 +21,7 @@ def batch_of(made, aggregation="token", micro_tokens=64, **more):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(groups(sampled_roots=True, missing_logprobs=True), st.sampled_from((1, 8, 40, 10_000)))
 def test_invariant_1_every_trained_id_is_in_the_batch_once(made, micro_tokens):
     ledger, batch = batch_of(made, micro_tokens=micro_tokens)
@@ -35,7 +35,7 @@ def test_invariant_1_every_trained_id_is_in_the_batch_once(made, micro_tokens):
         assert len(set(micro.before_m.tolist())) == len(micro.before_m)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(trajectories(vocabulary=10_000, sampled_roots=True))
 def test_rows_are_paths_and_targets_follow_their_position(trajectory):
     # Every (span, offset) gets an id of its own, so that an id says where it came from.
