@@ -76,8 +76,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """More than there are cores, since tests also wait: for processes, sockets, disks and deadlines."""
-    return (os.cpu_count() or 1) + 2
+    """One more than there are cores, since tests also wait: for processes, sockets, disks and deadlines. Each worker imports
+    all tests, which takes it ten seconds of CPU."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

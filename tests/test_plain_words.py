@@ -81,6 +81,8 @@ def found_in(path: Path) -> list[tuple[int, str]]:
     """Return (line, word) for each word that is neither plain nor allowed."""
     source = path.read_text(encoding="utf-8")
     allowed = ALLOWED.get(str(path.relative_to(ROOT)), {})
+    if not words_of(source) - allowed.keys():  # far quicker than its tokens
+        return []
     found = found_in_python(source) if path.suffix == ".py" else found_in_prose(source)
     return [(line, word) for line, word in found if word not in allowed]
 
