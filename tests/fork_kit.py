@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.util
@@ -24,11 +23,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-gc.freeze()  # of the process that all others are forked from: a collection would copy its pages
 MAIN = "turnwise.cli.main"
 CONTEXT = multiprocessing.get_context("forkserver")
 multiprocessing.util.get_temp_dir()  # before a test's own folder becomes the one of temporary files
-CONTEXT.set_forkserver_preload([MAIN, "turnwise.training.run", "turnwise.training.server", "peft", "fork_kit"])
+CONTEXT.set_forkserver_preload([MAIN, "fork_kit", "fork_preload"])
 
 
 def run_command(words: list[str], environment: dict[str, str], folder: str, outputs: list[Connection | str | None]) -> None:

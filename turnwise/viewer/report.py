@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
@@ -22,6 +23,9 @@ from turnwise.viewer.diagnosis import diagnose, findings
 from turnwise.viewer.progress import amount, duration
 from turnwise.viewer.run_data import Row, RunData, index, integer, mapping, number, pair, read_run, sentence_of, sum_tables
 from turnwise.viewer.text import csp_digest, visible
+
+if TYPE_CHECKING:
+    import jinja2
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,22 +294,27 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     return path
 
 
-def render_report(run_dir: Path) -> str:
-    """Render the page."""
+@cache
+def _template() -> jinja2.Template:
+    """Return the compiled template of the page; compiling takes longer than rendering a short run."""
     import jinja2
 
     def finalize(value: Any) -> Any:
         return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
-    loader = jinja2.FileSystemLoader(_TEMPLATES)
     environment = jinja2.Environment(
-        loader=loader,
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
         autoescape=True,
         finalize=finalize,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    return environment.get_template("report.html.jinja")
+
+
+def render_report(run_dir: Path) -> str:
+    """Render the page."""
     run = read_run(run_dir)
     problems = list(run.problems)
     trajectories = run_dir / "trajectories.jsonl"
@@ -319,7 +328,7 @@ def render_report(run_dir: Path) -> str:
     gallery = Gallery(run_dir)
     prepared = list(conversations(trajectories, entries, problems, gallery, run.policies))
     images = " img-src data:;" if gallery.used else ""
-    return environment.get_template("report.html.jinja").render(
+    return _template().render(
         name=run_dir.resolve().name,
         style=Markup(style),  # the only unescaped text: part of this package
         policy=f"default-src 'none';{images} style-src 'sha256-{csp_digest(style)}'; base-uri 'none'; form-action 'none'",

@@ -1,0 +1,32 @@
+"""Imported by the process that `fork_kit` forks others from: what commands import, compile or build at their first use.
+
+That took each of them more CPU than a small run.
+"""
+
+import contextlib
+import gc
+from importlib import import_module
+from pathlib import Path
+
+from transformers import conversion_mapping
+
+from turnwise.config import load
+
+for name in (
+    "array_api_compat.torch",
+    "peft",
+    "transformers.models.qwen3.modeling_qwen3",
+    "turnwise.commands",
+    "turnwise.engines.local.numba_kernels",
+    "turnwise.envs.builtin",
+    "turnwise.renderers.sandbox",
+    "turnwise.training.run",
+    "turnwise.training.server",
+    "turnwise.viewer.progress",
+    "turnwise.viewer.report",
+):
+    with contextlib.suppress(ImportError):  # of an extra
+        import_module(name)
+load(Path(__file__).parents[1] / "recipes" / "quickstart.toml")  # builds the schema of recipes
+conversion_mapping.get_checkpoint_conversion_mapping("qwen3")  # compiles the patterns of every architecture
+gc.freeze()  # a collection would copy the pages of what is here
