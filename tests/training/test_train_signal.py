@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from turnwise.config import TrainConfig
 from turnwise.training import Ranks, Trainer
 from turnwise.training.model import models
 from turnwise.training.trainer.optimizer import GradientSignal, Optimizer, signal_share
-from turnwise.types import Group
+from turnwise.types import Group, Task
 
 # The formula.
 
@@ -41,6 +42,11 @@ def test_without_noise_the_share_of_what_was_averaged_is_near_one(beta):
     assert signal_share(0.9999, beta) > 0.999
 
 
+def agreement(optimizer):
+    found = optimizer.agreement(optimizer.gradient(), optimizer.momentum())
+    return found and found[0]
+
+
 def noisy(strength, steps, seed=0, dim=400):
     """The agreement of each gradient, and the signal's share of the momentum, of a true direction under noise."""
     generator = torch.Generator().manual_seed(seed)
@@ -51,7 +57,7 @@ def noisy(strength, steps, seed=0, dim=400):
     found, shares = [], []
     for _ in range(steps):
         model.weight.grad = true + torch.randn(1, dim, generator=generator) / math.sqrt(dim)
-        found.append(optimizer.agreement())
+        found.append(agreement(optimizer))
         optimizer.step(0.0)
         momentum = optimizer.adamw.state[model.weight]["exp_avg"]
         shares.append(float((momentum * true).sum() / momentum.square().sum()))
@@ -86,16 +92,16 @@ def test_agreement_is_the_cosine_with_the_momentum(dtype):
         optimizer.grad_norm()
         now = gradient(model)
         if momentum is None:
-            assert optimizer.agreement() is None
+            assert agreement(optimizer) is None
             momentum = torch.zeros_like(now)
         else:
-            assert optimizer.agreement() == pytest.approx(float(torch.cosine_similarity(now, momentum, dim=0)), rel=1e-5)
+            assert agreement(optimizer) == pytest.approx(float(torch.cosine_similarity(now, momentum, dim=0)), rel=1e-5)
         optimizer.step(1e-3)
         momentum = 0.9 * momentum + 0.1 * now
         past.append(now)
     optimizer.zero_grad()
     optimizer.grad_norm()
-    assert optimizer.agreement() is None
+    assert agreement(optimizer) is None
 
 
 @pytest.mark.parametrize("memory", [5, 20, 50])
@@ -229,17 +235,44 @@ def test_the_parts_of_groups_are_those_of_the_agreement(tiny_dir, monkeypatch):
         before = fingerprint(trainer.model)
         trainer.step(random_groups(0, groups=6), step=step, steps=9)
         assert (fingerprint(trainer.model) == before) == (trainer.signal.share == 0.0)
-    assert found[0] == (None, ())
-    for agreement, parts in found[1:]:
-        assert 2 < len(parts) <= 6
+    for step, (agreement, parts) in enumerate(found):
+        assert len(parts) == 3 if step == 0 else 3 < len(parts) <= 6
         assert sum(parts) == pytest.approx(agreement, abs=0.03)
 
 
-def test_a_move_along_the_momentum_is_undone_to_the_bit(tiny_dir):
+def test_the_first_step_compares_the_gradients_of_its_halves(tiny_dir, monkeypatch):
+    compared = []
+    whole = Optimizer.agreement
+
+    def record(self, gradient, other):
+        flat = [torch.cat([g.flatten().double() for g in one.values()]) for one in (gradient, other) if one]
+        compared.append(flat)
+        return whole(self, gradient, other)
+
+    monkeypatch.setattr(Optimizer, "agreement", record)
+    groups = random_groups(0, groups=7)
+    for settings, made in (({"gradient_signal_steps": 10}, groups), ({}, groups[::2]), ({}, groups[1::2])):
+        trainer_of(tiny_dir, max_grad_norm=0.01, **settings).step(made, step=0, steps=9)
+    (rest, half), (every_second,), (others,) = compared
+    for one, other in ((half, every_second), (rest, others)):
+        assert float(torch.cosine_similarity(one, other, dim=0)) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_one_lesson_in_every_task_is_learned_from_the_first_step_on(tiny_dir):
+    made = random_groups(0, groups=1)[0]
+    tasks = [Task(f"t{n}", id=f"t{n}") for n in range(12)]
+    groups = [Group(task, [replace(t, task=task) for t in made.trajectories]) for task in tasks]
+    figures = trainer_of(tiny_dir, gradient_signal_steps=20).step(groups, step=0, steps=9).metrics
+    assert figures["gradient_agreement"] == pytest.approx(1.0, abs=1e-4)
+    assert figures["lr"] > 0.9e-3
+    assert trainer_of(tiny_dir, gradient_signal_steps=20).step(groups[:1], step=0, steps=9).metrics["lr"] == 0.0
+
+
+def test_a_move_along_a_direction_is_undone_to_the_bit(tiny_dir):
     trainer = trainer_of(tiny_dir)
     trainer.step(random_groups(0), step=0, steps=9)
     before, past = fingerprint(trainer.model), [p.detach().clone() for p in trainer.model.parameters()]
-    with trainer.optimizer.moved(0.25):
+    with trainer.optimizer.moved(trainer.optimizer.momentum(), 0.25):
         gap = torch.cat([(p - q).flatten() for p, q in zip(trainer.model.parameters(), past, strict=True)])
         assert float(gap.norm()) == pytest.approx(0.25, rel=1e-3)
     assert fingerprint(trainer.model) == before
@@ -262,11 +295,10 @@ def test_the_same_episodes_again_are_no_evidence(tiny_dir):
     before = fingerprint(trainer.model)
     figures = trainer.step(random_groups(0), step=0, steps=9).metrics
     assert figures["optimizer_steps"] == 8
-    assert "gradient_agreement" not in figures
-    assert trainer.signal.average == 0.0
+    assert trainer.signal.average == pytest.approx(figures["gradient_agreement"] / 5)
     assert fingerprint(trainer.model) == before
     found = trainer.step(random_groups(0), step=1, steps=9).metrics["gradient_agreement"]
-    assert trainer.signal.average == pytest.approx(found / 5)
+    assert trainer.signal.average == pytest.approx(0.8 * figures["gradient_agreement"] / 5 + found / 5)
 
 
 def test_a_step_without_signal_is_no_look(tiny_dir):

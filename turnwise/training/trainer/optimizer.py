@@ -15,6 +15,8 @@ from turnwise.training.distributed import full_tensor, shard_like
 from turnwise.training.forward.batch import Ranks
 
 _SLOTS = ("exp_avg", "exp_avg_sq")
+Direction = dict[Tensor, Tensor]
+"""A change of each parameter, by the parameter that the optimizer updates."""
 
 
 class Optimizer:
@@ -56,36 +58,42 @@ class Optimizer:
                 master.grad = None if p.grad is None else p.grad.float()
         return float(self.ranks.full(torch.nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)))
 
-    def agreement(self) -> float | None:
-        """Return the cosine of the gradient and the momentum; None without momentum, or if either is 0. Noise of different
-        episodes is as often against the momentum as along it; signal is along it."""
+    def gradient(self) -> Direction:
+        """Return the gradient; it stays as it is after `zero_grad`."""
+        return {master: p.grad for master, p in zip(self.masters, self.params, strict=True) if p.grad is not None}
+
+    def momentum(self) -> Direction:
+        """Return Adam's average of past gradients; empty before the first step."""
+        return {p: self.adamw.state[p]["exp_avg"] for p in self.masters if self.adamw.state.get(p)}
+
+    def agreement(self, gradient: Direction, other: Direction) -> tuple[float, float] | None:
+        """Return the cosine of a gradient with another one, or with the momentum, and its norm; None if either is 0. Noise of
+        different episodes is as often against another gradient as along it; signal is along it."""
         pairs = [
-            (self.ranks.local(p.grad).flatten(), self.ranks.local(self.adamw.state[p]["exp_avg"]).flatten())
-            for p in self.masters
-            if p.grad is not None and self.adamw.state.get(p)
+            (self.ranks.local(g).flatten().float(), self.ranks.local(other[p]).flatten())
+            for p, g in gradient.items()
+            if p in other
         ]
         if not pairs:
             return None
         # Three sums per tensor and one transfer for all: 0.2 ms on the tiny model.
         dots = torch.stack([torch.stack((torch.dot(g, m), torch.dot(g, g), torch.dot(m, m))) for g, m in pairs])
-        dot, gradient_square, momentum_square = self.ranks.sum_(dots.double().sum(0)).tolist()
-        square = gradient_square * momentum_square
-        return dot / math.sqrt(square) if square > 0 else None
+        dot, square, other_square = self.ranks.sum_(dots.double().sum(0)).tolist()
+        return (dot / math.sqrt(square * other_square), math.sqrt(square)) if square * other_square > 0 else None
 
     @contextmanager
-    def moved(self, size: float) -> Iterator[None]:
-        """Move the parameters against the momentum by a vector of this length, and back."""
-        pairs = [(p, self.adamw.state[p]["exp_avg"]) for p in self.params if self.adamw.state.get(p)]
-        before = [p.detach().clone() for p, _ in pairs]
+    def moved(self, direction: Direction, size: float) -> Iterator[None]:
+        """Move the parameters against a direction by a vector of this length, and back."""
+        before = [p.detach().clone() for p in direction]
         with torch.no_grad():
-            squares = torch.stack([self.ranks.local(m).square().sum() for _, m in pairs])
+            squares = torch.stack([self.ranks.local(d).square().sum() for d in direction.values()])
             norm = math.sqrt(self.ranks.sum_(squares.double().sum()).item())
-            for p, m in pairs:
-                p.sub_(m, alpha=size / norm)
+            for p, d in direction.items():
+                p.sub_(d, alpha=size / norm)
             try:
                 yield
             finally:
-                for (p, _), old in zip(pairs, before, strict=True):
+                for p, old in zip(direction, before, strict=True):
                     p.copy_(old)
 
     def step(self, lr: float) -> None:
@@ -152,7 +160,7 @@ interval; with 1 the same one."""
 
 
 YOUNG = 6
-"""Steps whose agreement is split by groups, the first of which has none: as many as 2 standard errors of equal steps need."""
+"""Steps whose agreement is split by tasks: one more than 2 standard errors of equal steps need."""
 
 
 def signal_share(agreement: float, beta: float) -> float:
@@ -192,11 +200,11 @@ class GradientSignal:
 
     @property
     def is_young(self) -> bool:
-        """Whether the average has too few steps for their spread to say something: it needs their groups' parts."""
+        """Whether the average has too few steps for their spread to say something: it needs their tasks' parts."""
         return self.weight < 1.0 - (1.0 - 1.0 / self.memory) ** YOUNG - 1e-9 if self.memory else False
 
     def update(self, agreement: float | None, parts: Sequence[float] = ()) -> None:
-        """Add one step's agreement; None (no momentum yet) counts as 0. `parts` are those of independent groups in it."""
+        """Add one step's agreement; None (unknown) counts as 0. `parts` are those of independent tasks in it."""
         if self.memory:
             weight = 1.0 / self.memory
             value = agreement or 0.0

@@ -51,11 +51,11 @@ from turnwise.training.trainer.checks import (
     check_mismatch,
     teacher_figures,
 )
-from turnwise.training.trainer.optimizer import GradientSignal, Optimizer, schedule
+from turnwise.training.trainer.optimizer import Direction, GradientSignal, Optimizer, schedule
 from turnwise.types import Group, Trajectory
 
 LOSS_CHANGE = 0.01
-"""Change of the loss, at most and to first order, by the step that measures the agreement of groups."""
+"""Change of the loss, at most and to first order, by the step that measures the agreement of tasks."""
 
 
 class StepResult(NamedTuple):
@@ -265,7 +265,13 @@ class Trainer:
             check_logprobs(batch)
         if batch.start_n is None and self.objective.correction is not None:
             self._start(batch, step_metrics)
-        sequence_n = self.objective.sequence(batch, self._score, first=not step_metrics.updates)
+        first = not step_metrics.updates
+        sequence_n = self.objective.sequence(batch, self._score, first=first)
+        # In bfloat16 the small move that measures each task's part would be lost in rounding.
+        split = first and self.signal.is_young and self.dtype == torch.float32
+        past, halved = self.optimizer.momentum(), set[str]()
+        if split and not past:
+            past, halved = self._half_gradient(batch, sequence_n)
         self.optimizer.zero_grad()
         passes = self.micro_batch_limit.run(batch, lambda: self._backward(batch, sequence_n), undo=self.optimizer.zero_grad)
         logp_n, slope_n = torch.zeros_like(batch.weights_n), torch.zeros_like(batch.weights_n)
@@ -278,30 +284,49 @@ class Trainer:
         loss = float(self.ranks.sum_(torch.tensor(loss, dtype=torch.float64, device=self.device)))
         if batch.start_n is None:
             self._check_start(batch, self.ranks.sum_(logp_n), step_metrics)
+        # Later updates of a step see episodes that are in the momentum already, so their noise would agree with itself.
+        gradient = self.optimizer.gradient() if first else {}
+        rest = {p: g - past[p] for p, g in gradient.items()} if halved else gradient
+        found = self.optimizer.agreement(rest, past)
         norm = self.optimizer.grad_norm()
         check_finite(loss, norm, f"step {step}")
-        if not step_metrics.updates:
-            # Later updates of a step see episodes that are in the momentum already, so their noise would agree with itself.
-            step_metrics.agreement = self.optimizer.agreement()
-            # In bfloat16 the small move would be lost in rounding.
-            split = step_metrics.agreement is not None and self.signal.is_young and self.dtype == torch.float32
-            parts = self._agreement_by_group(batch, logp_n, slope_n, norm) if split else ()
+        if first:
+            parts: list[float] = []
+            if found is not None:
+                step_metrics.agreement, size = found
+                parts = self._agreement_by_task(batch, past, halved, logp_n, slope_n, size) if split else []
             self.signal.update(step_metrics.agreement, parts)
         step_metrics.updates.append((loss, norm))
         self.optimizer.step(lr * self.signal.share)
         self.updates += 1
 
-    def _agreement_by_group(self, batch: TrainingBatch, logp_n: Tensor, slope_n: Tensor, norm: float) -> list[float]:
-        """Return the parts of the agreement that the groups of a batch have: how far a small step against the momentum lowers
-        their loss, by its first order (`slope_n`: the loss's derivative by each logprob)."""
+    def _half_gradient(self, batch: TrainingBatch, sequence_n: Tensor | None) -> tuple[Direction, set[str]]:
+        """Return the gradient of every second task of a batch, and their ids; empty for a single task. A first step compares it
+        with that of the others, since it has no momentum."""
+        tasks_n = [batch.trajectories[index].task.id for index in batch.trajectory_n.tolist()]
+        tasks = sorted(set(tasks_n))
+        if len(tasks) < 2:
+            return {}, set()
+        halved = set(tasks[::2])
+        inside_n = torch.tensor([task in halved for task in tasks_n], device=self.device)
+        half = replace(batch, weights_n=batch.weights_n * inside_n)
+        self.optimizer.zero_grad()
+        self.micro_batch_limit.run(half, lambda: self._backward(half, sequence_n), undo=self.optimizer.zero_grad)
+        return self.optimizer.gradient(), halved
+
+    def _agreement_by_task(
+        self, batch: TrainingBatch, past: Direction, halved: set[str], logp_n: Tensor, slope_n: Tensor, norm: float
+    ) -> list[float]:
+        """Return the parts of the agreement that the tasks of a batch have, without those whose gradients `past` is: how far a
+        small step against it lowers their loss, by its first order (`slope_n`: the loss's derivative by each logprob)."""
         size = LOSS_CHANGE / norm
-        with self.optimizer.moved(size):
+        with self.optimizer.moved(past, size):
             change_n = self.ranks.sum_(slope_n) * (self._score(batch) - self.ranks.sum_(logp_n))
         parts: dict[str, float] = {}
         for index, change in zip(batch.trajectory_n.tolist(), change_n.tolist(), strict=True):
             task = batch.trajectories[index].task.id
             parts[task] = parts.get(task, 0.0) - change / (size * norm)
-        return list(parts.values())
+        return [part for task, part in parts.items() if task not in halved]
 
     def _backward(
         self, batch: TrainingBatch, sequence_n: Tensor | None
