@@ -269,3 +269,24 @@ def test_a_process_loads_only_the_files_that_it_needs(tmp_path):
     assert asyncio.run(isolated())[0].text == "3"
     counts = {path.stem: path.read_text() for path in tmp_path.glob("*.loads")}
     assert counts == {"needed": "xx", "unused": "x", "changed": "x", "env": "xx"}
+
+
+def test_modules_with_the_names_of_another_share_its_objects(monkeypatch, tmp_path):
+    from turnwise.compat import stand_ins
+
+    # An update by git does not remove folders with compiled files.
+    (tmp_path / "miles" / "rollout" / "rm_hub" / "__pycache__").mkdir(parents=True)
+    monkeypatch.setattr(stand_ins, "__path__", [str(tmp_path), *stand_ins.__path__])
+    for name, other, shared in [
+        ("miles.utils.types", "slime.utils.types", "Sample"),
+        ("miles.rollout.rm_hub", "slime.rollout.rm_hub", "async_rm"),
+        ("miles.rollout.rm_hub.f1", "slime.rollout.rm_hub.f1", "f1_score"),
+        ("miles.rollout.inference_rollout.inference_rollout_common", "slime.rollout.sglang_rollout", "GenerateState"),
+        ("examples.geo3k_vlm.multi_turn.base_env", "examples.geo3k_vlm_multi_turn.base_env", "BaseInteractionEnv"),
+        ("swift.plugin.orm", "swift.rewards.orm", "ORM"),
+    ]:
+        one, same = user_imports.import_foreign(name), user_imports.import_foreign(other)
+        assert getattr(one, shared) is getattr(same, shared), name
+    assert hasattr(user_imports.import_foreign("miles.rollout.base_types"), "GenerateFnInput")
+    with pytest.raises(ModuleNotFoundError):
+        user_imports.import_foreign("miles.utils.nothing")

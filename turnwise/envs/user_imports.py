@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import hashlib
 import importlib
+import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
@@ -216,7 +217,22 @@ def _places(folder: Path, name: str) -> bool:
 
 
 def _has_stand_in(name: str) -> bool:
-    return any(_places(Path(root), name) for root in importlib.import_module(STAND_INS).__path__)
+    return _has_files(name) or _same_as(name) is not None
+
+
+def _has_files(name: str) -> bool:
+    places = [Path(root, *name.split(".")) for root in importlib.import_module(STAND_INS).__path__]
+    # A folder of an older version may have remained, with compiled files only.
+    return any(place.with_suffix(".py").is_file() or any(place.rglob("*.py")) for place in places)
+
+
+def _same_as(name: str) -> str | None:
+    """Return the stand-in whose names another one has."""
+    head, tail, same = name, "", importlib.import_module(STAND_INS).SAME
+    while head not in same and head:
+        head, _, last = head.rpartition(".")
+        tail = f".{last}{tail}"
+    return found if head and _has_files(found := same[head] + tail) else None
 
 
 class _PrivateFinder:
@@ -227,6 +243,9 @@ class _PrivateFinder:
         """Return the spec of a private module, whose loader prepares it."""
         if not name.startswith((PACKAGE, f"{STAND_INS}.")):
             return None
+        if name.startswith(STAND_INS) and not _has_files(public_name(name)):
+            same = _same_as(public_name(name))
+            return same and importlib.machinery.ModuleSpec(name, _SameLoader(f"{STAND_INS}.{same}"), is_package=True)
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             spec.loader = _PrivateLoader(spec.loader.name, spec.loader.path)
@@ -237,6 +256,17 @@ class _PrivateLoader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         prepare(module)
         super().exec_module(module)
+
+
+class _SameLoader(importlib.abc.Loader):
+    """Gives a module the names of another one."""
+
+    def __init__(self, other: str) -> None:
+        self.other = other
+
+    def exec_module(self, module: ModuleType) -> None:
+        for name, value in vars(importlib.import_module(self.other)).items():
+            module.__dict__.setdefault(name, value)
 
 
 sys.meta_path.insert(0, _PrivateFinder)

@@ -1,1 +1,0 @@
-"""Names that user code imports from Miles."""

@@ -1,1 +1,0 @@
-"""Interface of skyrl 0.3.0 that generators are written against."""

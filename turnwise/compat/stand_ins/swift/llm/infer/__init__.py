@@ -1,1 +1,0 @@
-"""Names of release 3.6."""

@@ -1,1 +1,0 @@
-"""Modules of verl that are not released as stable."""
