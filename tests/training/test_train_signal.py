@@ -244,18 +244,17 @@ def test_the_first_step_compares_the_gradients_of_its_halves(tiny_dir, monkeypat
     compared = []
     whole = Optimizer.agreement
 
-    def record(self, gradient, other):
-        flat = [torch.cat([g.flatten().double() for g in one.values()]) for one in (gradient, other) if one]
-        compared.append(flat)
-        return whole(self, gradient, other)
+    def record(self, gradient, other, **given):
+        compared.append(torch.cat([g.flatten().double() for g in gradient.values()]))
+        return whole(self, gradient, other, **given)
 
     monkeypatch.setattr(Optimizer, "agreement", record)
     groups = random_groups(0, groups=7)
-    for settings, made in (({"gradient_signal_steps": 10}, groups), ({}, groups[::2]), ({}, groups[1::2])):
-        trainer_of(tiny_dir, max_grad_norm=0.01, **settings).step(made, step=0, steps=9)
-    (rest, half), (every_second,), (others,) = compared
-    for one, other in ((half, every_second), (rest, others)):
-        assert float(torch.cosine_similarity(one, other, dim=0)) == pytest.approx(1.0, abs=1e-5)
+    for made in (groups[::2], groups[1::2]):
+        trainer_of(tiny_dir).step(made, step=0, steps=9)
+    trainer = trainer_of(tiny_dir, gradient_signal_steps=10, max_grad_norm=0.01)
+    found = trainer.step(groups, step=0, steps=9).metrics["gradient_agreement"]
+    assert found == pytest.approx(float(torch.cosine_similarity(compared[0], compared[1], dim=0)), abs=1e-4)
 
 
 def test_one_lesson_in_every_task_is_learned_from_the_first_step_on(tiny_dir):

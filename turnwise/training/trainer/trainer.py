@@ -285,9 +285,7 @@ class Trainer:
         if batch.start_n is None:
             self._check_start(batch, self.ranks.sum_(logp_n), step_metrics)
         # Later updates of a step see episodes that are in the momentum already, so their noise would agree with itself.
-        gradient = self.optimizer.gradient() if first else {}
-        rest = {p: g - past[p] for p, g in gradient.items()} if halved else gradient
-        found = self.optimizer.agreement(rest, past)
+        found = self.optimizer.agreement(self.optimizer.gradient(), past, without=bool(halved)) if first else None
         norm = self.optimizer.grad_norm()
         check_finite(loss, norm, f"step {step}")
         if first:
