@@ -6,12 +6,14 @@ import asyncio
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from process_kit import children
 from rollout_kit import AsyncTalk, Sampler, Talk, check_record, facts, tasks
 
 import turnwise as tw
-from turnwise.envs.isolation import process_env
+from turnwise.envs.isolation import fork_server, process_env
 
 APART = tw.EnvRules(isolation="process")
 
@@ -219,8 +221,8 @@ SCRIPT = """
 
     class Slow(tw.Env):
         def reset(self, task, *, seed=None):
-            (Path(sys.argv[1]) / f"open{task.id}").touch()
             self.id = task.id
+            (Path(sys.argv[1]) / f"open{task.id}").touch()  # it may be ended from here on
             return "Go."
 
         def step(self, action):
@@ -259,6 +261,24 @@ def test_interrupted_or_killed_a_rollout_leaves_no_environment_behind(isolation,
     while children() - before or len(list(tmp_path.glob("closed*"))) < 4 or folders():
         assert time.monotonic() < end, "left behind"
         time.sleep(0.02)
+
+
+def test_an_end_that_arrives_when_the_caller_is_gone_closes_the_environment(monkeypatch):
+    closed, ours, theirs = [], *socket.socketpair()
+    with ours, theirs:
+        server = fork_server._EnvServer(ours, Talk, 1.0)
+        server._env = types.SimpleNamespace(close=lambda: closed.append(True))
+
+        def late(number, handler):
+            if handler is signal.SIG_IGN and not server._stopping:
+                server._stop()
+
+        monkeypatch.setattr(server, "_receive", lambda: None)
+        monkeypatch.setattr(fork_server.signal, "signal", late)
+        server.serve()
+        server._stream.close()
+        server._runner.close()
+    assert closed == [True]
 
 
 class Talk4(Talk):

@@ -102,21 +102,27 @@ class _EnvServer:
         signal.signal(signal.SIGTERM, self._stop)
         self._send(0, self._pid)
         try:
-            while (request := self._receive()) is not None:
-                self._answer(*request)
-                if request[1] == "close":
-                    self._env = None
-                if request[1] == "close" or self._stopping:  # the call ended by itself before it was cancelled
-                    return
-        except _Stop:
+            try:
+                while (request := self._receive()) is not None:
+                    self._answer(*request)
+                    if request[1] == "close":
+                        self._env = None
+                    if request[1] == "close" or self._stopping:  # the call ended by itself before it was cancelled
+                        return
+            finally:
+                self._ignore_signals()
+        except _Stop:  # it may arrive as late as in the line above
             pass
         finally:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            self._ignore_signals()
             if self._env is not None:
                 self._settle(self._quiet())
                 with contextlib.suppress(Exception):
                     self._settle(self._env.close())
+
+    def _ignore_signals(self) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
     async def _quiet(self) -> None:
         """Cancel the tasks that an interrupted call left on the loop, without reporting their exceptions."""
