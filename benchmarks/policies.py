@@ -16,7 +16,7 @@ The last line is JSON. `gradient_other`: largest gradient of an adapter in a ste
 logprobs when it plays alone; `adapters_cost`: sampled tokens per second of two adapters over one, at equal calls.
 
 With `--gpu` the base is a Qwen2 with the sizes of Qwen2.5-0.5B (24 layers, vocabulary 151,936) and random weights; one seed,
-`separate` alone. `steps`: medians over the steps of `separate`.
+`separate` alone. `steps`: medians over the updates of `separate`.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ def arm(name: str, seed: int, base: Path, folder: Path, more: Sequence[str]) -> 
 
 
 def medians(folder: Path) -> dict[str, float]:
-    """Return medians of a run's steps behind the first: seconds, sampled and trained ids per second, |logprobs' difference|."""
+    """Return medians of a run's updates after the first: seconds, sampled and trained ids per second, mismatch."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if row["phase"] == "train"][1:]
+    steps = [row for row in rows if row["phase"] == "train" and "mismatch_max" in row][1:]
     names = ("rollout_s", "train_s", "update_s", "tokens_per_s", "trained_tokens_per_s", "peak_gpu_memory_mib")
     names += ("mismatch", "mismatch_max", "mismatch_kl")
     return {name: statistics.median(row[name] for row in steps if name in row) for name in names if name in steps[-1]}

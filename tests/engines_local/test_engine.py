@@ -47,8 +47,8 @@ def test_logprobs_are_those_of_the_model(kind: type) -> None:
 
 
 def test_rows_of_a_prompt_may_attend_together(module: Any) -> None:
-    """The way of devices on which equal bits are no aim."""
-    prompts = [words(length, length) for length in (1, 40, 300)]
+    """The way of devices on which equal bits are no aim: prompts of similar lengths attend in one call."""
+    prompts = [words(length, length) for length in (1, 20, 30, 40, 290, 300)]
 
     async def main(engine: LocalEngine) -> list[Generation]:
         engine._model.chunk = None

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnwise.engines.local.kv_cache import KVCache
+from turnwise.engines.local.kv_cache import KVCache, _independent
 from turnwise.engines.local.slots import SlotTable
 
 SLOTS, CAPACITY = 5, 64
@@ -39,7 +39,7 @@ class Cached:
         slot = placed.slot
         assert slot.call is None
         if placed.donor is not None:
-            self.cache.copy(placed.donor.index, slot.index, placed.start, placed.keep)
+            self.cache.copy([(placed.donor.index, slot.index, placed.start, placed.keep)])
         for found in self.ids(slot.index):
             assert found[: placed.keep] == ids[: placed.keep]
         for store in self.cache.layers[0]:
@@ -54,7 +54,7 @@ class Cached:
     def swap(self, number: int, other: int) -> None:
         first, second = self.table.slots[number % SLOTS], self.table.slots[other % SLOTS]
         if first is not second:
-            self.cache.swap(first.index, second.index, max(first.valid, second.valid))
+            self.cache.swap([(first.index, second.index)], max(first.valid, second.valid))
             self.table.swap(first, second)
 
     def check(self) -> None:
@@ -79,3 +79,22 @@ def test_a_call_finds_its_own_ids_in_its_slot(unit, operations):
         else:
             cached.swap(session, length)
         cached.check()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, SLOTS - 1), st.integers(1, SLOTS - 1), st.integers(1, CAPACITY)), max_size=12))
+def test_copies_that_are_made_together_are_those_made_one_by_one(moves):
+    """As on a GPU, where positions after the end of a copy are undefined."""
+    cache = KVCache(SLOTS, CAPACITY)
+    (keys, _) = cache.layer(0, *[torch.zeros(1, 1, 0, 1)] * 2)
+    expected = [[slot * CAPACITY + at for at in range(CAPACITY)] for slot in range(SLOTS)]
+    keys[:SLOTS] = torch.tensor(expected).float()[:, None, :, None]
+    asked = []
+    for source, distance, end in moves:
+        target = (source + distance) % SLOTS
+        expected[target] = expected[source][:end]
+        asked.append((source, target, 0, len(expected[target])))
+    for together in _independent(asked):
+        cache._copy_together(together)
+    for slot, ids in enumerate(expected):
+        assert keys[slot].flatten().int().tolist()[: len(ids)] == ids

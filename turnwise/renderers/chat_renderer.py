@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from turnwise.errors import TemplateError
@@ -161,7 +161,7 @@ class ChatRenderer:
 
     def ban(self, ids: Iterable[int]) -> None:
         """Ban more ids, such as rows of the model that have no text in its tokenizer."""
-        self.banned_ids |= frozenset(ids)
+        self.banned_ids = _shared(self.banned_ids | frozenset(ids))
 
     @cached_property
     def contract(self) -> TemplateContract:
@@ -350,6 +350,12 @@ class ChatRenderer:
     def _rendered_id(self, name: str) -> str | None:
         """Return a call id if the template may write it."""
         return name if self._renders_ids else None
+
+
+@lru_cache(maxsize=8)
+def _shared(ids: frozenset[int]) -> frozenset[int]:
+    """Return the first of equal sets: caches compare 150,000 ids of another one at every call."""
+    return ids
 
 
 def _check_close(probe: TemplateProbe, ends: bool) -> None:

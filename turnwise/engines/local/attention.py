@@ -12,6 +12,7 @@ one size attend in one call, others one by one.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -44,6 +45,42 @@ class AttentionRun:
 
 
 @dataclass(slots=True)
+class PromptBatch:
+    """Runs of different slots that attend in one call, where exact bits are not claimed."""
+
+    rows: torch.Tensor
+    """[runs, most rows of a run] batch indices; shorter runs repeat their last row."""
+    slots: torch.Tensor
+    """[runs] their slots."""
+    length: int
+    """Number of keys."""
+
+
+MOST_KEYS = 1 << 16
+"""Keys of all runs of a batch, which are copied; a longer run attends alone."""
+
+
+def batch_prompts(runs: Sequence[AttentionRun], device: torch.device) -> list[PromptBatch]:
+    """Return batches of the runs of prompts, whose rows are at most half padding."""
+    batches: list[list[AttentionRun]] = []
+    count = keys = 0
+    for run in sorted((run for run in runs if run.slot is not None), key=lambda run: (run.length, run.count)):
+        batch = batches[-1] if batches else []
+        padded = (len(batch) + 1) * run.count
+        if not batch or batch[0].length != run.length or padded > 2 * (count + run.count) or keys + run.length > MOST_KEYS:
+            batches.append(batch := [])
+            count = keys = 0
+        batch.append(run)
+        count, keys = count + run.count, keys + run.length
+    made = []
+    for batch in batches:
+        at = [[run.first + min(n, run.count - 1) for n in range(batch[-1].count)] for run in batch]
+        rows, slots = torch.tensor(at, device=device), torch.tensor([run.slot for run in batch], device=device)
+        made.append(PromptBatch(rows, slots, batch[0].length))
+    return made
+
+
+@dataclass(slots=True)
 class AttentionPlan:
     """Attention of one forward pass."""
 
@@ -57,9 +94,16 @@ class AttentionPlan:
     """Keys per attention call, with prompt rows attending one by one, for exact bits; None where these are not claimed."""
     touched: int = 0
     """Number of layers that attended."""
+    batches: list[PromptBatch] = field(init=False)
+    """Runs of prompts that attend together."""
     row_indices: dict[int, torch.Tensor] = field(default_factory=dict)
-    masks: dict[int | None, list[torch.Tensor]] = field(default_factory=dict)
+    masks: dict[int | None, tuple[list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=dict)
     fully_masked_chunks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.batches = [] if self.chunk is not None else batch_prompts(self.runs, self.slots.device)
+        if self.batches:
+            self.runs = [run for run in self.runs if run.slot is None]
 
     def rows_of_keys(self, heads: int) -> torch.Tensor:
         """[rows * heads] storage indices of each row's keys, over single-head rows; computed once per step."""
@@ -69,19 +113,21 @@ class AttentionPlan:
             self.row_indices[heads] = row_indices.reshape(-1)
         return self.row_indices[heads]
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Additive masks [count, 1, 1, length] of the runs, computed once per step and window size."""
+    def mask(self, window: int | None, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Additive masks [count, 1, 1, length] of the runs and [runs, 1, rows, length] of the batches, computed once per step
+        and window size."""
         found = self.masks.get(window)
         if found is None:
-            longest = max((run.length for run in self.runs), default=0)
+            longest = max([*(run.length for run in self.runs), *(batch.length for batch in self.batches), 0])
             keys = torch.arange(longest, device=self.positions.device)
             positions = self.positions[:, None]
             hidden = keys > positions
             if window is not None:
                 hidden |= keys <= positions - window
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)[:, None, None]
-            found = [mask[run.first : run.first + run.count, ..., : run.length] for run in self.runs]
-            self.masks[window] = found
+            of_runs = [mask[run.first : run.first + run.count, ..., : run.length] for run in self.runs]
+            of_batches = [mask[batch.rows, 0, 0, : batch.length][:, None] for batch in self.batches]
+            found = self.masks[window] = of_runs, of_batches
         return found
 
     def fully_masked(self, window: int | None, chunk: int, count: int) -> torch.Tensor:
@@ -124,7 +170,7 @@ def attend(
     keys.view(-1, key.shape[3]).index_copy_(0, rows_of_keys, key[0].transpose(0, 1).reshape(-1, key.shape[3]))
     values.view(-1, value.shape[3]).index_copy_(0, rows_of_keys, value[0].transpose(0, 1).reshape(-1, value.shape[3]))
     folded = query[0].transpose(0, 1).reshape(rows, kv, -1, query.shape[3])
-    masks = plan.mask(sliding_window, query.dtype)
+    masks, batch_masks = plan.mask(sliding_window, query.dtype)
     if plan.chunk is not None and any(run.length > plan.chunk for run in plan.runs):
         out = _in_chunks(plan, sliding_window, folded, keys, values, masks, scaling)
         return out.view(1, rows, -1, value.shape[3]), None
@@ -132,10 +178,9 @@ def attend(
     for run, mask in zip(plan.runs, masks, strict=True):
         rows_slice = slice(run.first, run.first + run.count)
         their = _keys_of(run, keys, 0, run.length), _keys_of(run, values, 0, run.length)
-        if run.slot is None or plan.chunk is not None:
-            out[rows_slice] = F.scaled_dot_product_attention(folded[rows_slice], *their, attn_mask=mask, scale=scaling)
-        else:
-            out[rows_slice] = _attend_same_slot(folded[rows_slice], *their, mask, scaling)
+        out[rows_slice] = F.scaled_dot_product_attention(folded[rows_slice], *their, attn_mask=mask, scale=scaling)
+    for batch, mask in zip(plan.batches, batch_masks, strict=True):
+        _attend_together(batch, folded, keys, values, mask, scaling, out)
     return out.view(1, rows, -1, value.shape[3]), None
 
 
@@ -185,14 +230,23 @@ def _in_chunks(
     return total.div_(norm[..., None]).to(query.dtype)
 
 
-def _attend_same_slot(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scaling: float | None
-) -> torch.Tensor:
-    count, kv, shared, size = q.shape
-    folded = q.permute(1, 2, 0, 3).reshape(1, kv, shared * count, size)
-    mask = mask.view(1, 1, count, -1).expand(1, shared, count, -1).reshape(1, 1, shared * count, -1)
-    out = F.scaled_dot_product_attention(folded, k[:1], v[:1], attn_mask=mask, scale=scaling)
-    return out.view(kv, shared, count, -1).permute(2, 0, 1, 3)
+def _attend_together(
+    batch: PromptBatch,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None,
+    out: torch.Tensor,
+) -> None:
+    """Write the attention of a batch's runs, each over the keys of its slot, to `out` [rows, key heads, shared, size]."""
+    runs, most = batch.rows.shape
+    kv, shared, size = query.shape[1:]
+    q = query[batch.rows].permute(0, 2, 3, 1, 4).reshape(runs, kv, shared * most, size)
+    k, v = (store[batch.slots, :, : batch.length] for store in (keys, values))
+    mask = mask[:, :, None].expand(runs, 1, shared, most, -1).reshape(runs, 1, shared * most, -1)
+    found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+    out.index_copy_(0, batch.rows.view(-1), found.view(runs, kv, shared, most, -1).permute(0, 3, 1, 2, 4).flatten(0, 1))
 
 
 AttentionInterface.register(ATTENTION_NAME, attend)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+
+Move = tuple[int, int, int, int]
+"""A copy between slots: source, target, first position, end."""
 
 
 @dataclass(slots=True)
@@ -94,21 +98,46 @@ class KVCache:
             self.routes = _zeros(shape, routes.dtype, routes.device)
             self.routes[:old_slots, : routes.shape[1]] = routes[:old_slots]
 
-    def copy(self, source: int, target: int, start: int, end: int) -> None:
-        """Copy the positions from `start` to `end` of a slot to another, and those before in the unit of `start`."""
+    def copy(self, moves: Sequence[Move]) -> None:
+        """Copy positions from slot to slot, in order, and those before in the unit of a start."""
+        if self._stores and isinstance(self._stores[0], np.ndarray):
+            for source, target, start, end in moves:
+                if self.routes is not None:
+                    self.routes[target, start:end] = self.routes[source, start:end]
+                units = slice(start // self.unit, -(-end // self.unit))
+                for store in self._stores:
+                    store[target, :, units] = store[source, :, units]
+        else:
+            for together in _independent(moves):
+                self._copy_together(together)
+
+    def _copy_together(self, moves: Sequence[Move]) -> None:
+        """Make copies of which none reads or writes what another writes: a GPU takes as long for many as for one.
+
+        Positions before a start are copied with them; the slots have the same ids there.
+        """
+        sources, targets = (self._slots([move[part] for move in moves]) for part in (0, 1))
+        start, end = min(move[2] for move in moves), max(move[3] for move in moves)
         if self.routes is not None:
-            self.routes[target, start:end] = self.routes[source, start:end]
+            self.routes[targets, start:end] = self.routes[sources, start:end]
         units = slice(start // self.unit, -(-end // self.unit))
         for store in self._stores:
-            store[target, :, units] = store[source, :, units]
+            store[targets, :, units] = store[sources, :, units]
 
-    def swap(self, one: int, other: int, length: int) -> None:
-        """Exchange the first `length` positions of two slots."""
+    def swap(self, pairs: Sequence[tuple[int, int]], length: int) -> None:
+        """Exchange the first `length` positions of two slots, for several pairs of different slots."""
+        ones, others = zip(*pairs, strict=True)
+        there, back = self._slots([*ones, *others]), self._slots([*others, *ones])
         if self.routes is not None:
-            self.routes[[one, other], :length] = self.routes[[other, one], :length]
+            self.routes[there, :length] = self.routes[back, :length]
         length = -(-length // self.unit)
         for store in self._stores:
-            store[[one, other], :, :length] = store[[other, one], :, :length]
+            store[there, :, :length] = store[back, :, :length]
+
+    def _slots(self, numbers: list[int]) -> Any:
+        """Return slots as an index that needs no transfer to the device at each use."""
+        store = self._stores[0] if self._stores else None
+        return torch.tensor(numbers, device=store.device) if isinstance(store, torch.Tensor) else numbers
 
     def zero(self, slot: int | None = None) -> None:
         """Zero a slot, or all of them: non-finite values would pass through a mask."""
@@ -124,6 +153,23 @@ class KVCache:
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         shape = (self.slots + 1, like.shape[1], self.capacity // self.unit, like.shape[3])
         return _zeros(shape, like.dtype, like.device)
+
+
+def _independent(moves: Sequence[Move]) -> Iterator[list[Move]]:
+    """Split copies, in order, into lists of which none reads or writes what another writes."""
+    together: list[Move] = []
+    read: set[int] = set()
+    written: set[int] = set()
+    for move in moves:
+        source, target, *_ = move
+        if source in written or target in written or target in read:
+            yield together
+            together, read, written = [], set(), set()
+        together.append(move)
+        read.add(source)
+        written.add(target)
+    if together:
+        yield together
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
+from collections.abc import Sequence
+from itertools import chain
 
 import torch
 
 from turnwise.engines.base import Finish, Generation
 from turnwise.engines.local.attention import AttentionRun
 from turnwise.engines.local.batch import ActiveCall, Drafter, EngineBatch, Outcome, caused_error
+from turnwise.engines.local.kv_cache import Move
 from turnwise.engines.local.model import EngineModel
 from turnwise.engines.local.sampling import Sampler
 from turnwise.engines.local.slots import GRACE, Slot, SlotTable
@@ -202,6 +205,7 @@ class Scheduler:
         at_once = min(len(self.table.slots), len(self.running) + len(self.waiting))
         self.model.reserve(at_once, max(len(call.prompt) + call.limit for call in self.waiting))
         left: deque[ActiveCall] = deque()
+        copies: list[Move] = []
         for call in self.waiting:
             if self.running and (call.alone or self.running[0].alone):
                 left.append(call)
@@ -215,12 +219,13 @@ class Scheduler:
             slot = placement.slot
             self.model.reserve(slot.index + 1, len(call.prompt) + call.limit)
             if placement.donor is not None:
-                self.model.cache.copy(placement.donor.index, slot.index, placement.start, placement.keep)
+                copies.append((placement.donor.index, slot.index, placement.start, placement.keep))
             slot.call, call.slot, call.cached = call, slot, placement.keep
             if self.model.adapters is not None:
                 self.model.adapters.assign(slot.index, call.adapter)
             self.running.append(call)
         self.waiting = left
+        self.model.cache.copy(copies)
 
     def _compact(self, decoding: list[ActiveCall]) -> None:
         """Move the highest rows into gaps when too many rows in between are idle."""
@@ -229,10 +234,7 @@ class Scheduler:
         if not high or high[0].index < allowed:
             return
         gaps = [slot for slot in self.table.slots[: high[0].index] if slot.call is None]
-        for gap, slot in zip(gaps, high, strict=False):
-            if slot.index < gap.index:
-                break
-            self._swap(slot, gap)
+        self._swap([(slot, gap) for gap, slot in zip(gaps, high, strict=False) if slot.index > gap.index])
 
     def _sort(self, rows: list[Slot]) -> None:
         """Swap the two rows that are furthest from the order of their lengths."""
@@ -243,13 +245,15 @@ class Scheduler:
             elif highest.valid - slot.valid > worst:
                 worst, pair = highest.valid - slot.valid, (highest, slot)
         if pair is not None:
-            self._swap(*pair)
+            self._swap([pair])
 
-    def _swap(self, one: Slot, other: Slot) -> None:
-        self.model.cache.swap(one.index, other.index, max(one.valid, other.valid))
-        if self.model.adapters is not None:
-            self.model.adapters.swap(one.index, other.index)
-        self.table.swap(one, other)
+    def _swap(self, pairs: Sequence[tuple[Slot, Slot]]) -> None:
+        """Exchange pairs of different slots."""
+        self.model.cache.swap([(one.index, other.index) for one, other in pairs], max(slot.valid for slot in chain(*pairs)))
+        for one, other in pairs:
+            if self.model.adapters is not None:
+                self.model.adapters.swap(one.index, other.index)
+            self.table.swap(one, other)
 
     def _feed(self, batch: EngineBatch) -> None:
         """Append new prompt positions after the decoding rows, as far as one pass allows."""

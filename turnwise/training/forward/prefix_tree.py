@@ -346,10 +346,12 @@ def flex_attend(
 ) -> Tensor:
     """Attend to ancestors with FlexAttention, compiled by default; all tensors are [1, their heads, T, D]."""
     run = _compiled() if run is None else run
-    grouped = query.shape[1] != key.shape[1]
-    return run(query, key, value, block_mask=block_mask(tree, query.device), scale=scale, enable_gqa=grouped)
+    more = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1], "kernel_options": _KERNEL}
+    return run(query, key, value, block_mask=block_mask(tree, query.device), **more)
 
 
+_KERNEL = {"FORCE_USE_FLEX_ATTENTION": True}
+"""Below 128 queries torch takes its kernel for decoding, which has no variant for several query heads per key head."""
 NAME = "turnwise_tree"
 """Name of this attention in transformers."""
 FLASH: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
