@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnwise.engines.local.kv_cache import KVCache, _independent
+from turnwise.engines.local.kv_cache import KVCache, batch_moves
 from turnwise.engines.local.slots import SlotTable
 
 SLOTS, CAPACITY = 5, 64
@@ -94,7 +94,7 @@ def test_copies_that_are_made_together_are_those_made_one_by_one(moves):
         target = (source + distance) % SLOTS
         expected[target] = expected[source][:end]
         asked.append((source, target, 0, len(expected[target])))
-    for together in _independent(asked):
+    for together in batch_moves(asked):
         cache._copy_together(together)
     for slot, ids in enumerate(expected):
         assert keys[slot].flatten().int().tolist()[: len(ids)] == ids

@@ -108,7 +108,7 @@ class KVCache:
                 for store in self._stores:
                     store[target, :, units] = store[source, :, units]
         else:
-            for together in _independent(moves):
+            for together in batch_moves(moves):
                 self._copy_together(together)
 
     def _copy_together(self, moves: Sequence[Move]) -> None:
@@ -155,17 +155,20 @@ class KVCache:
         return _zeros(shape, like.dtype, like.device)
 
 
-def _independent(moves: Sequence[Move]) -> Iterator[list[Move]]:
-    """Split copies, in order, into lists of which none reads or writes what another writes."""
+def batch_moves(moves: Sequence[Move]) -> Iterator[list[Move]]:
+    """Split copies, in order, into lists of which none reads or writes what another writes, and of which at most half is more
+    than was asked for."""
     together: list[Move] = []
     read: set[int] = set()
     written: set[int] = set()
-    for move in moves:
-        source, target, *_ = move
-        if source in written or target in written or target in read:
+    first = last = asked = 0
+    for source, target, start, end in moves:
+        widened = (len(together) + 1) * (max(last, end) - min(first, start))
+        if together and (source in written or target in written or target in read or widened > 2 * (asked + end - start)):
             yield together
             together, read, written = [], set(), set()
-        together.append(move)
+        first, last, asked = (min(first, start), max(last, end), asked + end - start) if together else (start, end, end - start)
+        together.append((source, target, start, end))
         read.add(source)
         written.add(target)
     if together:
