@@ -101,9 +101,21 @@ def solver_success(name: str, recipe: Path, seed: int = 0, n: int = 128) -> floa
     return sum(one.reward == 1.0 for one in found) / len(found)
 
 
-def success_of(run: str, *more: str) -> float:
-    """Return held-out success of a run's policy, or of another checkpoint."""
-    words = [sys.executable, "-m", "turnwise", "eval", "--run", run, "--samples", "4", "--json", *more]
+def success_of(run: str, checkpoint: str | Path) -> float:
+    """Return held-out success of a checkpoint of a run."""
+    words = [
+        sys.executable,
+        "-m",
+        "turnwise",
+        "eval",
+        "--run",
+        run,
+        "--checkpoint",
+        str(checkpoint),
+        "--samples",
+        "4",
+        "--json",
+    ]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
     return float(json.loads(done.stdout)["sampled"]["success"])
@@ -124,8 +136,9 @@ def run_one(name: str, seed: int, kinds: Sequence[bool], overrides: Sequence[str
             if found.get("error"):
                 break
             if not shuffled:
-                before = success_of(warm, "--checkpoint", f"{warm}/checkpoints/warmed")
-            rows[-1] |= {"success_before": before, "success_after": success_of(out)}
+                before = success_of(warm, f"{warm}/checkpoints/warmed")
+            last = max(Path(out, "checkpoints").glob("step-*"))  # before any rollback
+            rows[-1] |= {"success_before": before, "success_after": success_of(out, last)}
             out = warm
     return rows
 
