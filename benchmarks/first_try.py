@@ -103,21 +103,9 @@ def solver_success(name: str, recipe: Path, seed: int = 0, n: int = 128) -> floa
 
 def success_of(run: str, checkpoint: str | Path) -> float:
     """Return held-out success of a checkpoint of a run."""
-    words = [
-        sys.executable,
-        "-m",
-        "turnwise",
-        "eval",
-        "--run",
-        run,
-        "--checkpoint",
-        str(checkpoint),
-        "--samples",
-        "4",
-        "--json",
-    ]
+    words = ["eval", "--run", run, "--checkpoint", str(checkpoint), "--samples", "4", "--json"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-m", "turnwise", *words], env=env, capture_output=True, text=True, check=True)
     return float(json.loads(done.stdout)["sampled"]["success"])
 
 
