@@ -135,7 +135,7 @@ def child(name: str, seed: str, recipe: str, out: str, shuffled: str, *overrides
     """Train one task and print its row."""
     summary = train(Path(recipe), int(seed), Path(out), overrides, bool(int(shuffled)))
     gates = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
-    keys = "success_before", "success_after", "turns_after", "warmup_steps", "cpu_s", "rolled_back", "error"
+    keys = "turns_after", "warmup_steps", "cpu_s", "rolled_back", "error"
     row = {key: summary.get(key) for key in keys}
     row["demos"] = next((one["demo_reward"] for one in gates if one["phase"] == "warmup"), None)
     row["gate"] = [round(one["success"], 2) for one in gates if one["phase"] == "gate"]
@@ -146,7 +146,7 @@ def child(name: str, seed: str, recipe: str, out: str, shuffled: str, *overrides
 
 def judge(row: dict[str, Any]) -> str:
     """Return what became of a run."""
-    if row.get("error") or row["success_after"] is None:
+    if row.get("error"):
         return "stopped"
     before, after, best = row["success_before"], row["success_after"], row["solver"]
     if row["shuffled"]:
