@@ -112,9 +112,9 @@ class KVCache:
                 self._copy_together(together)
 
     def _copy_together(self, moves: Sequence[Move]) -> None:
-        """Make copies of which none reads or writes what another writes: a GPU takes as long for many as for one.
+        """Make copies of which none reads or writes what an earlier one writes: a GPU takes as long for many as for one.
 
-        Positions before a start are copied with them; the slots have the same ids there.
+        All are read before one is written. Positions before a start are copied with them; the slots have the same ids there.
         """
         sources, targets = (self._slots([move[part] for move in moves]) for part in (0, 1))
         start, end = min(move[2] for move in moves), max(move[3] for move in moves)
@@ -156,20 +156,18 @@ class KVCache:
 
 
 def batch_moves(moves: Sequence[Move]) -> Iterator[list[Move]]:
-    """Split copies, in order, into lists of which none reads or writes what another writes, and of which at most half is more
-    than was asked for."""
+    """Split copies, in order, into lists of which none reads or writes what an earlier one writes, and of which at most half is
+    more than was asked for."""
     together: list[Move] = []
-    read: set[int] = set()
     written: set[int] = set()
     first = last = asked = 0
     for source, target, start, end in moves:
         widened = (len(together) + 1) * (max(last, end) - min(first, start))
-        if together and (source in written or target in written or target in read or widened > 2 * (asked + end - start)):
+        if together and (source in written or target in written or widened > 2 * (asked + end - start)):
             yield together
-            together, read, written = [], set(), set()
+            together, written = [], set()
         first, last, asked = (min(first, start), max(last, end), asked + end - start) if together else (start, end, end - start)
         together.append((source, target, start, end))
-        read.add(source)
         written.add(target)
     if together:
         yield together
