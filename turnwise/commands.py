@@ -205,23 +205,24 @@ def _record_extension(training_run: TrainingRun, resolved: ResolvedConfig) -> No
 def _is_extended(resolved: ResolvedConfig, run: Path) -> bool:
     """Return whether a run is resumed with more steps or another early stop."""
     before = load_run_config(run)
-    return resolved.extended != before.extended or resolved.config.train.stop_success != before.config.train.stop_success
+    stops = [(train.stop_success, train.patience) for train in (resolved.config.train, before.config.train)]
+    return resolved.extended != before.extended or stops[0] != stops[1]
 
 
 def _finished(training_run: TrainingRun) -> str:
     """Return a note with the command that extends a run, if it is finished and has its last checkpoint; else nothing."""
     run, train = training_run.run.path, training_run.config.train
     try:
-        steps = json.loads((run / "summary.json").read_text(encoding="utf-8"))["rl_steps"]
+        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+        steps = summary["rl_steps"]
     except (OSError, ValueError, KeyError):
         return ""
-    early = steps < train.steps
-    if (training_run.cursor["phase"], training_run.cursor["step"]) != ("reinforce", steps) or (
-        early and train.stop_success is None
-    ):
+    key = summary.get("stopped_by", "train.stop_success") if steps < train.steps else ""  # the only one of older releases
+    value = {"train.stop_success": train.stop_success, "train.patience": train.patience}.get(key)
+    if (training_run.cursor["phase"], training_run.cursor["step"]) != ("reinforce", steps) or (key and value is None):
         return ""
-    stopped = f" (train.stop_success = {train.stop_success:g} was reached)" if early else ""
-    more = f"--train.steps {2 * train.steps}" + (" --train.stop_success none" if stopped else "")
+    stopped = f" ({key} = {value:g} was reached)" if key else ""
+    more = f"--train.steps {2 * train.steps}" + (f" --{key} none" if key else "")
     return f"{run} is finished after {steps} steps{stopped}; extend it with: turnwise train --resume {run} {more}"
 
 

@@ -190,6 +190,7 @@ SELDOM = {
     "by_env.<env>.n": "needs two environments",
     "render_check_failed_<error>": "needs a bug",
     "gradient_agreement": "needs two updates",
+    "gradient_agreement_scaled": "needs two updates",
     "tree_share": "needs a signal",
     "tree_gain": "needs a signal",
     "tree_unique_share": "needs a signal",

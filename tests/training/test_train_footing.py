@@ -21,6 +21,7 @@ from turnwise.envs.resolve import as_env_spec
 from turnwise.envs.tool_env import NO_REWARD
 from turnwise.errors import ConfigError, TurnwiseError, UsageError
 from turnwise.records import NullListener
+from turnwise.training import Trainer
 from turnwise.training.checkpoint import Checkpoints
 from turnwise.training.evaluation import EvalResult, summarize
 from turnwise.training.task_plan import TaskPlan, eval_samples
@@ -272,6 +273,28 @@ def test_a_finished_run_says_so_and_how_to_extend_it(tmp_path):
     assert after.startswith(before)
     assert [json.loads(line)["e"] for line in after[len(before) :].splitlines()] == ["resumed"]
     assert (run / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_reinforcement_ends_when_gradients_show_nothing(tmp_path):
+    run, watch = tmp_path / "run", Noting()
+    summary = train(Coin, run, train={"steps": 9, "lr": 1e-3, "gradient_signal_steps": 20, "patience": 3})
+    assert (summary["rl_steps"], summary["stopped_by"]) == (3, "train.patience")
+    assert [row["lr"] for row in rows_of(run, "train")] == [0.0] * 3
+    run_training(load_run_config(run), resume=run, watch=watch, env_specs=[as_env_spec(Coin)])
+    assert "after 3 steps (train.patience = 3 was reached)" in watch.notes[0]
+    assert watch.notes[0].endswith("--train.steps 18 --train.patience none")
+    summary = resume(Coin, run, train={"patience": None})
+    assert summary["rl_steps"] == 9
+    assert "stopped_by" not in summary
+
+
+def test_a_step_with_an_update_starts_the_patience_anew(tmp_path, monkeypatch):
+    def share(trainer):
+        return float(trainer.updates == 2)
+
+    monkeypatch.setattr(Trainer, "signal_share", property(share))
+    train(Coin, tmp_path / "run", train={"steps": 9, "lr": 1e-3, "gradient_signal_steps": 20, "patience": 2})
+    assert [row["lr"] > 0 for row in rows_of(tmp_path / "run", "train")] == [False, True, False, False]
 
 
 @pytest.mark.parametrize(

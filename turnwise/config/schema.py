@@ -176,7 +176,7 @@ RETRIED = Needs(
     "env.max_engine_retries_per_turn > 0",
     "env.max_reward_retries > 0",
 )
-TOO_FEW_STEPS = "must be 0 or at least 5: an average over fewer steps is never two standard errors above 0"
+TOO_FEW_STEPS = "must be 0 or at least 6: an average over fewer steps is never three standard errors above 0"
 FIXED = Needs("train.aggregation = fixed", "train.aggregation none and train.algorithm = dr_grpo | file.py:name")
 
 ADVANTAGES: tuple[str, ...] = get_args(Advantage)
@@ -396,7 +396,7 @@ class PolicyConfig:
         return self.trained and not self.urls and not self.past
 
 
-OF_THE_RUN = ("steps", "data_epochs", "stop_success", "refill", "group_filter", "routing_replay", "vision")
+OF_THE_RUN = ("steps", "data_epochs", "stop_success", "patience", "refill", "group_filter", "routing_replay", "vision")
 """Keys of `[train]` that a policy cannot change."""
 
 
@@ -527,6 +527,8 @@ class TrainConfig:
     """Factor on the rewards' advantages beside teachers; 0 trains by the teachers alone, and groups of one episode suffice."""
     stop_success: Annotated[Fraction | None, bounds(gt=0)] = None
     """Success rate of a step's episodes, averaged over 5 steps, that ends reinforcement early; none takes all steps."""
+    patience: Annotated[PositiveInt | None, Needs("train.gradient_signal_steps > 0")] = None
+    """Steps without a signal in the gradients, and so without an update, that end reinforcement early; none takes all steps."""
     lr: NonNegativeFloat = 1e-3
     """Learning rate."""
     schedule: Schedule = "linear"
@@ -540,7 +542,7 @@ class TrainConfig:
     eps: PositiveFloat = 1e-8
     """Term added to the denominator of AdamW; a larger one damps updates of weights with tiny gradients."""
     gradient_signal_steps: Annotated[
-        NonNegativeInt, _error_unless(lambda steps: steps not in range(1, 5), TOO_FEW_STEPS), Formerly("signal_memory")
+        NonNegativeInt, _error_unless(lambda steps: steps not in range(1, 6), TOO_FEW_STEPS), Formerly("signal_memory")
     ] = 0
     """Steps over which gradient agreement is averaged to scale the learning rate by its signal; 0 disables scaling."""
     max_grad_norm: PositiveFloat = 1.0

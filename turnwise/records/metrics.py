@@ -116,6 +116,7 @@ tree_share | share | batches whose shared prefixes were computed once, as a tree
 tree_gain | ratio | estimated cost of rows over that of trees | under 1.1 rows are computed one by one
 tree_unique_share | share | tokens left after shared prefixes are counted once | near 1: rows share little | tree_unique
 gradient_agreement | cosine | cosine of a step's first gradient with those before | around 0: noise, use larger groups | agreement
+gradient_agreement_scaled | cosine | the same with each coordinate divided by its root mean square | around 0: noise, use larger groups
 advantage_abs | 1 | mean absolute advantage | to 0: rewards tie
 lr | 1 | learning rate | nothing
 optimizer_steps | count | optimizer steps | 0: no group gave a signal | updates

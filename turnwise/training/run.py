@@ -139,13 +139,15 @@ class TrainingRun:
         self.rows: set[tuple[Any, ...]] = set()
         self.spent = (0.0, 0.0)
         """Wall-clock and CPU seconds of earlier processes, each up to its last metrics row."""
-        self.step_success: dict[int, float] = {}
-        """Success of the episodes of each step so far, steps counted from 1."""
+        self.steps_so_far: dict[int, tuple[float, float]] = {}
+        """Success of the episodes and effective learning rate of each step so far, steps counted from 1."""
         for row in read_json_lines(run.path / "metrics.jsonl"):
             self.rows.add(_row_name(row))
             if row.get("phase") == "train":
-                self.step_success[row["step"]] = row["success"]
+                self.steps_so_far[row["step"]] = row["success"], row.get("lr", math.nan)
             self.spent = (row.get("time_s", 0.0), row.get("cpu_s", 0.0))
+        self.stopped_by = ""
+        """Key that ended reinforcement early."""
         self.trained: set[int] = set()
         """Steps that the journal records as trained."""
         self.accepted: set[EpisodeKey] = set()
@@ -223,6 +225,7 @@ class TrainingRun:
             "cpu_s": cpu,
         }
         known |= {"rolled_back": rolled_back} if rolled_back else {}
+        known |= {"stopped_by": self.stopped_by} if self.stopped_by else {}
         known |= {"failed_plays": sum(self.failed_plays.values())} if self.failed_plays else {}
         resumed_turns = self.resumed_turns + self.rollout.resumed_turns
         known |= {"resumed_turns": resumed_turns} if resumed_turns else {}
@@ -440,10 +443,9 @@ class TrainingRun:
         try:
             for step in range(first, steps):
                 await batches.settle()
-                if self._is_learned(step):
-                    self.watch.note(
-                        f"early stopping after {step} steps: train.stop_success = {config.train.stop_success:g} is reached"
-                    )
+                if stop := self._early_stop(step):
+                    self.stopped_by, why = stop
+                    self.watch.note(f"early stopping after {step} steps: {why}")
                     if not (self.checkpoints.root / f"step-{step:05d}").exists():
                         self._save(f"step-{step:05d}", phase="reinforce", step=step)
                     break
@@ -459,11 +461,21 @@ class TrainingRun:
         finally:
             await batches.close()
 
-    def _is_learned(self, steps: int) -> bool:
-        """Return whether the last of so many steps reached `train.stop_success`."""
-        last = [self.step_success.get(step, 0.0) for step in range(steps - STOP_STEPS + 1, steps + 1)]
-        goal = self.config.train.stop_success
-        return goal is not None and steps >= STOP_STEPS and sum(last) / STOP_STEPS >= goal
+    def _early_stop(self, steps: int) -> tuple[str, str] | None:
+        """Return the key that ends reinforcement after so many steps, and why, if one does."""
+        goal, patience = self.config.train.stop_success, self.config.train.patience
+
+        def last(n: int) -> list[tuple[float, float]]:
+            return [self.steps_so_far.get(step, (0.0, math.nan)) for step in range(steps - n + 1, steps + 1)]
+
+        if goal is not None and steps >= STOP_STEPS and sum(success for success, _ in last(STOP_STEPS)) / STOP_STEPS >= goal:
+            return "train.stop_success", f"train.stop_success = {goal:g} is reached"
+        if patience is not None and all(lr == 0 for _, lr in last(patience)):
+            return "train.patience", (
+                f"for {patience} steps (train.patience) gradients agreed by no more than chance, so the policy did not change; "
+                "more or larger groups (rollout) show weaker signals"
+            )
+        return None
 
     def _batches(self, first: int) -> Batches:
         """Return the source of batches that `schedule.mode` names, from a step on."""
@@ -515,7 +527,7 @@ class TrainingRun:
         row = await self._train(trajectories, step, rollout_s) | {"tools_offered": self.rollout.tools_offered}
         row |= {"groups_refilled": refilled} if self.policies.refill else {}
         row |= self._failed_plays("train", step) | self.plan.figures
-        self.step_success[step + 1] = row["success"]
+        self.steps_so_far[step + 1] = row["success"], row.get("lr", math.nan)
         self._row(row)
         self.watch.progress(step + 1, row)
         self.rollout.drop_recorded(trajectories)

@@ -289,7 +289,7 @@ def flat(rows: DiagnosisInput) -> Diagnosis | None:
     chance = 2 * (2 * max(means[0] * (1 - means[0]), 0.01) / episodes) ** 0.5
     if max(means) >= UNSOLVED or means[1] - means[0] > chance or not _sum(recent, "trajectories"):
         return None
-    agreement = _mean(recent, "gradient_agreement")
+    agreement = max(_mean(recent, key) for key in ("gradient_agreement", "gradient_agreement_scaled"))
     why, remedy = "gradients agree, so steps are too small", "Raise train.lr."
     if agreement < NOISE:
         why, remedy = f"gradients of different steps do not agree ({agreement:.2f})", "Use larger or more groups (rollout)."

@@ -27,6 +27,7 @@ from turnwise.training.advantages import MISMATCH, REJECTED, TRAINED, Credit, St
 from turnwise.training.forward.batch import MicroBatch, Ranks, TrainingBatch, TrainingRow, padded, rows_of
 from turnwise.training.forward.forward import BANNED_LOGIT, LogitDistribution
 from turnwise.training.loss import PolicyTerms, effective_sample_share, k3, logprob_mismatch
+from turnwise.training.trainer.optimizer import Agreement
 from turnwise.types import Trajectory
 
 
@@ -46,8 +47,8 @@ class StepMetrics:
     """Loss and gradient norm (before clipping) of each optimizer step."""
     moved: bool = False
     """Whether most ids of a batch differ from the engine's by more than `mismatch_bound`."""
-    agreement: float | None = None
-    """Cosine of the step's first gradient with the momentum of earlier steps."""
+    agreement: Agreement | None = None
+    """Agreement of the step's first gradient with the momentum of earlier steps."""
 
     def add(self, terms: PolicyTerms, entropy_m: Tensor, reference: tuple[Tensor, Tensor] | None) -> None:
         """Add one pass; `reference` is (policy logprobs, reference logprobs)."""
@@ -76,7 +77,8 @@ class StepMetrics:
         for name, parts in (("ratio_mean", self.ratio), ("clip_fraction", self.clipped), ("entropy", self.entropy)):
             metrics[name] = float(torch.cat(parts).double().mean())
         if self.agreement is not None:
-            metrics["gradient_agreement"] = self.agreement
+            metrics["gradient_agreement"] = self.agreement.cosine
+            metrics["gradient_agreement_scaled"] = self.agreement.scaled
         if self.kl:
             metrics["kl"] = float(torch.cat(self.kl).double().mean())
         if self.corrections:

@@ -216,7 +216,7 @@ class Trainer:
             | accounting_metrics(step_credits, step_metrics.masked)
             | self.layout.figures()
             | teacher_figures(batches)
-            | {"lr": lr * self.signal.share, "optimizer_steps": float(len(step_metrics.updates))}
+            | {"lr": lr * self.signal_share, "optimizer_steps": float(len(step_metrics.updates))}
         )
         if codes:
             metrics["codes_changed"] = float(sum(int((codes[name] != now).sum()) for name, now in self._codes().items()))
@@ -268,7 +268,7 @@ class Trainer:
         first = not step_metrics.updates
         sequence_n = self.objective.sequence(batch, self._score, first=first)
         # In bfloat16 the small move that measures each task's part would be lost in rounding.
-        split = first and self.signal.is_young and self.dtype == torch.float32
+        split = first and self.signals[0].is_young and self.dtype == torch.float32
         past, halved = self.optimizer.momentum(), set[str]()
         if split and not past:
             past, halved = self._half_gradient(batch, sequence_n)
@@ -289,13 +289,12 @@ class Trainer:
         norm = self.optimizer.grad_norm()
         check_finite(loss, norm, f"step {step}")
         if first:
-            parts: list[float] = []
-            if found is not None:
-                step_metrics.agreement, size = found
-                parts = self._agreement_by_task(batch, past, halved, logp_n, slope_n, size) if split else []
-            self.signal.update(step_metrics.agreement, parts)
+            step_metrics.agreement = found
+            parts = self._agreement_by_task(batch, past, halved, logp_n, slope_n, found.norm) if found and split else []
+            self.signals[0].update(found and found.cosine, parts)
+            self.signals[1].update(found and found.scaled)
         step_metrics.updates.append((loss, norm))
-        self.optimizer.step(lr * self.signal.share)
+        self.optimizer.step(lr * self.signal_share)
         self.updates += 1
 
     def _half_gradient(self, batch: TrainingBatch, sequence_n: Tensor | None) -> tuple[Direction, set[str]]:
@@ -488,10 +487,17 @@ class Trainer:
             untouched = self.adapter is not None and not self.ranks.any(not self.adapter.is_initial)
             self._reference = ReferencePolicy.of(self.model, self.adapter, self.config, untouched=untouched)
 
+    @property
+    def signal_share(self) -> float:
+        """Factor on the learning rate: the larger share of signal of the two measures of agreement."""
+        return max(signal.share for signal in self.signals)
+
     def reset_optimizer(self) -> None:
         """Reset the optimizer's moments for a new phase."""
         self.optimizer = Optimizer(self.model, self.config, self.ranks)
-        self.signal = GradientSignal(self.config.gradient_signal_steps, self.config.betas[0])
+        memory, beta = self.config.gradient_signal_steps, self.config.betas[0]
+        self.signals = GradientSignal(memory, beta), GradientSignal(memory, beta)
+        """Evidence of the gradients' agreement, and of their agreement in units of each coordinate's size."""
         self.updates = 0
         """Optimizer steps since the last reset."""
 
@@ -514,7 +520,7 @@ class Trainer:
         tensors = {name: tensor.contiguous() for name, tensor in self.optimizer.tensors()}
         tensors["rng.cpu"] = torch.get_rng_state()
         tensors["updates"] = torch.tensor([self.updates])
-        tensors["signal"] = torch.tensor(self.signal.state(), dtype=torch.float64)
+        tensors["signal"] = torch.tensor([signal.state() for signal in self.signals], dtype=torch.float64)
         reference = None if self._reference is None else self._reference.tensors()
         if self.ranks.rank:
             return
@@ -528,8 +534,10 @@ class Trainer:
         tensors = read_tensors(directory / OPTIMIZER_FILE)
         torch.set_rng_state(tensors.pop("rng.cpu"))
         self.updates = int(tensors.pop("updates"))
-        if "signal" in tensors:  # older checkpoints have none
-            self.signal.restore(*tensors.pop("signal").tolist())
+        if "signal" in tensors:  # older checkpoints have none, or the first alone
+            states = tensors.pop("signal")
+            for signal, state in zip(self.signals, states.tolist() if states.dim() > 1 else [states.tolist()], strict=False):
+                signal.restore(*state)
         self.optimizer.restore(tensors)
         self._reference = None
         if self.keeps_reference and (directory / REFERENCE_FILE).exists():
