@@ -458,10 +458,14 @@ def test_whatever_breaks_each_object_that_was_made_is_released_exactly_once(phas
 )
 def test_a_thread_that_hangs_is_left_once_and_named(phase, said, made):
     ledger, envs = Ledger(), []
-    before = set(threading.enumerate())  # tests before this one may have left some of theirs
+
+    def hanging():
+        return [t for t in threading.enumerate() if t.name.endswith("abandoned")]
 
     def abandoned():
-        return [t.name for t in threading.enumerate() if t not in before and t.name.endswith("abandoned")]
+        return [t.name for t in hanging() if t not in before]
+
+    before = hanging()  # tests before this one may have left some of theirs
 
     factory = tw.tool_env([faulty(ledger, phase, "hang", False)])
 

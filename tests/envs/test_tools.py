@@ -1,6 +1,7 @@
 """Tools and `tool_env`: every call has an answer, and a model's mistake is never an exception."""
 
 import asyncio
+import os
 import random
 import subprocess
 import sys
@@ -11,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.envs import Action, ToolFailure, arithmetic, as_env_spec, play_scripted, read_reply, tool, tool_env
+from turnwise.envs import Action, ToolFailure, arithmetic, as_env_spec, play_scripted, read_reply, tool, tool_env, user_code
 from turnwise.envs.tools.results import ResultLimit
 from turnwise.envs.tools.schema import ToolSchemaError
 from turnwise.envs.tools.tool import Tools
+from turnwise.envs.user_code import run_in_thread
 from turnwise.errors import ConfigError, EnvError
 from turnwise.types import ImageRef, Message, Task, ToolCall
 
@@ -247,6 +249,56 @@ def test_a_tool_that_hangs_can_be_left_behind_and_the_process_still_ends():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
     assert (done.stdout, done.returncode, done.stderr) == ("left behind\n", 0, "")
+
+
+def test_calls_one_after_another_share_a_thread_and_calls_at_once_do_not():
+    def count(calls, at_once):
+        together = threading.Barrier(at_once)
+
+        def look():
+            together.wait(60)
+            return threading.get_ident()
+
+        async def main():
+            made = [await asyncio.gather(*(run_in_thread(look, {}) for _ in range(at_once))) for _ in range(calls)]
+            return [len(set(found)) for found in made], len({one for found in made for one in found})
+
+        return asyncio.run(main())
+
+    assert count(20, 1) == ([1] * 20, 1)
+    assert count(5, 8) == ([8] * 5, 8)
+
+
+def test_idle_threads_end_also_while_others_are_taken(monkeypatch):
+    monkeypatch.setattr(user_code, "IDLE_S", 1e-4)
+
+    async def main():
+        for number in range(300):
+            assert await run_in_thread(lambda number=number: number, {}) == number
+            time.sleep(number % 7 * 1e-4)
+
+    before = threading.active_count()
+    asyncio.run(main())
+    deadline = time.monotonic() + 30
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork processes")
+def test_a_forked_process_has_threads_of_its_own():
+    code = (
+        "import asyncio, os\n"
+        "from turnwise.envs.user_code import run_in_thread\n"
+        "asyncio.run(run_in_thread(print, {}))\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    asyncio.run(run_in_thread(os._exit, {'status': 7}))\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code]  # later versions warn of forks beside threads
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("\n7\n", "")
 
 
 def test_decorated_tools():

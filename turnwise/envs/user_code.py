@@ -19,8 +19,9 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from numbers import Real
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from turnwise.envs import user_imports
 from turnwise.errors import (
@@ -167,14 +168,76 @@ ABANDONED_THREADS: contextvars.ContextVar[list[str] | None] = contextvars.Contex
 """Names of abandoned calls that still hold a thread, per environment of the current task."""
 
 
+IDLE_S = 10.0
+"""Seconds without a call after which a thread ends."""
+Outcome = tuple[Any, Exception | None]
+
+
+class _Thread:
+    """A daemon thread that makes one call after another."""
+
+    idle: ClassVar[list[_Thread]] = []
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Callable[[], Outcome], Callable[[Outcome], None]]] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def take(cls) -> _Thread:
+        """Return an idle thread, or a new one."""
+        with contextlib.suppress(IndexError):
+            while thread := cls.idle.pop():
+                if thread._thread.is_alive():  # a forked process has none of its parent's
+                    return thread
+        return cls()
+
+    def call(self, function: Callable[[], Outcome], deliver: Callable[[Outcome], None], name: str) -> None:
+        """Call a function that raises nothing, and then the one that takes its outcome."""
+        self.rename(name)
+        self._calls.put((function, deliver))
+
+    def rename(self, name: str) -> None:
+        """Name the thread until its call ends."""
+        self._thread.name = name
+
+    def _work(self) -> None:
+        while True:
+            try:
+                function, deliver = self._calls.get(timeout=IDLE_S)
+            except Empty:
+                try:
+                    self.idle.remove(self)
+                except ValueError:  # taken at this moment
+                    continue
+                return
+            outcome = function()
+            self.rename("tool idle")
+            self.idle.append(self)
+            deliver(outcome)
+            del function, deliver, outcome
+
+
 async def run_in_thread(function: Callable[..., Any], arguments: Mapping[str, Any], name: str = "") -> Any:
-    """Run a function in a new daemon thread; one that hangs would occupy a pool's slot and keep the process from exiting."""
+    """Run a function in a daemon thread of its own; one that hangs would occupy a pool's slot and keep the process from
+    exiting."""
     name = name or getattr(function, "__name__", "")
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()
+    running = True
 
-    def deliver(result: Any, error: BaseException | None) -> None:
+    def work() -> Outcome:
+        nonlocal running
+        try:
+            return context.run(function, **arguments), None
+        except BaseException as raised:
+            return None, carried(raised)
+        finally:
+            running = False
+
+    def settle(outcome: Outcome) -> None:
+        result, error = outcome
         if future.done():
             return
         if error is None:
@@ -182,23 +245,18 @@ async def run_in_thread(function: Callable[..., Any], arguments: Mapping[str, An
         else:
             future.set_exception(error)
 
-    def work() -> None:
-        result, error = None, None
-        try:
-            result = context.run(function, **arguments)
-        except BaseException as raised:
-            error = carried(raised)
+    def deliver(outcome: Outcome) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed, so there is no caller
-            loop.call_soon_threadsafe(deliver, result, error)
+            loop.call_soon_threadsafe(settle, outcome)
 
-    thread = threading.Thread(target=work, name=f"tool {name}", daemon=True)
-    thread.start()
+    thread = _Thread.take()
+    thread.call(work, deliver, f"tool {name}")
     try:
         return await future
     except asyncio.CancelledError:
         left = ABANDONED_THREADS.get()
-        if left is not None and thread.is_alive():
-            thread.name = f"tool {name} abandoned"
+        if left is not None and running:
+            thread.rename(f"tool {name} abandoned")
             left.append(name)
         raise
 
