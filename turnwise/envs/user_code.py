@@ -173,22 +173,22 @@ IDLE_S = 10.0
 Outcome = tuple[Any, Exception | None]
 
 
-class _Thread:
+class _Thread(threading.Thread):
     """A daemon thread that makes one call after another."""
 
     idle: ClassVar[list[_Thread]] = []
 
     def __init__(self) -> None:
+        super().__init__(daemon=True)
         self._calls: SimpleQueue[tuple[Callable[[], Outcome], Callable[[Outcome], None]]] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self._thread.start()
+        self.start()
 
     @classmethod
     def take(cls) -> _Thread:
         """Return an idle thread, or a new one."""
         with contextlib.suppress(IndexError):
             while thread := cls.idle.pop():
-                if thread._thread.is_alive():  # a forked process has none of its parent's
+                if thread.is_alive():  # a forked process has none of its parent's
                     return thread
         return cls()
 
@@ -199,9 +199,10 @@ class _Thread:
 
     def rename(self, name: str) -> None:
         """Name the thread until its call ends."""
-        self._thread.name = name
+        self.name = name
 
-    def _work(self) -> None:
+    def run(self) -> None:
+        """Make the calls."""
         while True:
             try:
                 function, deliver = self._calls.get(timeout=IDLE_S)
