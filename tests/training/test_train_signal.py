@@ -270,7 +270,7 @@ def test_the_parts_of_groups_are_those_of_the_agreement(tiny_dir, monkeypatch):
     for step in range(3):
         before = fingerprint(trainer.model)
         trainer.step(random_groups(0, groups=6), step=step, steps=9)
-        assert (fingerprint(trainer.model) == before) == (trainer.signals[0].share == 0.0)
+        assert (fingerprint(trainer.model) == before) == (trainer.signal_share == 0.0)
     assert all(not parts for _, parts in found[1::2])  # the scaled agreement has none
     for step, (agreement, parts) in enumerate(found[::2]):
         assert len(parts) == 3 if step == 0 else 3 < len(parts) <= 6

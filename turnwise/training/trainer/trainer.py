@@ -535,8 +535,7 @@ class Trainer:
         torch.set_rng_state(tensors.pop("rng.cpu"))
         self.updates = int(tensors.pop("updates"))
         if "signal" in tensors:  # older checkpoints have none, or the first alone
-            states = tensors.pop("signal")
-            for signal, state in zip(self.signals, states.tolist() if states.dim() > 1 else [states.tolist()], strict=False):
+            for signal, state in zip(self.signals, torch.atleast_2d(tensors.pop("signal")).tolist(), strict=False):
                 signal.restore(*state)
         self.optimizer.restore(tensors)
         self._reference = None
