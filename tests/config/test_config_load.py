@@ -104,7 +104,7 @@ def test_paths_of_a_recipe_are_relative_to_it(tmp_path, monkeypatch):
         (HOP + "[rollout]\ngroups = 1.5", (), ["rollout.groups = 1.5", "write groups = 2"]),
         (HOP + "[eval]\ngreedy = 1", (), ["eval.greedy = 1", "true or false"]),
         (HOP + '[eval]\ngreedy = "true"', (), ["write greedy = true without quotes"]),
-        (HOP + "[train]\ngradient_signal_steps = 4", (), ["train.gradient_signal_steps = 4", "0 or at least 6"]),
+        (HOP + "[train]\ngradient_signal_steps = 4", (), ["train.gradient_signal_steps = 4", "0 or at least 10"]),
         (HOP + "[train]\nbetas = [1]", (), ["train.betas = [1]", "a list of 2 numbers"]),
         (HOP + '[train]\nschedule = "linar"', (), ['one of "linear", "cosine", "constant"', "did you mean 'linear'"]),
         (HOP + "[train.lr]\nx = 1", (), ["train.lr", "a number", "a table"]),

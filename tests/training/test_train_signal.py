@@ -16,7 +16,7 @@ from train_kit import distance, gradient, random_groups
 from turnwise.config import TrainConfig
 from turnwise.training import Ranks, Trainer
 from turnwise.training.model import models
-from turnwise.training.trainer.optimizer import GradientSignal, Optimizer, signal_share
+from turnwise.training.trainer.optimizer import YOUNG, GradientSignal, Optimizer, signal_share, standard_errors
 from turnwise.types import Group, Task
 
 # The formula.
@@ -140,14 +140,14 @@ def test_agreement_is_the_cosine_with_the_momentum(dtype):
     assert optimizer.agreement(optimizer.gradient(), optimizer.momentum()) is None
 
 
-@pytest.mark.parametrize("memory", [6, 20, 50])
+@pytest.mark.parametrize("memory", [10, 20, 50])
 def test_chance_is_rarely_taken_for_evidence(memory):
     rng = random.Random(0)
     signal, opened = GradientSignal(memory, 0.9), 0
     for _ in range(20_000):
         signal.update(max(-1.0, min(1.0, rng.gauss(0.0, 0.3))))
         opened += signal.share > 0
-    assert opened / 20_000 < 0.004
+    assert opened / 20_000 < 0.0025
     for _ in range(5 * memory):
         signal.update(0.3 + rng.gauss(0.0, 0.1))
     assert signal.share > 0.3
@@ -176,7 +176,7 @@ def test_steady_agreement_counts_almost_fully_soon(agreement):
     for _ in range(40):
         signal.update(agreement)
         shares.append(signal.share)
-    assert shares[:3] == [0.0] * 3
+    assert shares[:4] == [0.0] * 4
     assert shares[9] > 0.5 * signal_share(agreement, 0.9)
     assert shares[-1] > 0.85 * signal_share(agreement, 0.9)
     assert max(shares) <= signal_share(agreement, 0.9)
@@ -196,7 +196,7 @@ def test_groups_that_agree_open_the_gate_at_the_first_agreement(parts):
 
 
 def test_a_few_groups_or_groups_that_differ_do_not_open_it():
-    assert first_share([0.1] * 9) == first_share([0.9]) == first_share(()) == 0.0
+    assert first_share([0.2] * 4) == first_share([0.9]) == first_share(()) == 0.0
     assert first_share([0.9, *[-0.02] * 8, *[0.02] * 7]) == 0.0
 
 
@@ -205,10 +205,24 @@ def test_only_the_first_steps_of_a_run_are_split_by_groups():
     for _ in range(8):
         young.append(signal.is_young)
         signal.update(0.1)
-    assert young == [True] * 6 + [False] * 2
+    assert young == [True] * YOUNG + [False] * (8 - YOUNG)
     signal.restore(0.5, 0.01)  # of a run from before there was a weight
     assert not signal.is_young
     assert not GradientSignal(0, 0.9).is_young
+
+
+@pytest.mark.parametrize("terms", [8, 16, 60])
+def test_as_many_standard_errors_are_as_rare_for_any_number_of_terms(terms):
+    rng, errors = random.Random(terms), []
+    for _ in range(20_000):
+        made = [rng.gauss(0.0, 1.0) for _ in range(terms)]
+        errors.append(standard_errors(sum(made), sum(one * one for one in made), terms))
+    for limit, share in ((1.0, 0.159), (2.0, 0.0228)):
+        assert 0.6 * share < sum(error > limit for error in errors) / 20_000 < 1.1 * share
+    assert sum(error > 3.0 for error in errors) / 20_000 < 0.0017
+    assert standard_errors(4.0, 4.0, 4.0) == 0.0  # four of one size and sign
+    assert standard_errors(8.0, 8.0, 8.0) == math.inf
+    assert standard_errors(-8.0, 8.0, 8.0) == standard_errors(0.0, 0.0, 8.0) == 0.0
 
 
 def test_noise_of_groups_rarely_opens_it():
@@ -227,7 +241,11 @@ def test_noise_of_groups_rarely_opens_it():
 def test_checkpoints_of_older_versions_have_no_weight():
     signal = GradientSignal(20, 0.9)
     signal.restore(0.5, 0.01)
-    assert signal.state() == (0.5, 0.01, 1.0)
+    assert signal.state()[:3] == (0.5, 0.01, 1.0)
+    steady = GradientSignal(20, 0.9)
+    for _ in range(400):
+        steady.update(0.1)
+    assert signal.terms == pytest.approx(steady.terms)
 
 
 # In the trainer.
@@ -386,7 +404,7 @@ def test_a_checkpoint_of_an_older_release_is_read(tiny_dir, tmp_path, state):
     trainer.load(tmp_path)
     assert trainer.updates == 1
     assert trainer.signals[0].average == (state[0] if state else 0.0)
-    assert trainer.signals[1].state() == (0.0, 0.0, 0.0)
+    assert trainer.signals[1].state() == (0.0,) * 5
 
 
 def test_the_rate_follows_the_measure_that_shows_more(tiny_dir):

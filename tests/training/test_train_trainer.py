@@ -99,6 +99,16 @@ def test_mismatch_may_be_let_pass(tiny_model):
     )
 
 
+@pytest.mark.parametrize(("dtype", "checked"), [(torch.float32, [0, 1, 20, 21]), (torch.bfloat16, [0, 1, 2, 19, 20, 21, 22])])
+def test_updates_are_checked_in_the_engine_where_the_mismatch_could_hide_them(tiny_dir, dtype, checked):
+    trainer, found = Trainer(models.load(tiny_dir, dtype=dtype)[0], TrainConfig(max_mismatch_kl=1e9)), []
+    for step in (0, 1, 2, 19, 20, 21, 22):
+        made = random_groups(0) if dtype == torch.bfloat16 else with_logprobs(trainer.model, random_groups(0))
+        trainer.step(made, step=step, steps=23)
+        found += [step] if trainer.take_probe() else []
+    assert found == checked
+
+
 def test_a_banned_id_in_the_data_is_refused(tiny_model):
     made = random_groups(3)
     target = made[0].trajectories[0].spans[1].ids[0]

@@ -176,7 +176,7 @@ RETRIED = Needs(
     "env.max_engine_retries_per_turn > 0",
     "env.max_reward_retries > 0",
 )
-TOO_FEW_STEPS = "must be 0 or at least 6: an average over fewer steps is never three standard errors above 0"
+TOO_FEW_STEPS = "must be 0 or at least 10: an average over fewer steps cannot tell a signal from chance"
 FIXED = Needs("train.aggregation = fixed", "train.aggregation none and train.algorithm = dr_grpo | file.py:name")
 
 ADVANTAGES: tuple[str, ...] = get_args(Advantage)
@@ -542,7 +542,7 @@ class TrainConfig:
     eps: PositiveFloat = 1e-8
     """Term added to the denominator of AdamW; a larger one damps updates of weights with tiny gradients."""
     gradient_signal_steps: Annotated[
-        NonNegativeInt, _error_unless(lambda steps: steps not in range(1, 6), TOO_FEW_STEPS), Formerly("signal_memory")
+        NonNegativeInt, _error_unless(lambda steps: steps not in range(1, 10), TOO_FEW_STEPS), Formerly("signal_memory")
     ] = 0
     """Steps over which gradient agreement is averaged to scale the learning rate by its signal; 0 disables scaling."""
     max_grad_norm: PositiveFloat = 1.0

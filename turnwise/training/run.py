@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,19 +19,9 @@ from typing import TYPE_CHECKING, Any
 from turnwise.config import RunConfig
 from turnwise.engines import Sampling
 from turnwise.envs.spec import EnvSpec
-from turnwise.errors import TraceError, TurnwiseError
-from turnwise.records import (
-    Checks,
-    EpisodeListener,
-    ProgressListener,
-    RunDir,
-    read_json_lines,
-    rebuild_trajectories,
-    trajectory_row,
-)
-from turnwise.records.journal import InterruptedEpisodes, RecordedEpisode
+from turnwise.errors import TurnwiseError
+from turnwise.records import EpisodeListener, ProgressListener, RunDir, read_json_lines
 from turnwise.records.metrics import rollout_metrics
-from turnwise.records.serialization import key_row
 from turnwise.renderers.history import History
 from turnwise.rollouts import EpisodeSpec, Rollout
 from turnwise.rollouts.retries import backoff_s
@@ -42,7 +32,6 @@ from turnwise.training.batches import (
     AsyncBatches,
     Batches,
     OneStepOffBatches,
-    StreamRecord,
     SyncBatches,
     groups_per_step,
     off_loop,
@@ -53,20 +42,19 @@ from turnwise.training.evaluation import EvalResult, play_evaluation, summarize
 from turnwise.training.forward.batch import Ranks
 from turnwise.training.metrics import no_signal_reason, step_row, success_figures, summary_of, write_token_records
 from turnwise.training.policy_setup import build_policies
+from turnwise.training.run_record import RunRecord
 from turnwise.training.setup import build_components, model_directory, release_engine_memory, sampling_of
 from turnwise.training.task_plan import (
     TaskChoice,
     TaskPlan,
     check_failures,
     eval_samples,
-    may_pass,
     planned_steps,
     to_play_again,
 )
-from turnwise.training.trainer.checks import check_fingerprints
 from turnwise.training.trainer.memory import report_memory
 from turnwise.training.warmup import SIGNAL, Gate, cut_note, demonstrations, learning_rate, sample_demos
-from turnwise.types import ROUTES, EpisodeKey, StopReason, Trajectory
+from turnwise.types import ROUTES, Trajectory
 
 if TYPE_CHECKING:
     from turnwise.engines.remote.placed import ServerPlacer
@@ -108,7 +96,7 @@ class TrainingRun:
         self.run = run
         self.watch = watch
         self.history = parse_history(config.rollout.history if history is None else history)
-        self.began = began or (time.time(), time.process_time())
+        began = began or (time.time(), time.process_time())
         watch.phase("set up", 0, "")
         train, rollout = config.train, config.rollout
         self._train_steps = (*extended.get("train.steps", ()), train.steps)
@@ -136,38 +124,20 @@ class TrainingRun:
         own = config.model.template is not None or bool(config.model.template_args)
         self._template = self.parts.renderer.template.source if own else None
         check_run_template(run, self.parts.renderer, resumed=resumed)
-        self.rows: set[tuple[Any, ...]] = set()
-        self.spent = (0.0, 0.0)
-        """Wall-clock and CPU seconds of earlier processes, each up to its last metrics row."""
-        self.steps_so_far: dict[int, tuple[float, float]] = {}
-        """Success of the episodes and effective learning rate of each step so far, steps counted from 1."""
-        for row in read_json_lines(run.path / "metrics.jsonl"):
-            self.rows.add(_row_name(row))
-            if row.get("phase") == "train":
-                self.steps_so_far[row["step"]] = row["success"], row.get("lr", math.nan)
-            self.spent = (row.get("time_s", 0.0), row.get("cpu_s", 0.0))
-        self.stopped_by = ""
-        """Key that ended reinforcement early."""
-        self.trained: set[int] = set()
-        """Steps that the journal records as trained."""
-        self.accepted: set[EpisodeKey] = set()
-        """Episodes whose failure is final although a retry might have succeeded: a step continued without them."""
-        self.failed_plays: Counter[tuple[str, int]] = Counter()
-        """Failed plays that were retried, by phase and step."""
-        self.failed_tokens: Counter[tuple[str, int]] = Counter()
-        """Tokens sampled in those plays."""
-        self.resumes = 0
-        self.resumed_turns = 0
-        """Turns of interrupted episodes that earlier processes took from the journal."""
-        self._interrupted: dict[EpisodeKey, RecordedEpisode] = {}
         self._codes_reported = False
         self._version = 0
         """Policy version of the last weight update."""
-        self.stream_record = StreamRecord()
-        recorded = self._recorded()
+        self.stopped_by = ""
+        """Key that ended reinforcement early."""
+        self.record = RunRecord(
+            run,
+            began,
+            covered=self.cursor["step"] if self.cursor["phase"] == "reinforce" else 0,
+            asynchronous=config.schedule.mode == "async",
+        )
+        recorded = self.record.episodes(self.plan.by_id.get, self.parts.renderer, self.cursor.get("journal"), watch.note)
         if resumed:
-            self.resumes += 1
-            run.journal.append({"e": "resumed", "time": time.time()})
+            self.record.resume()
         self.rollout = Rollout(
             self.parts.engine,
             self.parts.renderer,
@@ -178,7 +148,7 @@ class TrainingRun:
             environments=config.rollout.environments,
             run=run,
             recorded=recorded,
-            interrupted=self._interrupted,
+            interrupted=self.record.interrupted,
             stop=config.rollout.stop,
             history=self.history,
             sanity=config.rollout.sanity,
@@ -216,7 +186,7 @@ class TrainingRun:
                 rolled_back = self._roll_back(after)
         finally:
             await self.parts.engine.close()
-        wall, cpu = self._times()
+        wall, cpu = self.record.times()
         known = {
             "rl_steps": steps,
             "warmup_steps": self.cursor["warmed"],
@@ -226,91 +196,16 @@ class TrainingRun:
         }
         known |= {"rolled_back": rolled_back} if rolled_back else {}
         known |= {"stopped_by": self.stopped_by} if self.stopped_by else {}
-        known |= {"failed_plays": sum(self.failed_plays.values())} if self.failed_plays else {}
-        resumed_turns = self.resumed_turns + self.rollout.resumed_turns
+        known |= {"failed_plays": failed} if (failed := self.record.all_failed_plays) else {}
+        resumed_turns = self.record.resumed_turns + self.rollout.resumed_turns
         known |= {"resumed_turns": resumed_turns} if resumed_turns else {}
-        summary = summary_of(self.config, success_figures(before, after, self.env_specs), self.resumes, known)
+        summary = summary_of(self.config, success_figures(before, after, self.env_specs), self.record.resumes, known)
         rows = [row for row in read_json_lines(self.run.path / "metrics.jsonl") if row.get("phase") == "train"]
         if reason := no_signal_reason(rows):
             self.watch.note(reason)
         self.run.write_json("summary.json", summary)
         self.run.sync()
         return summary
-
-    # Resume
-
-    def _recorded(self) -> dict[EpisodeKey, Trajectory]:
-        """Return the journal's episodes that the checkpoint does not cover; write their missing records."""
-        done = self.cursor["step"] if self.cursor["phase"] == "reinforce" else 0
-        mark = self.cursor.get("journal")
-        checks = Checks(tuple(mark) if mark else None)
-        found: dict[EpisodeKey, Trajectory] = {}
-        interrupted = InterruptedEpisodes()
-        try:
-            found = rebuild_trajectories(self._events(checks, interrupted), self.plan.by_id.get, self._count_failed_play)
-            self._interrupted = {
-                key: record
-                for key, record in interrupted.episodes(self.plan.by_id.get).items()
-                if key.phase != "train" or self._is_ahead(key, done)
-            }
-            check_fingerprints(self.parts.renderer.fingerprint, found.values(), f"the journal of {self.run.path}")
-        except TraceError as error:
-            checks.damage.append(str(error))
-        if not found and any(row[0] in ("gate", "eval", "train") for row in self.rows):
-            checks.damage.append(f"{self.run.path / 'journal.jsonl'}: empty or missing, but metrics.jsonl records episodes")
-        if checks.damage:
-            raise TraceError(
-                f"{checks.damage[0]}. A run resumes only from its journal: restore it from a copy, or start a new run"
-            )
-        # An episode interrupted with the process (Ctrl-C) is closed in the journal without a stop reason of its own.
-        found = {k: t for k, t in found.items() if t.stop is not StopReason.ABORTED}
-        found = {k: t for k, t in found.items() if k.phase != "train" or self._is_ahead(k, done)}
-        written: dict[tuple[Any, ...], float] = {}
-        for row in read_json_lines(self.run.path / "trajectories.jsonl"):
-            if row["stop"] != StopReason.ABORTED:
-                written[tuple(row["key"].values())] = row["wall_s"]  # of two plays, the later
-        for key, trajectory in found.items():
-            if written.get((key.phase, key.step, key.task, key.sample, key.attempt)) != trajectory.wall_s:
-                self.run.trajectories.append(trajectory_row(trajectory, self.parts.renderer))
-        final = {key for key in found if key in self.accepted or (key.phase == "train" and self._is_trained(key))}
-        retried = [key for key, trajectory in found.items() if may_pass(trajectory) and key not in final]
-        for key in retried:
-            self._count_failed_play(found.pop(key))
-            self._interrupted.pop(key, None)  # a failed play is repeated from the start
-        if retried:
-            self.watch.note(f"retrying {len(retried)} episodes that failed in the environment, the engine or at a deadline")
-        return found
-
-    def _is_ahead(self, key: EpisodeKey, done: int) -> bool:
-        """Return whether an episode is for a step after the checkpoint of step `done`."""
-        if self.config.schedule.mode == "async":
-            return (key.step, key.task) not in self.stream_record.consumed
-        return key.step >= done
-
-    def _is_trained(self, key: EpisodeKey) -> bool:
-        """Return whether a step was trained on an episode, before or after the checkpoint."""
-        if self.config.schedule.mode == "async":
-            return (key.step, key.task) in self.stream_record.batched
-        return key.step in self.trained
-
-    def _count_failed_play(self, trajectory: Trajectory) -> None:
-        """Count a play that a retry replaces."""
-        name = trajectory.key.phase, trajectory.key.step
-        self.failed_plays[name] += 1
-        self.failed_tokens[name] += trajectory.sampled_tokens
-
-    def _events(self, checks: Checks, interrupted: InterruptedEpisodes) -> Iterator[dict[str, Any]]:
-        """Yield the journal's events; record those that belong to no episode, and the turns of interrupted ones."""
-        for event in self.run.events(checks):
-            interrupted.read(event)
-            self.resumed_turns += event["e"] == "turn" and "resumed" in event
-            if event["e"] == "trained":
-                self.trained.add(event["step"])
-            self.stream_record.apply(event, self.cursor["step"] if self.cursor["phase"] == "reinforce" else 0)
-            if event["e"] == "accepted":
-                self.accepted.update(EpisodeKey(*key) for key in event["failed"])
-            self.resumes += event["e"] == "resumed"
-            yield event
 
     async def _apply_prompt_limit(self) -> None:
         limit = self.config.limits.prompt_tokens
@@ -393,7 +288,7 @@ class TrainingRun:
             figures = self.policies.supervised(sample_demos(demos, config, step), lr=learning_rate(warmup.lr, step, total))
             losses = [*losses[-19:], figures["loss"]]
             step += 1
-            self._row({"phase": "warmup", "step": step, "demo_reward": demo_reward} | figures)
+            self.record.row({"phase": "warmup", "step": step, "demo_reward": demo_reward} | figures)
             self.watch.progress(step, figures)
             if step % warmup.gate_every == 0 or step == warmup.steps:
                 missing, differing = await self._check_gate(gate, step, sum(losses) / len(losses))
@@ -428,7 +323,7 @@ class TrainingRun:
             missing, differing = gate.unmet(result, loss), result.differing
             row = {"phase": "gate", "step": step, "loss": loss, "gate_passed": not missing} | dict(self.measured)
             row |= {"name": "again"} if name == "gate-again" else {}
-            self._row(row | result.row() | self._failed_plays(name, step))
+            self.record.row(row | result.row() | self.record.failed_plays(name, step))
         return missing, differing
 
     # Reinforcement
@@ -466,7 +361,7 @@ class TrainingRun:
         goal, patience = self.config.train.stop_success, self.config.train.patience
 
         def last(n: int) -> list[tuple[float, float]]:
-            return [self.steps_so_far.get(step, (0.0, math.nan)) for step in range(steps - n + 1, steps + 1)]
+            return [self.record.steps.get(step, (0.0, math.nan)) for step in range(steps - n + 1, steps + 1)]
 
         if goal is not None and steps >= STOP_STEPS and sum(success for success, _ in last(STOP_STEPS)) / STOP_STEPS >= goal:
             return "train.stop_success", f"train.stop_success = {goal:g} is reached"
@@ -493,7 +388,7 @@ class TrainingRun:
             selection=schedule.selection,
             refill=policies.refill,
         )
-        record = self.stream_record
+        record = self.record.stream
         scheduler.restore(record.state(first))
         journal, gate = self.run.journal, self._stream.gate
         return AsyncBatches(scheduler, plan, policies, self._play_groups, progress, gate, journal.append, record)
@@ -526,9 +421,8 @@ class TrainingRun:
         self.watch.waiting("optimizer step")
         row = await self._train(trajectories, step, rollout_s) | {"tools_offered": self.rollout.tools_offered}
         row |= {"groups_refilled": refilled} if self.policies.refill else {}
-        row |= self._failed_plays("train", step) | self.plan.figures
-        self.steps_so_far[step + 1] = row["success"], row.get("lr", math.nan)
-        self._row(row)
+        row |= self.record.failed_plays("train", step) | self.plan.figures
+        self.record.row(row)
         self.watch.progress(step + 1, row)
         self.rollout.drop_recorded(trajectories)
 
@@ -543,7 +437,7 @@ class TrainingRun:
             if summary := policy.trainer.layout.summary():
                 self.watch.note(summary)
         self._report_codes(step, metrics)
-        if step not in self.trained:
+        if step not in self.record.trained:
             self.run.journal.append({"e": "trained", "step": step, "episodes": len(trajectories)})
         row = {"phase": "train", "step": step + 1} | step_row(trajectories, metrics, rollout_s, self.config.eval.success)
         return row | write_token_records(self.run.path, step, credits, batches)
@@ -596,12 +490,12 @@ class TrainingRun:
     ) -> list[Trajectory]:
         found = await playing
         for tries in range(1, self.config.rollout.max_retries + 1):
-            retried = to_play_again(episodes, found, self.accepted)
+            retried = to_play_again(episodes, found, self.record.accepted)
             if not retried:
                 break
             await asyncio.sleep(backoff_s(episodes[retried[0]].rules, tries, tries))
             for number in retried:
-                self._count_failed_play(found[number])
+                self.record.count_failed_play(found[number])
             for number, played in zip(retried, await play([episodes[i] for i in retried]), strict=True):
                 found[number] = played
         return found
@@ -609,16 +503,7 @@ class TrainingRun:
     def _accept(self, found: Sequence[Trajectory], where: str) -> None:
         """Continue with episodes of which some failed; their failures are final from here on."""
         check_failures(found, where, self.run.path, self.config.rollout.max_failed)
-        failed = [t.key for t in found if may_pass(t) and t.key not in self.accepted]
-        if failed:
-            self.accepted.update(failed)
-            self.run.journal.append({"e": "accepted", "failed": [key_row(key) for key in failed]})
-
-    def _failed_plays(self, phase: str, step: int) -> dict[str, int]:
-        """Return the metrics of plays that failed and were retried; empty if there were none."""
-        if not self.failed_plays[phase, step]:
-            return {}
-        return {"failed_plays": self.failed_plays[phase, step], "failed_play_tokens": self.failed_tokens[phase, step]}
+        self.record.accept(found)
 
     async def _sync(self, version: int) -> None:
         """Send the trainer's weights to the engine; raise `SyncError` unless its fingerprint and its samples show them."""
@@ -663,7 +548,7 @@ class TrainingRun:
             found = await self._score(self.plan.held_out, phase, step, samples, sampling, blind)
             scores[mode] = found
             row = {"phase": "eval", "name": name, "mode": mode, "step": step} | dict(self.measured)
-            self._row(row | found.row() | self._failed_plays(phase, step))
+            self.record.row(row | found.row() | self.record.failed_plays(phase, step))
             self.watch.progress(1 if blind else number, {"success": found.success, "turns": found.turns, "stops": found.stops})
         return scores
 
@@ -706,22 +591,3 @@ class TrainingRun:
             session, turn, name, seconds, _ = running[0]
             pending += f"; longest: {session} turn {turn + 1}, {seconds:.0f} s in {name}"
         return pending
-
-    # Metrics
-
-    def _row(self, row: Mapping[str, Any]) -> None:
-        """Write a metrics row once; a resumed run produces some rows twice."""
-        name = _row_name(row)
-        if name in self.rows:
-            return
-        self.rows.add(name)
-        wall, cpu = self._times()
-        self.run.metrics.append(dict(row) | {"time_s": wall, "cpu_s": cpu})
-
-    def _times(self) -> tuple[float, float]:
-        """Return wall-clock and CPU seconds of the run so far, earlier processes included."""
-        return self.spent[0] + time.time() - self.began[0], self.spent[1] + time.process_time() - self.began[1]
-
-
-def _row_name(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (row.get("phase"), row.get("name"), row.get("mode"), row.get("step"))

@@ -125,12 +125,24 @@ def accounting_metrics(step_credits: StepCredits, masked: int = 0) -> dict[str, 
     }
 
 
+EXACT = 1e-3
+"""Default of the maximum mismatch in float32, nats."""
+PROBE_EVERY, PROBED = 20, 2
+"""In float32, so many steps of each twenty have a `WeightSyncProbe`, which takes three short passes."""
+
+
 def mismatch_bound(config: TrainConfig, dtype: torch.dtype) -> float:
     """Return the maximum allowed |logprob of trainer - of engine|, nats. The default is 1e-3 in float32 (a correct engine is
     within 1e-4), also with a correction. There is none in lower precision, where rounding alone reaches 0.2."""
     if config.max_mismatch is not None:
         return config.max_mismatch
-    return math.inf if dtype in (torch.bfloat16, torch.float16) else 1e-3
+    return math.inf if dtype in (torch.bfloat16, torch.float16) else EXACT
+
+
+def needs_probe(config: TrainConfig, dtype: torch.dtype, step: int, *, rounded_inputs: bool) -> bool:
+    """Whether to check that an engine has the update of a step: always where `check_mismatch` allows as much as an update
+    changes, else in two steps of twenty, since updates that are lost in between add up to `EXACT` at most."""
+    return rounded_inputs or mismatch_bound(config, dtype) > EXACT or step % PROBE_EVERY < PROBED
 
 
 ROUNDED_SHARE, ROUNDED_BOUND, ROUNDED_K3, ROUNDED_PART = 0.01, 0.5, 1e-5, 0.25

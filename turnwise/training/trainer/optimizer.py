@@ -185,8 +185,24 @@ STANDARD_ERRORS = 3.0
 policy in 20 was broken."""
 
 
-YOUNG = 6
+YOUNG = 4
 """Steps whose agreement is split by tasks, by one more forward pass each: their spread shows a strong signal at once."""
+
+
+def standard_errors(average: float, variance: float, terms: float) -> float:
+    """Return the standard errors that an average of noise around 0 is above it, from the sum of its squared terms.
+
+    Few terms say little about their spread: the average over the root of `variance` follows Student's t. The result is the
+    normal deviate of the same rarity (Wallace, Ann. Math. Stat. 30, 1959), with a degree of freedom less than terms of equal
+    size have, since older ones are smaller; 0 for fewer than five terms.
+    """
+    freedom = terms - 2.0
+    if average <= 0 or freedom < 3.0:
+        return 0.0
+    if average**2 >= terms * variance:
+        return math.inf
+    rarity = -freedom * math.log1p(-(average**2) / (terms * variance))
+    return (8.0 * freedom + 1.0) / (8.0 * freedom + 3.0) * math.sqrt(rarity)
 
 
 def signal_share(agreement: float, beta: float) -> float:
@@ -223,6 +239,13 @@ class GradientSignal:
         """Variance of `average` if agreements were noise around 0: the sum of its squared terms."""
         self.weight = 0.0
         """Sum of the weights of the steps in `average`; the 0 that it starts from has the rest."""
+        self.squares = self.fourths = 0.0
+        """Sums of the second and fourth powers of the weights of known steps, of their parts for the latter."""
+
+    @property
+    def terms(self) -> float:
+        """Number of terms of equal size that tell as much of the variance (Satterthwaite, Biometrics Bulletin 2, 1946)."""
+        return self.squares**2 / self.fourths if self.fourths else 0.0
 
     @property
     def is_young(self) -> bool:
@@ -233,11 +256,14 @@ class GradientSignal:
         """Add one step's agreement; None (unknown) counts as 0. `parts` are those of independent tasks in it."""
         if self.memory:
             weight = 1.0 / self.memory
-            value = agreement or 0.0
+            kept, value = 1.0 - weight, agreement or 0.0
+            self.average = kept * self.average + weight * value
+            self.weight = kept * self.weight + weight
             square = math.fsum(part * part for part in parts or (value,))
-            self.average = (1.0 - weight) * self.average + weight * value
-            self.variance = (1.0 - weight) ** 2 * self.variance + weight**2 * square
-            self.weight = (1.0 - weight) * self.weight + weight
+            self.variance = kept**2 * self.variance + weight**2 * square
+            known = 0.0 if agreement is None else weight
+            self.squares = kept**2 * self.squares + known**2
+            self.fourths = kept**4 * self.fourths + known**4 / max(len(parts), 1)
 
     @property
     def share(self) -> float:
@@ -246,14 +272,16 @@ class GradientSignal:
         corrected for its start, as Adam's are (arXiv 1412.6980, section 3)."""
         if not self.memory:
             return 1.0
-        if self.average <= STANDARD_ERRORS * math.sqrt(self.variance):
+        if standard_errors(self.average, self.variance, self.terms) <= STANDARD_ERRORS:
             return 0.0
         return signal_share(math.sqrt(self.average**2 - self.variance) / self.weight, self.beta)
 
-    def state(self) -> tuple[float, float, float]:
+    def state(self) -> tuple[float, ...]:
         """Return the arguments of `restore`."""
-        return self.average, self.variance, self.weight
+        return self.average, self.variance, self.weight, self.squares, self.fourths
 
-    def restore(self, average: float, variance: float, weight: float = 1.0) -> None:
-        """Restore what `state` returned; checkpoints of older versions have no weight."""
+    def restore(self, average: float, variance: float, weight: float = 1.0, *sums: float) -> None:
+        """Restore what `state` returned; checkpoints of older versions have no weight, or no sums of its powers."""
         self.average, self.variance, self.weight = average, variance, weight
+        each = 1.0 / self.memory if self.memory else 1.0
+        self.squares, self.fourths = sums or (each**n / (1.0 - (1.0 - each) ** n) for n in (2, 4))

@@ -49,6 +49,7 @@ from turnwise.training.trainer.checks import (
     check_fingerprints,
     check_finite,
     check_mismatch,
+    needs_probe,
     teacher_figures,
 )
 from turnwise.training.trainer.optimizer import Direction, GradientSignal, Optimizer, schedule
@@ -199,7 +200,8 @@ class Trainer:
         if self.teachers is not None:
             for batch in batches:
                 batch.teachers = self.teachers.score(batch)
-        probe = WeightSyncProbe.before(step_credits.credits, self._at_temperature_one, self.device) if batches else None
+        needed = batches and needs_probe(config, self.dtype, step, rounded_inputs=self._rounded_inputs)
+        probe = WeightSyncProbe.before(step_credits.credits, self._at_temperature_one, self.device) if needed else None
         # Updates.
         codes = self._codes()
         for _ in range(config.epochs):
