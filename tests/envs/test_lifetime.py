@@ -338,9 +338,14 @@ PHASES = ("init", "create", "execute", "calc_reward", "release")
 class Fault:
     """Does the wrong thing in one phase of an object's life."""
 
-    def __init__(self, phase, fault, is_async):
+    def __init__(self, phase, fault, is_async, seconds=0.25):
         self.phase, self.fault = phase, fault
         self.for_ever = is_async and fault == "hang"
+        self.seconds = seconds
+        self.returns = threading.Event()
+        """Set by a test that waits no longer for what hangs."""
+        self.threads = []
+        """Those in which it hung."""
 
     def act(self, here):
         raised = {
@@ -352,7 +357,8 @@ class Fault:
         if here == self.phase and self.fault in raised:
             raise raised[self.fault]
         if here == self.phase and self.fault.startswith("hang") and not self.for_ever:
-            time.sleep(0.25)
+            self.threads.append(threading.current_thread())
+            self.returns.wait(self.seconds)
 
     async def wait(self, here):
         if here == self.phase and self.for_ever:
@@ -362,7 +368,10 @@ class Fault:
 
 def faulty(ledger, phase, fault, is_async):
     """A tool with a fault."""
-    planted = Fault(phase, fault, is_async)
+    return with_fault(ledger, Fault(phase, fault, is_async), is_async)
+
+
+def with_fault(ledger, planted, is_async=False):
     act, await_ = planted.act, planted.wait
 
     class Faulty(tw.StatefulTool):
@@ -457,17 +466,8 @@ def test_whatever_breaks_each_object_that_was_made_is_released_exactly_once(phas
     [("create", ["faulty: create"], 1), ("execute", ["execute"], 1), ("release", ["release"], 1), ("none", [], 1)],
 )
 def test_a_thread_that_hangs_is_left_once_and_named(phase, said, made):
-    ledger, envs = Ledger(), []
-
-    def hanging():
-        return [t for t in threading.enumerate() if t.name.endswith("abandoned")]
-
-    def abandoned():
-        return [t.name for t in hanging() if t not in before]
-
-    before = hanging()  # tests before this one may have left some of theirs
-
-    factory = tw.tool_env([faulty(ledger, phase, "hang", False)])
+    ledger, envs, planted = Ledger(), [], Fault(phase, "hang", False, seconds=60)
+    factory = tw.tool_env([with_fault(ledger, planted)])
 
     def make():
         envs.append(factory())
@@ -475,12 +475,12 @@ def test_a_thread_that_hangs_is_left_once_and_named(phase, said, made):
 
     limits = tw.Limits(turns=6, turn_tokens=2000, env_s=0.1)
     (trajectory,) = tw.rollout(make, [tw.Task("Go.")], engine=tw.ScriptedEngine([call("faulty"), "done"]), limits=limits)
-    left = abandoned()
     assert envs[0].abandoned == said
-    assert left == [f"tool {name} abandoned" for name in said]
+    assert [thread.name for thread in planted.threads] == [f"tool {name} abandoned" for name in said]
     assert (trajectory.error is None) is (phase == "none")
-    for _ in range(100):
-        if ledger.count("release") == made and not abandoned():
+    planted.returns.set()
+    for _ in range(1000):
+        if ledger.count("release") == made:
             break
         time.sleep(0.01)
     assert ledger.count("release") == made
