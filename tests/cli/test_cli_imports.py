@@ -30,5 +30,4 @@ def test_nothing_is_collected_during_the_imports_and_later_as_before(tmp_path, m
             import_training("of_no_package")
         assert gc.isenabled() is on
     finally:
-        gc.unfreeze()
         gc.enable()
