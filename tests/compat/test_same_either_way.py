@@ -23,15 +23,22 @@ WORDS = ["Guess a number. alpha kilo tango zulu 1 2 3 4 5 6 7 8 9 higher lower"]
 
 
 class Counted(LocalEngine):
-    """Counts calls, and those in flight at once."""
+    """Counts calls, and those in flight at once; answers none before `first` have come, however late their episodes begin."""
 
     calls = flying = most = 0
+
+    def __init__(self, model, *, first, **options):
+        super().__init__(model, **options)
+        self.first, self.all_came = first, asyncio.Event()
 
     async def generate(self, request):
         self.calls += 1
         self.flying += 1
         self.most = max(self.most, self.flying)
+        if self.calls == self.first:
+            self.all_came.set()
         try:
+            await self.all_came.wait()
             return await super().generate(request)
         finally:
             self.flying -= 1
@@ -46,7 +53,7 @@ def test_batched_generation_equals_one_at_a_time(use, tmp_path, capsys):
     tasks = [tw.Task(f"Guess {number}.", "4", id=str(number), info=info) for number in range(32)]
     rows, costs = {}, {}
     for concurrency in (32, 1):
-        engine = Counted(AutoModelForCausalLM.from_pretrained(path), slots=32)
+        engine = Counted(AutoModelForCausalLM.from_pretrained(path), first=concurrency, slots=32)
         limits = Limits(turns=2, turn_tokens=24, on_turn_length="continue")
         began = time.perf_counter()
         found = tw.rollout(

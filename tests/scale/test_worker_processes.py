@@ -17,6 +17,24 @@ def trained_once(run: Path) -> Counter:
     return closed
 
 
+def begun(acts, pid):
+    """Training episodes of which a worker has made the first step, and not yet the second."""
+    steps = [line.split()[2] for line in acts.read_text().splitlines() if f" {pid} train" in line] if acts.exists() else []
+    first = {step.removesuffix("/1") for step in steps if step.endswith("/1")}
+    return first - {step.removesuffix("/2") for step in steps}
+
+
+def suspended_in_the_middle(acts, worker):
+    """Suspend a worker in the middle of a training episode; let it go on if it ended the episode before it was."""
+    if not begun(acts, worker.pid):
+        return False
+    worker.send_signal(signal.SIGSTOP)
+    if begun(acts, worker.pid):
+        return True
+    worker.send_signal(signal.SIGCONT)
+    return False
+
+
 def test_one_worker_gives_the_weights_of_one_process_bit_for_bit(alone, tmp_path):
     recipe, log, port = write_recipe(tmp_path), tmp_path / "log", free_port()
     with processes() as started:
@@ -30,13 +48,14 @@ def test_one_worker_gives_the_weights_of_one_process_bit_for_bit(alone, tmp_path
 
 
 def test_a_worker_killed_in_the_middle_of_its_groups_costs_no_group(alone, tmp_path):
-    recipe, log, port = write_recipe(tmp_path, pause=0.3), tmp_path / "log", free_port()
+    recipe, log, port, acts = write_recipe(tmp_path, pause=0.3), tmp_path / "log", free_port(), tmp_path / "acts"
     run, url = tmp_path / "run", f"http://127.0.0.1:{port}"
     with processes() as started:
-        started.append(start("train", recipe, "--out", run, "--scale.listen", f"127.0.0.1:{port}", log=log))
+        words = ["--scale.listen", f"127.0.0.1:{port}", "--env.args.effects", acts]
+        started.append(start("train", recipe, "--out", run, *words, log=log))
         workers = [start("worker", "--join", url, "--name", name, log=tmp_path / name) for name in ("one", "two")]
         started += workers
-        wait_for(lambda: [e for e in events(run, "turn") if e["k"][0] == "train"], why=log.read_text)
+        wait_for(lambda: suspended_in_the_middle(acts, workers[0]), why=log.read_text)
         kill(workers[0])
         finished(started[0], log)
     assert final_weights(run) == final_weights(alone)  # same key, same seed
@@ -77,13 +96,6 @@ def test_nobody_joins_without_the_token_or_with_other_code(tmp_path):
     assert "401" in (tmp_path / "guess").read_text()
 
 
-def begun(acts, pid):
-    """Training episodes of which a worker has made the first step, and not yet the second."""
-    steps = [line.split()[2] for line in acts.read_text().splitlines() if f" {pid} train" in line] if acts.exists() else []
-    first = {step.removesuffix("/1") for step in steps if step.endswith("/1")}
-    return first - {step.removesuffix("/2") for step in steps}
-
-
 def test_another_worker_goes_on_with_effects_only_after_the_lease_of_a_killed_one(alone, tmp_path):
     recipe, log, port, acts = write_recipe(tmp_path, pause=0.4), tmp_path / "log", free_port(), tmp_path / "acts"
     run, lease_s = tmp_path / "run", 1.5
@@ -93,7 +105,7 @@ def test_another_worker_goes_on_with_effects_only_after_the_lease_of_a_killed_on
         started.append(start("train", recipe, "--out", run, *words, log=log))
         workers = [start("worker", "--join", f"http://127.0.0.1:{port}", log=tmp_path / name) for name in ("one", "two")]
         started += workers
-        wait_for(lambda: begun(acts, workers[0].pid), why=log.read_text)
+        wait_for(lambda: suspended_in_the_middle(acts, workers[0]), why=log.read_text)
         killed = time.time()
         kill(workers[0])
         finished(started[0], log)
@@ -117,8 +129,7 @@ def test_a_worker_with_effects_that_was_suspended_ends_its_process(alone, tmp_pa
         started.append(start("train", recipe, "--out", run, *words, log=log))
         workers = [start("worker", "--join", f"http://127.0.0.1:{port}", log=tmp_path / name) for name in ("one", "two")]
         started += workers
-        wait_for(lambda: f" {workers[0].pid} train" in (acts.read_text() if acts.exists() else ""), why=log.read_text)
-        workers[0].send_signal(signal.SIGSTOP)
+        wait_for(lambda: suspended_in_the_middle(acts, workers[0]), why=log.read_text)
         wait_for(lambda: events(run, "asked_again"), why=log.read_text)
         workers[0].send_signal(signal.SIGCONT)
         assert workers[0].wait(30) == 3
