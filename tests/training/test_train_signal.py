@@ -42,9 +42,9 @@ def test_without_noise_the_share_of_what_was_averaged_is_near_one(beta):
     assert signal_share(0.9999, beta) > 0.999
 
 
-def noisy(strength, steps, seed=0, dim=400, sizes=None):
+def noisy(strength, steps, seed=0, dim=400, sizes=None, updates=1):
     """The agreements of each gradient, and the signal's share of the momentum, of a true direction under noise. It is one
-    coordinate; with `sizes` of the coordinates it has `strength` of each size."""
+    coordinate; with `sizes` of the coordinates it has `strength` of each size. A gradient is used for some `updates`."""
     generator = torch.Generator().manual_seed(seed)
     model = nn.Linear(dim, 1, bias=False)
     optimizer = Optimizer(model, TrainConfig(lr=0.0, weight_decay=0.0, max_grad_norm=1e9), Ranks())
@@ -57,7 +57,8 @@ def noisy(strength, steps, seed=0, dim=400, sizes=None):
         noise = torch.randn(1, dim, generator=generator) / math.sqrt(dim)
         model.weight.grad = true + (noise if sizes is None else noise * sizes)
         found.append(optimizer.agreement(optimizer.gradient(), optimizer.momentum()))
-        optimizer.step(0.0)
+        for _ in range(updates):
+            optimizer.step(0.0)
         momentum = optimizer.adamw.state[model.weight]["exp_avg"]
         weight = 1.0 if sizes is None else 1.0 / sizes.square()
         shares.append(float((weight * momentum * true).sum() / (weight * momentum * momentum).sum()))
@@ -72,11 +73,12 @@ UNEVEN = torch.cat([torch.full((1, 4), 30.0), torch.ones(1, 396)], 1)
 """Sizes of coordinates, of which four are nearly the whole length of a gradient."""
 
 
+@pytest.mark.parametrize("updates", [1, 2, 4])
 @pytest.mark.parametrize("strength", [0.15, 0.3, 1.0, 3.0])
-def test_the_share_is_found_from_the_agreement_alone(strength):
+def test_the_share_is_found_from_the_agreement_alone(strength, updates):
     """The best multiple of a noisy momentum, as it is known to who knows the true gradient."""
-    found, shares = noisy(strength, 600)
-    assert signal_share(mean([one.cosine for one in found]), 0.9) == pytest.approx(mean(shares), abs=0.05)
+    found, shares = noisy(strength, 600, updates=updates)
+    assert signal_share(mean([one.cosine for one in found]), 0.9**updates) == pytest.approx(mean(shares), abs=0.05)
 
 
 @pytest.mark.parametrize("strength", [0.15, 0.3, 1.0, 3.0])
@@ -349,13 +351,24 @@ def test_noise_moves_the_weights_less(tiny_dir):
 def test_the_same_episodes_again_are_no_evidence(tiny_dir):
     """Epochs and minibatches of a step share episodes, so their noise agrees; only what a step begins with counts."""
     trainer = trainer_of(tiny_dir, gradient_signal_steps=6, epochs=4, minibatches=2)
-    before = fingerprint(trainer.model)
+    assert trainer.signals[0].beta == 0.9**4
+    trainer.signals[1].restore(0.4, 0.001)  # of a run in which gradients agree
     figures = trainer.step(random_groups(0), step=0, steps=9).metrics
     assert figures["optimizer_steps"] == 8
     assert trainer.signals[0].average == pytest.approx(figures["gradient_agreement"] / 6)
-    assert fingerprint(trainer.model) == before
     found = trainer.step(random_groups(0), step=1, steps=9).metrics["gradient_agreement"]
     assert trainer.signals[0].average == pytest.approx(5 / 36 * figures["gradient_agreement"] + found / 6)
+
+
+def test_gradients_that_change_nothing_are_counted_once(tiny_dir):
+    once, often = (trainer_of(tiny_dir, gradient_signal_steps=6, epochs=epochs, minibatches=2) for epochs in (1, 3))
+    before = fingerprint(often.model)
+    for trainer in (once, often):
+        figures = trainer.step(random_groups(0), step=0, steps=9).metrics
+        assert figures["optimizer_steps"] == 2
+    assert fingerprint(often.model) == before
+    momenta = zip(once.optimizer.momentum().values(), often.optimizer.momentum().values(), strict=True)
+    assert all(torch.equal(one, other) for one, other in momenta)
 
 
 def test_a_step_without_signal_is_no_look(tiny_dir):

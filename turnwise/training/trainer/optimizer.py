@@ -216,7 +216,7 @@ def signal_share(agreement: float, beta: float) -> float:
 
     Solved for r, the share is ``k r / (1 + k r)``. A step along m times that share is nearest to the one along G. It is the
     optimal step of McCandlish et al. (arXiv 1812.06162, eq. 2.7: 1 / (1 + noise scale / batch)) with the episodes that m
-    averages as the batch.
+    averages as the batch. With several updates by each gradient `beta` is what a weight falls to from one to the next.
     """
     square = min(max(agreement, 0.0), 1.0) ** 2
     if square >= 1.0:

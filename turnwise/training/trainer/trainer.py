@@ -204,7 +204,9 @@ class Trainer:
         probe = WeightSyncProbe.before(step_credits.credits, self._at_temperature_one, self.device) if needed else None
         # Updates.
         codes = self._codes()
-        for _ in range(config.epochs):
+        for epoch in range(config.epochs):
+            if epoch and self.signal_share == 0.0:
+                break  # nothing moved: the momentum would count the same gradients twice
             for batch in batches:
                 self._update(batch, lr, step_metrics, step)
         self._probe = None if probe is None else probe.after(self._at_temperature_one)
@@ -223,7 +225,8 @@ class Trainer:
         if codes:
             metrics["codes_changed"] = float(sum(int((codes[name] != now).sum()) for name, now in self._codes().items()))
         seconds = time.perf_counter() - began
-        metrics |= {"train_s": seconds, "tokens_per_s": metrics["tokens_trained"] * config.epochs / seconds}
+        updates = len(step_metrics.updates) / max(len(batches), 1)
+        metrics |= {"train_s": seconds, "tokens_per_s": metrics["tokens_trained"] * updates / seconds}
         return StepResult(metrics, (step_credits.credits, batches))
 
     def _codes(self) -> dict[str, Tensor]:
@@ -497,7 +500,8 @@ class Trainer:
     def reset_optimizer(self) -> None:
         """Reset the optimizer's moments for a new phase."""
         self.optimizer = Optimizer(self.model, self.config, self.ranks)
-        memory, beta = self.config.gradient_signal_steps, self.config.betas[0]
+        # Updates by the same episodes have the same noise: the momentum forgets one step's in as many as there are.
+        memory, beta = self.config.gradient_signal_steps, self.config.betas[0] ** self.config.epochs
         self.signals = GradientSignal(memory, beta), GradientSignal(memory, beta)
         """Evidence of the gradients' agreement, and of their agreement in units of each coordinate's size."""
         self.updates = 0
