@@ -16,6 +16,7 @@ from turnwise.config import LoraConfig, TrainConfig
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.training import Trainer, add_lora, build_prefix_tree
 from turnwise.training.advantages import advantages
+from turnwise.training.forward.path_attention import _group, batch_paths, paths_of, plan_paths
 from turnwise.training.forward.prefix_tree import (
     NAME,
     CostModel,
@@ -132,10 +133,14 @@ def dense(made, q, k, v):
     return (score.softmax(-1) @ v).transpose(1, 2)
 
 
-@settings(max_examples=40, deadline=None)
-@given(ROWS, st.sampled_from((1, 2)))
-def test_chains_and_hangs_are_masked_attention(rows, grouped):
+@settings(max_examples=60, deadline=None)
+@given(ROWS, st.sampled_from((1, 2)), st.none() | st.lists(st.integers(0, 3), min_size=96, max_size=96))
+def test_a_call_for_each_chain_and_any_batches_of_paths_are_masked_attention(rows, grouped, batches):
     made, parts = heads(rows, torch.float64, grouped)
+    made.tree.cache["paths"] = None
+    if batches is not None:
+        split = [[c for c in range(len(made.tree.chains)) if batches[c] == number] for number in range(4)]
+        made.tree.cache["paths"] = batch_paths(made.tree, paths_of(made.tree), [group for group in split if group])
     weights = torch.randn(1, made.tree.size, 2 * grouped, 8, dtype=torch.float64)
     found = []
     for out in (attend(torch.nn.Identity(), *parts, None, turnwise_tree=made.tree)[0], dense(made, *parts)):
@@ -144,10 +149,37 @@ def test_chains_and_hangs_are_masked_attention(rows, grouped):
         assert (mine - theirs).abs().max() < 1e-12
 
 
-def test_in_bfloat16_the_parts_are_put_together_in_float32():
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=20), st.floats(0.0, 5000.0))
+def test_groups_of_chains_are_padded_no_more_than_allowed(chains, most):
+    sizes, lengths = [size for size, _ in chains], [size + above for size, above in chains]
+    groups = _group(sizes, lengths, most)
+    assert sorted(itertools.chain(*groups)) == list(range(len(chains)))
+    for group in groups:
+        padded = len(group) * max(sizes[c] for c in group) * max(lengths[c] for c in group)
+        assert padded - sum(sizes[c] * lengths[c] for c in group) <= most
+
+
+def test_paths_are_taken_where_calls_would_cost_more_than_copies():
+    short = laid([[*range(40), n, n + 1, n + 2] for n in range(100, 160)]).tree
+    costs = {"pair": 256.0, "call": 1.8e6, "width": 128}
+    plan = plan_paths(short, **costs)
+    assert sum(len(batch.queries_nq) for batch in plan.batches) == len(short.chains) == 60
+    assert len(plan.batches) <= 3
+    assert plan_paths(short, **costs | {"call": 0.0}) is None
+    assert plan_paths(short, **costs | {"width": 10**6}) is None
+    long = laid([[*range(3000), n] for n in range(4000, 4060)]).tree
+    assert plan_paths(long, **costs) is None  # its pairs are nearly all of the cost
+    deep = laid([[*range(1000), n] for n in range(4000, 4060)]).tree
+    assert plan_paths(deep, **costs | {"pair": 1.0}) is None  # 60 copies of 1,000 keys for 1,060 tokens
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_in_bfloat16_the_parts_are_put_together_in_float32(batched):
     trunk = list(range(100))
     rows = [trunk[: 10 * n] + [1000 + n] * 20 for n in range(1, 10)]
     made, parts = heads(rows, torch.float64)
+    every = [range(len(made.tree.chains))]
+    made.tree.cache["paths"] = batch_paths(made.tree, paths_of(made.tree), every) if batched else None
     exact = dense(made, *parts)
     narrow = [part.detach().bfloat16().requires_grad_() for part in parts]
     out = attend(torch.nn.Identity(), *narrow, None, turnwise_tree=made.tree)[0]

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from turnwise.errors import ModelError
+from turnwise.training.forward.path_attention import attend_paths, plan_paths
 
 
 class PrefixNode(NamedTuple):
@@ -456,6 +457,11 @@ def attend(
     tree.cache["layers"] = tree.cache.get("layers", 0) + 1
     if query.device.type != "cpu":
         return flex_attend(query, key, value, tree, scaling).transpose(1, 2), None
+    if "paths" not in tree.cache:
+        pair = PAIR * 2 * query.shape[1] * width
+        tree.cache["paths"] = plan_paths(tree, pair=pair, call=CALL, width=2 * heads * width)
+    if tree.cache["paths"] is not None:
+        return attend_paths(query, key, value, tree.cache["paths"], scaling), None
     grouped = query.view(heads, -1, *query.shape[2:]).transpose(0, 1)
     out = TreeAttention.apply(grouped, key, value, tree, scaling)
     return out.permute(2, 1, 0, 3).reshape(1, tree.size, -1, width), None
