@@ -24,10 +24,11 @@ omitted. A tree is chosen if ``tree * MARGIN <= rows``.
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -266,19 +267,25 @@ def split_passes(shared: SortedRows, cost_model: CostModel, micro_tokens: int) -
         for length, common, own in zip(shared.lengths, shared.common, pairs, strict=True)
     ]
     single = [cost_model.tree(length, own, 1) for length, own in zip(shared.lengths, pairs, strict=True)]
-    best, where = [0.0], [0]
+    before = list(accumulate(added, initial=0.0))
+    tokens = list(
+        accumulate((length - common for length, common in zip(shared.lengths, shared.common, strict=True)), initial=0)
+    )
+    best, where, lowest = [0.0], [0], 0
+    # The last pass begins where `best + single - before` is smallest, of the starts from which it is not too long: both the
+    # starts and the candidates only move up, so each row enters and leaves the window once.
+    window: deque[tuple[float, int]] = deque()
     for end in range(1, count + 1):
-        # Walk back over the possible starts of the last pass.
-        minimum, begin, tokens, later_cost = float("inf"), end - 1, 0, 0.0
-        for first in range(end - 1, -1, -1):
-            if first < end - 1 and tokens + shared.lengths[first] > micro_tokens:
-                break
-            cost = best[first] + single[first] + later_cost
-            if cost < minimum:
-                minimum, begin = cost, first
-            tokens += shared.lengths[first] - shared.common[first]
-            later_cost += added[first]
-        best.append(minimum)
+        candidate = best[-1] + single[end - 1] - before[end]
+        while window and window[-1][0] >= candidate:
+            window.pop()
+        window.append((candidate, end - 1))
+        while lowest < end - 1 and shared.lengths[lowest] + tokens[end] - tokens[lowest + 1] > micro_tokens:
+            lowest += 1
+        while window[0][1] < lowest:
+            window.popleft()
+        minimum, begin = window[0]
+        best.append(minimum + before[end])
         where.append(begin)
     ranges: list[tuple[int, int]] = []
     end = count
