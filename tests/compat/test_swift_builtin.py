@@ -162,16 +162,19 @@ def test_64_at_once_equal_64_in_order(use):
 
 
 class Words:
-    """Says words by the seed of the request, and an answer."""
+    """Says words by the seed of the request, and an answer; with a delay, none before more than 20 calls are in flight."""
 
     context, version = None, 0
 
     def __init__(self, delay):
-        self.delay, self.running, self.peak = delay, 0, 0
+        self.delay, self.running, self.peak, self.many = delay, 0, 0, asyncio.Event()
 
     async def generate(self, request):
         self.running += 1
         self.peak = max(self.peak, self.running)
+        if self.peak > 20 or not self.delay:
+            self.many.set()
+        await self.many.wait()
         await asyncio.sleep(self.delay * random.random())
         self.running -= 1
         chance = random.Random(f"{request.seed}")
