@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from turnwise.training.forward.prefix_tree import PrefixTree
 
 BATCH_CALLS = 4.0
-"""Cost of a batch relative to one of the tree's attention calls: it gathers, masks and scatters too."""
+"""Cost of a batch relative to one of the tree's attention calls: it gathers, masks and scatters too. A guess, as `COPY` is."""
 COPY = 8.0
 """Cost of copying a number of a key and its value, and of adding up its gradients, in multiplications."""
 MOST_COPIES = 16

@@ -272,8 +272,8 @@ def split_passes(shared: SortedRows, cost_model: CostModel, micro_tokens: int) -
         accumulate((length - common for length, common in zip(shared.lengths, shared.common, strict=True)), initial=0)
     )
     best, where, lowest = [0.0], [0], 0
-    # The last pass begins where `best + single - before` is smallest, of the starts from which it is not too long: both the
-    # starts and the candidates only move up, so each row enters and leaves the window once.
+    # The last pass begins where `best + single - before` is smallest, of the starts from which it is not too long. The first of
+    # them only moves up, and a start that costs no less than a later one is never taken again: each row enters the window once.
     window: deque[tuple[float, int]] = deque()
     for end in range(1, count + 1):
         candidate = best[-1] + single[end - 1] - before[end]
