@@ -16,6 +16,7 @@ from turnwise.config import LoraConfig, TrainConfig
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.training import Trainer, add_lora, build_prefix_tree
 from turnwise.training.advantages import advantages
+from turnwise.training.forward import prefix_tree
 from turnwise.training.forward.path_attention import _group, batch_paths, paths_of, plan_paths
 from turnwise.training.forward.prefix_tree import (
     NAME,
@@ -25,6 +26,7 @@ from turnwise.training.forward.prefix_tree import (
     attend,
     block_mask,
     flex_attend,
+    install_tree_attention,
     split_passes,
 )
 from turnwise.types import Group, Task
@@ -407,6 +409,19 @@ def eager():
     model = small()
     model.set_attn_implementation("eager")
     return model
+
+
+@pytest.mark.parametrize("way", ["attend_paths", "_forward"])
+def test_both_ways_of_a_tree_are_proven_on_the_model(way, monkeypatch):
+    assert install_tree_attention(small().model) == ""
+    attention = getattr(prefix_tree, way)
+
+    def wrong(query, *given):
+        found = attention(query, *given)
+        return (found[0] * 1.01, found[1]) if way == "_forward" else found * 1.01
+
+    monkeypatch.setattr(prefix_tree, way, wrong)
+    assert "differ from those of its rows" in install_tree_attention(small().model)
 
 
 def test_another_model_of_the_same_config_keeps_its_attention():

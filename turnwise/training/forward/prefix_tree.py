@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from turnwise.errors import ModelError
-from turnwise.training.forward.path_attention import attend_paths, plan_paths
+from turnwise.training.forward.path_attention import attend_paths, batch_paths, paths_of, plan_paths
 
 
 class PrefixNode(NamedTuple):
@@ -523,14 +523,23 @@ def _difference(decoder: nn.Module) -> str:
             for number, row in enumerate(rows):
                 ids_t[made.places[number]], positions_t[made.places[number]] = row, np.arange(len(row))
             given = tuple(torch.from_numpy(array)[None].to(first.device) for array in (ids_t, positions_t))
-            got = _hidden(decoder, *given, turnwise_tree=made.tree)
+            ways: list[dict[str, Any]] = [{}]
+            if on_cpu:  # trees of a run go either way
+                batches = batch_paths(made.tree, paths_of(made.tree), [range(len(made.tree.chains))])
+                ways = [{"paths": None}, {"paths": batches}]
+            got = []
+            for way in ways:
+                made.tree.cache.clear()
+                made.tree.cache.update(way)
+                got.append(_hidden(decoder, *given, turnwise_tree=made.tree))
             attended = made.tree.cache.get("layers", 0)
             largest = 0.0
             for number, row in enumerate(rows):
                 ids_bt = torch.tensor([row], device=first.device)
                 expected = _hidden(decoder, ids_bt, torch.arange(len(row), device=first.device)[None])
-                actual = got[0, torch.from_numpy(made.places[number]).to(first.device)]
-                largest = max(largest, float((expected[0] - actual).abs().max() / expected.abs().max()))
+                for hidden in got:
+                    actual = hidden[0, torch.from_numpy(made.places[number]).to(first.device)]
+                    largest = max(largest, float((expected[0] - actual).abs().max() / expected.abs().max()))
         if not on_cpu and (trained := [p for p in decoder.parameters() if p.requires_grad]):
             loss = _hidden(decoder, *given, turnwise_tree=made.tree).sum()
             torch.autograd.grad(loss, trained[0], allow_unused=True)  # another kernel
