@@ -29,9 +29,10 @@ def test_it_writes_four_files_and_a_recipe_that_loads(tmp_path, capsys):
     assert "MyEnv" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["1st", "class", "random", "ä"])
+@pytest.mark.parametrize("name", ["1st", "class", "__main__", "ä", "random", "bisect", "turnwise", "numpy"])
 def test_names_that_cannot_be_modules(tmp_path, capsys, name):
     assert main(["init", str(tmp_path / name)]) == 2
+    assert not (tmp_path / name).exists()
     assert "such as my_" in capsys.readouterr().err
 
 

@@ -404,6 +404,25 @@ def count(text: str) -> int:
     return len(text)
 
 
+class Shop:
+    """A tool that is paid at the end."""
+
+    def buy(self, thing: str) -> str:
+        """Buy a thing."""
+        return thing
+
+    def calc_reward(self) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize(("lifetime", "warned"), [("trajectory", False), ("call", True)])
+def test_a_class_that_is_paid_at_the_end_needs_no_reward_function(lifetime, warned):
+    tasks = [tw.Task(f"buy {n}") for n in range(9)]
+    spec = as_env_spec(tw.tool_env([Shop], lifetime=lifetime, solver=Echo.solver, tasks=tasks))
+    assert bool(cannot_learn(RunConfig(warmup=WarmupConfig(demos=9)), [spec])) == warned
+    assert any(NO_REWARD in finding.text for finding in check_env(spec)) == warned
+
+
 def test_what_cannot_learn_is_named_before_the_start():
     unpaid = as_env_spec(
         tw.tool_env([count], solver=Echo.solver, tasks=[tw.Task(f"count {n}") for n in range(9)]), name="counts"

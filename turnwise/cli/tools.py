@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import keyword
 import os
@@ -302,9 +303,10 @@ def run_init(args: argparse.Namespace) -> int:
     """Write the files and print the next commands."""
     folder: Path = args.directory
     name = re.sub(r"\W+", "_", folder.name)
-    if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
+    if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name) or name.startswith("__"):
         raise UsageError(f"{folder}: '{folder.name}' cannot name a Python module; use letters, digits and _, such as my_env")
-    if name in ("turnwise", "test", "random", "collections"):
+    found = importlib.util.find_spec(name)
+    if found is not None and found.origin:  # a bare directory of the name has none
         raise UsageError(f"{folder}: a module named '{name}' would hide another one; choose another name, such as my_{name}")
     paths = [folder / pattern.format(name=name) for pattern in _FILES]
     existing = next((path for path in paths if path.exists()), None)

@@ -91,7 +91,7 @@ async def _check(spec: EnvSpec, n: int, seed: int, made: int) -> list[EnvFinding
         return findings
     if not tasks:
         return findings
-    if isinstance(spec.factory, ToolEnvFactory) and spec.factory.reward is None:
+    if isinstance(spec.factory, ToolEnvFactory) and spec.factory.needs_rewards_of_calls:
         findings.append(_warning(f"It is {NO_REWARD}."))
     contents = [content_key(task) for task in tasks]
     checks: Sequence[Callable[..., Awaitable[list[EnvFinding]]]] = (_check_factory, _check_opening, _check_mistakes)

@@ -25,8 +25,8 @@ Reward = Callable[..., Any]
 
 
 NO_REWARD = (
-    "a tool_env without reward=, so only rewards that its tools return count, and without those nothing is learned; give "
-    "reward=function, which takes the finished trajectory"
+    "a tool_env without reward= or calc_reward, so only rewards that its tools return count, and without those nothing is "
+    "learned; give reward=function, which takes the finished trajectory"
 )
 
 
@@ -87,6 +87,11 @@ class ToolEnvFactory(RewardedFactory):
     """Factory returned by `tool_env`: each call makes a new environment."""
 
     kit: ToolSet
+
+    @property
+    def needs_rewards_of_calls(self) -> bool:
+        """Whether only results of tools can have rewards: there is no function, and no class with `calc_reward`."""
+        return self.reward is None and not self.kit.rewards_episode
 
     def __call__(self) -> ToolEnv:
         return ToolEnv(self)

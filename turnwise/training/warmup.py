@@ -212,7 +212,7 @@ def cannot_learn(config: RunConfig, env_specs: Sequence[EnvSpec]) -> list[str]:
         raise ConfigError(NO_PLAYER.format(demos=warmup.demos, names=", ".join(one.name for one in env_specs)))
     fresh = config.model.path is None and not warmup.demos and warmup.dataset is None
     tools = [(one.name, one.factory) for one in env_specs if isinstance(one.factory, ToolEnvFactory)]
-    unpaid = [f"{name}: {NO_REWARD}" for name, factory in tools if factory.reward is None]
+    unpaid = [f"{name}: {NO_REWARD}" for name, factory in tools if factory.needs_rewards_of_calls]
     return [*unpaid, *([NO_START] if fresh and config.train.steps else [])]
 
 

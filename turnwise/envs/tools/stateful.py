@@ -390,8 +390,16 @@ class ToolSet:
     @property
     def known(self) -> Tools:
         """All tools known before an episode begins, for their schemas only; they must not be called."""
-        stateful_ones = (source for source in self.sources if isinstance(source, StatefulToolSource))
-        return Tools([*self.shared, *(made for source in stateful_ones for made in source.templates.values())])
+        return Tools([*self.shared, *(made for source in self._stateful for made in source.templates.values())])
+
+    @property
+    def rewards_episode(self) -> bool:
+        """Whether a class of tools has a reward for the finished episode."""
+        return any("calc_reward" in source.hooks and source.lifetime == "trajectory" for source in self._stateful)
+
+    @property
+    def _stateful(self) -> list[StatefulToolSource]:
+        return [source for source in self.sources if isinstance(source, StatefulToolSource)]
 
     async def open(self, task: Task, instances: list[ToolInstance]) -> tuple[Tools, Content]:
         """Open the tools of an episode; return them and the content of `create`.
