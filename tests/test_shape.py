@@ -150,6 +150,7 @@ RECORDS = {
 # Assignments to attributes of any other object that is not `self`: (file, target) -> why.
 OTHERS = {
     ("cli/main.py", "args.overrides"): "argparse",
+    ("cli/main.py", "warnings.formatwarning"): "the hook that Python has for it",
     ("config/load.py", "merged.origins"): "a copy, by the function that makes it",
     ("engines/local/engine.py", "self._finalizer.atexit"): "weakref",
     ("engines/local/slots.py", "one.index"): "two slots change places, in the class that has them",

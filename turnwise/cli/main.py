@@ -11,7 +11,10 @@ import difflib
 import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 from turnwise import __version__
@@ -62,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 success, 1 failure, 2 user error, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(words)
+        with _own_warnings_without_source():
+            return _run(words)
     except (UsageError, TraceError) as error:
         return _print_error(str(error))
     except TurnwiseError as error:  # not a user error, but the message is sufficient
@@ -84,6 +88,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         return _print_error(f"{error.filename or 'writing'}: disk full; free space, then resume with --resume RUN")
+
+
+@contextmanager
+def _own_warnings_without_source() -> Iterator[None]:
+    """Print warnings of this package as `warning: text`, without the line of its code that gave them."""
+    before, package = warnings.formatwarning, str(Path(__file__).parents[1])
+
+    def format(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+        own = filename.startswith(package)
+        return f"warning: {message}\n" if own else before(message, category, filename, lineno, line)
+
+    warnings.formatwarning = format
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def _run(words: list[str]) -> int:

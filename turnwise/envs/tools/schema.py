@@ -286,7 +286,7 @@ def tool_signature(
         del parameters[key]
     hints = _hints(function, where)
     if schema is not None:
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters_of(function).values())
         made = _given(schema, name, parameters, where, takes_any)
         return ToolSignature(made, _readers(parameters, hints, where, strict=False))
     for parameter in parameters:
@@ -310,9 +310,18 @@ def tool_signature(
     return ToolSignature({"type": "function", "function": body}, readers)
 
 
+_kept_signature = functools.lru_cache(maxsize=256)(inspect.signature)
+
+
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return a callable's parameters; those of functions and classes, which every episode needs, are read once."""
+    kept = isinstance(function, (types.FunctionType, type))
+    return (_kept_signature if kept else inspect.signature)(function).parameters
+
+
 def _parameters(function: Callable[..., Any], where: str, own_schema: bool) -> dict[str, inspect.Parameter]:
     try:
-        parameters = inspect.signature(function).parameters
+        parameters = parameters_of(function)
     except (TypeError, ValueError) as error:
         raise ToolSchemaError(f"{where}: its signature cannot be read ({error}); wrap it in a function of your own") from error
     found: dict[str, inspect.Parameter] = {}

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from turnwise.envs.scripted_play import maybe_await
 from turnwise.envs.tools.results import Content, ResultLimit, ToolResult, join_content, read_content, read_result
-from turnwise.envs.tools.schema import ToolSchemaError, tool_signature
+from turnwise.envs.tools.schema import ToolSchemaError, parameters_of, tool_signature
 from turnwise.envs.tools.tool import Tool, Tools, as_tool, takes_self
 from turnwise.envs.user_code import as_number, call_user, failure_kind, run_in_thread
 from turnwise.errors import TaskError, ToolFailure, TurnwiseError, class_name, suggest_or_list, words
@@ -80,7 +80,7 @@ class RowArguments:
         given = (self.given.get(name) or {}).get(f"{phase}_kwargs") or {}
         where = f"task {self.task}: tools_kwargs[{name!r}][{phase + '_kwargs'!r}]"
         tool = target if isinstance(target, Tool) else None
-        parameters = inspect.signature(target if tool is None else tool.function).parameters
+        parameters = parameters_of(target if tool is None else tool.function)
         named = [key for key, p in parameters.items() if key != "self" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         named = named if tool is None else [*tool.from_row]
         takes_any = tool is None and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -250,6 +250,9 @@ def stateful_source(item: Any, lifetime: Lifetime | None = None) -> StatefulTool
     return StatefulToolSource(item, owner.__name__, templates, hooks, lifetime)
 
 
+def _takes_nothing() -> None: ...
+
+
 def _class_of(item: Any) -> Any:
     """Return the class of a `functools.partial`, else the item."""
     return item.func if isinstance(item, functools.partial) else item
@@ -275,7 +278,7 @@ class _TrajectoryInstance:
 
     def hook_kwargs(self, hook: str) -> dict[str, Any]:
         """Return the row's arguments for a lifetime method; without `create` they go to the constructor."""
-        target = self.source.make if hook == "create" else lambda: None
+        target = self.source.make if hook == "create" else _takes_nothing
         if hook in self.source.hooks:
             target = getattr(_class_of(self.source.make), hook)
         return self.row.for_method(self.name, hook, target)

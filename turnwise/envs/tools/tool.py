@@ -13,7 +13,7 @@ from math import isfinite
 from typing import Any, overload
 
 from turnwise.envs.tools.results import ResultLimit, ToolResult, read_result
-from turnwise.envs.tools.schema import InvalidArguments, ToolSchemaError, ToolSignature, tool_signature
+from turnwise.envs.tools.schema import InvalidArguments, ToolSchemaError, ToolSignature, parameters_of, tool_signature
 from turnwise.envs.user_code import call_user
 from turnwise.errors import RewardError, ToolFailure, UsageError, class_name, suggest_or_list, words
 from turnwise.types import Message, ToolCall
@@ -243,7 +243,7 @@ def as_tool(item: Any) -> Tool:
 
 def takes_self(tool: Tool) -> bool:
     """Whether the function of a tool is an unbound method."""
-    return inspect.isfunction(tool.function) and next(iter(inspect.signature(tool.function).parameters), "") == "self"
+    return inspect.isfunction(tool.function) and next(iter(parameters_of(tool.function)), "") == "self"
 
 
 def _source(tool: Tool) -> str:
