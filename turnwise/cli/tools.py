@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import keyword
 import os
@@ -11,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -305,8 +305,8 @@ def run_init(args: argparse.Namespace) -> int:
     name = re.sub(r"\W+", "_", folder.name)
     if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name) or name.startswith("__"):
         raise UsageError(f"{folder}: '{folder.name}' cannot name a Python module; use letters, digits and _, such as my_env")
-    found = importlib.util.find_spec(name)
-    if found is not None and found.origin:  # a bare directory of the name has none
+    installed = PathFinder.find_spec(name)
+    if name in {"turnwise", *sys.stdlib_module_names} or (installed and installed.origin):  # a bare directory has no origin
         raise UsageError(f"{folder}: a module named '{name}' would hide another one; choose another name, such as my_{name}")
     paths = [folder / pattern.format(name=name) for pattern in _FILES]
     existing = next((path for path in paths if path.exists()), None)
