@@ -138,6 +138,15 @@ def test_the_warmup_gate_is_not_met():
     assert names([gate(0.0), gate(0.1), HEALTHY]) == []
 
 
+def test_reinforcement_that_changes_nothing_after_an_unmet_gate_names_the_warmup_first():
+    steps = [HEALTHY | {"success": 0.3, "trajectories": 64, "gradient_agreement": 0.0}] * diagnosis.FLAT_STEPS
+    gates = [gate(0.2), gate(0.3)]
+    assert names(gates + steps) == ["the warmup gate is not met", "nothing changes"]
+    assert names([*gates, gate(0.6, passed=True), *steps]) == ["nothing changes"]
+    rising = [row | {"success": 0.3 + 0.01 * number} for number, row in enumerate(steps)]
+    assert names(gates + rising) == []
+
+
 def test_the_commonest_limit_is_named_with_what_to_do():
     [found] = diagnose(run(truncated_share=0.9, truncations={"turn_length": 80, "max_turns": 3}))
     assert "turn_length" in found.fault

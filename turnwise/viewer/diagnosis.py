@@ -183,8 +183,8 @@ def dominated(rows: DiagnosisInput) -> Diagnosis | None:
 
 
 def warmup_gate_unmet(rows: DiagnosisInput) -> Diagnosis | None:
-    """The warmup gate is not met: no reinforcement yet, and at least `GATE_EVALS` gate evaluations, none passed."""
-    if rows.train or len(rows.gate) < GATE_EVALS or any(row.get("gate_passed") for row in rows.gate):
+    """The warmup gate is not met: at least `GATE_EVALS` gate evaluations, none passed, and no reinforcement that helps."""
+    if len(rows.gate) < GATE_EVALS or any(row.get("gate_passed") for row in rows.gate) or (rows.train and not _flat(rows)):
         return None
     successes = [number(row.get("success")) or 0.0 for row in rows.gate]
     losses = [loss for row in rows.gate if (loss := number(row.get("loss"))) is not None]
@@ -280,16 +280,10 @@ def malformed(rows: DiagnosisInput) -> Diagnosis | None:
 
 def flat(rows: DiagnosisInput) -> Diagnosis | None:
     """Nothing changes: over `FLAT_STEPS` steps, success of training episodes rose by no more than chance, tasks unsolved."""
-    if len(rows.train) < FLAT_STEPS or tied(rows) is not None or truncated(rows) is not None:
+    means = _flat(rows)
+    if means is None:
         return None
-    recent = rows.train[-FLAT_STEPS:]
-    halves = recent[: FLAT_STEPS // 2], recent[FLAT_STEPS // 2 :]
-    means = [_mean(half, "success") for half in halves]
-    episodes = max(_mean(recent, "trajectories") * len(halves[0]), 1.0)
-    chance = 2 * (2 * max(means[0] * (1 - means[0]), 0.01) / episodes) ** 0.5
-    if max(means) >= UNSOLVED or means[1] - means[0] > chance or not _sum(recent, "trajectories"):
-        return None
-    agreement = max(_mean(recent, key) for key in ("gradient_agreement", "gradient_agreement_scaled"))
+    agreement = max(_mean(rows.train[-FLAT_STEPS:], key) for key in ("gradient_agreement", "gradient_agreement_scaled"))
     why, remedy = "gradients agree, so steps are too small", "Raise train.lr."
     if agreement < NOISE:
         why, remedy = f"gradients of different steps do not agree ({agreement:.2f})", "Use larger or more groups (rollout)."
@@ -298,6 +292,19 @@ def flat(rows: DiagnosisInput) -> Diagnosis | None:
         f"Success of training episodes went from {100 * means[0]:.0f}% to {100 * means[1]:.0f}% in {FLAT_STEPS} steps: {why}.",
         remedy,
     )
+
+
+def _flat(rows: DiagnosisInput) -> tuple[float, float] | None:
+    """Return success in the halves of the last `FLAT_STEPS` steps; None if it rose, or something else explains it."""
+    if len(rows.train) < FLAT_STEPS or tied(rows) is not None or truncated(rows) is not None:
+        return None
+    recent = rows.train[-FLAT_STEPS:]
+    halves = recent[: FLAT_STEPS // 2], recent[FLAT_STEPS // 2 :]
+    before, after = (_mean(half, "success") for half in halves)
+    episodes = max(_mean(recent, "trajectories") * len(halves[0]), 1.0)
+    chance = 2 * (2 * max(before * (1 - before), 0.01) / episodes) ** 0.5
+    changed = max(before, after) >= UNSOLVED or after - before > chance or not _sum(recent, "trajectories")
+    return None if changed else (before, after)
 
 
 DIAGNOSES = (
