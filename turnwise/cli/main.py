@@ -93,10 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 @contextmanager
 def _own_warnings_without_source() -> Iterator[None]:
     """Print warnings of this package as `warning: text`, without the line of its code that gave them."""
-    before, package = warnings.formatwarning, str(Path(__file__).parents[1])
+    before, package = warnings.formatwarning, Path(__file__).parents[1]
 
     def format(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-        own = filename.startswith(package)
+        own = Path(filename).is_relative_to(package)
         return f"warning: {message}\n" if own else before(message, category, filename, lineno, line)
 
     warnings.formatwarning = format
