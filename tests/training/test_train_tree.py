@@ -1,6 +1,7 @@
 """Token trees: the trie, its attention, and the same loss and gradient as of rows (invariant 5)."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -490,6 +491,29 @@ def test_compiled_flex_attention_is_the_same_at_several_lengths():
         parts = [part.detach() for part in parts]
         out = flex_attend(*parts, made.tree, None).transpose(1, 2)
         assert (out - attend(torch.nn.Identity(), *parts, None, turnwise_tree=made.tree)[0]).abs().max() < 1e-5
+
+
+@pytest.mark.slow
+def test_flex_attention_stays_compiled_for_models_with_other_heads(monkeypatch):
+    def device_check(*_args):
+        """FlexAttention refuses gradients on a CPU, also where nothing is computed by its kernels."""
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", device_check)
+    prefix_tree._compiled.cache_clear()
+    try:
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=8):
+            for key_heads in (1, 2, 3):
+                for size in (20, 100, 150, 300):
+                    tree = build_prefix_tree(SortedRows.of([list(range(size)), list(range(size - 1))]), 0, 2).tree
+                    for gradients in (False, True):
+                        shapes = [(1, count, tree.size, 16) for count in (2 * key_heads, key_heads, key_heads)]
+                        parts = [torch.randn(shape, requires_grad=gradients) for shape in shapes]
+                        with torch.set_grad_enabled(gradients):
+                            assert flex_attend(*parts, tree, None).shape == parts[0].shape
+    finally:
+        prefix_tree._compiled.cache_clear()
+        torch._dynamo.reset()
 
 
 def test_attention_that_is_changed_later_is_noticed():

@@ -341,11 +341,18 @@ def _listed(table: Any, device: torch.device | str) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(counts)[None, None].to(device), torch.from_numpy(indices)[None, None].to(device)
 
 
+GRAPHS = 128
+"""Versions of FlexAttention that may be compiled in a process."""
+
+
 @cache
 def _compiled() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Passes have many lengths; without this each would be compiled separately until torch gives up.
+    # By default torch gives up after eight versions of a function, and then computes all scores without a kernel. A model needs
+    # six: one, two or more blocks, with and without gradients. Another model with other heads, six more.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
+    # Passes have many lengths; without `dynamic` each would be a version of its own.
     return torch.compile(flex_attention, dynamic=True)  # type: ignore[no-any-return]
 
 
