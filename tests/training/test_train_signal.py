@@ -172,16 +172,61 @@ def test_the_average_begins_without_evidence():
 
 
 @pytest.mark.parametrize("agreement", [0.2, 0.5, 0.9])
-def test_steady_agreement_counts_almost_fully_soon(agreement):
+def test_steady_agreement_counts_fully_soon(agreement):
     """The start from 0 is no lack of evidence, and the steps' own spread is none of the signal's."""
-    signal, shares = GradientSignal(20, 0.9), []
-    for _ in range(40):
-        signal.update(agreement)
-        shares.append(signal.share)
+    shares = shares_of([agreement] * 40)
     assert shares[:4] == [0.0] * 4
-    assert shares[9] > 0.5 * signal_share(agreement, 0.9)
-    assert shares[-1] > 0.85 * signal_share(agreement, 0.9)
-    assert max(shares) <= signal_share(agreement, 0.9)
+    assert shares[5:] == pytest.approx([signal_share(agreement, 0.9)] * 35)
+
+
+def shares_of(agreements, memory=20):
+    """The share of each step of a run with these agreements, which is still where the share is 0."""
+    signal, shares = GradientSignal(memory, 0.9), []
+    for agreement in agreements:
+        signal.update(agreement, moved=signal.share > 0)
+        shares.append(signal.share)
+    return shares
+
+
+@given(st.floats(0.01, 0.1))
+def test_the_share_rises_from_nothing_where_noise_has_just_become_evidence(error):
+    signal, shares = GradientSignal(20, 0.9), []
+    for percent in range(1001):
+        signal.restore(percent / 100 * error, error**2)
+        shares.append(signal.share)
+    opened = next(number for number, share in enumerate(shares) if share)
+    assert 280 <= opened <= 300  # the square of the average is in its variance too
+    assert shares[opened] < 0.25 * signal_share(opened / 100 * error, 0.9)
+    assert shares == sorted(shares)
+    assert shares[-1] > 0.8 * signal_share(10 * error, 0.9)
+
+
+def test_a_policy_that_stands_still_shows_weak_signals_and_moves_by_noise_less_often():
+    rng = random.Random(0)
+    noise, signal, older = [], [], []
+    for _ in range(200):
+        steps = [rng.gauss(0.0, 0.1) for _ in range(180)]
+        noise.append(sum(shares_of(steps)))
+        moving, opened = GradientSignal(20, 0.9), 0.0
+        for step in steps:
+            moving.update(step)
+            opened += moving.share
+        older.append(opened)
+        signal.append(shares_of([step + 0.04 for step in steps]))
+    assert sum(share > 0 for share in noise) <= 8
+    assert sum(noise) < sum(older)
+    assert sum(any(shares[:80]) for shares in signal) > 140
+
+
+def test_what_a_policy_that_moves_has_left_is_forgotten_sooner():
+    still, moving = (GradientSignal(20, 0.9) for _ in range(2))
+    for signal in (still, moving):
+        for _ in range(30):
+            signal.update(0.3)
+        for _ in range(30):
+            signal.update(0.0, moved=signal is moving)
+    assert still.average > 3 * moving.average
+    assert still.terms > moving.terms
 
 
 def first_share(parts):
@@ -285,7 +330,7 @@ def test_the_same_lesson_opens_the_gate_and_noise_does_not(tiny_dir):
 def test_the_parts_of_groups_are_those_of_the_agreement(tiny_dir, monkeypatch):
     """They are measured by finite differences, and sum to the cosine."""
     found = []
-    monkeypatch.setattr(GradientSignal, "update", lambda self, agreement, parts=(): found.append((agreement, parts)))
+    monkeypatch.setattr(GradientSignal, "update", lambda self, agreement, parts=(), **_more: found.append((agreement, parts)))
     trainer = trainer_of(tiny_dir, gradient_signal_steps=10, micro_tokens=60)
     for step in range(3):
         before = fingerprint(trainer.model)

@@ -99,7 +99,9 @@ def test_a_run_in_which_nothing_changes():
     (found,) = diagnose(steps)
     assert found.name == "nothing changes"
     assert "do not agree (0.01)" in found.fault
-    assert "too small" in diagnose([row | {"gradient_agreement": 0.3} for row in steps])[0].fault
+    agreeing = [row | {"gradient_agreement": 0.3, "lr": 1e-3} for row in steps]
+    assert "too small" in diagnose(agreeing)[0].fault
+    assert "by no more than chance, so no step was taken" in diagnose([row | {"lr": 0.0} for row in agreeing])[0].fault
     assert names(steps[1:]) == []
     rising = [row | {"success": 0.3 + 0.01 * number} for number, row in enumerate(steps)]
     assert names(rising) == []
@@ -145,6 +147,8 @@ def test_reinforcement_that_changes_nothing_after_an_unmet_gate_names_the_warmup
     assert names([*gates, gate(0.6, passed=True), *steps]) == ["nothing changes"]
     rising = [row | {"success": 0.3 + 0.01 * number} for number, row in enumerate(steps)]
     assert names(gates + rising) == []
+    cut = [row | {"truncated_share": 0.8, "truncations": {"max_turns": 51}} for row in steps]
+    assert names(gates + cut) == ["the warmup gate is not met", "everything truncated"]
 
 
 def test_the_commonest_limit_is_named_with_what_to_do():

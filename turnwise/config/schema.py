@@ -544,7 +544,8 @@ class TrainConfig:
     gradient_signal_steps: Annotated[
         NonNegativeInt, _error_unless(lambda steps: steps not in range(1, 10), TOO_FEW_STEPS), Formerly("signal_memory")
     ] = 0
-    """Steps over which gradient agreement is averaged to scale the learning rate by its signal; 0 disables scaling."""
+    """Steps over which gradient agreement is averaged to scale the learning rate by its signal, five times as many while no
+    step is taken; 0 disables scaling."""
     max_grad_norm: PositiveFloat = 1.0
     """Maximum gradient norm; larger gradients are scaled down to it."""
     epochs: PositiveInt = 1

@@ -96,7 +96,7 @@ def truncated(rows: DiagnosisInput) -> Diagnosis | None:
     cause = next(iter(sum_tables(rows.last, "truncations").most_common(1)), ("a limit", 0))[0]
     remedy = {
         "turn_length": "Replies do not end: raise limits.turn_tokens, or check the stop ids (turnwise check --model).",
-        "max_turns": "Raise limits.turns, or reward finishing.",
+        "max_turns": "Raise limits.turns, or the environment's own max_turns if that is lower, or reward finishing.",
         "context": "Raise limits.context, truncate observations (limits.observation_tokens), or shorten rollout.history.",
         "episode_tokens": "Raise limits.episode_tokens, or truncate observations (limits.observation_tokens).",
         "wall_clock": "Raise limits.wall_clock_s, or find the slow phase: seconds.<phase> in docs/reference/metrics.md.",
@@ -184,7 +184,7 @@ def dominated(rows: DiagnosisInput) -> Diagnosis | None:
 
 def warmup_gate_unmet(rows: DiagnosisInput) -> Diagnosis | None:
     """The warmup gate is not met: at least `GATE_EVALS` gate evaluations, none passed, and no reinforcement that helps."""
-    if len(rows.gate) < GATE_EVALS or any(row.get("gate_passed") for row in rows.gate) or (rows.train and not _flat(rows)):
+    if len(rows.gate) < GATE_EVALS or any(row.get("gate_passed") for row in rows.gate) or (rows.train and not _unchanged(rows)):
         return None
     successes = [number(row.get("success")) or 0.0 for row in rows.gate]
     losses = [loss for row in rows.gate if (loss := number(row.get("loss"))) is not None]
@@ -280,13 +280,16 @@ def malformed(rows: DiagnosisInput) -> Diagnosis | None:
 
 def flat(rows: DiagnosisInput) -> Diagnosis | None:
     """Nothing changes: over `FLAT_STEPS` steps, success of training episodes rose by no more than chance, tasks unsolved."""
-    means = _flat(rows)
-    if means is None:
+    means = _unchanged(rows)
+    if means is None or tied(rows) is not None or truncated(rows) is not None:
         return None
-    agreement = max(_mean(rows.train[-FLAT_STEPS:], key) for key in ("gradient_agreement", "gradient_agreement_scaled"))
+    recent = rows.train[-FLAT_STEPS:]
+    agreement = max(_mean(recent, key) for key in ("gradient_agreement", "gradient_agreement_scaled"))
     why, remedy = "gradients agree, so steps are too small", "Raise train.lr."
     if agreement < NOISE:
-        why, remedy = f"gradients of different steps do not agree ({agreement:.2f})", "Use larger or more groups (rollout)."
+        why, remedy = f"gradients of different steps do not agree ({agreement:.2f})", MORE_GROUPS
+    elif all(row.get("lr") == 0.0 for row in recent):
+        why, remedy = "gradients agree by no more than chance, so no step was taken", MORE_GROUPS
     return Diagnosis(
         "nothing changes",
         f"Success of training episodes went from {100 * means[0]:.0f}% to {100 * means[1]:.0f}% in {FLAT_STEPS} steps: {why}.",
@@ -294,9 +297,12 @@ def flat(rows: DiagnosisInput) -> Diagnosis | None:
     )
 
 
-def _flat(rows: DiagnosisInput) -> tuple[float, float] | None:
-    """Return success in the halves of the last `FLAT_STEPS` steps; None if it rose, or something else explains it."""
-    if len(rows.train) < FLAT_STEPS or tied(rows) is not None or truncated(rows) is not None:
+MORE_GROUPS = "Use larger or more groups (rollout)."
+
+
+def _unchanged(rows: DiagnosisInput) -> tuple[float, float] | None:
+    """Return success in the halves of the last `FLAT_STEPS` steps; None if it rose, tasks are solved, or none was trained."""
+    if len(rows.train) < FLAT_STEPS:
         return None
     recent = rows.train[-FLAT_STEPS:]
     halves = recent[: FLAT_STEPS // 2], recent[FLAT_STEPS // 2 :]

@@ -227,6 +227,10 @@ def signal_share(agreement: float, beta: float) -> float:
     return k * r / (1.0 + k * r)
 
 
+STILL = 5
+"""A policy that was not updated has the gradient that it had: what is known of it lasts so many times longer."""
+
+
 class GradientSignal:
     """Moving average of a run's gradient agreements over `memory` steps, and the learning-rate share it implies (1 if 0)."""
 
@@ -238,7 +242,7 @@ class GradientSignal:
         self.variance = 0.0
         """Variance of `average` if agreements were noise around 0: the sum of its squared terms."""
         self.weight = 0.0
-        """Sum of the weights of the steps in `average`; the 0 that it starts from has the rest."""
+        """Sum of the weights of the steps in `average`."""
         self.squares = self.fourths = 0.0
         """Sums of the second and fourth powers of the weights of known steps, of their parts for the latter."""
 
@@ -252,11 +256,12 @@ class GradientSignal:
         """Whether the average has too few steps for their spread to say something: it needs their tasks' parts."""
         return self.weight < 1.0 - (1.0 - 1.0 / self.memory) ** YOUNG - 1e-9 if self.memory else False
 
-    def update(self, agreement: float | None, parts: Sequence[float] = ()) -> None:
-        """Add one step's agreement; None (unknown) counts as 0. `parts` are those of independent tasks in it."""
+    def update(self, agreement: float | None, parts: Sequence[float] = (), *, moved: bool = True) -> None:
+        """Add one step's agreement; None (unknown) counts as 0. `parts` are those of independent tasks in it. `moved`: whether
+        the step before updated the policy."""
         if self.memory:
             weight = 1.0 / self.memory
-            kept, value = 1.0 - weight, agreement or 0.0
+            kept, value = 1.0 - weight / (1 if moved else STILL), agreement or 0.0
             self.average = kept * self.average + weight * value
             self.weight = kept * self.weight + weight
             square = math.fsum(part * part for part in parts or (value,))
@@ -268,13 +273,16 @@ class GradientSignal:
     @property
     def share(self) -> float:
         """Factor on the learning rate, from 0 to 1; 0 unless the average exceeds three standard errors, as noise does one time
-        in 700. Beyond them, the square of the average is reduced by what noise adds to it, its variance, and the average is
-        corrected for its start, as Adam's are (arXiv 1412.6980, section 3)."""
+        in 700. An average that has just exceeded them may be noise: its square loses the share of it that the square of three
+        standard errors is, so the factor rises from 0. It is corrected for its start, as Adam's are (arXiv 1412.6980, section
+        3)."""
         if not self.memory:
             return 1.0
-        if standard_errors(self.average, self.variance, self.terms) <= STANDARD_ERRORS:
+        errors = standard_errors(self.average, self.variance, self.terms)
+        if errors <= STANDARD_ERRORS:
             return 0.0
-        return signal_share(math.sqrt(self.average**2 - self.variance) / self.weight, self.beta)
+        square = self.average**2 * (1.0 - (STANDARD_ERRORS / errors) ** 2)
+        return signal_share(math.sqrt(square) / self.weight, self.beta)
 
     def state(self) -> tuple[float, ...]:
         """Return the arguments of `restore`."""

@@ -296,8 +296,9 @@ class Trainer:
         if first:
             step_metrics.agreement = found
             parts = self._agreement_by_task(batch, past, halved, logp_n, slope_n, found.norm) if found and split else []
-            self.signals[0].update(found and found.cosine, parts)
-            self.signals[1].update(found and found.scaled)
+            moved = self.signal_share > 0.0
+            self.signals[0].update(found and found.cosine, parts, moved=moved)
+            self.signals[1].update(found and found.scaled, moved=moved)
         step_metrics.updates.append((loss, norm))
         self.optimizer.step(lr * self.signal_share)
         self.updates += 1
