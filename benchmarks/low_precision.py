@@ -13,7 +13,7 @@ the last steps' episodes, those of the environment included, and over sampled id
 probe finds an engine that kept the weights of before, and does not refuse one that has the new ones. `resume_bits_equal`
 compares runs that were killed with undisturbed ones. `experts_*` train a mixture of experts with its experts replayed. Exports
 are read back and compared with the trainer's grid, bit for bit; `transformers_bits_equal` is null without compressed-tensors
-(int4). fp8 products are emulated. Last line JSON.
+(int4), and with a GPU (fp8). fp8 products are emulated. Last line JSON.
 """
 
 from __future__ import annotations
