@@ -148,7 +148,7 @@ def test_a_call_on_its_way_waits_out_the_update_and_costs_it_nothing(directory, 
             paused.set()
 
         app.replies.pause = noted
-        begun = beginning(app)
+        begun = beginning(app, 4)
         running = [
             asyncio.create_task(engine.generate(Request(PROMPT, 170, frozenset(), n, f"r{n}", banned_ids=app.end_ids)))
             for n in range(4)

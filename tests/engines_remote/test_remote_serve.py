@@ -51,13 +51,16 @@ def run(directory, kind, work, token="", speculate=0, context=200, **options):
     return asyncio.run(all_of_it())
 
 
-def beginning(app):
-    """An event that is set as the next reply begins: a poll could find that it is over already."""
-    begun, generate = asyncio.Event(), app.engine.generate
+def beginning(app, count=1):
+    """An event that is set as the next replies begin, together: a poll could find that they are over already."""
+    begun, generate, coming = asyncio.Event(), app.engine.generate, []
 
-    def noted(request):
-        begun.set()
-        return generate(request)
+    async def noted(request):
+        coming.append(request)
+        if len(coming) == count:
+            begun.set()
+        await begun.wait()
+        return await generate(request)
 
     app.engine.generate = noted
     return begun
