@@ -179,9 +179,9 @@ def test_steady_agreement_counts_fully_soon(agreement):
     assert shares[5:] == pytest.approx([signal_share(agreement, 0.9)] * 35)
 
 
-def shares_of(agreements, memory=20):
+def shares_of(agreements):
     """The share of each step of a run with these agreements, which is still where the share is 0."""
-    signal, shares = GradientSignal(memory, 0.9), []
+    signal, shares = GradientSignal(20, 0.9), []
     for agreement in agreements:
         signal.update(agreement, moved=signal.share > 0)
         shares.append(signal.share)
