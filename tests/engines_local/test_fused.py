@@ -127,6 +127,45 @@ def test_other_types_and_a_missing_compiler_leave_the_modules(monkeypatch: pytes
     assert difference(module, run(engine, some)) < 1e-4
 
 
+def test_siblings_read_their_prompt_in_one_slot_with_the_bits_of_one_alone() -> None:
+    module, prompt = stirred(KINDS[0]), words(150, 1)
+
+    async def siblings(engine: LocalEngine, numbers: range) -> dict[int, Any]:
+        async def talk(n: int) -> Any:
+            first = await engine.generate(request(prompt, f"s{n}", seed=n, group="g", max_tokens=8 + n))
+            longer = prompt + first.ids + words(40, n % 2)
+            return bits([first, await engine.generate(request(longer, f"s{n}", seed=n, group="g", call=1))])
+
+        found = dict(zip(numbers, await asyncio.gather(*map(talk, numbers)), strict=True))
+        shared = engine._scheduler.model.cache.shared
+        assert sum(shared == 128) == len(numbers) - 1  # 149 positions are copied, in units of 32
+        return found
+
+    together = run(LocalEngine(module, context=256), lambda engine: siblings(engine, range(6)))
+    for n in range(6):
+        assert run(LocalEngine(module, context=256), lambda engine, n=n: siblings(engine, range(n, n + 1)))[n] == together[n]
+
+
+@pytest.mark.parametrize("leaves", [0, 1])
+def test_a_slot_that_starts_over_takes_no_prompt_from_its_siblings(leaves: int) -> None:
+    module, prompt = stirred(KINDS[0]), words(150, 1)
+
+    async def talk(engine: LocalEngine) -> Any:
+        first = await asyncio.gather(*(engine.generate(request(prompt, f"s{n}", seed=n, group="g")) for n in range(2)))
+        other = prompt[:5] + words(160, 2)
+        await engine.generate(request(other, f"s{leaves}", group="g", call=1))
+        stays = 1 - leaves
+        return await engine.generate(request(prompt + first[stays].ids + words(9, 3), f"s{stays}", group="g", call=1))
+
+    async def again(engine: LocalEngine, ids: list[int]) -> Any:
+        return await engine.generate(request(ids, f"s{1 - leaves}", group="g", call=1))
+
+    found = run(LocalEngine(module, context=256, slots=2), talk)
+    first = run(LocalEngine(module, context=256), lambda e: e.generate(request(prompt, "s", seed=1 - leaves)))
+    alone = run(LocalEngine(module, context=256), lambda e: again(e, prompt + first.ids + words(9, 3)))
+    assert bits([found]) == bits([alone])
+
+
 def test_the_joined_weights_are_those_of_the_module() -> None:
     """An update writes to the modules' weights: the pass has to compute with that very memory."""
     engine = LocalEngine(stirred(KINDS[1], tie_word_embeddings=False))

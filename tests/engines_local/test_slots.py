@@ -40,6 +40,7 @@ class Cached:
         assert slot.call is None
         if placed.donor is not None:
             self.cache.copy([(placed.donor.index, slot.index, placed.start, placed.keep)])
+        self.cache.rewind(slot.index, placed.keep)
         for found in self.ids(slot.index):
             assert found[: placed.keep] == ids[: placed.keep]
         for store in self.cache.layers[0]:
@@ -61,6 +62,9 @@ class Cached:
         for index, slot in enumerate(self.table.slots):
             assert slot.index == index
             assert all(found[: slot.valid] == slot.seq[: slot.valid] for found in self.ids(index))
+            source, shared = self.cache.sources[index], self.cache.shared[index]
+            assert self.ids(index)[0][:shared] == self.ids(source)[0][:shared]
+            assert shared % self.cache.unit == 0
         free = [slot.index for slot in self.table.slots if slot.call is None and slot.session is None]
         assert [index for index in range(SLOTS) if self.table._free >> index & 1] == free
 

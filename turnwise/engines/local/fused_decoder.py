@@ -118,7 +118,14 @@ class FusedDecoder:
         if self._adapters is not None:
             self._adapters.begin(torch.tensor(slots + [self.cache.scratch] * (count - len(slots))))
         position = np.array(positions)
-        where = np.arange(count), self._rotate(position, media), position, np.array(slots)
+        where = (
+            np.arange(count),
+            self._rotate(position, media),
+            position,
+            np.array(slots),
+            self.cache.sources,
+            self.cache.shared,
+        )
         change = np.zeros(0, dtype=np.float32)
         for number, layer in enumerate(self.layers):
             change = self._layer(number, layer, flat, change, where)
@@ -133,7 +140,7 @@ class FusedDecoder:
     ) -> np.ndarray:
         """Add the attention output to the stream; return the MLP output, which the next layer adds.
 
-        `where` has the number, rotary angle, position and slot of each row.
+        `where` has the number, rotary angle, position and slot of each row, and source and shared positions of each slot.
         """
         call, rows = self.kernels, where[0]
         count, hidden = len(rows), self.table.shape[1]

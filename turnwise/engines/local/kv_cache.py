@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,16 @@ class KVCache:
     """[slots + 1, capacity, expert layers, k] experts of each position; None for a model without routers."""
     storage: int = 0
     """Number of times that the tensors were replaced."""
+    sources: np.ndarray = field(init=False)
+    """[slots + 1] slot from which a reader in units takes a slot's first `shared` positions: they have equal bits in both, and
+    slots that share a source find them in the processor's cache."""
+    shared: np.ndarray = field(init=False)
+    """[slots + 1] number of those positions, a multiple of `unit`."""
     _stores: list[Any] = field(default_factory=list)
     """The tensors of `layers`; on a CPU their bytes as arrays of numpy, which copies a slot at a fifth of the cost."""
+
+    def __post_init__(self) -> None:
+        self.sources, self.shared = np.zeros((2, self.slots + 1), dtype=np.int64)
 
     @property
     def scratch(self) -> int:
@@ -81,12 +90,16 @@ class KVCache:
         self._stores.clear()
         self.routes = None
         self.slots = self.capacity = 0
+        self.sources, self.shared = np.zeros((2, 1), dtype=np.int64)
 
     def resize(self, slots: int, capacity: int) -> None:
         """Grow to more slots or positions; content stays."""
         old_slots = self.slots
         self.storage += 1
         self.slots, self.capacity = max(slots, self.slots), max(capacity, self.capacity)
+        sources, shared = np.zeros((2, self.slots + 1), dtype=np.int64)
+        sources[:old_slots], shared[:old_slots] = self.sources[:old_slots], self.shared[:old_slots]
+        self.sources, self.shared = sources, shared
         for index, (keys, values) in self.layers.items():
             grown = (self._empty(keys), self._empty(values))
             for new, old in zip(grown, (keys, values), strict=True):
@@ -104,12 +117,28 @@ class KVCache:
             for source, target, start, end in moves:
                 if self.routes is not None:
                     self.routes[target, start:end] = self.routes[source, start:end]
+                self.rewind(target, start)
                 units = slice(start // self.unit, -(-end // self.unit))
                 for store in self._stores:
                     store[target, :, units] = store[source, :, units]
+                self._share(source, target, end)
         else:
             for together in batch_moves(moves):
                 self._copy_together(together)
+
+    def rewind(self, slot: int, keep: int) -> None:
+        """End the sharing of a slot's positions from `keep` on, before they are overwritten."""
+        if self.unit > 1:
+            readers = self.sources == slot
+            readers[slot] = True
+            np.minimum(self.shared, keep // self.unit * self.unit, out=self.shared, where=readers)
+
+    def _share(self, source: int, target: int, end: int) -> None:
+        """Let the first `end` positions of a slot be read where those of the slot that it was copied from are."""
+        if self.unit > 1:
+            end = end // self.unit * self.unit
+            self.sources[target] = self.sources[source] if self.shared[source] >= end else source
+            self.shared[target] = end
 
     def _copy_together(self, moves: Sequence[Move]) -> None:
         """Make copies of which none reads or writes what an earlier one writes: a GPU takes as long for many as for one.
@@ -130,6 +159,8 @@ class KVCache:
         there, back = self._slots([*ones, *others]), self._slots([*others, *ones])
         if self.routes is not None:
             self.routes[there, :length] = self.routes[back, :length]
+        for slot in chain(*pairs):
+            self.rewind(slot, 0)
         length = -(-length // self.unit)
         for store in self._stores:
             store[there, :, :length] = store[back, :, :length]
@@ -141,6 +172,8 @@ class KVCache:
 
     def zero(self, slot: int | None = None) -> None:
         """Zero a slot, or all of them: non-finite values would pass through a mask."""
+        for one in range(len(self.shared)) if slot is None else [slot]:
+            self.rewind(one, 0)
         for store in self._stores if self.routes is None else [self.routes, *self._stores]:
             store[slice(None) if slot is None else slot] = 0
 

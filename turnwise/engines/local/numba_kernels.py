@@ -239,95 +239,155 @@ def _keep(x, k_at, v_at, size, bias, bias_at, keys, values, origin, place):  # t
 
 
 @_inner
-def _scores(query, q_at, group, size, keys, origin, count, scale, scores, reach, values, ahead):  # type: ignore[no-untyped-def]
-    """Softmax weights of `count` keys for each query head of a group, heads in pairs; an odd head is its own partner.
+def _scores(  # type: ignore[no-untyped-def]
+    query, q_at, group, size, keys, common, shared, origin, count, scale, scores, reach, values, ahead
+):
+    """Softmax weights of `count` keys for each query head of a group, heads in pairs, and the last of an odd number alone.
 
-    With `ahead`, prefetch the values of these keys.
+    The first `shared` keys are at `common`, the others at `origin`. With `ahead`, prefetch the values of these keys.
     """
     zero, factor = broadcast(np.float32(0)), broadcast(scale)
     end = (count + BLOCK - 1) // BLOCK * BLOCK
     for first in range(0, end, BLOCK):
         for head in range(0, group, 2):
-            other = min(head + 1, group - 1)
-            mine, theirs = q_at + head * size, q_at + other * size
+            pair = head + 1 < group
+            mine, theirs = q_at + head * size, q_at + (head + 1) * size
             a, b, c, d = zero, zero, zero, zero
             e, f, g, h = zero, zero, zero, zero
             for i in range(0, size, 2):  # even and odd dimensions apart: eight sums, none of which waits for another
-                at = origin + first * size + i * BLOCK
+                at = (common if first < shared else origin) + first * size + i * BLOCK
                 if ahead and head == 0:
                     for line in range(0, 2 * BLOCK, WIDTH):
                         prefetch(values, at + line)
                 one, two = load(keys, at), load(keys, at + WIDTH)
-                x, y = repeat(query, mine + i), repeat(query, theirs + i)
-                a, b, c, d = fused(x, one, a), fused(x, two, b), fused(y, one, c), fused(y, two, d)
-                one, two = load(keys, at + BLOCK), load(keys, at + BLOCK + WIDTH)
-                x, y = repeat(query, mine + i + 1), repeat(query, theirs + i + 1)
-                e, f, g, h = fused(x, one, e), fused(x, two, f), fused(y, one, g), fused(y, two, h)
+                three, four = load(keys, at + BLOCK), load(keys, at + BLOCK + WIDTH)
+                x, y = repeat(query, mine + i), repeat(query, mine + i + 1)
+                a, b, e, f = fused(x, one, a), fused(x, two, b), fused(y, three, e), fused(y, four, f)
+                if pair:
+                    x, y = repeat(query, theirs + i), repeat(query, theirs + i + 1)
+                    c, d, g, h = fused(x, one, c), fused(x, two, d), fused(y, three, g), fused(y, four, h)
             store(scores, head * reach + first, multiply(add(a, e), factor))
             store(scores, head * reach + first + WIDTH, multiply(add(b, f), factor))
-            store(scores, other * reach + first, multiply(add(c, g), factor))
-            store(scores, other * reach + first + WIDTH, multiply(add(d, h), factor))
+            if pair:
+                store(scores, (head + 1) * reach + first, multiply(add(c, g), factor))
+                store(scores, (head + 1) * reach + first + WIDTH, multiply(add(d, h), factor))
     for head in range(group):
-        start = head * reach
-        for i in range(start + count, start + end):
-            scores[i] = -np.inf
-        peaks = load(scores, start)
-        for i in range(start + WIDTH, start + end, WIDTH):
-            peaks = greater_than(peaks, load(scores, i))
-        peak, sums = broadcast(horizontal_max(peaks)), zero
-        for i in range(start, start + end, WIDTH):
-            weight = exp(subtract(load(scores, i), peak))
-            store(scores, i, weight)
-            sums = add(sums, weight)
-        share = broadcast(np.float32(1) / horizontal_sum(sums))
-        for i in range(start, start + end, WIDTH):
-            store(scores, i, multiply(load(scores, i), share))
+        _softmax(scores, head * reach, count, end)
 
 
 @_inner
-def _mixture(scores, reach, group, size, values, origin, count, out, to, keys, ahead):  # type: ignore[no-untyped-def]
-    """Weighted sum of `count` values for each query head of a group.
-
-    Unless `ahead` is 0, prefetch the keys at that offset, which are used next.
-    """
+def _softmax(scores, start, count, end):  # type: ignore[no-untyped-def]
+    """Softmax of `count` scores from `start` on, in place; up to `end` the weights are 0."""
     zero = broadcast(np.float32(0))
+    for i in range(start + count, start + end):
+        scores[i] = -np.inf
+    peaks = load(scores, start)
+    for i in range(start + WIDTH, start + end, WIDTH):
+        peaks = greater_than(peaks, load(scores, i))
+    peak, sums = broadcast(horizontal_max(peaks)), zero
+    for i in range(start, start + end, WIDTH):
+        weight = exp(subtract(load(scores, i), peak))
+        store(scores, i, weight)
+        sums = add(sums, weight)
+    share = broadcast(np.float32(1) / horizontal_sum(sums))
+    for i in range(start, start + end, WIDTH):
+        store(scores, i, multiply(load(scores, i), share))
+
+
+@_inner
+def _mixture(  # type: ignore[no-untyped-def]
+    scores, reach, group, size, values, common, shared, origin, count, out, to, keys, ahead
+):
+    """Weighted sum of `count` values for each query head of a group, the first `shared` at `common`, the others at `origin`.
+
+    Two heads and two vectors of a value are added up at once where there are as many. Unless `ahead` is 0, prefetch the keys
+    at that offset from the others, which are used next.
+    """
     for i in range(to, to + group * size, WIDTH):
-        store(out, i, zero)
+        store(out, i, broadcast(np.float32(0)))
     for first in range(0, count, BLOCK):
         last = min(first + BLOCK, count)
-        for part in range(0, size, 2 * WIDTH):
-            rest = min(part + WIDTH, size - WIDTH)
-            for head in range(0, group, 2):
-                other = min(head + 1, group - 1)
-                mine, theirs = to + head * size, to + other * size
-                a, b, c, d = load(out, mine + part), load(out, mine + rest), load(out, theirs + part), load(out, theirs + rest)
-                e, f, g, h = zero, zero, zero, zero
-                for key in range(first, last - 1, 2):  # even and odd keys apart
-                    at, left, right = origin + key * size, head * reach + key, other * reach + key
-                    if ahead != 0 and head == 0:
-                        for line in range(0, 2 * WIDTH, WIDTH):
-                            prefetch(keys, at + ahead + part + line)
-                            prefetch(keys, at + ahead + part + line + size)
-                    one, two = load(values, at + part), load(values, at + rest)
-                    x, y = repeat(scores, left), repeat(scores, right)
-                    a, b, c, d = fused(x, one, a), fused(x, two, b), fused(y, one, c), fused(y, two, d)
-                    one, two = load(values, at + size + part), load(values, at + size + rest)
-                    x, y = repeat(scores, left + 1), repeat(scores, right + 1)
-                    e, f, g, h = fused(x, one, e), fused(x, two, f), fused(y, one, g), fused(y, two, h)
-                if (last - first) % 2:
-                    at = origin + (last - 1) * size
-                    one, two = load(values, at + part), load(values, at + rest)
-                    x, y = repeat(scores, head * reach + last - 1), repeat(scores, other * reach + last - 1)
-                    a, b, c, d = fused(x, one, a), fused(x, two, b), fused(y, one, c), fused(y, two, d)
-                store(out, mine + part, add(a, e))
-                store(out, mine + rest, add(b, f))
-                store(out, theirs + part, add(c, g))
-                store(out, theirs + rest, add(d, h))
+        base = common if first < shared else origin
+        for head in range(0, group, 2):
+            fetched = ahead if head == 0 and first >= shared else 0
+            paired = size // (2 * WIDTH) * 2 * WIDTH if head + 1 < group else 0
+            for part in range(0, paired, 2 * WIDTH):
+                _mix_four(scores, reach, head, size, values, base, first, last, out, to, part, keys, fetched)
+            for one in range(head, min(head + 2, group)):
+                for part in range(paired, size, WIDTH):
+                    _mix_one(scores, reach, one, size, values, base, first, last, out, to, part, keys, fetched)
 
 
-@_kernel("aaaafaannnaaiiiifaa")
+@_inner
+def _mix_four(scores, reach, head, size, values, base, first, last, out, to, part, keys, ahead):  # type: ignore[no-untyped-def]
+    """Add the values from `first` to `last` to two vectors, from `part` on, of a head and of the next one."""
+    zero = broadcast(np.float32(0))
+    mine, theirs, rest, next_head = to + head * size, to + (head + 1) * size, part + WIDTH, head + 1
+    a, b, c, d = load(out, mine + part), load(out, mine + rest), load(out, theirs + part), load(out, theirs + rest)
+    e, f, g, h = zero, zero, zero, zero
+    for key in range(first, last - 1, 2):  # even and odd keys apart
+        at, left, right = base + key * size, head * reach + key, next_head * reach + key
+        if ahead != 0:
+            for line in range(0, 2 * WIDTH, WIDTH):
+                prefetch(keys, at + ahead + part + line)
+                prefetch(keys, at + ahead + part + line + size)
+        one, two = load(values, at + part), load(values, at + rest)
+        x, y = repeat(scores, left), repeat(scores, right)
+        a, b, c, d = fused(x, one, a), fused(x, two, b), fused(y, one, c), fused(y, two, d)
+        one, two = load(values, at + size + part), load(values, at + size + rest)
+        x, y = repeat(scores, left + 1), repeat(scores, right + 1)
+        e, f, g, h = fused(x, one, e), fused(x, two, f), fused(y, one, g), fused(y, two, h)
+    if (last - first) % 2:
+        at = base + (last - 1) * size
+        one, two = load(values, at + part), load(values, at + rest)
+        x, y = repeat(scores, head * reach + last - 1), repeat(scores, next_head * reach + last - 1)
+        a, b, c, d = fused(x, one, a), fused(x, two, b), fused(y, one, c), fused(y, two, d)
+    store(out, mine + part, add(a, e))
+    store(out, mine + rest, add(b, f))
+    store(out, theirs + part, add(c, g))
+    store(out, theirs + rest, add(d, h))
+
+
+@_inner
+def _mix_one(scores, reach, head, size, values, base, first, last, out, to, part, keys, ahead):  # type: ignore[no-untyped-def]
+    """Add the values from `first` to `last` to one vector of a head, in the order of `_mix_four`."""
+    mine, weight = to + head * size + part, head * reach
+    a, e = load(out, mine), broadcast(np.float32(0))
+    for key in range(first, last - 1, 2):
+        at = base + key * size + part
+        if ahead != 0:
+            prefetch(keys, at + ahead)
+            prefetch(keys, at + ahead + size)
+        a = fused(repeat(scores, weight + key), load(values, at), a)
+        e = fused(repeat(scores, weight + key + 1), load(values, at + size), e)
+    if (last - first) % 2:
+        a = fused(repeat(scores, weight + last - 1), load(values, base + (last - 1) * size + part), a)
+    store(out, mine, add(a, e))
+
+
+@_kernel("aaaafaannnnnaaiiiifaa")
 def attend(  # type: ignore[no-untyped-def]
-    qkv, bias, q_norm, k_norm, eps, cos, sin, turns, places, slots, keys, values, capacity, heads, kv, size, scale, scores, out
+    qkv,
+    bias,
+    q_norm,
+    k_norm,
+    eps,
+    cos,
+    sin,
+    turns,
+    places,
+    slots,
+    sources,
+    shared,
+    keys,
+    values,
+    capacity,
+    heads,
+    kv,
+    size,
+    scale,
+    scores,
+    out,
 ):
     """Write each row's keys and values to the cache and attend to its slot up to its position.
 
@@ -341,6 +401,7 @@ def attend(  # type: ignore[no-untyped-def]
         cos, sin: [angles, size] of the rotary embedding.
         turns: angle index per row.
         places, slots: position and slot per row.
+        sources, shared: per slot, where to read its first keys and values, and how many.
         keys: [slots, kv, capacity / BLOCK, size, BLOCK].
         values: [slots, kv, capacity, size].
         capacity: positions per slot.
@@ -366,5 +427,6 @@ def attend(  # type: ignore[no-untyped-def]
             if follower != slot:
                 ahead = capacity * size if head + 1 < kv else follower * kv * capacity * size - origin
             q_at, to = at + head * group * size, (row * heads + head * group) * size
-            _scores(qkv, q_at, group, size, keys, origin, count, scale, scores, reach, values, new)
-            _mixture(scores, reach, group, size, values, origin, count, out, to, keys, ahead)
+            common, first = (sources[slot] * kv + head) * capacity * size, shared[slot]
+            _scores(qkv, q_at, group, size, keys, common, first, origin, count, scale, scores, reach, values, new)
+            _mixture(scores, reach, group, size, values, common, first, origin, count, out, to, keys, ahead)

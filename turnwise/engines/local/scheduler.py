@@ -206,6 +206,7 @@ class Scheduler:
         self.model.reserve(at_once, max(len(call.prompt) + call.limit for call in self.waiting))
         left: deque[ActiveCall] = deque()
         copies: list[Move] = []
+        kept: list[tuple[int, int]] = []
         for call in self.waiting:
             if self.running and (call.alone or self.running[0].alone):
                 left.append(call)
@@ -220,12 +221,15 @@ class Scheduler:
             self.model.reserve(slot.index + 1, len(call.prompt) + call.limit)
             if placement.donor is not None:
                 copies.append((placement.donor.index, slot.index, placement.start, placement.keep))
+            kept.append((slot.index, placement.keep))
             slot.call, call.slot, call.cached = call, slot, placement.keep
             if self.model.adapters is not None:
                 self.model.adapters.assign(slot.index, call.adapter)
             self.running.append(call)
         self.waiting = left
         self.model.cache.copy(copies)
+        for index, keep in kept:
+            self.model.cache.rewind(index, keep)
 
     def _compact(self, decoding: list[ActiveCall]) -> None:
         """Move the highest rows into gaps when too many rows in between are idle."""
