@@ -170,7 +170,7 @@ def _kernel(letters: str) -> Callable[[Any], Any]:
     return compiled
 
 
-# Kernels allocate nothing, and counting references to their arrays took a third of the time of `attend`.
+# Kernels allocate nothing; counting references to their arrays took a quarter of `attend` with keys in the processor's cache.
 _inner = numba.njit(inline="never", error_model="numpy", _nrt=False)
 
 
