@@ -476,7 +476,7 @@ def test_a_thread_that_hangs_is_left_once_and_named(phase, said, made):
     limits = tw.Limits(turns=6, turn_tokens=2000, env_s=0.1)
     (trajectory,) = tw.rollout(make, [tw.Task("Go.")], engine=tw.ScriptedEngine([call("faulty"), "done"]), limits=limits)
     assert envs[0].abandoned == said
-    assert [thread.name for thread in planted.threads] == [f"tool {name} abandoned" for name in said]
+    assert [thread.name for thread in planted.threads] == [f"turnwise-tool abandoned in {name}" for name in said]
     assert (trajectory.error is None) is (phase == "none")
     planted.returns.set()
     for _ in range(1000):

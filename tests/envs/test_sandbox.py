@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import turnwise as tw
-from turnwise.envs import user_code
 from turnwise.envs.isolation import sandbox as module
 from turnwise.envs.isolation.sandbox import MIB, Sandbox, SandboxError, SandboxResult, python_tool
 from turnwise.errors import ConfigError
@@ -221,7 +220,7 @@ def test_files_are_put_beside_it_and_the_channel_is_read():
 
 def test_nothing_is_left_of_many_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(user_code, "IDLE_S", 0.01)
+    monkeypatch.setattr("turnwise.envs.threads.IDLE_S", 0.01)
     box = Sandbox(seconds=FAR)
     box.run("pass")
     fds, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())  # those of earlier tests may end meanwhile

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.envs import Action, ToolFailure, arithmetic, as_env_spec, play_scripted, read_reply, tool, tool_env, user_code
+from turnwise.envs import Action, ToolFailure, arithmetic, as_env_spec, play_scripted, read_reply, tool, tool_env
+from turnwise.envs.threads import run_in_thread
 from turnwise.envs.tools.results import ResultLimit
 from turnwise.envs.tools.schema import ToolSchemaError
 from turnwise.envs.tools.tool import Tools
-from turnwise.envs.user_code import run_in_thread
 from turnwise.errors import ConfigError, EnvError
 from turnwise.types import ImageRef, Message, Task, ToolCall
 
@@ -216,7 +216,7 @@ def test_a_sync_tool_runs_off_the_loop_and_an_async_one_on_it():
         """Where."""
         return threading.current_thread().name
 
-    assert call([where_sync], "where_sync").message.text == "tool where_sync"
+    assert call([where_sync], "where_sync").message.text == "turnwise-tool"
     assert call([where_async], "where_async").message.text == "MainThread"
 
 
@@ -239,7 +239,7 @@ def test_sleeping_tools_do_not_wait_for_each_other():
 def test_a_tool_that_hangs_can_be_left_behind_and_the_process_still_ends():
     code = (
         "import asyncio, threading\n"
-        "from turnwise.envs.user_code import run_in_thread\n"
+        "from turnwise.envs.threads import run_in_thread\n"
         "async def main():\n"
         "    try:\n"
         "        await asyncio.wait_for(run_in_thread(threading.Event().wait, {}), 0.05)\n"
@@ -270,7 +270,7 @@ def test_calls_one_after_another_share_a_thread_and_calls_at_once_do_not():
 
 
 def test_idle_threads_end_also_while_others_are_taken(monkeypatch):
-    monkeypatch.setattr(user_code, "IDLE_S", 1e-4)
+    monkeypatch.setattr("turnwise.envs.threads.IDLE_S", 1e-4)
 
     async def main():
         for number in range(300):
@@ -289,7 +289,7 @@ def test_idle_threads_end_also_while_others_are_taken(monkeypatch):
 def test_a_forked_process_has_threads_of_its_own():
     code = (
         "import asyncio, os\n"
-        "from turnwise.envs.user_code import run_in_thread\n"
+        "from turnwise.envs.threads import run_in_thread\n"
         "asyncio.run(run_in_thread(print, {}))\n"
         "child = os.fork()\n"
         "if not child:\n"

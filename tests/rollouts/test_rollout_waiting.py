@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnwise.rollouts.timeouts import AbandonableThreads, Deadline
+from turnwise.envs.threads import AbandonableThreads
+from turnwise.rollouts.timeouts import Deadline
 
 FEW = settings(max_examples=15, deadline=None)
 
@@ -209,3 +210,23 @@ def test_results_that_come_after_the_loop_is_gone_harm_nobody():
     asyncio.run(run())
     release.set()
     none_left()
+
+
+def test_a_call_of_a_tool_that_was_given_up_before_its_turn_runs_all_the_same():
+    release, ran = threading.Event(), []
+
+    async def run():
+        threads = AbandonableThreads(1, run_all=True)
+        first = threads.call(release.wait, 30)
+        second = threads.call(ran.append, "second")
+        third = threads.call(ran.append, "third")
+        second.cancel()
+        await asyncio.sleep(0)
+        release.set()
+        await asyncio.gather(first, third)
+        assert threads.abandoned == 0
+        threads.close()
+
+    asyncio.run(run())
+    none_left()
+    assert ran == ["second", "third"]

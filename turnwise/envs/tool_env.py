@@ -13,10 +13,11 @@ from turnwise.envs.rewards.rewards import RewardedFactory, Rewards
 from turnwise.envs.rewards.workers import run_isolated
 from turnwise.envs.scripted_play import Speak
 from turnwise.envs.tasks import TaskSource
+from turnwise.envs.threads import ABANDONED_CALLS
 from turnwise.envs.tools.results import Keeps, ResultLimit
 from turnwise.envs.tools.stateful import Lifetime, ToolInstance, ToolSet, ToolSource, add_to_opening, parse_tools
 from turnwise.envs.tools.tool import Tool, Tools
-from turnwise.envs.user_code import ABANDONED_THREADS, as_number, call_user
+from turnwise.envs.user_code import as_number, call_user
 from turnwise.errors import ConfigError
 from turnwise.types import Message, Task, Trajectory
 
@@ -123,7 +124,7 @@ class ToolEnv(Env):
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
         """Return the task's messages, with the output of each stateful tool's `create` appended."""
         self._task = task
-        ABANDONED_THREADS.set(self.abandoned)
+        ABANDONED_CALLS.set(self.abandoned)
         self._tools, created = await self._factory.kit.open(task, self.instances)
         self.tools = self._tools.schemas
         return self._factory.opening(add_to_opening(task.messages, created))

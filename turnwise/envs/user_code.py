@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import contextvars
 import hashlib
 import importlib.util
 import inspect
 import math
 import sys
 import sysconfig
-import threading
 import traceback
 from collections.abc import Callable, Mapping
 from decimal import Decimal
@@ -19,11 +16,11 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from numbers import Real
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from types import ModuleType
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 from turnwise.envs import user_imports
+from turnwise.envs.threads import run_in_thread
 from turnwise.errors import (
     ConfigError,
     ControlTextError,
@@ -152,114 +149,6 @@ async def call_user(function: Callable[..., Any], arguments: Mapping[str, Any]) 
         return await result if inspect.isawaitable(result) else result
     except SystemExit as end:
         raise RuntimeError(f"SystemExit: {words(end)}") from end
-
-
-def carried(error: BaseException) -> Exception:
-    """Convert an exception of a thread to one that a future accepts, such as SystemExit from `exit()` in a tool."""
-    kind = type(error)  # `__class__` may be user code
-    if issubclass(kind, StopIteration):
-        return RuntimeError("StopIteration")
-    if issubclass(kind, Exception):
-        return error  # type: ignore[return-value]
-    return RuntimeError(f"{class_name(error)}: {words(error)}")
-
-
-ABANDONED_THREADS: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("left", default=None)
-"""Names of abandoned calls that still hold a thread, per environment of the current task."""
-
-
-IDLE_S = 10.0
-"""Seconds without a call after which a thread ends."""
-Outcome = tuple[Any, Exception | None]
-
-
-class _Thread(threading.Thread):
-    """A daemon thread that makes one call after another."""
-
-    idle: ClassVar[list[_Thread]] = []
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self._calls: SimpleQueue[tuple[Callable[[], Outcome], Callable[[Outcome], None]]] = SimpleQueue()
-        self.start()
-
-    @classmethod
-    def take(cls) -> _Thread:
-        """Return an idle thread, or a new one."""
-        with contextlib.suppress(IndexError):
-            while thread := cls.idle.pop():
-                if thread.is_alive():  # a forked process has none of its parent's
-                    return thread
-        return cls()
-
-    def call(self, function: Callable[[], Outcome], deliver: Callable[[Outcome], None], name: str) -> None:
-        """Call a function that raises nothing, and then the one that takes its outcome."""
-        self.rename(name)
-        self._calls.put((function, deliver))
-
-    def rename(self, name: str) -> None:
-        """Name the thread until its call ends."""
-        self.name = name
-
-    def run(self) -> None:
-        """Make the calls."""
-        while True:
-            try:
-                function, deliver = self._calls.get(timeout=IDLE_S)
-            except Empty:
-                try:
-                    self.idle.remove(self)
-                except ValueError:  # taken at this moment
-                    continue
-                return
-            outcome = function()
-            self.rename("tool idle")
-            self.idle.append(self)
-            deliver(outcome)
-            del function, deliver, outcome
-
-
-async def run_in_thread(function: Callable[..., Any], arguments: Mapping[str, Any], name: str = "") -> Any:
-    """Run a function in a daemon thread of its own; one that hangs would occupy a pool's slot and keep the process from
-    exiting."""
-    name = name or getattr(function, "__name__", "")
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-    context = contextvars.copy_context()
-    running = True
-
-    def work() -> Outcome:
-        nonlocal running
-        try:
-            return context.run(function, **arguments), None
-        except BaseException as raised:
-            return None, carried(raised)
-        finally:
-            running = False
-
-    def settle(outcome: Outcome) -> None:
-        result, error = outcome
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def deliver(outcome: Outcome) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so there is no caller
-            loop.call_soon_threadsafe(settle, outcome)
-
-    thread = _Thread.take()
-    thread.call(work, deliver, f"tool {name}")
-    try:
-        return await future
-    except asyncio.CancelledError:
-        left = ABANDONED_THREADS.get()
-        if left is not None and running:
-            thread.rename(f"tool {name} abandoned")
-            left.append(name)
-        raise
 
 
 def as_number(value: Any, what: str) -> float | None:

@@ -17,6 +17,7 @@ import orjson
 from turnwise.config import EnvRules
 from turnwise.envs import Action, Env, InlineObservation, Step
 from turnwise.envs.base import NeedsDecoder, NeedsLimits, SupportsSnapshot, as_step, check_size, implements
+from turnwise.envs.threads import AbandonableThreads
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.envs.user_code import RemoteException, failure_of, retryable
 from turnwise.errors import EnvError, InvalidAction, ProcessDied, words
@@ -26,7 +27,7 @@ from turnwise.rollouts.conversation import add_counts
 from turnwise.rollouts.recorder import Recorder
 from turnwise.rollouts.resume import RestartEpisode, ResumeDiffers, read_step, step_row
 from turnwise.rollouts.retries import LONGEST_WAIT_S, backoff_s
-from turnwise.rollouts.timeouts import AbandonableThreads, Deadline
+from turnwise.rollouts.timeouts import Deadline
 from turnwise.types import Failure, FailureKind, Message, Task, Tools, Turn, as_messages
 
 if TYPE_CHECKING:

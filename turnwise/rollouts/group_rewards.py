@@ -11,11 +11,12 @@ from inspect import isawaitable, iscoroutinefunction
 from typing import Any, TypeVar
 
 from turnwise.envs.rewards.workers import track_running
+from turnwise.envs.threads import AbandonableThreads
 from turnwise.envs.user_code import failure_of
 from turnwise.errors import RewardError, words
 from turnwise.rollouts.episode import reward_timeout_message, reward_value
 from turnwise.rollouts.recorder import Recorder
-from turnwise.rollouts.timeouts import AbandonableThreads, Deadline, Stop
+from turnwise.rollouts.timeouts import Deadline, Stop
 from turnwise.types import EpisodeKey, FailureKind, GroupKey, StopReason, Trajectory
 
 GroupReward = Callable[[Sequence[Trajectory]], Any]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from operator import is_
 from typing import Any
 
-from turnwise.envs.user_code import run_in_thread
+from turnwise.envs.threads import run_in_thread
 from turnwise.errors import MediaError
 from turnwise.media import MediaStore, has_media, media_as_text, store_media
 from turnwise.renderers import Branch, Extend, Renderer

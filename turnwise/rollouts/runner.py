@@ -19,6 +19,7 @@ from turnwise.envs import Env, Scores
 from turnwise.envs.isolation.process_env import ForkServers
 from turnwise.envs.resolve import load_object
 from turnwise.envs.spec import EnvSpec
+from turnwise.envs.threads import AbandonableThreads
 from turnwise.envs.user_code import failure_of
 from turnwise.errors import ConfigError, EngineError, LimitReached, RepeatedUserError, TraceError, UsageError
 from turnwise.media import MediaStore
@@ -40,7 +41,7 @@ from turnwise.rollouts.recorder import Recorder, TimedRecorder, Trace
 from turnwise.rollouts.render_check import SHARE, RenderCheck, Sanity
 from turnwise.rollouts.resume import ResumedTurns
 from turnwise.rollouts.stream import EngineRequest, GroupPlayer, RolloutStream
-from turnwise.rollouts.timeouts import AbandonableThreads, Deadline, EpisodePlace, Stop
+from turnwise.rollouts.timeouts import Deadline, EpisodePlace, Stop
 from turnwise.rollouts.watchdog import PendingEpisode
 from turnwise.types import EpisodeKey, Failure, FailureKind, StopReason, Task, Trajectory
 

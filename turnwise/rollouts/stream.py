@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 from turnwise.engines import Sampling
 from turnwise.envs.isolation.process_env import ForkServers
 from turnwise.envs.rewards.workers import RewardWorkers, use_pool
+from turnwise.envs.threads import AbandonableThreads
 from turnwise.errors import UsageError, first_exception
 from turnwise.rollouts.conversation import parse_extras
 from turnwise.rollouts.garbage import GarbageWatch
 from turnwise.rollouts.group_rewards import GroupRewards, complete_groups
-from turnwise.rollouts.timeouts import AbandonableThreads, CallGate, EpisodePlace, Stop
+from turnwise.rollouts.timeouts import CallGate, EpisodePlace, Stop
 from turnwise.rollouts.watchdog import PendingEpisode, Watchdog
 from turnwise.types import GroupKey, Trajectory
 

@@ -1,4 +1,4 @@
-"""What an episode waits for: deadlines, threads that can be abandoned, and places of engine calls.
+"""What an episode waits for: deadlines, and places of engine calls.
 
 An episode has a place only during its calls, none while its environment works. Waiting calls enter by the age of their policy,
 then by their number of turns; a new episode starts when no call waits.
@@ -9,15 +9,9 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-import threading
-from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from functools import partial
-from queue import SimpleQueue
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
-from turnwise.envs.user_code import carried
 from turnwise.errors import words
 
 T = TypeVar("T")
@@ -173,145 +167,6 @@ class Deadline:
             self._task.cancel()
         else:
             self._timer = self._loop.call_at(self._at, self._on_timer)
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """One call in a thread; its flags change only under the lock of `AbandonableThreads`."""
-
-    future: asyncio.Future[Any]
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    owner: str = ""
-    thread: threading.Thread | None = None
-    running: bool = False
-    abandoned: bool = False
-
-    @property
-    def name(self) -> str:
-        """Name of the call: its owner and function."""
-        function = self.function.func if isinstance(self.function, partial) else self.function
-        return f"{self.owner} {getattr(function, '__qualname__', repr(function))}".strip()
-
-
-class AbandonableThreads:
-    """Runs blocking calls off the event loop, and abandons calls that were cancelled.
-
-    One thread serves calls that return quickly: with more, they would contend for the interpreter lock, which costs more than
-    such calls. If no call returns for two milliseconds, every queued call gets its own thread. Results that arrive together
-    are delivered in one wake-up of the loop.
-    """
-
-    def __init__(self, max_threads: int = 64) -> None:
-        """`max_threads` does not count abandoned ones."""
-        self._max_threads = max_threads
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._done: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
-        self._loop = asyncio.get_running_loop()
-        self._lock = threading.Lock()
-        self._delivery_scheduled = False
-        self._threads = 0
-        self._pending = 0
-        self._served = 0
-        self._check_scheduled = False
-        self._closed = False
-        self.abandoned = 0
-        """Calls still running at their deadline."""
-        self.names: list[str] = []
-        """Names of these calls; the threads that still run them have the same names."""
-
-    def call(self, function: Callable[..., T], *args: Any, owner: str = "") -> asyncio.Future[T]:
-        """Run `function(*args)` in a thread; cancelling the future abandons the thread, or removes the call from the queue."""
-        future: asyncio.Future[T] = self._loop.create_future()
-        job = _Job(future, function, args, owner)
-        self._pending += 1
-        if self._threads == 0:
-            self._start()
-        self._jobs.put(job)
-        self._schedule_check()
-        future.add_done_callback(lambda _: self._finished(job))
-        return future
-
-    def close(self) -> None:
-        """End all idle threads; one that never returns is a daemon and ends with the process."""
-        self._closed = True
-        self._jobs.put(None)
-
-    def _schedule_check(self) -> None:
-        """Schedule a check of whether queued calls progress."""
-        if not self._check_scheduled and self._pending > self._threads:
-            self._check_scheduled = True
-            self._loop.call_later(_BUSY_S, self._check_queue, self._served, False)
-
-    def _check_queue(self, served: int, is_second: bool) -> None:
-        """Start threads if nothing returned between two checks; at the first, the loop itself may have been busy."""
-        stuck = served == self._served
-        if stuck and not is_second:
-            self._loop.call_later(_BUSY_S, self._check_queue, served, True)
-            return
-        self._check_scheduled = False
-        if stuck and not self._closed:
-            for _ in range(min(self._jobs.qsize(), self._max_threads - self._threads)):
-                self._start()
-        self._schedule_check()
-
-    def _start(self) -> None:
-        self._threads += 1
-        threading.Thread(target=self._work, name="turnwise-env", daemon=True).start()
-
-    def _finished(self, job: _Job) -> None:
-        self._pending -= 1
-        if job.future.cancelled():
-            with self._lock:
-                job.abandoned = True
-                running = job.running
-            if running:
-                # The thread may never return: it no longer counts, and another takes its place for queued calls.
-                self.abandoned += 1
-                self.names.append(job.name)
-                if job.thread is not None:
-                    job.thread.name = f"turnwise-env abandoned in {job.name}"
-                self._threads -= 1
-                if self._pending > self._threads and not self._closed:
-                    self._start()
-
-    def _work(self) -> None:
-        thread = threading.current_thread()
-        while (job := self._jobs.get()) is not None:
-            with self._lock:
-                if job.abandoned:
-                    continue
-                job.running, job.thread = True, thread
-            try:
-                result, error = job.function(*job.args), None
-            except BaseException as raised:  # delivered to the waiting task
-                result, error = None, raised
-            with self._lock:
-                job.running = False
-                abandoned = job.abandoned
-                self._served += 1
-            if abandoned:
-                return
-            self._done.append((job.future, result, error))
-            del job, result, error
-            if not self._delivery_scheduled:
-                self._delivery_scheduled = True
-                try:
-                    self._loop.call_soon_threadsafe(self._deliver)
-                except RuntimeError:  # the loop is closed
-                    return
-        self._jobs.put(None)  # pass the end marker on to the next thread
-
-    def _deliver(self) -> None:
-        self._delivery_scheduled = False
-        while self._done:
-            future, result, error = self._done.popleft()
-            if future.done():
-                continue
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(carried(error))
 
 
 class _Waiter(NamedTuple):

@@ -28,8 +28,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from turnwise.envs.threads import run_in_thread
 from turnwise.envs.tools.tool import Tool, tool
-from turnwise.envs.user_code import run_in_thread
 from turnwise.errors import ConfigError, ToolFailure
 
 MIB = 1 << 20

@@ -16,7 +16,8 @@ from typing import Any, Literal
 from turnwise.envs.base import Scores
 from turnwise.envs.rewards.workers import Isolation, mark_running, run_isolated
 from turnwise.envs.spec import FactoryOptions
-from turnwise.envs.user_code import as_number, run_in_thread
+from turnwise.envs.threads import run_in_thread
+from turnwise.envs.user_code import as_number
 from turnwise.errors import ConfigError, RewardError, first_exception, words
 from turnwise.types import Task, Trajectory
 

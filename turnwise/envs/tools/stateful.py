@@ -14,10 +14,11 @@ from types import MethodType
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from turnwise.envs.scripted_play import maybe_await
+from turnwise.envs.threads import run_in_thread
 from turnwise.envs.tools.results import Content, ResultLimit, ToolResult, join_content, read_content, read_result
 from turnwise.envs.tools.schema import ToolSchemaError, parameters_of, tool_signature
 from turnwise.envs.tools.tool import Tool, Tools, as_tool, takes_self
-from turnwise.envs.user_code import as_number, call_user, failure_kind, run_in_thread
+from turnwise.envs.user_code import as_number, call_user, failure_kind
 from turnwise.errors import TaskError, ToolFailure, TurnwiseError, class_name, suggest_or_list, words
 from turnwise.types import FailureKind, Message, Task
 
