@@ -37,7 +37,7 @@ def episode(replies, rewards, *, own=0.0, sample=0, roles=None):
 
 def by_turn(ledger):
     """The advantage of each turn's first id, by trajectory."""
-    return [[c.advantage_of(index, 0) for t in c.trajectory.turns for index in t.spans] for c in ledger.credits]
+    return [c.advantages_of([(index, 0) for t in c.trajectory.turns for index in t.spans]) for c in ledger.credits]
 
 
 def in_rows(rewards, sample=0, added=0.0):
@@ -283,7 +283,7 @@ def test_invariant_1_with_weights(made, kind, seed):
             for place, weight in enumerate(sample.weights):
                 if weight and place and credit.weights.of(*sample.slots[place]):
                     placed += 1
-                    assert math.isfinite(credit.advantage_of(*sample.slots[place]))
+                    assert math.isfinite(credit.advantages_of([sample.slots[place]])[0])
         assert placed == credit.tokens == trainable_tokens(credit.trajectory, credit.weights)
 
 

@@ -103,7 +103,7 @@ class AbandonableThreads:
     def call(
         self, function: Callable[..., T], *args: Any, owner: str = "", name: str = "", names: list[str] | None = None
     ) -> asyncio.Future[T]:
-        """Run `function(*args)` in a thread; cancelling the future abandons the thread, or else removes the call from the queue.
+        """Run `function(*args)` in a thread; cancelling the future abandons the thread, or removes the call from the queue.
 
         `name` replaces the function's own. `names` gets the name of an abandoned call in place of the attribute.
         """

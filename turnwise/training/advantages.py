@@ -388,10 +388,12 @@ class Credit:
         """Whether it counts in the loss denominators; no signal is an advantage of 0, so it counts."""
         return self.reason is None or self.reason == NO_SIGNAL
 
-    def advantage_of(self, span: int, offset: int) -> float:
-        """Return the advantage of one id."""
+    def advantages_of(self, slots: Sequence[tuple[int, int]]) -> list[float]:
+        """Return the advantages of ids by (span, offset)."""
         assert self.advantage is not None
-        return self.advantage if self.values is None else self.values[span][offset]
+        if self.values is None:
+            return [self.advantage] * len(slots)
+        return [self.values[span][offset] for span, offset in slots]
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,8 +179,6 @@ def summary_of(config: RunConfig, success: Mapping[str, Any], resumes: int, prog
 
 
 FILE = "training.jsonl"
-_Found = list[tuple[int, int, float, float, bool]]
-"""(span, offset, trainer logprob, engine logprob, whether of the current version) of ids that carry loss."""
 
 
 def write_token_records(run: Path, step: int, credits: Sequence[Credit], batches: Sequence[TrainingBatch]) -> dict[str, Any]:
@@ -222,12 +220,12 @@ def token_rows(step: int, credits: Sequence[Credit], batches: Sequence[TrainingB
     `advantage` is the mean over its ids; `advantages`, if they differ, has one per id by span index, `logprobs` likewise, null
     for ids without loss. A batch that was never scored yields no logprobs.
     """
-    found = {id(trajectory): tokens for trajectory, tokens in scored_ids(batches)}
+    found = scored_ids(batches)
     for credit in credits:
         trajectory = credit.trajectory
         spans: dict[str, list[float | None]] = {}
         numbers = trajectory.numbers if isinstance(trajectory, AgentView) else range(len(trajectory.spans))
-        for span, offset, logprob, *_ in found.get(id(trajectory), ()):
+        for (span, offset), logprob in found.get(id(trajectory), ()):
             name = str(numbers[span])
             if name not in spans:
                 spans[name] = [None] * len(trajectory.spans[span].ids)
@@ -244,12 +242,13 @@ def token_rows(step: int, credits: Sequence[Credit], batches: Sequence[TrainingB
 def lag_metrics(batches: Sequence[TrainingBatch]) -> dict[str, Any]:
     """Return metrics of a step's trained tokens by lag and by cache, from logprobs before the first update; those by lag only
     if a token has one, those by cache only if a token was sampled on a cache of older weights."""
-    scored = [batch for batch in batches if batch.start_n is not None]
+    scored = _scored(batches)
     if not scored:
         return {}
-    lags_n, kept_n = torch.cat([b.lags_n for b in scored]), torch.cat([b.kept_n for b in scored])
-    pairs = [(b.start_n, b.engine_n) for b in scored if b.start_n is not None]
-    trainer_n, engine_n = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    lags_n, kept_n, engine_n = (
+        torch.cat(parts) for parts in zip(*((b.lags_n, b.kept_n, b.engine_n) for b, _ in scored), strict=True)
+    )
+    trainer_n = torch.cat([trainer_n for _, trainer_n in scored])
     found: dict[str, Any] = {}
     if bool(lags_n.any()):
         found = {"lag_mean": float(lags_n.double().mean()), "lag_max": int(lags_n.max())}
@@ -271,26 +270,36 @@ def lag_metrics(batches: Sequence[TrainingBatch]) -> dict[str, Any]:
 
 def mismatch_by_turn(batches: Sequence[TrainingBatch]) -> dict[str, float]:
     """Return the mean |logprob of trainer - of engine| of each turn's ids of the current version, by turn number from 1."""
-    sums: dict[int, list[float]] = {}
-    for trajectory, tokens in scored_ids(batches):
-        turn_of = {span: number for number, turn in enumerate(trajectory.turns, 1) for span in turn.spans}
-        for span, _, trainer, engine, current in tokens:
-            number = turn_of.get(span, MAX_TURNS + 1)
-            if current and number <= MAX_TURNS and math.isfinite(engine):
-                total = sums.setdefault(number, [0.0, 0.0])
-                total[0] += abs(trainer - engine)
-                total[1] += 1
-    return {str(number): total / count for number, (total, count) in sorted(sums.items())}
+    turns, gaps = [], []
+    for batch, trainer_n in _scored(batches):
+        turn_of = [
+            {span: number for number, turn in enumerate(t.turns[:MAX_TURNS], 1) for span in turn.spans}
+            for t in batch.trajectories
+        ]
+        owners = batch.trajectory_n.tolist()
+        turns += [turn_of[index].get(span, 0) for index, (span, _) in zip(owners, batch.slots, strict=True)]
+        gap_n = (trainer_n - batch.engine_n).abs()
+        gaps.append(torch.where(batch.current_n, gap_n, torch.nan).cpu())
+    if not gaps:
+        return {}
+    turn_n, gap_n = torch.tensor(turns, dtype=torch.long), torch.cat(gaps)
+    known_n = (turn_n > 0) & gap_n.isfinite()
+    counts = torch.bincount(turn_n[known_n]).tolist()
+    sums = torch.bincount(turn_n[known_n], gap_n[known_n]).tolist()
+    return {str(number): total / count for number, (total, count) in enumerate(zip(sums, counts, strict=True)) if count}
 
 
-def scored_ids(batches: Iterable[TrainingBatch]) -> Iterator[tuple[Trajectory, _Found]]:
-    """Yield each trajectory with its ids that carry loss, scored before the first update; the batch's `trajectory_n` and
-    `slots` map each number to its id, in any order."""
-    for batch in batches:
-        if batch.start_n is None:
-            continue
-        found: list[_Found] = [[] for _ in batch.trajectories]
-        numbers = (batch.start_n.tolist(), batch.engine_n.tolist(), batch.current_n.tolist())
-        for index, (span, offset), *rest in zip(batch.trajectory_n.tolist(), batch.slots, *numbers, strict=True):
-            found[index].append((span, offset, *rest))
-        yield from zip(batch.trajectories, found, strict=True)
+def scored_ids(batches: Iterable[TrainingBatch]) -> dict[int, list[tuple[tuple[int, int], float]]]:
+    """Return by id of each trajectory ((span, offset), logprob before the first update) of its ids that carry loss."""
+    found: dict[int, list[tuple[tuple[int, int], float]]] = {}
+    for batch, trainer_n in _scored(batches):
+        own: list[list[tuple[tuple[int, int], float]]] = [[] for _ in batch.trajectories]
+        for index, slot, logprob in zip(batch.trajectory_n.tolist(), batch.slots, trainer_n.tolist(), strict=True):
+            own[index].append((slot, logprob))
+        found |= {id(trajectory): ids for trajectory, ids in zip(batch.trajectories, own, strict=True)}
+    return found
+
+
+def _scored(batches: Iterable[TrainingBatch]) -> list[tuple[TrainingBatch, torch.Tensor]]:
+    """Return the batches that were scored, with their logprobs before the first update."""
+    return [(batch, batch.start_n) for batch in batches if batch.start_n is not None]

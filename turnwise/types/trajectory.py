@@ -487,8 +487,11 @@ class Trajectory:
                 if new > old:
                     row.reward = own.get(index, row.reward)
                 if token_rewards is not None and row.token_rewards is not None:
-                    row.token_rewards += [0.0] * old
-                    row.token_rewards += [token_rewards.get((index, offset), 0.0) for offset in range(old, used)]
+                    first = len(row.token_rewards)
+                    row.token_rewards += [0.0] * used
+                    for offset, reward in token_rewards.get(index, {}).items():
+                        if old <= offset < used:
+                            row.token_rewards[first + offset] = reward
                 used_before[index] = max(used_before[index], used)
             if any(row.mask):
                 row.routes, row.routes_mask = routes.for_chain(links) or (None, [])
@@ -524,8 +527,8 @@ class Trajectory:
         """Return what the episode's reward has beyond the mean of its rows'."""
         return (self.reward or 0.0) - math.fsum(row.reward for row in self.row_rewards) / len(self.row_rewards)
 
-    def _token_rewards(self) -> dict[tuple[int, int], float] | None:
-        """Return rewards by sampled id, as (span, offset); None if the reward was not computed."""
+    def _token_rewards(self) -> dict[int, dict[int, float]] | None:
+        """Return rewards by span and offset of a sampled id; None if the reward was not computed."""
         if self.reward is None:
             return None
         token_rewards: dict[tuple[int, int], float] = {}
@@ -545,7 +548,10 @@ class Trajectory:
         if token_rewards and remainder and not self.row_rewards:
             last = last or end
             token_rewards[last] = token_rewards.get(last, 0.0) + remainder
-        return token_rewards
+        by_span: dict[int, dict[int, float]] = {}
+        for (span, offset), value in token_rewards.items():
+            by_span.setdefault(span, {})[offset] = value
+        return by_span
 
     received = Renamed("prompt_ids")
     begins = Renamed("reply_start")

@@ -276,7 +276,7 @@ def make_batch(
         assert have == credit.tokens, f"{credit.trajectory.key}: {credit.tokens} ids to train, {have} found on its paths"
         rows.extend(trajectory_rows)
     token_weights = [scale.token_weight(credit.tokens) for credit in trained]
-    ages = [_age(trained[row.trajectory].trajectory, span, version) for row in rows for span, _ in row.slots]
+    ages = [age for row in rows for age in _ages(trained[row.trajectory].trajectory, row.slots, version)]
 
     def per_token(numbers: list[float], dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.tensor(numbers, dtype=dtype).to(device)
@@ -288,7 +288,7 @@ def make_batch(
         trajectories=[credit.trajectory for credit in trained],
         micros=packed(micro_tokens),
         weights_n=per_token([token_weights[row.trajectory] * weight for row in rows for weight in row.weights]),
-        advantages_n=per_token([trained[row.trajectory].advantage_of(*slot) for row in rows for slot in row.slots]),
+        advantages_n=per_token([value for row in rows for value in trained[row.trajectory].advantages_of(row.slots)]),
         engine_n=per_token([logprob for row in rows for logprob in row.logprobs]),
         trajectory_n=per_token([row.trajectory for row in rows for _ in row.places], torch.long),
         lags_n=per_token([lag for lag, _ in ages], torch.long),
@@ -298,6 +298,12 @@ def make_batch(
         packed=packed,
         max_positions=micro_tokens,
     )
+
+
+def _ages(trajectory: Trajectory, slots: Sequence[tuple[int, int]], version: int | None) -> list[tuple[int, bool]]:
+    """Return `_age` of each slot's span."""
+    by_span = {span: _age(trajectory, span, version) for span in {span for span, _ in slots}}
+    return [by_span[span] for span, _ in slots]
 
 
 def _age(trajectory: Trajectory, index: int, version: int | None) -> tuple[int, bool]:
