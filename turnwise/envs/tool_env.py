@@ -109,7 +109,7 @@ class ToolEnvFactory(RewardedFactory):
 class ToolEnv(Env):
     """Environment of one episode with tools; made by `tool_env`.
 
-    The methods are async, so a turn without a blocking tool needs no thread; each sync tool or reward runs in its own.
+    The methods are async, so a turn without a sync tool needs no thread.
     """
 
     def __init__(self, factory: ToolEnvFactory) -> None:

@@ -11,7 +11,7 @@ from itertools import takewhile
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from turnwise.errors import ControlTextError, TemplateError
-from turnwise.renderers.base import common_prefix_length
+from turnwise.renderers.base import common_prefix_length, remember
 from turnwise.renderers.template import probe_tool, random_mark
 from turnwise.renderers.tokenizer import PrecedingToken, Tokenizer, control_pattern
 from turnwise.types import Message, ToolCall, Tools
@@ -304,6 +304,8 @@ Cut = Callable[[str], Sequence[tuple[int, int, str]]]
 """Returns segments of a text: start, end, and the control token before it (empty for none)."""
 
 _NONE: Counter[str] = Counter()
+_MAX_REMEMBERED = 64
+"""Maximum characters of a call's name or id that is looked up, not searched again."""
 _MAX_QUOTE = 60
 """Maximum characters of a control text in an error."""
 
@@ -332,6 +334,8 @@ class ControlTextGuard:
         """Pattern of the template's text markers; None if it writes none."""
         self._banned = frozenset(codec.control[text] for text in banned if text in codec.control)
         self._not_in_replies = codec.special
+        self._without_control: dict[str, None] = {}
+        """Names and ids of earlier calls in which no control text was found."""
 
     def observe_template(self, markers: TemplateMarkers) -> None:
         """Update the rules for a template's markers and the control tokens outside its assistant turns."""
@@ -352,12 +356,18 @@ class ControlTextGuard:
 
         The reply's sampled ids stay unchanged; this concerns the messages that answer it.
         """
-        if not reply.tool_calls:
+        texts = {text for call in reply.tool_calls for text in (call.name, call.id)}
+        if self._without_control.keys() >= texts:
             return reply, _NONE
         escaper = ControlTextEscaper(self._codec, self.split, lambda _: self._rules("tool"), ("", ""))
         clean = partial(escaper.without_control, role="assistant")
         calls = tuple(replace(call, name=clean(call.name), id=clean(call.id)) for call in reply.tool_calls)
-        return (replace(reply, tool_calls=calls), escaper.hits) if escaper.hits else (reply, _NONE)
+        if escaper.hits:
+            return replace(reply, tool_calls=calls), escaper.hits
+        for text in texts:
+            if len(text) <= _MAX_REMEMBERED:
+                remember(self._without_control, text, None)
+        return reply, _NONE
 
     def encode(self, messages: Sequence[Message], render: GuardRender, tools: Tools = (), after: str = "") -> EncodedMessages:
         """Encode rendered messages such that no content gives a control token, and count their control texts.

@@ -235,13 +235,14 @@ class ToolSignature:
 
         An integer is accepted for a float; nothing else is coerced: no bool for a number, no string for either.
         """
-        properties: Mapping[str, Any] = self.parameters.get("properties") or {}
-        if self.parameters.get("additionalProperties", False) is False:
+        parameters = self.parameters
+        properties: Mapping[str, Any] = parameters.get("properties") or {}
+        if parameters.get("additionalProperties", False) is False:
             for key in arguments:
                 if key not in properties:
                     near = suggest_or_list(str(key), properties) or "it takes none"
                     raise InvalidArguments(f"{self.name} has no argument {key!r}; {near}", "unknown_argument")
-        for key in self.parameters.get("required") or ():
+        for key in parameters.get("required") or ():
             if key not in arguments:
                 wanted = describe_schema(properties.get(key, {}))
                 raise InvalidArguments(f"{self.name} needs the argument {key!r} ({wanted})", "missing_argument")

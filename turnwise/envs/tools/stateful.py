@@ -79,8 +79,10 @@ class RowArguments:
     def for_method(self, name: str, phase: str, target: Callable[..., Any] | Tool) -> dict[str, Any]:
         """Return the row's arguments for a method, or for the `from_row` parameters of a tool (the model sets all others)."""
         given = (self.given.get(name) or {}).get(f"{phase}_kwargs") or {}
-        where = f"task {self.task}: tools_kwargs[{name!r}][{phase + '_kwargs'!r}]"
         tool = target if isinstance(target, Tool) else None
+        if not given and tool is not None and not tool.from_row:
+            return {}
+        where = f"task {self.task}: tools_kwargs[{name!r}][{phase + '_kwargs'!r}]"
         parameters = parameters_of(target if tool is None else tool.function)
         named = [key for key, p in parameters.items() if key != "self" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         named = named if tool is None else [*tool.from_row]
