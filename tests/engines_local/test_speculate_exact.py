@@ -78,12 +78,12 @@ def test_two_hundred_thousand_tokens_have_the_distribution_of_the_model(monkeypa
     assert engine.accepted > 4_000
     assert p_value(counts, expected) > 1e-3
 
-    take = Scheduler._append_draws
+    take = Scheduler._append_draft
 
     def gullible(self: Scheduler, call: ActiveCall, ids: list[int], logprobs: list[float]) -> Any:
         return take(self, call, [*call.draft, *ids[len(call.draft) :]], logprobs)
 
-    monkeypatch.setattr(Scheduler, "_append_draws", gullible)
+    monkeypatch.setattr(Scheduler, "_append_draft", gullible)
     counts, engine = sampled(module)
     assert engine.accepted == engine.drafted
     assert p_value(counts, expected) < 1e-12

@@ -10,7 +10,7 @@ follows Leviathan et al. (2023), for a deterministic draft.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,19 +171,27 @@ class EngineBatch:
     broken: list[Outcome] = field(default_factory=list)
     """Calls whose images are unavailable."""
 
-    def decode(self, call: ActiveCall) -> None:
-        """Append the rows of a reply's last id and its draft."""
-        slot = call.slot
-        assert slot is not None
-        fed = [slot.seq[slot.valid], *call.draft]
-        rows = range(len(self.tokens), len(self.tokens) + len(fed))
-        self.tokens += fed
-        self.positions += range(slot.valid, slot.valid + len(fed))
-        self.slots += [slot.index] * len(fed)
-        self.drawing += [call] * len(fed)
-        self.keep += rows
-        self.drafted |= len(fed) > 1
-        slot.valid += 1  # drafted ids become valid only when sampled
+    def decode(self, calls: Iterable[ActiveCall]) -> None:
+        """Append the rows of the replies' last ids and drafts; calls whose prompts are not computed yet have none."""
+        tokens, positions, slots, drawing = self.tokens, self.positions, self.slots, self.drawing
+        first = len(tokens)
+        for call in calls:
+            slot = call.slot
+            if slot is None or not call.ids:
+                continue
+            at = slot.valid
+            tokens.append(slot.seq[at])
+            positions.append(at)
+            slots.append(slot.index)
+            drawing.append(call)
+            slot.valid = at + 1  # drafted ids become valid only when sampled
+            if call.drafter is not None and (draft := call.drafter.open):
+                tokens += draft
+                positions += range(at + 1, at + 1 + len(draft))
+                slots += [slot.index] * len(draft)
+                drawing += [call] * len(draft)
+                self.drafted = True
+        self.keep += range(first, len(tokens))
 
     def rotary_positions(self) -> RowMedia:
         """Return the rotary positions of decoding rows, shifted by the images before them."""

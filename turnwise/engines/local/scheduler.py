@@ -137,9 +137,7 @@ class Scheduler:
             self._draft()
         if self.model.fused is not None:
             batch = EngineBatch()
-            for call in self.running:
-                if call.ids:
-                    batch.decode(call)
+            batch.decode(self.running)
         else:
             batch = self._decode_rows_in_place()
         if self.seen is not None:
@@ -153,7 +151,7 @@ class Scheduler:
         if not batch.drawing:
             return batch.broken
         ids, logprobs = self.sampler(logits, batch.draws())
-        return [*batch.broken, *self._collect(batch.drawing, ids, logprobs)]
+        return [*batch.broken, *self._collect(batch, ids, logprobs)]
 
     def _draft(self) -> None:
         """Draft for the running replies, within the rows of one pass."""
@@ -193,7 +191,7 @@ class Scheduler:
         for call in self.running:
             if call.draft:
                 first = len(batch.tokens)
-                batch.decode(call)
+                batch.decode((call,))
                 runs.append(AttentionRun(first, len(batch.tokens) - first, batch.positions[-1] + 1, batch.slots[-1]))
         return batch
 
@@ -317,52 +315,66 @@ class Scheduler:
         for number, row in enumerate(media.rotary_positions):
             row += range(start, end) if rotary is None else rotary[number].tolist()
 
-    def _collect(self, drawing: list[ActiveCall], ids: list[int], logprobs: list[float]) -> list[Outcome]:
+    def _collect(self, batch: EngineBatch, ids: list[int], logprobs: list[float]) -> list[Outcome]:
+        """Append the sampled ids of a step to their replies; return the calls that end."""
+        drawing = batch.drawing
         ended: list[Outcome] = []
         row = 0
         while row < len(drawing):
             call = drawing[row]
-            end = row + 1 + len(call.draft)
-            result = self._append_draws(call, ids[row:end], logprobs[row:end])
+            if batch.drafted and call.draft:
+                end = row + 1 + len(call.draft)
+                result = self._append_draft(call, ids[row:end], logprobs[row:end])
+            else:
+                end = row + 1
+                result = self._append(call, ids[row], logprobs[row])
             if result is not None:
-                ended.append((call, result))
+                ended.append((call, self._generation(call, result) if isinstance(result, str) else result))
             row = end
         self._end(ended)
         return ended
 
-    def _append_draws(self, call: ActiveCall, ids: list[int], logprobs: list[float]) -> Generation | EngineError | None:
-        """Append sampled ids as far as the draft was correct; return the result if the call ends."""
-        slot, draft, finish, taken = call.slot, call.draft, None, 0
+    def _append(self, call: ActiveCall, id_: int, logprob: float) -> Finish | EngineError | None:
+        """Append a sampled id to its reply; return why the call ends, None if it continues."""
+        if not math.isfinite(logprob):
+            return self._no_distribution(call, logprob)
+        slot, request, ids = call.slot, call.request, call.ids
         assert slot is not None
+        ids.append(id_)
+        call.logprobs.append(logprob)
+        try:
+            if id_ in request.stop_ids or (request.stop_text is not None and request.stop_text.completes(ids)):
+                return "stop"
+        except Exception as error:  # from the request's own decoder
+            return caused_error(_step_fault(call, error), error)
+        if len(ids) >= call.limit:
+            return "length"
+        slot.seq.append(id_)
+        return None
+
+    def _append_draft(self, call: ActiveCall, ids: list[int], logprobs: list[float]) -> Finish | EngineError | None:
+        """Append sampled ids as far as the draft was correct; return why the call ends, None if it continues."""
+        slot, drafter, draft, ended, taken = call.slot, call.drafter, call.draft, None, 0
+        assert slot is not None
+        assert drafter is not None
         for number, (id_, logprob) in enumerate(zip(ids, logprobs, strict=True)):
             if not math.isfinite(logprob):
-                if not draft:
-                    return self._no_distribution(call, logprob)
                 # The draft may lack a distribution and leak through the mask: retry without it.
                 slot.valid -= 1
                 break
-            call.ids.append(id_)
-            call.logprobs.append(logprob)
             drawn = number < len(draft) and draft[number] == id_
             taken += drawn
-            try:
-                finish = _finish(call)
-            except Exception as error:  # from the request's own decoder
-                return caused_error(_step_fault(call, error), error)
-            if finish is not None:
-                break
-            slot.seq.append(id_)
-            if not drawn:
+            ended = self._append(call, id_, logprob)
+            if ended is not None or not drawn:
                 break
             slot.valid += 1
-        if draft and call.drafter is not None:
-            call.drafter.record_accepted(taken)
-            self.drafted += len(draft)
-            self.accepted += taken
-            if not all(map(math.isfinite, logprobs)):
-                call.drafter.stop()
-                self.model.cache.zero_from(slot.index, slot.valid)
-        return None if finish is None else self._generation(call, finish)
+        drafter.record_accepted(taken)
+        self.drafted += len(draft)
+        self.accepted += taken
+        if not all(map(math.isfinite, logprobs)):
+            drafter.stop()
+            self.model.cache.zero_from(slot.index, slot.valid)
+        return ended
 
     def _end(self, ended: list[Outcome]) -> None:
         if ended:
@@ -406,14 +418,6 @@ class Scheduler:
 def _own(name: str, adapter: int) -> str:
     """Return the name of a session or group among those of all adapters, whose caches must not be shared."""
     return f"{adapter}\0{name}" if adapter else name
-
-
-def _finish(call: ActiveCall) -> Finish | None:
-    """Return why a reply ends with its last id; None when it continues."""
-    request = call.request
-    if call.ids[-1] in request.stop_ids or (request.stop_text is not None and request.stop_text.completes(call.ids)):
-        return "stop"
-    return "length" if len(call.ids) >= call.limit else None
 
 
 def _step_fault(call: ActiveCall, error: Exception) -> str:
