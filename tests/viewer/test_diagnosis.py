@@ -102,6 +102,10 @@ def test_a_run_in_which_nothing_changes():
     agreeing = [row | {"gradient_agreement": 0.3, "lr": 1e-3} for row in steps]
     assert "too small" in diagnose(agreeing)[0].fault
     assert "by no more than chance, so no step was taken" in diagnose([row | {"lr": 0.0} for row in agreeing])[0].fault
+    half = [row | {"groups_no_signal": 5} for row in agreeing]
+    assert "in 100 of 200 groups all episodes had the same reward, in 40 of them none succeeded" in diagnose(half)[0].fault
+    assert "warmup.steps" in diagnose(half)[0].remedy
+    assert "too small" in diagnose([*half[1:], half[0] | {"groups_no_signal": 4}])[0].fault
     assert names(steps[1:]) == []
     rising = [row | {"success": 0.3 + 0.01 * number} for number, row in enumerate(steps)]
     assert names(rising) == []

@@ -21,6 +21,7 @@ from turnwise.viewer.text import single_line, visible
 
 LAST = 5  # number of recent training steps that a diagnosis reads
 TIED = 0.9  # minimum share of groups without signal to report ties
+MOSTLY_TIED = 0.5  # minimum share of groups without signal that explains why nothing changes
 TRUNCATED = 0.5  # minimum share of episodes truncated by limits to report truncation
 TOOL_USERS = 0.02  # share of episodes with a call below which the tools count as unused
 BLIND_MARGIN = 0.05  # minimum lead of success with images over success with gray ones, unless half the interval is larger
@@ -285,8 +286,13 @@ def flat(rows: DiagnosisInput) -> Diagnosis | None:
         return None
     recent = rows.train[-FLAT_STEPS:]
     agreement = max(_mean(recent, key) for key in ("gradient_agreement", "gradient_agreement_scaled"))
+    groups, without = _sum(recent, "groups"), _sum(recent, "groups_no_signal")
     why, remedy = "gradients agree, so steps are too small", "Raise train.lr."
-    if agreement < NOISE:
+    if groups and without / groups >= MOSTLY_TIED:
+        never = _sum(recent, "groups_unsolved")
+        why = f"in {without:.0f} of {groups:.0f} groups all episodes had the same reward, in {never:.0f} of them none succeeded"
+        remedy = "Where none succeeds, warm up longer (warmup.steps) or reward partial success; larger groups tie less often."
+    elif agreement < NOISE:
         why, remedy = f"gradients of different steps do not agree ({agreement:.2f})", MORE_GROUPS
     elif all(row.get("lr") == 0.0 for row in recent):
         why, remedy = "gradients agree by no more than chance, so no step was taken", MORE_GROUPS
