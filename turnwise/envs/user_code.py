@@ -16,7 +16,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from numbers import Real
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import Any, cast
 
 from turnwise.envs import user_imports
@@ -140,13 +140,21 @@ def _is_bug(error: BaseException) -> bool:
     return issubclass(kind, _BUGS) and kind.__module__ == "builtins"
 
 
+_PLAIN = frozenset({NoneType, str, bool, int, float, tuple, list, dict})
+
+
+def is_awaitable(value: Any) -> bool:
+    """Return what `inspect.isawaitable` does, faster for most results."""
+    return type(value) not in _PLAIN and inspect.isawaitable(value)
+
+
 async def call_user(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Call a function, a sync one in its own thread; SystemExit, which would end the event loop, becomes a RuntimeError."""
+    """Call a function, a sync one in a thread; SystemExit, which would end the event loop, becomes a RuntimeError."""
     try:
         if inspect.iscoroutinefunction(function):
             return await function(**arguments)
         result = await run_in_thread(function, arguments)
-        return await result if inspect.isawaitable(result) else result
+        return await result if is_awaitable(result) else result
     except SystemExit as end:
         raise RuntimeError(f"SystemExit: {words(end)}") from end
 

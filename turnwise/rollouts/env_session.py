@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from inspect import isawaitable, iscoroutinefunction
+from inspect import iscoroutinefunction
 from types import MethodType, NoneType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -19,7 +19,7 @@ from turnwise.envs import Action, Env, InlineObservation, Step
 from turnwise.envs.base import NeedsDecoder, NeedsLimits, SupportsSnapshot, as_step, check_size, implements
 from turnwise.envs.threads import AbandonableThreads
 from turnwise.envs.tool_env import ToolEnv
-from turnwise.envs.user_code import RemoteException, failure_of, retryable
+from turnwise.envs.user_code import RemoteException, failure_of, is_awaitable, retryable
 from turnwise.errors import EnvError, InvalidAction, ProcessDied, words
 from turnwise.media import has_media
 from turnwise.records.run_dir import to_json
@@ -127,7 +127,7 @@ class EnvSession:
             function = partial(method, **kwargs) if kwargs else method
             waiting = self._threads.call(function, *args, owner=self._owner)
         result = await self._deadline.wait(waiting, seconds)
-        return await self._deadline.wait(result, seconds) if isawaitable(result) else result
+        return await self._deadline.wait(result, seconds) if is_awaitable(result) else result
 
     async def reset(self) -> tuple[tuple[Message, ...], Tools]:
         """Construct and reset the environment; return the opening messages and the tools offered to the model."""

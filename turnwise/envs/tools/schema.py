@@ -15,7 +15,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from turnwise.errors import UsageError, suggest_or_list
 
@@ -318,6 +318,32 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
     """Return a callable's parameters; those of functions and classes, which every episode needs, are read once."""
     kept = isinstance(function, (types.FunctionType, type))
     return (_kept_signature if kept else inspect.signature)(function).parameters
+
+
+class RowParameters(NamedTuple):
+    """Parameters of a callable that a row can set by name."""
+
+    named: tuple[str, ...]
+    needed: frozenset[str]
+    """Parameters without a default."""
+    takes_any: bool
+    """Whether it has `**kwargs`."""
+
+
+def _row_parameters(function: Callable[..., Any]) -> RowParameters:
+    parameters = parameters_of(function)
+    named = [key for key, p in parameters.items() if key != "self" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    needed = frozenset(key for key, p in parameters.items() if p.default is p.empty)
+    return RowParameters(tuple(named), needed, any(p.kind is p.VAR_KEYWORD for p in parameters.values()))
+
+
+_kept_row_parameters = functools.lru_cache(maxsize=256)(_row_parameters)
+
+
+def row_parameters(function: Callable[..., Any]) -> RowParameters:
+    """Return what a row can set of a callable, read as `parameters_of` does."""
+    kept = isinstance(function, (types.FunctionType, type))
+    return (_kept_row_parameters if kept else _row_parameters)(function)
 
 
 def _parameters(function: Callable[..., Any], where: str, own_schema: bool) -> dict[str, inspect.Parameter]:

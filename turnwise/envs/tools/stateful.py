@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from turnwise.envs.scripted_play import maybe_await
 from turnwise.envs.threads import run_in_thread
 from turnwise.envs.tools.results import Content, ResultLimit, ToolResult, join_content, read_content, read_result
-from turnwise.envs.tools.schema import ToolSchemaError, parameters_of, tool_signature
+from turnwise.envs.tools.schema import ToolSchemaError, row_parameters, tool_signature
 from turnwise.envs.tools.tool import Tool, Tools, as_tool, takes_self
 from turnwise.envs.user_code import as_number, call_user, failure_kind
 from turnwise.errors import TaskError, ToolFailure, TurnwiseError, class_name, suggest_or_list, words
@@ -83,10 +83,9 @@ class RowArguments:
         if not given and tool is not None and not tool.from_row:
             return {}
         where = f"task {self.task}: tools_kwargs[{name!r}][{phase + '_kwargs'!r}]"
-        parameters = parameters_of(target if tool is None else tool.function)
-        named = [key for key, p in parameters.items() if key != "self" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        named = named if tool is None else [*tool.from_row]
-        takes_any = tool is None and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        named, needed, takes_any = row_parameters(target if tool is None else tool.function)
+        if tool is not None:
+            named, takes_any = tool.from_row, False
         found: dict[str, Any] = {}
         for key, value in given.items():
             if key in named or (takes_any and value is not None):
@@ -100,7 +99,7 @@ class RowArguments:
             else:
                 raise TaskError(f"{where}: {key!r} is not taken; {suggest_or_list(key, named) or 'it takes none'}")
         for key in named:
-            if key not in found and parameters[key].default is inspect.Parameter.empty:
+            if key not in found and key in needed:
                 raise TaskError(f"{where} lacks {key!r}, which the tool needs of the row")
         return found
 

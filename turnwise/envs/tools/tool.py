@@ -186,20 +186,23 @@ class Tools:
     async def call(self, call: ToolCall) -> CallOutcome:
         """Run one call; mistakes of the model and exceptions of the tool, except `ToolFailure`, become `Error: ...`."""
         began = time.monotonic()
-        outcome = await self._call(call)
-        return replace(outcome, tool=call.name, seconds=time.monotonic() - began)
+        returned, error = await self._call(call)
+        content, cut = self.cut(returned.content)
+        message = Message("tool", content, tool_call_id=call.id or None, name=call.name or None)
+        return CallOutcome(message, error, returned.reward, returned.metrics, cut, call.name, time.monotonic() - began)
 
-    async def _call(self, call: ToolCall) -> CallOutcome:
+    async def _call(self, call: ToolCall) -> tuple[ToolResult, str | None]:
+        """Return the result of one call, and its kind of error."""
         if call.error is not None:
-            return self._error_outcome(call, call.cause or "malformed", call.error)
+            return _error_result(call.error), call.cause or "malformed"
         found = self._tools.get(call.name)
         if found is None:
             near = suggest_or_list(call.name, self._tools) or "there is none"
-            return self._error_outcome(call, "unknown_tool", f"no tool {call.name!r}; {near}")
+            return _error_result(f"no tool {call.name!r}; {near}"), "unknown_tool"
         try:
             arguments = found.signature.read(call.arguments)
         except InvalidArguments as error:
-            return self._error_outcome(call, error.cause, str(error))
+            return _error_result(str(error)), error.cause
         if found.row:
             arguments = {**arguments, **found.row}
         try:
@@ -210,22 +213,18 @@ class Tools:
             text = words(error)
             if not text or not issubclass(type(error), ValueError):
                 text = f"{class_name(error)}: {text}".rstrip(": ")
-            return self._error_outcome(call, "raised", text)
+            return _error_result(text), "raised"
         returned = read_result(result, call.name)
         if returned.error and isinstance(returned.content, str):
-            return self._error_outcome(call, "raised", returned.content)
+            return _error_result(returned.content), "raised"
         for what, value in (("reward", returned.reward), *((f"metric {key!r}", n) for key, n in returned.metrics.items())):
             if isinstance(value, (int, float)) and not isfinite(value):  # it would count as 0 or corrupt every mean
                 raise RewardError(f"the tool {call.name!r} gave the {what} {value}; such numbers are finite")
-        return self._outcome(call, returned, "raised" if returned.error else None)
+        return returned, "raised" if returned.error else None
 
-    def _outcome(self, call: ToolCall, returned: ToolResult, error: str | None) -> CallOutcome:
-        content, cut = self.cut(returned.content)
-        message = Message("tool", content, tool_call_id=call.id or None, name=call.name or None)
-        return CallOutcome(message, error, returned.reward, returned.metrics, cut)
 
-    def _error_outcome(self, call: ToolCall, kind: str, text: str) -> CallOutcome:
-        return self._outcome(call, ToolResult(f"Error: {text}"), kind)
+def _error_result(text: str) -> ToolResult:
+    return ToolResult(f"Error: {text}")
 
 
 def as_tool(item: Any) -> Tool:
