@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from turnwise.types import Group, GroupKey, Origin, Status, Trajectory, Turn
@@ -202,6 +202,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], *, success: float = 1.0)
     context = sum(turn.context for turn in turns)
     drafted = sum(t.metrics.get("draft_ids", 0) for t in trajectories)
     truncated = Counter(str(stop) for stop in stops if stop.status is Status.TRUNCATED)
+    calls = [[calls_of(turn) for turn in t.turns] for t in trajectories]
     row: Row = {
         "turns_spread": distribution_summary([len(t.turns) for t in trajectories], mean=False),
         "turns_histogram": {str(n): count for n, count in sorted(Counter(len(t.turns) for t in trajectories).items())},
@@ -212,7 +213,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], *, success: float = 1.0)
         "retries": top_counts(f"{failure.phase}/{failure.type}" for t in trajectories for failure in t.failures),
         "calls_continued": sum(max(0, len(turn.spans) - 1) for turn in turns),
         "resume": _counted(trajectories, "resume_"),
-        "seconds": _seconds(trajectories),
+        "seconds": _seconds(trajectories, calls),
         "branches": _summed(t.branches for t in trajectories),
         "invalid_actions": sum(int(t.metrics.get("invalid_actions", 0)) for t in trajectories),
         "malformed_calls": _counted(trajectories, "malformed_", exclude=("malformed_calls",)),
@@ -221,7 +222,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], *, success: float = 1.0)
         "cache_hit": sum(turn.cached for turn in turns) / context if context else None,
         "draft_acceptance": sum(t.metrics.get("draft_ids_accepted", 0) for t in trajectories) / drafted if drafted else None,
     }
-    row |= _tools(trajectories) | _tokens(trajectories) | _rewards(trajectories, success)
+    row |= _tools(calls) | _tokens(trajectories) | _rewards(trajectories, success)
     return {name: value for name, value in row.items() if value not in ({}, None)}
 
 
@@ -255,7 +256,8 @@ def flatten_row(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 def _summed(counts: Iterable[Mapping[str, float]]) -> dict[str, int]:
     totals: Counter[str] = Counter()
     for one in counts:
-        totals.update({name: int(count) for name, count in one.items()})
+        for name, count in one.items():
+            totals[name] += int(count)
     return dict(totals.most_common(MAX_NAMES))
 
 
@@ -267,31 +269,33 @@ def _counted(trajectories: Sequence[Trajectory], prefix: str, exclude: Sequence[
     )
 
 
-def calls_of(turn: Turn) -> list[tuple[str, float, str | None]]:
-    """Return (tool, seconds, error kind or None) of each call of a turn; from its reply with NaN seconds if none is recorded."""
+Call = tuple[str, float, str | None]
+"""Tool, seconds, and kind of error or None."""
+
+
+def calls_of(turn: Turn) -> list[Call]:
+    """Return each call of a turn; from its reply with NaN seconds if none is recorded."""
     log = turn.info.get("tool_log")
-    if isinstance(log, Sequence) and not isinstance(log, str):
+    if log is not None and isinstance(log, Sequence) and not isinstance(log, str):
         rows = [one for one in log if isinstance(one, Mapping)]
         seconds = [float(s) if isinstance(s := one.get("s"), (int, float)) else math.nan for one in rows]
         return [(str(one.get("tool") or UNNAMED), s, one.get("error")) for one, s in zip(rows, seconds, strict=True)]
     return [(call.name or UNNAMED, math.nan, call.cause if call.error is not None else None) for call in turn.reply.tool_calls]
 
 
-def _tools(trajectories: Sequence[Trajectory]) -> Row:
-    calls: list[tuple[str, float, str | None]] = []
-    callers = 0
-    for trajectory in trajectories:
-        before = len(calls)
-        for turn in trajectory.turns:
-            calls += [(UNKNOWN if error == "unknown_tool" else tool, s, error) for tool, s, error in calls_of(turn)]
-        callers += len(calls) > before
+def _tools(by_turn: Sequence[Sequence[Sequence[Call]]]) -> Row:
+    calls = [
+        (UNKNOWN if error == "unknown_tool" else tool, s, error)
+        for tool, s, error in chain.from_iterable(chain.from_iterable(by_turn))
+    ]
+    callers = sum(any(turns) for turns in by_turn)
     counts = top_counts(tool for tool, _, _ in calls)
     timed: dict[str, list[float]] = {}
     for tool, seconds, _ in calls:
         if math.isfinite(seconds):
             timed.setdefault(tool if tool in counts else OTHER, []).append(seconds)
     return {
-        "tool_users": callers / max(len(trajectories), 1),
+        "tool_users": callers / max(len(by_turn), 1),
         "tool_calls": counts,
         "tool_failures": top_counts(tool for tool, _, error in calls if error is not None),
         "tool_mistakes": top_counts(error for _, _, error in calls if error is not None),
@@ -299,14 +303,18 @@ def _tools(trajectories: Sequence[Trajectory]) -> Row:
     }
 
 
-def _seconds(trajectories: Sequence[Trajectory]) -> dict[str, dict[str, float]]:
+def _seconds(trajectories: Sequence[Trajectory], calls: Sequence[Sequence[Sequence[Call]]]) -> dict[str, dict[str, float]]:
     """Return seconds of episodes by phase; `wait` is the rest of the wall-clock time."""
     by_phase: dict[str, list[float]] = {name: [] for name in SECONDS}
-    for trajectory in trajectories:
+    for trajectory, by_turn in zip(trajectories, calls, strict=True):
         generate = math.fsum(turn.generate_s for turn in trajectory.turns)
         environment = math.fsum(turn.env_s for turn in trajectory.turns)
         # Concurrent calls of one turn may sum to more than the step that waited for them.
-        called = [(turn.env_s, [s for _, s, _ in calls_of(turn)]) for turn in trajectory.turns if turn.reply.tool_calls]
+        called = [
+            (turn.env_s, [s for _, s, _ in own])
+            for turn, own in zip(trajectory.turns, by_turn, strict=True)
+            if turn.reply.tool_calls
+        ]
         tool = math.fsum(min(env_s, math.fsum(filter(math.isfinite, seconds))) for env_s, seconds in called)
         rest = trajectory.wall_s - generate - environment - trajectory.reward_s
         for name, value in zip(SECONDS, (generate, tool, environment - tool, trajectory.reward_s, max(0.0, rest)), strict=True):
@@ -316,13 +324,13 @@ def _seconds(trajectories: Sequence[Trajectory]) -> dict[str, dict[str, float]]:
 
 
 def _tokens(trajectories: Sequence[Trajectory]) -> Row:
-    origins: Counter[str] = Counter()
+    origins: Counter[Origin] = Counter()
     replies: list[int] = []
     episode_lengths: list[int] = []
     runs = repeats = images = image_ids = 0
     for trajectory in trajectories:
         for span in trajectory.spans:
-            origins[str(span.origin)] += len(span.ids)
+            origins[span.origin] += len(span.ids)
             images += len(span.media)
             image_ids += sum(block.length for block in span.media)
             if span.origin is Origin.MODEL and (span_runs := len(span.ids) - REPEAT_LENGTH + 1) > 0:
@@ -331,7 +339,7 @@ def _tokens(trajectories: Sequence[Trajectory]) -> Row:
         replies += [sum(len(trajectory.spans[index].ids) for index in turn.spans) for turn in trajectory.turns]
         episode_lengths.append(sum(len(span.ids) for span in trajectory.spans))
     row: Row = {
-        "tokens": dict(sorted(origins.items())),
+        "tokens": {str(origin): count for origin, count in sorted(origins.items())},
         "reply_tokens": distribution_summary(replies),
         "episode_tokens": distribution_summary(episode_lengths, mean=False),
         "repetition": repeats / runs if runs else None,

@@ -416,7 +416,7 @@ class Trajectory:
     @property
     def sampled_tokens(self) -> int:
         """Number of sampled ids, on all branches."""
-        return sum(len(span.ids) for span in self.spans if span.sampled)
+        return sum(len(span.ids) for span in self.spans if span.origin is Origin.MODEL)
 
     @property
     def observed_tokens(self) -> int:
