@@ -270,7 +270,7 @@ def lag_metrics(batches: Sequence[TrainingBatch]) -> dict[str, Any]:
 
 def mismatch_by_turn(batches: Sequence[TrainingBatch]) -> dict[str, float]:
     """Return the mean |logprob of trainer - of engine| of each turn's ids of the current version, by turn number from 1."""
-    turns, gaps = [], []
+    turns, known, gaps = [], [], []
     for batch, trainer_n in _scored(batches):
         turn_of = [
             {span: number for number, turn in enumerate(t.turns[:MAX_TURNS], 1) for span in turn.spans}
@@ -278,12 +278,12 @@ def mismatch_by_turn(batches: Sequence[TrainingBatch]) -> dict[str, float]:
         ]
         owners = batch.trajectory_n.tolist()
         turns += [turn_of[index].get(span, 0) for index, (span, _) in zip(owners, batch.slots, strict=True)]
-        gap_n = (trainer_n - batch.engine_n).abs()
-        gaps.append(torch.where(batch.current_n, gap_n, torch.nan).cpu())
+        known.append((batch.current_n & batch.engine_n.isfinite()).cpu())
+        gaps.append((trainer_n - batch.engine_n).abs().cpu())
     if not gaps:
         return {}
     turn_n, gap_n = torch.tensor(turns, dtype=torch.long), torch.cat(gaps)
-    known_n = (turn_n > 0) & gap_n.isfinite()
+    known_n = (turn_n > 0) & torch.cat(known)
     counts = torch.bincount(turn_n[known_n]).tolist()
     sums = torch.bincount(turn_n[known_n], gap_n[known_n]).tolist()
     return {str(number): total / count for number, (total, count) in enumerate(zip(sums, counts, strict=True)) if count}
