@@ -201,6 +201,16 @@ def test_the_installed_framework_wins_and_what_it_deleted_is_found(framework, mo
     assert load_user_module(framework / "old.py", "old.py").Old.ours
 
 
+def test_modules_with_the_names_of_another_have_the_installed_ones(framework, monkeypatch):
+    stand_ins = importlib.import_module(user_imports.STAND_INS)
+    monkeypatch.setitem(stand_ins.SAME, "frame_work.old_name", "frame_work.base")
+    write(framework, {"named.py": "from frame_work.old_name import Base\nimport frame_work.old_name as old\n"})
+    write(framework / "site", {"frame_work/__init__.py": "", "frame_work/base.py": "class Base: pass"})
+    monkeypatch.syspath_prepend(framework / "site")
+    named = load_user_module(framework / "named.py", "named.py")
+    assert named.Base is named.old.Base is importlib.import_module("frame_work.base").Base
+
+
 def test_a_broken_framework_is_no_missing_one(framework, monkeypatch):
     write(framework / "site", {"frame_work/__init__.py": "import what_it_needs"})
     monkeypatch.syspath_prepend(framework / "site")

@@ -245,7 +245,7 @@ class _PrivateFinder:
             return None
         if name.startswith(STAND_INS) and not _has_files(public_name(name)):
             same = _same_as(public_name(name))
-            return same and importlib.machinery.ModuleSpec(name, _SameLoader(f"{STAND_INS}.{same}"), is_package=True)
+            return same and importlib.machinery.ModuleSpec(name, _SameLoader(same), is_package=True)
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             spec.loader = _PrivateLoader(spec.loader.name, spec.loader.path)
@@ -259,13 +259,13 @@ class _PrivateLoader(importlib.machinery.SourceFileLoader):
 
 
 class _SameLoader(importlib.abc.Loader):
-    """Gives a module the names of another one."""
+    """Gives a module the names of another one, which is the installed one where there is one, as for user code."""
 
     def __init__(self, other: str) -> None:
         self.other = other
 
     def exec_module(self, module: ModuleType) -> None:
-        for name, value in vars(importlib.import_module(self.other)).items():
+        for name, value in vars(_import(self.other, {}, None, ("*",))).items():
             module.__dict__.setdefault(name, value)
 
 
