@@ -97,7 +97,7 @@ class AbandonableThreads:
             for closed in [other for other in cls._of_loops if other.is_closed()]:
                 if gone := cls._of_loops.pop(closed, None):
                     gone.close()
-            found = cls._of_loops[loop] = cls(sys.maxsize, "turnwise-tool", run_all=True)  # tools are released
+            found = cls._of_loops[loop] = cls(sys.maxsize, "turnwise-tool", run_all=True)  # a release must run
         return found
 
     def call(
