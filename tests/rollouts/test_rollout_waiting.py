@@ -200,6 +200,23 @@ def test_a_call_that_was_given_up_before_its_turn_runs_only_where_all_do(run_all
     assert ran == (["second", "third"] if run_all else ["third"])
 
 
+def test_calls_that_wait_briefly_get_threads_although_one_returns_in_each_check():
+    ran_in = set()
+
+    def work():
+        time.sleep(1.5e-3)
+        ran_in.add(threading.get_ident())
+
+    async def run():
+        threads = AbandonableThreads()
+        await asyncio.gather(*(threads.call(work) for _ in range(64)))
+        threads.close()
+
+    asyncio.run(run())
+    none_left()
+    assert len(ran_in) > 1
+
+
 def test_results_that_come_after_the_loop_is_gone_harm_nobody():
     release = threading.Event()
 

@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,6 +21,8 @@ T = TypeVar("T")
 
 BUSY_S = 0.001
 """Seconds that queued calls wait for a busy thread before they get threads of their own."""
+MOSTLY_IDLE = 0.5
+"""Share of one core below which a process leaves its queued calls waiting for something else than the interpreter lock."""
 IDLE_S = 10.0
 """Seconds without a call after which a thread ends."""
 
@@ -62,9 +65,9 @@ class _Job:
 class AbandonableThreads:
     """Runs blocking calls off the event loop, and abandons calls that were cancelled.
 
-    One thread serves calls that return quickly: with more, they would contend for the interpreter lock, which costs more than
-    such calls. If no call returns for two milliseconds, every queued call gets its own thread. Results that arrive together
-    are delivered in one wake-up of the loop.
+    One thread serves calls that compute: with more, they would contend for the interpreter lock, which costs more than short
+    calls. If for two milliseconds no call returns, or the process hardly computes, every queued call gets its own thread.
+    Results that arrive together are delivered in one wake-up of the loop.
     """
 
     _of_loops: ClassVar[dict[asyncio.AbstractEventLoop, AbandonableThreads]] = {}
@@ -127,16 +130,20 @@ class AbandonableThreads:
         """Schedule a check of whether queued calls progress."""
         if not self._check_scheduled and self._pending > self._threads:
             self._check_scheduled = True
-            self._loop.call_later(BUSY_S, self._check_queue, self._served, False)
+            self._check_later(is_second=False)
 
-    def _check_queue(self, served: int, is_second: bool) -> None:
-        """Start threads if nothing returned between two checks; at the first, the loop itself may have been busy."""
-        stuck = served == self._served
-        if stuck and not is_second:
-            self._loop.call_later(BUSY_S, self._check_queue, served, True)
+    def _check_later(self, *, is_second: bool) -> None:
+        self._loop.call_later(BUSY_S, self._check_queue, self._served, time.perf_counter(), time.process_time(), is_second)
+
+    def _check_queue(self, served: int, clock: float, computed: float, is_second: bool) -> None:
+        """Start threads if two checks find queued calls that wait for no computation; at one, the loop may have been busy."""
+        idle = time.process_time() - computed < MOSTLY_IDLE * (time.perf_counter() - clock)
+        blocked = idle or served == self._served
+        if blocked and not is_second:
+            self._check_later(is_second=True)
             return
         self._check_scheduled = False
-        if stuck and not self._closed:
+        if blocked and not self._closed:
             with self._lock:
                 for _ in range(min(self._jobs.qsize(), self._max_threads - self._threads)):
                     self._start()
