@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from turnwise.engines.local import numba_kernels
 from turnwise.engines.local.kv_cache import KVCache, batch_moves
 from turnwise.engines.local.slots import SlotTable, common_prefix
 
-SLOTS, CAPACITY = 5, 64
+SLOTS, CAPACITY = 5, 5 * numba_kernels.BLOCK
 operation = st.tuples(
     st.sampled_from(["call", "call", "call", "end", "end", "release", "swap"]),
     st.integers(0, 7),
@@ -21,10 +24,10 @@ operation = st.tuples(
 class Cached:
     """A slot table with a real cache, whose keys and values are the ids that they were computed from."""
 
-    def __init__(self, unit: int) -> None:
+    def __init__(self, kernels: Any) -> None:
         self.table = SlotTable(SLOTS)
-        self.cache = KVCache(SLOTS, CAPACITY, unit=unit)
-        self.cache.layer(0, *[torch.zeros(1, 1, 0, unit)] * 2)
+        self.cache = KVCache(SLOTS, CAPACITY, kernels=kernels)
+        self.cache.layer(0, *[torch.zeros(1, 1, 0, self.cache.unit)] * 2)
         self.contexts: dict[int, list[int]] = {}
 
     def ids(self, slot: int) -> list[list[int]]:
@@ -40,7 +43,7 @@ class Cached:
         assert slot.call is None
         if placed.donor is not None:
             self.cache.copy([(placed.donor.index, slot.index, placed.start, placed.keep)])
-        self.cache.rewind(slot.index, placed.keep)
+        self.cache.rewind([(slot.index, placed.keep)])
         for found in self.ids(slot.index):
             assert found[: placed.keep] == ids[: placed.keep]
         for store in self.cache.layers[0]:
@@ -70,9 +73,9 @@ class Cached:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from([1, 4]), st.lists(operation, max_size=40))
-def test_a_call_finds_its_own_ids_in_its_slot(unit, operations):
-    cached = Cached(unit)
+@given(st.sampled_from([None, numba_kernels]), st.lists(operation, max_size=40))
+def test_a_call_finds_its_own_ids_in_its_slot(kernels, operations):
+    cached = Cached(kernels)
     for kind, session, length, branch in operations:
         if kind == "call":
             cached.call(session, length, branch)

@@ -66,7 +66,7 @@ class FusedDecoder:
 
     Args:
         module: a causal model for which `is_supported` is true.
-        cache: keys and values, stored in blocks of `numba_kernels.BLOCK` positions.
+        cache: keys and values, which it reads in blocks of `numba_kernels.BLOCK` positions.
         tower: the split model, for a vision-language model.
     """
 
@@ -75,7 +75,7 @@ class FusedDecoder:
 
         self.kernels: Any = numba_kernels
         self.cache = cache
-        cache.unit = numba_kernels.BLOCK
+        cache.kernels = numba_kernels
         body = module.model if tower is None else tower.text
         attention = body.layers[0].self_attn
         self.uses_mrope = tower is not None and tower.uses_mrope
@@ -223,7 +223,7 @@ def make_fused_decoder(module: Any, context: int, cache: KVCache, tower: SplitVL
         return None
     if matches_module(module, made, min(PROBE_LENGTH, context), tower):
         return made
-    cache.unit = 1
+    cache.kernels = None
     return None
 
 

@@ -27,8 +27,9 @@ class KVCache:
     capacity: int
     """Positions per slot."""
     layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    unit: int = 1
-    """Positions stored together, in an order known to the reader, and copied together."""
+    kernels: Any = None
+    """Kernels of the fused pass, if that reads the cache: `numba_kernels.BLOCK` positions are then stored together, in an order
+    known to it, and copied together."""
     routes: torch.Tensor | None = None
     """[slots + 1, capacity, expert layers, k] experts of each position; None for a model without routers."""
     storage: int = 0
@@ -43,6 +44,11 @@ class KVCache:
 
     def __post_init__(self) -> None:
         self.sources, self.shared = np.zeros((2, self.slots + 1), dtype=np.int64)
+
+    @property
+    def unit(self) -> int:
+        """Positions stored together."""
+        return 1 if self.kernels is None else int(self.kernels.BLOCK)
 
     @property
     def scratch(self) -> int:
@@ -113,32 +119,28 @@ class KVCache:
 
     def copy(self, moves: Sequence[Move]) -> None:
         """Copy positions from slot to slot, in order, and those before in the unit of a start."""
-        if self._stores and isinstance(self._stores[0], np.ndarray):
+        if not moves:
+            return
+        if self.kernels is not None:
+            flat = np.array(moves, dtype=np.int64).reshape(-1)
+            for store in self._stores:
+                _, heads, blocks, width = store.shape
+                self.kernels.copy_blocks(store.view(np.float32).reshape(-1), flat, heads, blocks, width // 4)
+            self.kernels.share_blocks(flat, self.sources, self.shared)
+        elif self._stores and isinstance(self._stores[0], np.ndarray):
             for source, target, start, end in moves:
                 if self.routes is not None:
                     self.routes[target, start:end] = self.routes[source, start:end]
-                self.rewind(target, start)
-                units = slice(start // self.unit, -(-end // self.unit))
                 for store in self._stores:
-                    store[target, :, units] = store[source, :, units]
-                self._share(source, target, end)
+                    store[target, :, start:end] = store[source, :, start:end]
         else:
             for together in batch_moves(moves):
                 self._copy_together(together)
 
-    def rewind(self, slot: int, keep: int) -> None:
-        """End the sharing of a slot's positions from `keep` on, before they are overwritten."""
-        if self.unit > 1:
-            readers = self.sources == slot
-            readers[slot] = True
-            np.minimum(self.shared, keep // self.unit * self.unit, out=self.shared, where=readers)
-
-    def _share(self, source: int, target: int, end: int) -> None:
-        """Let the first `end` positions of a slot be read where those of the slot that it was copied from are."""
-        if self.unit > 1:
-            end = end // self.unit * self.unit
-            self.sources[target] = self.sources[source] if self.shared[source] >= end else source
-            self.shared[target] = end
+    def rewind(self, rewound: Sequence[tuple[int, int]]) -> None:
+        """End the sharing of positions of slots, those of each from a position on, before they are overwritten."""
+        if rewound and self.kernels is not None:
+            self.kernels.end_sharing(np.array(rewound, dtype=np.int64).reshape(-1), self.sources, self.shared)
 
     def _copy_together(self, moves: Sequence[Move]) -> None:
         """Make copies of which none reads or writes what an earlier one writes: a GPU takes as long for many as for one.
@@ -159,8 +161,7 @@ class KVCache:
         there, back = self._slots([*ones, *others]), self._slots([*others, *ones])
         if self.routes is not None:
             self.routes[there, :length] = self.routes[back, :length]
-        for slot in chain(*pairs):
-            self.rewind(slot, 0)
+        self.rewind([(slot, 0) for slot in chain(*pairs)])
         length = -(-length // self.unit)
         for store in self._stores:
             store[there, :, :length] = store[back, :, :length]
@@ -172,8 +173,7 @@ class KVCache:
 
     def zero(self, slot: int | None = None) -> None:
         """Zero a slot, or all of them: non-finite values would pass through a mask."""
-        for one in range(len(self.shared)) if slot is None else [slot]:
-            self.rewind(one, 0)
+        self.rewind([(one, 0) for one in (range(len(self.shared)) if slot is None else [slot])])
         for store in self._stores if self.routes is None else [self.routes, *self._stores]:
             store[slice(None) if slot is None else slot] = 0
 

@@ -430,3 +430,46 @@ def attend(  # type: ignore[no-untyped-def]
             common, first = (sources[slot] * kv + head) * capacity * size, shared[slot]
             _scores(qkv, q_at, group, size, keys, common, first, origin, count, scale, scores, reach, values, new)
             _mixture(scores, reach, group, size, values, common, first, origin, count, out, to, keys, ahead)
+
+
+@_kernel("aniii")
+def copy_blocks(store, moves, heads, blocks, width):  # type: ignore[no-untyped-def]
+    """Copy positions from slot to slot, one move after the other, and the rest of the blocks that they begin and end in.
+
+    Args:
+        store: [slots, heads, blocks, width].
+        moves: [moves, 4]: source, target, first position, end.
+        heads, blocks, width: heads of a slot, blocks of a head, floats of a block.
+    """
+    for m in range(0, moves.size, 4):
+        first, count = moves[m + 2] // BLOCK, -(-moves[m + 3] // BLOCK) - moves[m + 2] // BLOCK
+        for head in range(heads):
+            at = ((moves[m] * heads + head) * blocks + first) * width
+            to = ((moves[m + 1] * heads + head) * blocks + first) * width
+            for i in range(count * width):
+                store[to + i] = store[at + i]
+
+
+@_inner
+def _end_sharing(slot, keep, sources, shared):  # type: ignore[no-untyped-def]
+    whole = keep // BLOCK * BLOCK
+    for reader in range(sources.size):
+        if (reader == slot or sources[reader] == slot) and shared[reader] > whole:
+            shared[reader] = whole
+
+
+@_kernel("nnn")
+def share_blocks(moves, sources, shared):  # type: ignore[no-untyped-def]
+    """Let targets of moves, as above, be read where the complete blocks that were copied are, and end what overwriting ends."""
+    for m in range(0, moves.size, 4):
+        source, target, whole = moves[m], moves[m + 1], moves[m + 3] // BLOCK * BLOCK
+        _end_sharing(target, moves[m + 2], sources, shared)
+        sources[target] = sources[source] if shared[source] >= whole else source
+        shared[target] = whole
+
+
+@_kernel("nnn")
+def end_sharing(rewound, sources, shared):  # type: ignore[no-untyped-def]
+    """End the sharing of positions that will be overwritten: those of each slot from a position on, [slots, 2]."""
+    for i in range(0, rewound.size, 2):
+        _end_sharing(rewound[i], rewound[i + 1], sources, shared)

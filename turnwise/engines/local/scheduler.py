@@ -226,8 +226,7 @@ class Scheduler:
             self.running.append(call)
         self.waiting = left
         self.model.cache.copy(copies)
-        for index, keep in kept:
-            self.model.cache.rewind(index, keep)
+        self.model.cache.rewind(kept)
 
     def _compact(self, decoding: list[ActiveCall]) -> None:
         """Move the highest rows into gaps when too many rows in between are idle."""
