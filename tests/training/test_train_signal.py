@@ -397,7 +397,7 @@ def test_the_same_episodes_again_are_no_evidence(tiny_dir):
     """Epochs and minibatches of a step share episodes, so their noise agrees; only what a step begins with counts."""
     trainer = trainer_of(tiny_dir, gradient_signal_steps=6, epochs=4, minibatches=2)
     assert trainer.signals[0].beta == 0.9**4
-    trainer.signals[1].restore(0.4, 0.001)  # of a run in which gradients agree
+    trainer.signals[1].restore(0.8, 0.001)  # of a run in which gradients agree
     figures = trainer.step(random_groups(0), step=0, steps=9).metrics
     assert figures["optimizer_steps"] == 8
     assert trainer.signals[0].average == pytest.approx(figures["gradient_agreement"] / 6)
@@ -414,6 +414,19 @@ def test_gradients_that_change_nothing_are_counted_once(tiny_dir):
     assert fingerprint(often.model) == before
     momenta = zip(once.optimizer.momentum().values(), often.optimizer.momentum().values(), strict=True)
     assert all(torch.equal(one, other) for one, other in momenta)
+
+
+@pytest.mark.parametrize("average", [0.05, 0.2, 0.3, 0.4, 0.6])
+def test_a_step_takes_the_fewest_passes_that_move_as_far_as_its_share_of_all(tiny_dir, average):
+    lr = 1e-3
+    trainer = trainer_of(tiny_dir, gradient_signal_steps=50, epochs=4, minibatches=2, lr=lr, schedule="constant")
+    trainer.signals[1].restore(average, 1e-5, 1.0, 1.0, 0.001)
+    figures = trainer.step(random_groups(0), step=0, steps=9).metrics
+    passes, share = figures["optimizer_steps"] / 2, trainer.signal_share
+    assert 0 < share < 1
+    assert passes * figures["lr"] == pytest.approx(4 * share * lr)
+    assert figures["lr"] <= lr
+    assert (passes - 1) * lr < 4 * share * lr
 
 
 def test_a_step_without_signal_is_no_look(tiny_dir):

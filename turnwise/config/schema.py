@@ -549,7 +549,7 @@ class TrainConfig:
     max_grad_norm: PositiveFloat = 1.0
     """Maximum gradient norm; larger gradients are scaled down to it."""
     epochs: PositiveInt = 1
-    """Passes over each step's groups."""
+    """Maximum passes over each step's groups; with `gradient_signal_steps`, as few as move the policy as far."""
     minibatches: PositiveInt = 1
     """Optimizer steps per epoch."""
     micro_tokens: PositiveInt = 4096

@@ -452,20 +452,20 @@ def copy_blocks(store, moves, heads, blocks, width):  # type: ignore[no-untyped-
 
 @_inner
 def _end_sharing(slot, keep, sources, shared):  # type: ignore[no-untyped-def]
-    whole = keep // BLOCK * BLOCK
+    complete = keep // BLOCK * BLOCK
     for reader in range(sources.size):
-        if (reader == slot or sources[reader] == slot) and shared[reader] > whole:
-            shared[reader] = whole
+        if (reader == slot or sources[reader] == slot) and shared[reader] > complete:
+            shared[reader] = complete
 
 
 @_kernel("nnn")
 def share_blocks(moves, sources, shared):  # type: ignore[no-untyped-def]
     """Let targets of moves, as above, be read where the complete blocks that were copied are, and end what overwriting ends."""
     for m in range(0, moves.size, 4):
-        source, target, whole = moves[m], moves[m + 1], moves[m + 3] // BLOCK * BLOCK
+        source, target, complete = moves[m], moves[m + 1], moves[m + 3] // BLOCK * BLOCK
         _end_sharing(target, moves[m + 2], sources, shared)
-        sources[target] = sources[source] if shared[source] >= whole else source
-        shared[target] = whole
+        sources[target] = sources[source] if shared[source] >= complete else source
+        shared[target] = complete
 
 
 @_kernel("nnn")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -205,8 +206,8 @@ class Trainer:
         # Updates.
         codes = self._codes()
         for epoch in range(config.epochs):
-            if epoch and self.signal_share == 0.0:
-                break  # nothing moved: the momentum would count the same gradients twice
+            if epoch == self.passes:
+                break
             for batch in batches:
                 self._update(batch, lr, step_metrics, step)
         self._probe = None if probe is None else probe.after(self._at_temperature_one)
@@ -220,7 +221,7 @@ class Trainer:
             | accounting_metrics(step_credits, step_metrics.masked)
             | self.layout.figures()
             | teacher_figures(batches)
-            | {"lr": lr * self.signal_share, "optimizer_steps": float(len(step_metrics.updates))}
+            | {"lr": lr * self.lr_share, "optimizer_steps": float(len(step_metrics.updates))}
         )
         if codes:
             metrics["codes_changed"] = float(sum(int((codes[name] != now).sum()) for name, now in self._codes().items()))
@@ -300,7 +301,7 @@ class Trainer:
             self.signals[0].update(found and found.cosine, parts, moved=moved)
             self.signals[1].update(found and found.scaled, moved=moved)
         step_metrics.updates.append((loss, norm))
-        self.optimizer.step(lr * self.signal_share)
+        self.optimizer.step(lr * self.lr_share)
         self.updates += 1
 
     def _half_gradient(self, batch: TrainingBatch, sequence_n: Tensor | None) -> tuple[Direction, set[str]]:
@@ -495,8 +496,19 @@ class Trainer:
 
     @property
     def signal_share(self) -> float:
-        """Factor on the learning rate: the larger share of signal of the two measures of agreement."""
+        """Share of `train.epochs` full updates that a step makes: the larger share of signal of both measures of agreement."""
         return max(signal.share for signal in self.signals)
+
+    @property
+    def passes(self) -> int:
+        """Passes over a step's batches: as few as may make that share of updates, none larger than a full one. A pass more
+        would cost as much as the first, and move the policy no further."""
+        return max(1, math.ceil(self.config.epochs * self.signal_share))
+
+    @property
+    def lr_share(self) -> float:
+        """Factor on the learning rate of each pass."""
+        return self.config.epochs * self.signal_share / self.passes
 
     def reset_optimizer(self) -> None:
         """Reset the optimizer's moments for a new phase."""
