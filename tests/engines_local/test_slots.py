@@ -73,7 +73,7 @@ class Cached:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from([None, numba_kernels]), st.lists(operation, max_size=40))
+@given(st.sampled_from([None, numba_kernels]), st.lists(operation, min_size=30, max_size=60))
 def test_a_call_finds_its_own_ids_in_its_slot(kernels, operations):
     cached = Cached(kernels)
     for kind, session, length, branch in operations:
@@ -86,6 +86,15 @@ def test_a_call_finds_its_own_ids_in_its_slot(kernels, operations):
         else:
             cached.swap(session, length)
         cached.check()
+
+
+def test_what_a_copy_overwrites_is_no_longer_read_there():
+    cache, block = KVCache(SLOTS, CAPACITY, kernels=numba_kernels), numba_kernels.BLOCK
+    cache.copy([(0, 1, 0, 2 * block + 3)])
+    assert (cache.sources[1], cache.shared[1]) == (0, 2 * block)
+    cache.copy([(2, 0, block + 1, 2 * block)])
+    assert (cache.sources[1], cache.shared[1]) == (0, block)
+    assert (cache.sources[0], cache.shared[0]) == (2, 2 * block)
 
 
 @settings(max_examples=200, deadline=None)
