@@ -27,7 +27,7 @@ class Interrupter(Sampler):
     def __call__(self, logits: Any, draws: Sequence[Any]) -> tuple[list[int], list[float]]:
         if any(self.after(draw.request.seed, draw.position) for draw in draws):
             worker = self.engine._worker
-            worker.post([lambda: worker.deliver(worker.scheduler.abort())])
+            worker.post(lambda: worker.deliver(worker.scheduler.abort()))
             self.interruptions += 1
         return super().__call__(logits, draws)
 

@@ -1,15 +1,13 @@
-"""LocalEngine and the thread that runs its scheduler."""
+"""LocalEngine: samples from a Hugging Face model in this process."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from operator import index
 from pathlib import Path
@@ -19,7 +17,7 @@ import torch
 
 from turnwise.engines.base import Generation, Request, StopText
 from turnwise.engines.local.adapters import AdapterShape, copy_adapter
-from turnwise.engines.local.batch import ActiveCall, Outcome, caused_error
+from turnwise.engines.local.batch import ActiveCall
 from turnwise.engines.local.batch_invariance import calibrate_batch_invariance
 from turnwise.engines.local.model import EngineModel
 from turnwise.engines.local.quantization import from_directory
@@ -27,123 +25,11 @@ from turnwise.engines.local.sampling import Sampler
 from turnwise.engines.local.scheduler import Scheduler
 from turnwise.engines.local.vision import ContextMedia
 from turnwise.engines.local.weights import check_weights, copy_weights
+from turnwise.engines.local.worker import SHORT_STEP_S, Worker
 from turnwise.errors import BackendContractError, EngineError, ModelError
 from turnwise.types import ids_with_media_keys, is_finite_number
 
 _log = logging.getLogger(__name__)
-Command = Callable[[], Any]
-
-
-class Worker:
-    """Runs a scheduler on its own thread, which starts with the first command and waits while there is nothing to do."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self._lock = threading.Condition()
-        self._commands: list[Command] = []
-        self._thread: threading.Thread | None = None
-        self._closing = False
-        self._failure: BaseException | None = None
-
-    def post(self, commands: list[Command]) -> None:
-        """Queue commands for the thread, to run in sequence before its next step; raises as `check`."""
-        with self._lock:
-            self.check()
-            self._commands += commands
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="turnwise-local-engine", daemon=True)
-                self._thread.start()
-            self._lock.notify()
-
-    def ask(self, command: Command) -> Future[Any]:
-        """Run a command on the thread; return a future of its result or exception."""
-        answer: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                result = command()
-            except BaseException as error:
-                with contextlib.suppress(InvalidStateError):
-                    answer.set_exception(error)
-            else:
-                with contextlib.suppress(InvalidStateError):  # cancelled with its caller
-                    answer.set_result(result)
-
-        self.post([run])
-        return answer
-
-    def check(self) -> None:
-        """Check that the thread accepts commands. Raises `EngineError` when the engine is closed, or has failed."""
-        with self._lock:
-            if self._failure is not None:
-                raise EngineError(f"the local engine failed earlier: {self._failure!r}; make a new one") from self._failure
-            if self._closing:
-                raise EngineError("the local engine is closed; make a new one")
-
-    def stop(self) -> None:
-        """End every call as aborted, then the thread; later commands are refused."""
-        with self._lock:
-            self._closing = True
-            thread = self._thread
-            self._lock.notify()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
-
-    def deliver(self, outcomes: list[Outcome]) -> None:
-        """Pass results to the event loops that wait for them, with one wake-up per loop."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[Outcome]] = {}
-        for outcome in outcomes:
-            by_loop.setdefault(outcome[0].future.get_loop(), []).append(outcome)
-        for loop, theirs in by_loop.items():
-            # Nothing waits on a closed loop.
-            if not loop.is_closed():
-                with contextlib.suppress(RuntimeError):
-                    loop.call_soon_threadsafe(_settle, theirs)
-
-    def _run(self) -> None:
-        try:
-            while self._run_once():
-                pass
-        except BaseException as error:
-            with self._lock:
-                self._failure = error
-                commands, self._commands = self._commands, []
-            for command in commands:  # calls being submitted fail with the others
-                command()
-            text = f"the local engine failed in a step: {error!r}"
-            calls = (*self.scheduler.running, *self.scheduler.waiting)
-            self.deliver([(call, caused_error(text, error)) for call in calls])
-        else:
-            self.deliver(self.scheduler.abort())
-
-    def _run_once(self) -> bool:
-        """Run queued commands, then compute a step; return False at the end."""
-        with self._lock:
-            while not self._commands and not self._closing and not self.scheduler.busy:
-                self._lock.wait()
-            commands, self._commands = self._commands, []
-            closing = self._closing
-        for command in commands:
-            try:
-                command()
-            except Exception:  # concerns one call only
-                _log.exception("a command to the local engine failed")
-        if closing:
-            return False
-        self.deliver(self.scheduler.step())
-        return True
-
-
-def _settle(outcomes: list[Outcome]) -> None:
-    for call, result in outcomes:
-        if call.future.done():  # its caller is gone
-            continue
-        if isinstance(result, BaseException):
-            call.future.set_exception(result)
-        else:
-            call.future.set_result(result)
-
-
 MIN_TEMPERATURE = 1e-4
 """Minimum nonzero temperature: below it, scaled logits leave the range of float32."""
 SEED_LIMIT = 2**64
@@ -271,11 +157,9 @@ class LocalEngine:
             )
         self.slots = slots if slots is not None else _default_slots(self._model, cache_gib)
         self._scheduler = Scheduler(self._model, sampler or Sampler(), self.slots, speculate, version)
-        self._worker = Worker(self._scheduler)
+        self._worker = Worker(self._scheduler, SHORT_STEP_S if self._model.on_cpu else 0.0)
         self.asleep = False
         """Whether its memory is released; calls are refused until `wake` or `update`."""
-        self._new_calls: list[ActiveCall] = []
-        self._flushing: asyncio.AbstractEventLoop | None = None
         # An engine that is garbage-collected without `close` must not leave its thread and weights alive.
         self._finalizer = weakref.finalize(self, self._worker.stop)
         self._finalizer.atexit = False
@@ -372,24 +256,15 @@ class LocalEngine:
 
     async def _generate(self, request: Request, adapter: int) -> Generation:
         prompt = self._check_request(request, self._scheduler.versions[adapter])
-        self._worker.check()
-        loop = asyncio.get_running_loop()
         limit = min(request.max_tokens, self.context - len(prompt))
         keys, view = self._context_media(request, prompt)
-        call = ActiveCall(request, prompt, limit, loop.create_future(), keys, view, adapter)
-        self._new_calls.append(call)
-        # Calls of one loop iteration are submitted together, so that they are computed together.
-        if self._flushing is not loop:
-            self._flushing = loop
-            loop.call_soon(self._flush)
+        call = ActiveCall(request, prompt, limit, asyncio.get_running_loop().create_future(), keys, view, adapter)
+        self._worker.post(partial(self._scheduler.submit, call))
         try:
             result: Generation = await call.future
         except asyncio.CancelledError:
-            if call in self._new_calls:
-                self._new_calls.remove(call)
-            else:
-                with contextlib.suppress(EngineError):
-                    self._worker.post([lambda: self._scheduler.cancel(call)])
+            with contextlib.suppress(EngineError):
+                self._worker.post(partial(self._scheduler.cancel, call))
             raise
         return result
 
@@ -409,22 +284,21 @@ class LocalEngine:
 
     def _release(self, session: str, adapter: int) -> None:
         with contextlib.suppress(EngineError):
-            self._worker.post([lambda: self._scheduler.release(session, adapter)])
+            self._worker.post(partial(self._scheduler.release, session, adapter))
 
     def abort(self) -> None:
         """End every call in flight; each returns what it has sampled, with finish `abort`."""
         self._abort(None)
 
     def _abort(self, adapter: int | None) -> None:
-        self._flush()
         with contextlib.suppress(EngineError):
-            self._worker.post([lambda: self._worker.deliver(self._scheduler.abort(adapter))])
+            self._worker.post(lambda: self._worker.deliver(self._scheduler.abort(adapter)))
 
     async def update(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
         """Replace the weights, given by Hugging Face name; calls in flight first end as aborted, and the cache is cleared.
 
         All weights are checked before the first is copied: on an error, engine, calls and cache are unchanged. The iterable is
-        consumed on the engine's thread.
+        consumed where the engine computes.
 
         Returns:
             `fingerprint` of the weights as received.
@@ -433,7 +307,6 @@ class LocalEngine:
             SyncError: when a name or a shape does not match.
             EngineError: the engine failed or is closed.
         """
-        self._flush()
         return await asyncio.wrap_future(self._worker.ask(lambda: self._update_weights(weights, version)))
 
     async def sleep(self) -> None:
@@ -447,7 +320,6 @@ class LocalEngine:
         """
         if not self.asleep:
             self.asleep = True  # later calls are refused, earlier ones aborted
-            self._flush()
             await asyncio.wrap_future(self._worker.ask(self._sleep))
 
     async def wake(self) -> None:
@@ -456,9 +328,8 @@ class LocalEngine:
 
     async def close(self) -> None:
         """Stop; calls in flight end as aborted. May be called twice."""
-        with contextlib.suppress(EngineError):
-            self._flush()
-        await asyncio.get_running_loop().run_in_executor(None, self._finalizer)
+        self._worker.stop()
+        await asyncio.to_thread(self._worker.join)
 
     def _sleep(self) -> None:
         self._worker.deliver(self._scheduler.abort())
@@ -492,20 +363,7 @@ class LocalEngine:
             self._scheduler.versions[number] = version
             return digest
 
-        self._flush()
         return await asyncio.wrap_future(self._worker.ask(work))
-
-    def _flush(self) -> None:
-        self._flushing = None
-        calls, self._new_calls = self._new_calls, []
-        if not calls:
-            return
-        try:
-            self._worker.post([partial(self._scheduler.submit, call) for call in calls])
-        except EngineError as error:
-            for call in calls:
-                if not call.future.done():
-                    call.future.set_exception(error)
 
     def _check_request(self, request: Request, version: int) -> list[int]:
         ids, wrong_ids = ids_of(request)
