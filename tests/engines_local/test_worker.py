@@ -123,10 +123,12 @@ def test_an_engine_that_nobody_holds_ends_its_thread(module: Any) -> None:
 
 
 def test_ctrl_c_in_a_step_on_the_loop_is_not_swallowed(module: Any) -> None:
-    engine = LocalEngine(module)
+    engine, steps = LocalEngine(module), []
     computed_by(engine, itertools.repeat(True))
 
     def interrupted(*args: Any) -> Any:
+        steps.append(engine._scheduler.table.step)
+        engine.release("schedules another turn")
         raise KeyboardInterrupt
 
     async def main() -> Generation:
@@ -138,4 +140,5 @@ def test_ctrl_c_in_a_step_on_the_loop_is_not_swallowed(module: Any) -> None:
         asyncio.run(main())
     with pytest.raises(EngineError, match="failed earlier"):
         engine.check()
+    assert steps == [engine._scheduler.table.step]  # none after it
     asyncio.run(engine.close())

@@ -29,7 +29,7 @@ class Worker:
     """Runs a scheduler, one step at a time: on its callers' event loops while steps are short, else on a thread of its own.
 
     A thread and an event loop that both compute Python pass the interpreter lock from core to core, which costs a tiny model
-    about a sixth of its CPU and gains nothing. A long step, or one on a GPU, leaves the lock to the loop for most of its time.
+    about a fifth of its CPU and gains nothing. A long step, or one on a GPU, leaves the lock to the loop for most of its time.
     """
 
     def __init__(self, scheduler: Scheduler, short_step_s: float = SHORT_STEP_S) -> None:
@@ -150,6 +150,8 @@ class Worker:
     def _step(self) -> None:
         """Run queued commands, compute a step, and provide for the next one."""
         with self._stepping:
+            if self._failure is not None:
+                return
             try:
                 self._run_commands()
                 if self.scheduler.busy:
