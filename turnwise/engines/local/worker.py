@@ -32,7 +32,7 @@ class Worker:
     about a fifth of its CPU and gains nothing. A long step, or one on a GPU, leaves the lock to the loop for most of its time.
     """
 
-    def __init__(self, scheduler: Scheduler, short_step_s: float = SHORT_STEP_S) -> None:
+    def __init__(self, scheduler: Scheduler, short_step_s: float) -> None:
         self.scheduler = scheduler
         self._short_step_s = short_step_s
         self._mean_step_s = math.inf
