@@ -64,6 +64,12 @@ async def whole(generate: Generate, request: Request, between: Callable[[], Awai
     return reply
 
 
+def on_thread(engine: LocalEngine) -> LocalEngine:
+    """The engine, whose steps all run on its thread, as on a GPU: an event loop goes on during each."""
+    engine._worker._short_step_s = 0.0
+    return engine
+
+
 class LeakyScheduler(Scheduler):
     """Keeps the cache of replaced weights, which a server must not."""
 

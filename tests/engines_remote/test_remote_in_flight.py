@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("torch")
-from interrupt_kit import interrupt, leaky, whole
+from interrupt_kit import interrupt, leaky, on_thread, whole
 from test_remote_fleet import QUICK, question, weights
 from test_remote_serve import CLIENTS, PROMPT, TEXTS, beginning, directory, run  # noqa: F401
 
@@ -89,7 +89,7 @@ def test_held_replies_go_on_with_the_bits_of_others(directory, kind, options):  
                 asyncio.run_coroutine_threadsafe(client.resume(), loop)
             return False
 
-        interrupt(app.engine, after)
+        interrupt(on_thread(app.engine), after)
         made = await compare(client.generate, app, cuts)
         return pauses, made, client.counts["aborted"]
 
