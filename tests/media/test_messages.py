@@ -47,7 +47,7 @@ def test_an_image_alone_is_a_message_of_the_user(said):
     (message,) = as_messages(said)
     assert (message.role, message.has_raw_media, message.text) == ("user", True, "")
     (message,) = as_messages(["Look:", said, "What is it?"])
-    assert message.text == "Look:What is it?"
+    assert message.text == "Look:\nWhat is it?"
     assert len(message.content) == 3
     two = as_messages(["Look:", {"role": "user", "content": [said]}])
     assert [m.has_raw_media for m in two] == [False, True]
@@ -120,11 +120,11 @@ def test_words_stand_for_images_where_nothing_is_seen():
     (plain,) = media_as_text([message])
     assert plain.text == "A a cat B it turns" == message.text_with_alt
     bare = Message.of({"role": "tool", "content": [tw.Image(PIXELS), tw.Video([PIXELS], fps=1)]})
-    assert bare.text_with_alt == "[image][video]"
+    assert bare.text_with_alt == "[image]\n[video]"
     with pytest.raises(MediaError, match=r"sees no images.*role tool.*tw.Image\(..., alt=") as found:
         media_as_text([bare])
     assert found.value.bug
-    assert media_as_text([bare], strict=False)[0].text == "[image][video]"
+    assert media_as_text([bare], strict=False)[0].text == "[image]\n[video]"
     text = Message("user", "x")
     assert media_as_text([text])[0] is text
 

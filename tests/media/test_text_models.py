@@ -108,4 +108,4 @@ def test_limits_on_images():
     episode.count(three)
     blind = MediaIntake(store, tw.byte_renderer(), max_per_observation=1)
     nine = Message("user", (tw.Image(b"", alt="a"),) * 9)
-    assert blind.take_in((nine,))[0].text == "a" * 9
+    assert blind.take_in((nine,))[0].text == "\n".join("a" * 9)

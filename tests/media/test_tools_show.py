@@ -192,8 +192,8 @@ def test_judges_are_told_of_images_in_words():
     from turnwise.envs.rewards.judge import chat_messages, quote_lines
 
     message = tw.Message("user", ("See ", tw.Image(PIXELS, alt="a <cat>"), tw.Image(PIXELS), tw.Video(CLIP, fps=1)))
-    assert quote_lines([message]) == '{"role": "user", "content": "See a \\u003ccat>[image][video]"}'
-    assert chat_messages([message]) == [{"role": "user", "content": "See a <cat>[image][video]"}]
+    assert quote_lines([message]) == '{"role": "user", "content": "See a \\u003ccat>\\n[image]\\n[video]"}'
+    assert chat_messages([message]) == [{"role": "user", "content": "See a <cat>\n[image]\n[video]"}]
 
 
 def test_a_server_of_mcp_shows_images_and_its_sounds_are_refused_by_name(vlm):
@@ -211,4 +211,4 @@ def test_a_server_of_mcp_shows_images_and_its_sounds_are_refused_by_name(vlm):
     (trajectory,) = play(env, vlm, [call("picture"), "done"])
     assert (trajectory.error.type, trajectory.error.kind) == ("MediaError", "environment")
     (trajectory,) = tw.rollout(env, [tw.Task("x")], tw.ScriptedEngine([call("square", side=64), "done"]))
-    assert trajectory.turns[1].messages[0].text.startswith("Here:[left out: image/png]Well?")
+    assert trajectory.turns[1].messages[0].text.startswith("Here:\n[left out: image/png]\nWell?")

@@ -215,7 +215,7 @@ def test_no_image_of_an_inline_observation_is_dropped_in_silence(sighted, name):
     told, _ = once(said, ["One.", " Two."], history="inline")
     if "a map" in repr(said):
         assert told.error is None
-        assert told.turns[1].inserted == "a mapx"
+        assert told.turns[1].inserted == "a map\nx"
     else:
         assert told.error is not None
         assert "sees no image" in told.error.message

@@ -18,7 +18,7 @@ from turnwise.envs.foreign import ForeignObject, Framework, Registered, refuse_f
 from turnwise.envs.user_code import as_number, call_user, describe_value
 from turnwise.envs.user_imports import import_foreign
 from turnwise.errors import ConfigError, EnvError, RewardError, suggest_or_list
-from turnwise.types import Message, StopReason, Task, Trajectory
+from turnwise.types import Message, StopReason, Task, Trajectory, join_texts
 
 ARGUMENTS = ("custom_config_path", "custom_rm_path", "rm_type", "reward_key", "eval_reward_key", "args")
 """Keys of `[env.args]`; `args` has further arguments of the run, over those of the file."""
@@ -288,7 +288,7 @@ def _message(found: Any, where: str) -> Message:
         raise EnvError(f"{where}: format_observation returned {describe_value(found)}; return a message with role and content")
     content = found["content"]
     if isinstance(content, list) and all(isinstance(one, Mapping) and one.get("type") == "text" for one in content):
-        content = "".join(str(one.get("text", "")) for one in content)
+        content = join_texts([str(one.get("text", "")) for one in content])
     return Message.of({**found, "content": content})
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from turnwise.errors import MediaError, UsageError
 from turnwise.media.images import MediaLimits, content_of, decode
 from turnwise.media.store import MediaStore
-from turnwise.types import ContentPart, Image, ImageRef, Message, Video, VideoRef, alt_text
+from turnwise.types import Image, ImageRef, Message, Video, VideoRef
 
 AnyMedia = Image | Video | ImageRef | VideoRef
 
@@ -56,8 +56,7 @@ def _replace_media(message: Message, convert: Callable[[AnyMedia], AnyMedia]) ->
     return message if same else replace(message, content=content)
 
 
-def _text_content(message: Message, strict: bool) -> str | tuple[ContentPart, ...]:
-    parts: list[ContentPart] = []
+def _text_content(message: Message, strict: bool) -> str:
     for part in message.content:
         if not isinstance(part, str) and part.alt is None and strict:
             kind = "video" if isinstance(part, (Video, VideoRef)) else "image"
@@ -66,8 +65,7 @@ def _text_content(message: Message, strict: bool) -> str | tuple[ContentPart, ..
                 f"tw.{kind.title()}(..., alt=...), or use a vision-language model",
                 bug=True,
             )
-        parts.append(part if isinstance(part, str) else alt_text(part))
-    return tuple(parts) if len(parts) > 1 or not message.content else "".join(map(str, parts))
+    return message.text_with_alt
 
 
 def _as_bytes(part: AnyMedia) -> AnyMedia:

@@ -27,7 +27,7 @@ from turnwise.proxy.wire import (
     tool_schema,
     unsupported,
 )
-from turnwise.types import ContentPart
+from turnwise.types import ContentPart, join_texts
 
 _KNOWN_FIELDS = """
 model input instructions tools tool_choice parallel_tool_calls max_output_tokens max_tool_calls stream stream_options store
@@ -261,4 +261,4 @@ class _Input:
 def _text(parts: list[ContentPart]) -> str:
     if not all(isinstance(part, str) for part in parts):
         raise RequestFault("an image in a message of the assistant is not supported")
-    return "".join(part for part in parts if isinstance(part, str))
+    return join_texts([part for part in parts if isinstance(part, str)])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.errors import TurnwiseError
-from turnwise.types import ContentPart, Message
+from turnwise.types import ContentPart, Message, join_texts
 
 IGNORED = frozenset(["temperature", "top_p", "top_k", "seed"])
 """Fields that the run's own sampling settings replace; they are counted."""
@@ -110,10 +110,9 @@ def check_fields(body: Mapping[str, Any], known: frozenset[str], counts: Counter
 
 
 def join_parts(parts: Sequence[ContentPart]) -> str | tuple[ContentPart, ...]:
-    """Return the content of a message: a text if all parts are texts, joined by line breaks."""
-    if all(isinstance(part, str) for part in parts):
-        return "\n".join(parts)  # type: ignore[arg-type]
-    return tuple(parts)
+    """Return the content of a message: a text if all parts are texts."""
+    texts = [part for part in parts if isinstance(part, str)]
+    return join_texts(texts) if len(texts) == len(parts) else tuple(parts)
 
 
 def tool_schema(name: Any, description: Any, parameters: Any) -> dict[str, Any]:

@@ -6,19 +6,36 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from turnwise.errors import TemplateError
 from turnwise.renderers.base import Branch, Extend, remember
 from turnwise.renderers.contract import TemplateContract, derive_contract
-from turnwise.renderers.control_text import ControlText, ControlTextGuard, EncodedMessages, find_template_markers
+from turnwise.renderers.control_text import (
+    ControlText,
+    ControlTextGuard,
+    EncodedMessages,
+    GuardRender,
+    find_template_markers,
+)
+from turnwise.renderers.conversation_shape import ConversationShapes, ProvenByShape, content_shape, is_blank, texts_in
+from turnwise.renderers.inspected import Inspected, holds_placeholder, watch_placeholders
 from turnwise.renderers.parsers import PARSERS, Parser, parser_for_template
 from turnwise.renderers.parsers.detect import PROBE_NAME, PROBE_TOOL, render_probe_reply
-from turnwise.renderers.probe import AppendProbe, AppendShape, AppendShapes, TemplateProbe, readable
+from turnwise.renderers.probe import AppendProbe, AppendShape, AppendShapes, TemplateProbe, readable, texts_of
 from turnwise.renderers.recompose import ConversationComposer
-from turnwise.renderers.template import ChatTemplate, adapt_template, digest
+from turnwise.renderers.template import (
+    ADAPT,
+    ASKED,
+    PROBE_CALL,
+    PROBE_TOOLS,
+    ChatTemplate,
+    adapt_template,
+    digest,
+    random_mark,
+)
 from turnwise.renderers.tokenizer import PrecedingToken, Tokenizer, control_pattern
 from turnwise.renderers.vision.media_blocks import MediaExpander
 from turnwise.types import Message, Tools
@@ -88,10 +105,10 @@ class _AppendPattern:
     """From the end of the reply on."""
     head: tuple[int, ...]
     """Ids that close a reply that has no stop id."""
-    varies: bool = False
-    """Whether it depends on earlier turns, so that it is derived for each conversation."""
-    lengths: set[int] = field(default_factory=set)
-    """Lengths in messages, up to the reply, of conversations after which the template wrote the same text."""
+    inspected: Inspected = field(default_factory=Inspected)
+    """What the template inspected of the reply and the messages."""
+    after: ProvenByShape[_AppendPattern | None] | None = None
+    """Patterns of the same reply and messages after other conversations than a single question."""
 
 
 class ChatRenderer:
@@ -125,9 +142,9 @@ class ChatRenderer:
             banned = [*banned, *(text for text, token in codec.control.items() if token in vision.placeholder_ids)]
         self.template = template = adapt_template(template)
         self._guard = ControlTextGuard(codec, control_text, banned)
-        self._open_shapes: dict[Any, AppendShape] = {}
+        self._open_shapes: dict[Any, tuple[AppendShape, Inspected]] = {}
         self._append_patterns: dict[Any, _AppendPattern] = {}
-        self._renders_ids = "tool_call_id" in template.source or ".id" in template.source or "['id']" in template.source
+        self._conversations = ConversationShapes(template.source)
         given = stop_ids or frozenset()
         declared = frozenset(text for text, i in codec.control.items() if i in given)
         self._probe = TemplateProbe(template, codec.control, self._guard.split, declared)
@@ -218,22 +235,70 @@ class ChatRenderer:
             raise TemplateError("an episode opens with at least one message: return it from reset, or put it in the task")
 
         messages, moved, _ = self._media.move_tool_images(messages)
+        messages = self._shown(messages, tools)
 
         def render(given: Sequence[Message], offered: Tools = tools) -> str:
             return self.template.render(given, offered, generation_prompt=True)
 
         if len(messages) <= _MAX_SHAPE_MESSAGES and all(m.role != "assistant" for m in messages):
-            key = (json.dumps(tools, default=repr) if tools else "", self._rows(messages))
-            shape = self._open_shapes.get(key)
-            if shape is None:
-                shape = self._shapes.find(messages, render, tools)
-                remember(self._open_shapes, key, shape)
-            if shape.pieces and (known := self._shapes.fill_ids(shape, shape.contents(messages), [])) is not None:
-                ids, placed = self._media.expand(known, messages)
-                return Extend(ids, media=placed, tool_images_moved=moved)
+            shape, inspected = self._open_shape(messages, render, tools)
+            if shape.pieces and inspected.allows(texts_in(messages)):
+                known = self._shapes.fill_ids(shape, shape.contents(messages), [])
+                if known is not None:
+                    ids, placed = self._media.expand(known, messages)
+                    return Extend(ids, media=placed, tool_images_moved=moved)
         found = self._guard.encode(messages, render, tools)
         ids, placed = self._media.expand(found.ids, messages)
         return Extend(ids, 0, found.neutralised, found.control, media=placed, tool_images_moved=moved)
+
+    def _open_shape(self, messages: Sequence[Message], render: GuardRender, tools: Tools) -> tuple[AppendShape, Inspected]:
+        """Return how messages of this shape are rendered as an opening, derived once."""
+        key = (json.dumps(tools, default=repr) if tools else "", self._rows(messages))
+        if key not in self._open_shapes:
+            with watch_placeholders() as inspected:
+                shape = self._shapes.find(messages, render, tools)
+            remember(self._open_shapes, key, (shape, inspected))
+        return self._open_shapes[key]
+
+    def _shown(self, messages: Sequence[Message], tools: Tools) -> Sequence[Message]:
+        """Return an opening's messages in a form in which the template shows the calls and results of a demonstration.
+
+        Calls that it has no place for become text in the format in which replies are parsed, results a user's words.
+
+        Raises `TemplateError` if the template drops a result in every form.
+        """
+        if not any(m.role == "tool" or m.tool_calls for m in messages):
+            return messages
+        if not self._shows_calls:
+            messages = [replace(m, content=self._with_calls_as_text(m), tool_calls=()) if m.tool_calls else m for m in messages]
+        forms = self._probe.result_forms(messages)
+        for name in forms:
+            adapted = ADAPT[name](messages)
+            # Text of its own for each result that is not blank, so that a dropped one shows.
+            marked = [replace(m, content=random_mark()) if m.role == "tool" and m.text.strip() else m for m in messages]
+            text = self.template.try_render(ADAPT[name](marked), tools, generation_prompt=True)
+            if text is not None and all(m.text in text for m in marked if m.role == "tool"):
+                return adapted
+            if text is None and name == forms[-1]:
+                return adapted  # rendering it says what the template objects to
+        raise TemplateError(f"{self.template.origin}: drops the result of a tool from the opening messages")
+
+    @cached_property
+    def _shows_calls(self) -> bool:
+        """Whether the template writes the calls of a reply."""
+        argument = random_mark()
+        rows = (Message("user", "u"), Message("assistant", "", (replace(PROBE_CALL, arguments={"x": argument}),)))
+        forms = [ADAPT[name](rows) for name in ("", "ids")]
+        return any(argument in (self.template.try_render(form, tools) or "") for form in forms for tools in (PROBE_TOOLS, ()))
+
+    @staticmethod
+    def _with_calls_as_text(message: Message) -> str:
+        """Return a demonstration's text with its calls in Hermes' format, which replies to such a template use."""
+        texts = [message.text] if message.text else []
+        for call in message.tool_calls:
+            body = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
+            texts.append(f"<tool_call>\n{body}\n</tool_call>")
+        return "\n".join(texts)
 
     def preamble(self, messages: Sequence[Message]) -> Extend:
         """Render messages that precede a conversation, without the start of a reply; raise `TemplateError` if the template
@@ -251,17 +316,15 @@ class ChatRenderer:
         """Render what follows a reply: its close, `messages`, and the start of the next reply.
 
         The text is what the template writes after this conversation. Earlier turns keep their ids, even where the template
-        would strip them. The text is derived once per shape of reply and messages, after a placeholder. It is compared with
-        the text after the real conversation once per shape and length. For a template that keeps state across turns (a
-        counter, a flag, a window) it is derived for each conversation.
+        would strip them. The text is derived once, after a placeholder, for replies, messages and earlier turns of the same
+        shape, and used as long as none of them contains a word that the template looks for. Otherwise, and where the template
+        inspects texts in another way, this conversation is rendered.
 
         Raises `TemplateError` if the template cannot append these messages.
         """
         reply, forged = self._guard.sanitize_reply(history[-1] if history else _REPLY)
         messages, moved, _ = self._media.move_tool_images(messages)
-        pattern = self._pattern(reply, messages, tools)
-        if pattern.varies or len(history) not in pattern.lengths:
-            pattern = self._pattern_after(pattern, history, reply, messages, tools)
+        pattern = self._pattern_after(history, reply, messages, tools)
         append, shape = pattern.append, pattern.shape
         ids: list[int] = []
         if not reply_ids or (last := reply_ids[-1]) not in self.stop_ids or (append.heads and last != pattern.head[-1]):
@@ -284,41 +347,66 @@ class ChatRenderer:
             return Branch(len(reply_ids) - 1, found.ids, "close_dropped", found.neutralised, found.control)
         return Extend(found.ids, 0, found.neutralised, found.control)
 
-    def _pattern(self, reply: Message, messages: Sequence[Message], tools: Tools) -> _AppendPattern:
-        """Return how messages of this shape follow a reply of this shape, derived once."""
+    def _pattern_after(
+        self, history: Sequence[Message], reply: Message, messages: Sequence[Message], tools: Tools
+    ) -> _AppendPattern:
+        """Return how messages follow the reply in this conversation."""
         key = (
-            bool(reply.content),
-            reply.reasoning is None,
+            content_shape(reply),
+            reply.reasoning if not reply.reasoning or reply.reasoning.isspace() else str,
             tuple([(call.name, self._rendered_id(call.id)) for call in reply.tool_calls]) if reply.tool_calls else (),
             # Cheaper than full schemas; appends proven with tools also compare the schemas.
             tuple([tool.get("function", tool).get("name") for tool in tools]),
             self._rows(messages),
         )
+        pattern = self._pattern(key, reply, messages, tools)
+        if not pattern.inspected.allows(texts_in((reply, *messages))):
+            return self._pattern_of(history, reply, messages, tools) or pattern
+        if len(history) < 2 or self._conversations.reach == "none":
+            return pattern
+
+        before = self._before(history)
+
+        def derive(placeholders: Sequence[Message]) -> _AppendPattern | None:
+            try:
+                append = self._probe.append(reply, messages, tools, placeholders)
+            except TemplateError:
+                return None
+            if any(map(holds_placeholder, append.pieces)):
+                return None  # the template moves a text of an earlier turn here
+            return pattern if append.pieces == pattern.append.pieces else self._make_pattern(append)
+
+        assert pattern.after is not None
+        known = pattern.after.get((), before, derive)
+        return known or self._pattern_of(history, reply, messages, tools) or pattern
+
+    def _pattern(self, key: Any, reply: Message, messages: Sequence[Message], tools: Tools) -> _AppendPattern:
+        """Return how messages of this shape follow a reply of this shape after a single question, derived once."""
         found = self._append_patterns.get(key)
         if found is None or (found.append.tools and found.append.tools != tools):
-            append = self._probe.append(reply, messages, tools)
-            found = self._make_pattern(append)
-            found.varies = self._probe.varies(append, reply, messages, tools)
-            rendered = partial(self._probe.rendered, append)
-            found.shape = self._shapes.find(append.adapted(messages), rendered, after=found.shape.after)
+            with watch_placeholders() as inspected:
+                append = self._probe.append(reply, messages, tools)
+                found = self._make_pattern(append)
+                if not any(is_blank(text) for text in texts_of(messages)):
+                    rendered = partial(self._probe.rendered, append)
+                    found.shape = self._shapes.find(append.adapted(messages), rendered, after=found.shape.after)
+            found.inspected, found.after = inspected, ProvenByShape(self._conversations)
             remember(self._append_patterns, key, found)
         return found
 
-    def _pattern_after(
-        self, known: _AppendPattern, history: Sequence[Message], reply: Message, messages: Sequence[Message], tools: Tools
-    ) -> _AppendPattern:
-        """Return how messages follow the reply in this conversation: `known` where the template writes the same."""
-        if len(history) > 1:
-            try:
-                before = readable(self._media.move_tool_images(history).messages[:-1])
-                append = self._probe.append(reply, messages, tools, before)
-            except TemplateError:
-                return known  # the template rejects the conversation; only the placeholder's text is available
-            if append.pieces != known.append.pieces:
-                known.varies = True
-                return self._make_pattern(append)
-        known.lengths.add(len(history))
-        return known
+    def _pattern_of(
+        self, history: Sequence[Message], reply: Message, messages: Sequence[Message], tools: Tools
+    ) -> _AppendPattern | None:
+        """Derive how messages follow the reply from this conversation's own texts; None if the template rejects it."""
+        before = self._before(history) if len(history) > 1 else (ASKED,)
+        try:
+            return self._make_pattern(self._probe.append(reply, messages, tools, before, verbatim=True))
+        except TemplateError:
+            return None
+
+    def _before(self, history: Sequence[Message]) -> list[Message]:
+        """Return the conversation before its last reply, such that every call in it can be rendered."""
+        return readable(self._media.move_tool_images(history).messages[:-1])
 
     def _make_pattern(self, append: AppendProbe) -> _AppendPattern:
         close = self._guard.split.findall(append.head)
@@ -342,14 +430,13 @@ class ChatRenderer:
         """Return everything but the texts of messages that may change how they are rendered."""
         rows = []
         for m in messages:
-            kinds = str if isinstance(m.content, str) else tuple([type(part) for part in m.content])
             called = m.tool_call_id and self._rendered_id(m.tool_call_id)
-            rows.append((m.role, m.name, kinds, bool(m.tool_calls or m.reasoning), called))
+            rows.append((m.role, m.name, content_shape(m), bool(m.tool_calls or m.reasoning), called))
         return tuple(rows)
 
     def _rendered_id(self, name: str) -> str | None:
         """Return a call id if the template may write it."""
-        return name if self._renders_ids else None
+        return name if self._conversations.renders_ids else None
 
 
 @lru_cache(maxsize=8)

@@ -148,10 +148,13 @@ class TemplateProbe:
     """Ending of replies without tool calls."""
     calls: ReplyEnding = field(init=False)
     """Ending of replies with tool calls."""
+    results: str = field(init=False)
+    """Change of tool results that the template requires, a name of `ADAPT`; `user` if it has no place for them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", self._find_text_ending())
         object.__setattr__(self, "calls", self._find_calls_ending())
+        object.__setattr__(self, "results", self._find_result_form())
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -229,6 +232,23 @@ class TemplateProbe:
             return ReplyEnding((inside[-1][0],), False, text[: inside[-1][1]], last)
         return ReplyEnding(self.text.stops, self.text.heads, same, last)
 
+    def _find_result_form(self) -> str:
+        """Find the form in which the template shows a tool result; `user` if it shows it in no other."""
+        result = random_mark()
+        rows = (ASKED, Message("assistant", "", (PROBE_CALL,)), probe_result(result))
+        for name in ("", "ids"):
+            for tools in (PROBE_TOOLS, ()):
+                if result in (self.template.try_render(ADAPT[name](rows), tools, generation_prompt=True) or ""):
+                    return name
+        return "user"
+
+    def result_forms(self, messages: Sequence[Message]) -> list[str]:
+        """Return the changes to try of messages with tool results, the likeliest first; names of `ADAPT`."""
+        if not any(m.role == "tool" for m in messages):
+            return [""]
+        # A template without a place for results drops those of earlier turns too, without an error.
+        return ["user"] if self.results == "user" else ["", "ids", "user"]
+
     def _tokens(self, text: str) -> list[tuple[str, int]]:
         """Return the control tokens of a text, in order, each with its end position."""
         return [(match.group(), match.end()) for match in self.split.finditer(text)]
@@ -236,17 +256,25 @@ class TemplateProbe:
     # Appending
 
     def append(
-        self, reply: Message, messages: Sequence[Message], tools: Tools = (), before: Sequence[Message] = (ASKED,)
+        self,
+        reply: Message,
+        messages: Sequence[Message],
+        tools: Tools = (),
+        before: Sequence[Message] = (ASKED,),
+        *,
+        verbatim: bool = False,
     ) -> AppendProbe:
         """Derive how messages like these are appended to a reply like this one, which ends the conversation `before`.
+
+        With `verbatim`, the reply's text is rendered too, for a template that looks for words in it.
 
         Raises `TemplateError` if the template cannot append them in any form.
         """
         first: TemplateError | None = None
-        for adapt in ["", *(["ids", "user"] if any(m.role == "tool" for m in (*before, *messages)) else [])]:
+        for adapt in self.result_forms((*before, *messages)):
             change = ADAPT[adapt]
             try:
-                found = self._prove(change(before), change([reply])[0], change(messages), tools)
+                found = self._prove(change(before), change([reply])[0], change(messages), tools, verbatim)
                 return replace(found, adapt=adapt)
             except TemplateError as error:
                 first = first or error
@@ -265,12 +293,14 @@ class TemplateProbe:
                 continue  # a kind of conversation that the template rejects
         return False
 
-    def _prove(self, before: Sequence[Message], reply: Message, messages: Sequence[Message], tools: Tools) -> AppendProbe:
+    def _prove(
+        self, before: Sequence[Message], reply: Message, messages: Sequence[Message], tools: Tools, verbatim: bool
+    ) -> AppendProbe:
         refused: TemplateError | None = None
         of_reply, answered = calls_before(reply), calls_before(reply, messages)  # some templates require calls
         for calls in (of_reply,) if of_reply == answered else (of_reply, answered):
             for offered in (tools, ()) if tools else (tools,):
-                for base, mark, rendered in self._placeholders(before, reply, calls, offered):
+                for base, mark, rendered in self._placeholders(before, reply, calls, offered, verbatim):
                     try:
                         return self._try(base, mark, rendered, messages, offered)
                     except TemplateError as problem:
@@ -283,8 +313,9 @@ class TemplateProbe:
     ) -> AppendProbe:
         """Derive how messages are appended to a placeholder. Raises `TemplateError` if they cannot be."""
         roles = [m.role for m in messages]
-        marks = [random_mark() for _ in messages]
-        marked = [replace(m, content=one) for m, one in zip(messages, marks, strict=True)]
+        # A blank text stays as it is, since templates may omit it.
+        marked = [m if _is_blank(m) else replace(m, content=random_mark()) for m in messages]
+        marks = [str(one.content) for m, one in zip(messages, marked, strict=True) if not _is_blank(m)]
         full = self.template.render((*base, *marked), tools, generation_prompt=True)
         tail, text = _after_mark(rendered, mark), _after_mark(full, mark)
         if tail is None or text is None:
@@ -295,7 +326,8 @@ class TemplateProbe:
             if not found or one in rest or full.count(one) != 1:
                 raise TemplateError(f"{self.template.origin}: drops, repeats or moves a message of roles {roles}")
             pieces.append(piece)
-        end, heads = self.reply_end(text, marks[0] if marks else None)
+        first = marks[0] if marks and not _is_blank(messages[0]) else None
+        end, heads = self.reply_end(text, first)
         proof = "append" if full.startswith(rendered) else "tail" if text.startswith(tail) else "swap"
         if proof == "swap" and not end:
             change = f"rewrites the close of the reply before it ({tail!r} became {text[: len(tail) + 8]!r})"
@@ -331,7 +363,7 @@ class TemplateProbe:
         return len(text) - len(rest) + len(append.head)
 
     def _placeholders(
-        self, before: Sequence[Message], reply: Message, calls: Sequence[ToolCall], tools: Tools
+        self, before: Sequence[Message], reply: Message, calls: Sequence[ToolCall], tools: Tools, verbatim: bool = False
     ) -> Iterator[tuple[tuple[Message, ...], str, str]]:
         """Yield conversations that end in a placeholder of a reply, each with its last rendered mark and all that is rendered;
         the likeliest first."""
@@ -339,12 +371,22 @@ class TemplateProbe:
         for with_content in (content, not content) if calls else (True,):
             text, argument = random_mark(), random_mark()
             marked = (*calls[:-1], *(replace(call, arguments={"x": argument}) for call in calls[-1:]))
-            thought = reply.reasoning and "thought"
-            base = (*before, Message("assistant", text if with_content else "", tool_calls=marked, reasoning=thought))
+            thought = reply.reasoning
+            if thought and not thought.isspace():
+                thought = random_mark()
+            visible = text if with_content else ""
+            if verbatim and with_content:
+                visible = reply.text + text  # the mark stays at the visible end
+            base = (*before, Message("assistant", visible, tool_calls=marked, reasoning=thought))
             rendered = self.template.try_render(base, tools) or ""
             position, mark = max((rendered.rfind(one), one) for one in (text, argument))
             if position >= 0:
                 yield base, mark, rendered
+
+
+def _is_blank(message: Message) -> bool:
+    content = message.content
+    return isinstance(content, str) and (not content or content.isspace())
 
 
 def _after_mark(text: str, mark: str) -> str | None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.config.constraints import is_template_file
 from turnwise.errors import ConfigError, TemplateError, did_you_mean
+from turnwise.renderers.inspected import is_watching, watch_nothing
 from turnwise.types import ContentPart, Message, ToolCall, Tools
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class ChatTemplate:
         self._parts = False
         self._text_arguments = False
         self._no_tools: list[Any] | None = None
+        self._writes_parts: dict[str, bool] = {}
         self.fingerprint = digest([source, self._variables])
 
     @property
@@ -94,6 +96,13 @@ class ChatTemplate:
     @cached_property
     def _compiled(self) -> jinja2.Template:
         return self._compile(None)
+
+    @cached_property
+    def _watched(self) -> jinja2.Template:
+        """The template, compiled so that what it inspects of placeholders is recorded."""
+        from turnwise.renderers.watching_sandbox import watching_template
+
+        return watching_template(self._now.strftime, self.source)
 
     @cached_property
     def _with_marks(self) -> tuple[jinja2.Template, re.Pattern[str]]:
@@ -132,6 +141,7 @@ class ChatTemplate:
         if empty_tools is not None:
             twin._no_tools = [] if empty_tools else None
         twin._variables = self._variables | dict(variables or {})
+        twin._writes_parts = {}
         return twin
 
     def render(
@@ -148,7 +158,8 @@ class ChatTemplate:
 
         Raises `TemplateError` if the template rejects the conversation, fails, or exceeds the work budget.
         """
-        return self._render(self._compiled, messages, tools, generation_prompt, documents)
+        compiled = self._watched if is_watching() else self._compiled
+        return self._render(compiled, messages, tools, generation_prompt, documents)
 
     def try_render(self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = False) -> str | None:
         """Render a conversation; None if the template rejects it."""
@@ -217,12 +228,46 @@ class ChatTemplate:
         row = message.to_dict()
         if message.reasoning is not None:
             row["thinking"] = message.reasoning  # the name differs by template
-        if self._parts and isinstance(message.content, str):
-            row["content"] = [{"type": "text", "text": message.content}]
+        if isinstance(message.content, str):
+            if self._parts:
+                row["content"] = [{"type": "text", "text": message.content}]
+        elif not message.media and not self.writes_parts(message.role):
+            row["content"] = message.text
         if self._text_arguments:
             for call in row.get("tool_calls", ()):
                 call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         return row
+
+    def writes_parts(self, role: str) -> bool:
+        """Return whether the template itself writes each text of a message whose content is a list of them.
+
+        One that does not may write the list as Python would print it, or reject it; so there the texts are joined.
+        """
+        if role not in self._writes_parts:
+            self._writes_parts[role] = False  # also while it is being found out
+            with watch_nothing():
+                self._writes_parts[role] = self._find_whether_it_writes_parts(role)
+        return self._writes_parts[role]
+
+    def _find_whether_it_writes_parts(self, role: str) -> bool:
+        first, second = random_mark(), random_mark()
+        message = Message(role, (first, second))
+        rows: tuple[Message, ...] = (message,)
+        tools: Tools = ()
+        if role in ("system", "developer"):
+            rows = (message, ASKED)
+        elif role == "assistant":
+            rows = (ASKED, message)
+        elif role == "tool":
+            answer = replace(message, tool_call_id=PROBE_CALL.id, name=PROBE_CALL.name)
+            rows, tools = (ASKED, Message("assistant", "", (PROBE_CALL,)), answer), PROBE_TOOLS
+
+        twin = copy(self)
+        twin._writes_parts = {role: True}  # so that the template receives the list
+        text = twin.try_render(rows, tools) or ""
+        between, both_in_order, rest = text.partition(first)[2].partition(second)
+        written_once = bool(both_in_order) and text.count(first) == 1 and second not in rest
+        return written_once and not between.strip()
 
 
 def _plain(value: Any) -> Any:

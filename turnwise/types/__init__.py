@@ -24,6 +24,7 @@ from turnwise.types.messages import (
     is_audio,
     is_image_object,
     is_media,
+    join_texts,
     read_part,
 )
 from turnwise.types.outcomes import Failure, FailureKind, Status, StopReason
@@ -82,6 +83,7 @@ __all__ = [
     "is_finite_number",
     "is_image_object",
     "is_media",
+    "join_texts",
     "limit_pixels",
     "placements_between",
     "read_part",

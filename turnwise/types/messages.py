@@ -59,17 +59,17 @@ class Message:
 
     @property
     def text(self) -> str:
-        """Text of the content, without media."""
+        """Text of the content, without media; several texts are joined by `join_texts`."""
         if isinstance(self.content, str):
             return self.content
-        return "".join(part for part in self.content if isinstance(part, str))
+        return join_texts([part for part in self.content if isinstance(part, str)])
 
     @property
     def text_with_alt(self) -> str:
-        """Text of the content with media as their `alt`, else as `[image]` or `[video]`."""
+        """Text of the content with media as their `alt`, else as `[image]` or `[video]`; joined by `join_texts`."""
         if isinstance(self.content, str):
             return self.content
-        return "".join(part if isinstance(part, str) else alt_text(part) for part in self.content)
+        return join_texts([part if isinstance(part, str) else alt_text(part) for part in self.content])
 
     @property
     def call_error_kinds(self) -> tuple[str, ...]:
@@ -195,6 +195,18 @@ def _packages(kind: type) -> frozenset[str]:
 def is_media(value: Any) -> bool:
     """Return whether a value is an image or a video: a reference, an `Image` or `Video`, or an image object."""
     return isinstance(value, (ImageRef, VideoRef, Image, Video)) or is_image_object(value)
+
+
+def join_texts(texts: Sequence[str]) -> str:
+    """Join the texts of one message: by a line break where no white space separates two.
+
+    Example: `join_texts(["Look:", "a cat", " and ", "a dog"])` is `"Look:\\na cat and a dog"`.
+    """
+    joined = ""
+    for text in texts:
+        separated = not joined or not text or joined[-1].isspace() or text[0].isspace()
+        joined += text if separated else f"\n{text}"
+    return joined
 
 
 def alt_text(part: ImageRef | VideoRef | Image | Video) -> str:

@@ -12,6 +12,7 @@ from turnwise.engines.base import Generation, Request
 from turnwise.engines.remote.base import RemoteEngine
 from turnwise.engines.remote.response import field_of, only_choice
 from turnwise.errors import EngineError, NotTrainable
+from turnwise.types import join_texts
 
 
 class ChatEngine(RemoteEngine):
@@ -145,5 +146,5 @@ def _plain(row: dict[str, Any], who: str) -> dict[str, Any]:
     if isinstance(content, list):
         if any(part.get("type") != "text" for part in content):
             raise EngineError(f"{who}: chat endpoints take no images; use a vLLM or SGLang server")
-        row["content"] = "".join(part["text"] for part in content)
+        row["content"] = join_texts([part["text"] for part in content])
     return row

@@ -12,7 +12,7 @@ from typing import Any
 from turnwise.envs.spec import check_split
 from turnwise.envs.tools.schema import InvalidArguments, ToolSignature
 from turnwise.errors import ConfigError
-from turnwise.types import ContentPart, Message, Task, ToolCall
+from turnwise.types import ContentPart, Message, Task, ToolCall, join_texts
 
 
 class CallError(ValueError):
@@ -52,7 +52,7 @@ def error_results(calls: Sequence[ToolCall], name: str, mistake: CallError) -> t
 def visible_texts(messages: Sequence[Message]) -> list[str]:
     """Return each message as text for a scripted player, with the alt text of images."""
     return [
-        m.content if isinstance(m.content, str) else "".join(p if isinstance(p, str) else p.alt or "" for p in m.content)
+        m.content if isinstance(m.content, str) else join_texts([p if isinstance(p, str) else p.alt or "" for p in m.content])
         for m in messages
     ]
 
