@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from turnwise.errors import TemplateError
 from turnwise.renderers.base import Branch, Extend, SampledReply, common_prefix_length, remember
 from turnwise.renderers.control_text import ControlTextGuard, EncodedMessages, map_texts
-from turnwise.renderers.probe import TemplateProbe, calls_before
+from turnwise.renderers.conversation_shape import ConversationShapes, ProvenByShape
+from turnwise.renderers.probe import TemplateProbe, calls_before, readable
 from turnwise.renderers.template import ADAPT, ASKED, PROBE_TOOLS, random_mark
 from turnwise.renderers.tokenizer import Tokenizer
 from turnwise.renderers.vision.media_blocks import MediaExpander
@@ -28,19 +29,37 @@ _CALL = ToolCall("f", {"x": "1"}, "call_0")
 _ANSWER = Message("tool", "t", tool_call_id="call_0", name="f")
 
 
+class MarkedMessage(NamedTuple):
+    """Message rendered in place of a reply, with the marks in it."""
+
+    message: Message
+    texts: tuple[str, ...]
+    """Marks of reasoning and content, in order."""
+    calls: tuple[str, ...]
+    """Marks of the calls' arguments."""
+    thinking: str
+    """First mark of the reasoning; empty if there is none."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All marks."""
+        return self.texts + self.calls
+
+
 class ReplyPlaceholder(NamedTuple):
-    """Sampled reply and the message rendered in its place."""
+    """Sampled reply and the messages rendered in its place."""
 
     reply: SampledReply
-    message: Message
+    bare: MarkedMessage
+    """Marks in place of the texts, around which the prompt is encoded."""
+    verbatim: MarkedMessage
+    """Marks before and after each text, which show whether the template renders all of it."""
     real: Message
     """Message to render where the template does not render the reply completely."""
-    marks: tuple[str, ...]
-    thinking: str
-    """Mark of the reasoning; empty if there is none."""
     opening: str
     """Generation prompt before the reply, as the template writes it now."""
-
+    after_result: bool
+    """Whether the reply follows the result of a tool."""
     plain: str | None = None
     """Text of a reply without thinking and calls; else None."""
     blank: bool = False
@@ -67,35 +86,59 @@ class ReplyPlaceholders:
         self._probe = probe
         self._stops = stops
         self._frames: dict[Any, ReplyFrame] = {}
-        self._openings: dict[Any, str] = {}
+        self._openings: ProvenByShape[str] = ProvenByShape(ConversationShapes(probe.template.source))
 
     def make(self, messages: Sequence[Message], reply: SampledReply, tools: Tools, *, called: bool = False) -> ReplyPlaceholder:
         """Make a reply's placeholder; with `called`, tool answers count as called if the reply makes no calls."""
-        message = original = messages[reply.message]
-        marks: list[str] = []
+        original = messages[reply.message]
+        message = self._with_calls_as_text(original, reply.ids) if self._calls_are_text(original) else original
 
-        def new_mark() -> str:
-            marks.append(random_mark())
-            return marks[-1]
-
-        blank = message.reasoning is not None and not message.reasoning.strip()
-        reasoning = new_mark() if message.reasoning and not blank else message.reasoning
-        thinking = marks[0] if marks else ""
         calls = message.tool_calls
         if self._reads_calls:
             answers = list(takewhile(lambda m: m.role == "tool", messages[reply.message + 1 :]))
-            calls = calls or (calls_before(message, answers) if called else ())
-            # A name that contains control text is `f`.
-            names = [call.name if call.name and not self._probe.split.search(call.name) else "f" for call in calls]
-            calls = tuple(ToolCall(name, {"x": new_mark()}, call.id) for name, call in zip(names, calls, strict=True))
-        elif calls:
-            calls, message = (), replace(message, content="calls")
+            calls = calls or (calls_before(message, answers) if called and not original.tool_calls else ())
+        bare, verbatim = (self._marked(message, calls, verbatim=verbatim) for verbatim in (False, True))
+
+        before = messages[: reply.message]
+        return ReplyPlaceholder(
+            reply,
+            bare,
+            verbatim,
+            real=self._real(message, reply.ids),
+            opening=self._opening(before, tools),
+            after_result=bool(before) and before[-1].role == "tool",
+            plain=original.text if original.reasoning is None and not original.tool_calls else None,
+            blank=_is_blank(original.reasoning),
+        )
+
+    def _marked(self, message: Message, calls: tuple[ToolCall, ...], *, verbatim: bool) -> MarkedMessage:
+        """Return a message with a mark in place of each text and each call's arguments, or around each text."""
+        texts: list[str] = []
+
+        def mark(text: str) -> str:
+            begin, end = random_mark(), random_mark()
+            texts.append(begin)
+            if not verbatim:
+                return begin
+            texts.append(end)
+            return f"{begin}{text}{end}"
+
+        blank = _is_blank(message.reasoning)
+        reasoning = mark(message.reasoning) if message.reasoning and not blank else message.reasoning
+        thinking = texts[0] if texts else ""
+
+        arguments = tuple(random_mark() for _ in calls)
+        # A name that contains control text is `f`.
+        names = [call.name if call.name and not self._probe.split.search(call.name) else "f" for call in calls]
+        marked_calls = tuple(
+            ToolCall(name, {"x": argument}, call.id) for name, argument, call in zip(names, arguments, calls, strict=True)
+        )
         malformed = any(call.error for call in message.tool_calls)  # then the text around the call is a part of it
-        content = new_mark() if not marks or (message.text and not malformed) else ""
-        stub = self._with_folded_reasoning(replace(message, content=content, reasoning=reasoning, tool_calls=calls))
-        opening = self._opening(messages[: reply.message], tools)
-        plain = original.text if original.reasoning is None and not original.tool_calls else None
-        return ReplyPlaceholder(reply, stub, self._real(original, reply.ids), tuple(marks), thinking, opening, plain, blank)
+        content = ""
+        if not (texts or arguments) or (message.text and not malformed):
+            content = mark(message.text)
+        made = replace(message, content=content, reasoning=reasoning, tool_calls=marked_calls)
+        return MarkedMessage(self._with_folded_reasoning(made), tuple(texts), arguments, thinking)
 
     def closed(self, reply: SampledReply) -> bool:
         """Return whether a reply ends in a stop id."""
@@ -103,9 +146,9 @@ class ReplyPlaceholders:
 
     def frame(self, stub: ReplyPlaceholder) -> ReplyFrame:
         """Return the template text around a reply like this one."""
-        message = stub.message
+        message = stub.bare.message
         names = tuple((call.name, call.id) for call in message.tool_calls)
-        key = (bool(stub.thinking), stub.blank, bool(message.text), names)
+        key = (bool(stub.bare.thinking), stub.blank, bool(message.text), names, stub.after_result)
         if key not in self._frames:
             remember(self._frames, key, self._find_frame(stub))
         return self._frames[key]
@@ -128,13 +171,25 @@ class ReplyPlaceholders:
             low = reply.message + 1
         return rows + adapt(messages[low:]), moved
 
+    def _calls_are_text(self, message: Message) -> bool:
+        """Return whether a reply's calls have to be rendered as the text that was sampled."""
+        if not message.tool_calls:
+            return False
+        thinks = message.reasoning is not None and not _is_blank(message.reasoning)
+        beside_text = bool(message.text.strip()) or (thinks and self._folds)
+        return not self._reads_calls or (beside_text and self._hides_calls_beside_text)
+
+    def _with_calls_as_text(self, message: Message, ids: Sequence[int]) -> Message:
+        """Return a reply with its calls in its text, as they were sampled."""
+        text = self._codec.decode(ids[:-1] if ids and ids[-1] in self._stops.values() else ids)
+        if message.reasoning is not None:
+            text = text.partition("</think>")[2].lstrip("\n") or message.text
+        return replace(message, content=text, tool_calls=())
+
     def _real(self, message: Message, ids: Sequence[int]) -> Message:
-        """Return the message to render in place of the ids; malformed or unsupported calls are text."""
-        if any(call.error for call in message.tool_calls) or (message.tool_calls and not self._reads_calls):
-            text = self._codec.decode(ids[:-1] if ids and ids[-1] in self._stops.values() else ids)
-            if message.reasoning is not None:
-                text = text.partition("</think>")[2].lstrip("\n") or message.text
-            message = replace(message, content=text, tool_calls=())
+        """Return the message to render in place of the ids; malformed calls are text."""
+        if any(call.error for call in message.tool_calls):
+            message = self._with_calls_as_text(message, ids)
         return self._with_folded_reasoning(message)
 
     def _with_folded_reasoning(self, message: Message) -> Message:
@@ -172,6 +227,14 @@ class ReplyPlaceholders:
         return any(mark in text for text in self._contexts(Message("assistant", "", (call,))))
 
     @cached_property
+    def _hides_calls_beside_text(self) -> bool:
+        """Whether the template renders either the text or the calls of a reply."""
+        said, argument = random_mark(), random_mark()
+        call = replace(_CALL, arguments={"x": argument})
+        shown = [text for text in self._contexts(Message("assistant", said, (call,))) if said in text or argument in text]
+        return bool(shown) and not any(said in text and argument in text for text in shown)
+
+    @cached_property
     def _adapt(self) -> Callable[[Sequence[Message]], list[Message]]:
         try:
             return self._probe.append(Message("assistant", "", (_CALL,)), (_ANSWER,)).adapted
@@ -187,25 +250,38 @@ class ReplyPlaceholders:
                 yield text
 
     def _opening(self, before: Sequence[Message], tools: Tools) -> str:
-        """Return the template text that opens a reply after messages of these roles."""
-        key = tuple((m.role, bool(m.tool_calls)) for m in before[-2:])
-        if key not in self._openings:
-            closed = self._template.try_render(before, tools)
-            opened = self._template.try_render(before, tools, generation_prompt=True)
+        """Return the template text that opens a reply after these messages."""
+
+        def derive(given: Sequence[Message]) -> str:
+            closed = self._template.try_render(given, tools)
+            opened = self._template.try_render(given, tools, generation_prompt=True)
             if closed is None or opened is None:
                 return ""
-            self._openings[key] = opened[len(closed) :] if opened.startswith(closed) else ""
-        return self._openings[key]
+            return opened[len(closed) :] if opened.startswith(closed) else ""
+
+        names = tuple([tool.get("function", tool).get("name") for tool in tools])
+        given = readable(before)
+        # The last message's role decides too, also where earlier messages do not.
+        last = tuple((m.role, bool(m.tool_calls)) for m in given[-2:])
+        proven = self._openings.get((names, last), given, derive)
+        return derive(given) if proven is None else proven
 
     def _find_frame(self, stub: ReplyPlaceholder) -> ReplyFrame:
+        before = (ASKED, Message("assistant", "", (_CALL,)), _ANSWER) if stub.after_result else (ASKED,)
         for tools in ((), PROBE_TOOLS):
-            opened = self._template.try_render((ASKED,), tools, generation_prompt=True)
-            text = self._template.try_render((ASKED, stub.message), tools)
-            if opened is not None and text is not None and (positions := mark_positions(text, stub.marks)) is not None:
-                lead = text[len(opened) : positions[0]] if text.startswith(opened) else None
-                close = self.first_stop(text[positions[1] :])
-                return ReplyFrame(lead, text[positions[1] :][: close[0]] if close else None)
+            opened = self._template.try_render(before, tools, generation_prompt=True)
+            text = self._template.try_render((*before, stub.bare.message), tools)
+            if opened is None or text is None or (positions := mark_positions(text, stub.bare.marks)) is None:
+                continue
+            lead = text[len(opened) : positions[0]] if text.startswith(opened) else None
+            close = self.first_stop(text[positions[1] :])
+            return ReplyFrame(lead, text[positions[1] :][: close[0]] if close else None)
         return ReplyFrame()
+
+
+def _is_blank(reasoning: str | None) -> bool:
+    """Return whether a reply has thinking that is empty."""
+    return reasoning is not None and not reasoning.strip()
 
 
 def mark_positions(text: str, marks: Sequence[str]) -> tuple[int, int] | None:
@@ -245,6 +321,10 @@ class _RepliesNotRendered(Exception):
     def __init__(self, why: Mapping[int, str]) -> None:
         super().__init__(why)
         self.why = why
+
+
+class _RepliesInspected(Exception):
+    """Raised if the text around replies depends on what they say."""
 
 
 class _RenderedConversation(NamedTuple):
@@ -299,7 +379,7 @@ class ConversationComposer:
             rendered, why = self._settle(messages, stubs, tools, first_new)
         except TemplateError:  # some templates require that every tool answer was called
             called = [self._placeholders.make(messages, reply, tools, called=True) for reply in replies]
-            if all(one.message.tool_calls == other.message.tool_calls for one, other in zip(stubs, called, strict=True)):
+            if all(len(one.bare.calls) == len(other.bare.calls) for one, other in zip(stubs, called, strict=True)):
                 raise
             stubs = called
             rendered, why = self._settle(messages, stubs, tools, first_new)
@@ -327,23 +407,38 @@ class ConversationComposer:
         """Render with real messages for replies that do not appear completely; return the reasons by message index."""
         why: dict[int, str] = {}
         while True:
-            given = list(messages)
-            for stub in stubs:
-                given[stub.reply.message] = stub.real if stub.reply.message in why else stub.message
             complete = [stub for stub in stubs if stub.reply.message not in why]
+            bare, verbatim = list(messages), list(messages)
+            for stub in stubs:
+                number = stub.reply.message
+                bare[number] = stub.real if number in why else stub.bare.message
+                verbatim[number] = stub.real if number in why else stub.verbatim.message
             try:
-                self._check(given, complete, tools, first_new)
-                return self._encode(given, complete, tools, first_new), why
+                around = self._check(verbatim, complete, tools, first_new)
+                try:
+                    return self._encode(bare, complete, tools, first_new, around=around), why
+                except _RepliesInspected:
+                    return self._encode(verbatim, complete, tools, first_new, verbatim=True), why
             except _RepliesNotRendered as lost:
                 why |= lost.why
 
-    def _check(self, given: Sequence[Message], complete: Sequence[ReplyPlaceholder], tools: Tools, first_new: int) -> None:
-        """Check that the template renders new observations, else `TemplateError`, and no observation inside a reply."""
+    def _check(
+        self, given: Sequence[Message], complete: Sequence[ReplyPlaceholder], tools: Tools, first_new: int
+    ) -> str | None:
+        """Check that the template renders new observations, else `TemplateError`, and no observation inside a reply.
+
+        Return the text around the replies without white space; None if the template rejects marks in the messages.
+        """
         marks = [random_mark() if m.role != "assistant" else "" for m in given]
         marked = [map_texts(m, lambda t, own=own: f"{own}{t}{own}") for m, own in zip(given, marks, strict=True)]  # type: ignore[misc]
-        if (text := self._template.try_render(marked, tools, generation_prompt=True)) is None:
-            return  # the template inspects contents; the unmarked conversation is rendered next
-        inside = [text[position.start : position.end] for position in self._positions(text, complete)]
+        text = self._template.try_render(marked, tools, generation_prompt=True)
+        if text is None:  # the template inspects contents; the unmarked conversation is rendered next
+            text = self._template.try_render(given, tools, generation_prompt=True)
+            if text is not None:
+                self._positions(text, complete, verbatim=True)
+            return None
+        positions = self._positions(text, complete, verbatim=True)
+        inside = [text[position.start : position.end] for position in positions]
         used = [own for m, own in zip(marked, marks, strict=True) if own and own in m.text]
         pairs = zip(complete, inside, strict=True)
         swallowed = [stub.reply.message for stub, part in pairs if any(own in part for own in used)]
@@ -354,15 +449,29 @@ class ConversationComposer:
                 roles = ", ".join(m.role for m in given)
                 error = f"drops a message of role {message.role} from a conversation of {roles}"
                 raise TemplateError(f"{self._template.origin}: {error}")
+        around = _text_around(text, positions)
+        for own in used:
+            around = around.replace(own, "")
+        return around
 
     def _encode(
-        self, given: Sequence[Message], complete: list[ReplyPlaceholder], tools: Tools, first_new: int
+        self,
+        given: Sequence[Message],
+        complete: list[ReplyPlaceholder],
+        tools: Tools,
+        first_new: int,
+        *,
+        verbatim: bool = False,
+        around: str | None = None,
     ) -> _RenderedConversation:
-        """Encode the text around the replies that are rendered completely."""
+        """Encode the text around the replies that are rendered completely.
+
+        Raises `_RepliesInspected` if it is not `around`, so that it depends on the replies' texts.
+        """
         positions: list[_ReplyPosition] = []
 
         def cut(text: str) -> list[tuple[int, int, str]]:
-            positions.extend(self._positions(text, complete))
+            positions.extend(self._positions(text, complete, verbatim=verbatim))
             edges = [0, *[edge for position in positions for edge in (position.start, position.end)], len(text)]
             before = ["", *[self._last(stub, position) for stub, position in zip(complete, positions, strict=True)]]
             return list(zip(edges[::2], edges[1::2], before, strict=True))
@@ -370,6 +479,10 @@ class ConversationComposer:
         def render(messages: Sequence[Message], clean_tools: Tools = tools) -> str:
             return self._template.render(messages, clean_tools, generation_prompt=True)
 
+        if around is not None:
+            text = render(given)
+            if _text_around(text, self._positions(text, complete, verbatim=verbatim)) != around:
+                raise _RepliesInspected
         segments, found = self._guard.encode_cut(given, render, cut, tools, first_new)
         return _RenderedConversation(complete, positions, segments, found)
 
@@ -378,21 +491,25 @@ class ConversationComposer:
         ids = stub.reply.ids[:-1] if position.swapped else stub.reply.ids
         return self._codec.decode(ids[-1:]) if ids and ids[-1] in self._guard.control_ids else ""
 
-    def _positions(self, text: str, complete: Sequence[ReplyPlaceholder]) -> list[_ReplyPosition]:
+    def _positions(self, text: str, complete: Sequence[ReplyPlaceholder], *, verbatim: bool) -> list[_ReplyPosition]:
         """Return the position of each reply in a text; raise `_RepliesNotRendered` if some are not rendered completely."""
-        spans = [mark_positions(text, stub.marks) for stub in complete]
+        shown = [stub.verbatim if verbatim else stub.bare for stub in complete]
+        spans = [mark_positions(text, one.marks) for one in shown]
         positions: list[_ReplyPosition] = []
         lost: dict[int, str] = {}
         low = 0
         for number, (stub, span) in enumerate(zip(complete, spans, strict=True)):
             found: _ReplyPosition | str
             if span is None or span[0] < low:
-                some = [mark for mark in stub.marks if mark in text]
+                some = [mark for mark in shown[number].marks if mark in text]
                 found = "reply_rewritten" if some else "reply_dropped"
-                found = "thinking_stripped" if stub.thinking and stub.thinking not in some else found
+                thinking = shown[number].thinking
+                found = "thinking_stripped" if thinking and thinking not in some else found
             else:
                 high = next((later[0] for later in spans[number + 1 :] if later and later[0] > span[1]), len(text))
                 found = self._position(text, stub, low, high, span)
+                if verbatim and not isinstance(found, str) and not self._says_the_same(text, stub, found):
+                    found = "reply_rewritten"
             if isinstance(found, str):
                 lost[stub.reply.message] = found
             else:
@@ -410,7 +527,7 @@ class ConversationComposer:
         at = len(frame.tail) if frame.tail is not None and after.startswith(frame.tail) else -1
         match = self._guard.split.match(after, at) if at >= 0 else None
         close = (at, match.group()) if match else self._placeholders.first_stop(after)
-        if size is None or (close is None and stub.message.tool_calls):
+        if size is None or (close is None and stub.bare.calls):
             return "prefix_changed" if size is None else "reply_rewritten"
         before, token = close or (0, "")  # closed by plain text alone
         moved = at < 0 and frame.tail is not None
@@ -429,15 +546,35 @@ class ConversationComposer:
         """
         own = _without_space(self._codec.decode(stub.reply.ids[:-1]))
         lead, rest = _without_space(lead), _without_space(rest)
-        if not stub.thinking and stub.blank != (self._placeholders.thinking_end in lead):
+        if not stub.bare.thinking and stub.blank != (self._placeholders.thinking_end in lead):
             return "thinking_stripped" if stub.blank else "prefix_changed"
         if not self._placeholders.closed(stub.reply):
             return None
-        if stub.message.tool_calls:  # the marks are inside them
+        if stub.bare.calls:  # the marks are inside them
             return "reply_rewritten" if moved and not own.endswith(rest) else None
         if stub.plain is None:
             return None
         return "prefix_changed" if not own.startswith(lead) else "close_swapped" if not own.endswith(rest) else None
+
+    def _says_the_same(self, text: str, stub: ReplyPlaceholder, position: _ReplyPosition) -> bool:
+        """Return whether the template writes a reply's thinking, and the text up to its calls, as they were sampled.
+
+        It may close thinking that the reply left open. White space does not count.
+        """
+        shown = stub.verbatim
+        if not shown.thinking:
+            return True
+        last_text = max(text.find(mark) + len(mark) for mark in shown.texts)
+        first_call = min((text.find(mark) for mark in shown.calls), default=len(text))
+        if first_call < last_text:
+            return True
+        closes = not shown.calls and (len(shown.texts) <= 2 or self._placeholders.closed(stub.reply))
+        end = position.end if closes else last_text
+        written = text[position.start : end]
+        for mark in shown.texts:
+            written = written.replace(mark, "")
+        sampled = _without_space(self._codec.decode(stub.reply.ids))
+        return sampled.startswith(_without_space(written))
 
     def _lead_size(self, text: str, stub: ReplyPlaceholder, frame: ReplyFrame) -> int | None:
         """Return how many characters before a reply's content belong to the reply; None if unknown."""
@@ -445,7 +582,7 @@ class ConversationComposer:
         at = text.rfind(stub.opening) if stub.opening else -1
         if at >= 0:
             size = len(text) - at - len(stub.opening)
-            names = sum(len(call.name) + len(call.id) for call in stub.message.tool_calls)
+            names = sum(len(call.name) + len(call.id) for call in stub.bare.message.tool_calls)
             return size if size <= _MAX_LEAD + len(lead) + names else None
         if frame.lead is not None and text.endswith(lead):
             return len(lead)
@@ -484,6 +621,12 @@ class ConversationComposer:
                 return own
             return "prefix_changed"
         return "preamble_changed"
+
+
+def _text_around(text: str, positions: Sequence[_ReplyPosition]) -> str:
+    """Return the text before, between and after replies, without white space."""
+    edges = [0, *[edge for position in positions for edge in (position.start, position.end)], len(text)]
+    return _without_space("".join(text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True)))
 
 
 def _without_space(text: str) -> str:
