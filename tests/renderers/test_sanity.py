@@ -169,8 +169,12 @@ def test_control_text_from_the_world() -> None:
 
 def test_a_reply_that_was_cut_off() -> None:
     limits = Limits(turn_tokens=6, on_turn_length="continue")
-    report = cause_of(renderer(), ["<think>\nI look and look and look", "Yes."], "Go on.", limits=limits)
+    thought = "<think>\nI look and look and look"
+    report = cause_of(renderer("qwen3_without_thinking"), [thought, "Yes."], "Go on.", limits=limits)
     assert report["cause"] == "truncated"
+    trajectory, reports = played(renderer(), [thought, "Yes."], "Go on.", limits=limits)
+    assert reports == {}, "open thinking is closed as the template closes it"
+    assert len(trajectory.turns) == 2
     stop = Limits(turn_tokens=6)
     assert played(renderer(), ["I look and look and look and look"], limits=stop)[1] == {}
 

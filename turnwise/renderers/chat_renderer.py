@@ -29,10 +29,9 @@ from turnwise.renderers.recompose import ConversationComposer
 from turnwise.renderers.template import (
     ADAPT,
     ASKED,
-    PROBE_CALL,
-    PROBE_TOOLS,
     ChatTemplate,
     adapt_template,
+    calls_as_text,
     digest,
     random_mark,
 )
@@ -144,6 +143,7 @@ class ChatRenderer:
         self._guard = ControlTextGuard(codec, control_text, banned)
         self._open_shapes: dict[Any, tuple[AppendShape, Inspected]] = {}
         self._append_patterns: dict[Any, _AppendPattern] = {}
+        self._thinking_closes: dict[Any, tuple[int, ...]] = {}
         self._conversations = ConversationShapes(template.source)
         given = stop_ids or frozenset()
         declared = frozenset(text for text, i in codec.control.items() if i in given)
@@ -156,7 +156,8 @@ class ChatRenderer:
         self._before_end = before if stop and before.strip() else ""
         self._media = MediaExpander(vision, self._probe, self._guard.template_control_ids)
         self._shapes = AppendShapes(codec, self._guard, template.origin)
-        self.compose = ConversationComposer(codec, self._guard, self._probe, self.stop_ids, self._media).compose
+        self._composer = ConversationComposer(codec, self._guard, self._probe, self.stop_ids, self._media)
+        self.compose = self._composer.compose
         prompt = template.try_render((Message("user", "u"),), generation_prompt=True)
         self._prompt_end: PrecedingToken = "text" if prompt is not None and self._guard.split.split(prompt)[-1] else "control"
         self.banned_ids = frozenset(codec.control[text] for text in banned if text in codec.control)
@@ -269,8 +270,8 @@ class ChatRenderer:
         """
         if not any(m.role == "tool" or m.tool_calls for m in messages):
             return messages
-        if not self._shows_calls:
-            messages = [replace(m, content=self._with_calls_as_text(m), tool_calls=()) if m.tool_calls else m for m in messages]
+        if not self._composer.shows_calls:
+            messages = list(map(calls_as_text, messages))
         forms = self._probe.result_forms(messages)
         for name in forms:
             adapted = ADAPT[name](messages)
@@ -282,23 +283,6 @@ class ChatRenderer:
             if text is None and name == forms[-1]:
                 return adapted  # rendering it says what the template objects to
         raise TemplateError(f"{self.template.origin}: drops the result of a tool from the opening messages")
-
-    @cached_property
-    def _shows_calls(self) -> bool:
-        """Whether the template writes the calls of a reply."""
-        argument = random_mark()
-        rows = (Message("user", "u"), Message("assistant", "", (replace(PROBE_CALL, arguments={"x": argument}),)))
-        forms = [ADAPT[name](rows) for name in ("", "ids")]
-        return any(argument in (self.template.try_render(form, tools) or "") for form in forms for tools in (PROBE_TOOLS, ()))
-
-    @staticmethod
-    def _with_calls_as_text(message: Message) -> str:
-        """Return a demonstration's text with its calls in Hermes' format, which replies to such a template use."""
-        texts = [message.text] if message.text else []
-        for call in message.tool_calls:
-            body = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
-            texts.append(f"<tool_call>\n{body}\n</tool_call>")
-        return "\n".join(texts)
 
     def preamble(self, messages: Sequence[Message]) -> Extend:
         """Render messages that precede a conversation, without the start of a reply; raise `TemplateError` if the template
@@ -328,7 +312,7 @@ class ChatRenderer:
         append, shape = pattern.append, pattern.shape
         ids: list[int] = []
         if not reply_ids or (last := reply_ids[-1]) not in self.stop_ids or (append.heads and last != pattern.head[-1]):
-            ids.extend(pattern.head)
+            ids.extend(self._thinking_close(reply, reply_ids, messages, tools) or pattern.head)
         close = len(ids)
         if append.adapt:
             messages = append.adapted(messages)
@@ -339,6 +323,21 @@ class ChatRenderer:
         known, placed = self._media.expand(ids + found.ids, messages)
         met = forged + Counter(found.control)
         return Extend(known, close, found.neutralised + forged.total(), met, None, placed, moved)
+
+    def _thinking_close(
+        self, reply: Message, reply_ids: Sequence[int], messages: Sequence[Message], tools: Tools
+    ) -> tuple[int, ...]:
+        """Return the ids that end a reply that was cut off while thinking; empty if it was not."""
+        if not reply.reasoning or reply.reasoning.isspace() or reply.text or reply.tool_calls:
+            return ()
+        # What follows open thinking is thinking too.
+        if self._replies.parse(self.codec.decode(reply_ids) + "x", tools, None).text:
+            return ()
+        key = (self._rows(messages), tuple([tool.get("function", tool).get("name") for tool in tools]))
+        if key not in self._thinking_closes:
+            text = self._probe.close_of_thinking(messages, tools)
+            remember(self._thinking_closes, key, tuple(self._encode_segment(text)))
+        return self._thinking_closes[key]
 
     def inline(self, reply_ids: Sequence[int], text: str) -> Extend | Branch:
         """See `Renderer.inline`."""

@@ -20,7 +20,7 @@ from turnwise.renderers.base import Branch, Extend, SampledReply, common_prefix_
 from turnwise.renderers.control_text import ControlTextGuard, EncodedMessages, map_texts
 from turnwise.renderers.conversation_shape import ConversationShapes, ProvenByShape
 from turnwise.renderers.probe import TemplateProbe, calls_before, readable
-from turnwise.renderers.template import ADAPT, ASKED, PROBE_TOOLS, random_mark
+from turnwise.renderers.template import ADAPT, ASKED, PROBE_CALL, PROBE_TOOLS, calls_as_text, probe_result, random_mark
 from turnwise.renderers.tokenizer import Tokenizer
 from turnwise.renderers.vision.media_blocks import MediaExpander
 from turnwise.types import MediaPlacement, Message, ToolCall, Tools, ids_with_media_keys, placements_between
@@ -91,10 +91,12 @@ class ReplyPlaceholders:
     def make(self, messages: Sequence[Message], reply: SampledReply, tools: Tools, *, called: bool = False) -> ReplyPlaceholder:
         """Make a reply's placeholder; with `called`, tool answers count as called if the reply makes no calls."""
         original = messages[reply.message]
-        message = self._with_calls_as_text(original, reply.ids) if self._calls_are_text(original) else original
+        message = original
+        if message.tool_calls and not self.reads_calls:
+            message = self._with_calls_as_text(message, reply.ids)
 
         calls = message.tool_calls
-        if self._reads_calls:
+        if self.reads_calls:
             answers = list(takewhile(lambda m: m.role == "tool", messages[reply.message + 1 :]))
             calls = calls or (calls_before(message, answers) if called and not original.tool_calls else ())
         bare, verbatim = (self._marked(message, calls, verbatim=verbatim) for verbatim in (False, True))
@@ -159,7 +161,10 @@ class ReplyPlaceholders:
         return min(found, key=lambda row: (row[0], -len(row[1])), default=None)
 
     def adapted(self, messages: Sequence[Message], replies: Sequence[SampledReply]) -> tuple[list[Message], list[SampledReply]]:
-        """Return a conversation with tool results in the form that the template renders."""
+        """Return a conversation with tool results, and calls of demonstrations, in the form that the template renders."""
+        if not self.reads_calls:
+            sampled = {reply.message for reply in replies}
+            messages = [m if number in sampled else calls_as_text(m) for number, m in enumerate(messages)]
         adapt = self._adapt
         rows: list[Message] = []
         moved: list[SampledReply] = []
@@ -170,14 +175,6 @@ class ReplyPlaceholders:
             rows += adapt([messages[reply.message]])
             low = reply.message + 1
         return rows + adapt(messages[low:]), moved
-
-    def _calls_are_text(self, message: Message) -> bool:
-        """Return whether a reply's calls have to be rendered as the text that was sampled."""
-        if not message.tool_calls:
-            return False
-        thinks = message.reasoning is not None and not _is_blank(message.reasoning)
-        beside_text = bool(message.text.strip()) or (thinks and self._folds)
-        return not self._reads_calls or (beside_text and self._hides_calls_beside_text)
 
     def _with_calls_as_text(self, message: Message, ids: Sequence[int]) -> Message:
         """Return a reply with its calls in its text, as they were sampled."""
@@ -196,6 +193,8 @@ class ReplyPlaceholders:
         """Move the reasoning into the text for a template that has no field for it."""
         if message.reasoning is None or not self._folds:
             return message
+        if message.tool_calls and not message.text.strip() and self._hides_calls_beside_text:
+            return replace(message, reasoning=None)  # in the text, it would take the place of the calls
         return replace(message, content=f"<think>\n{message.reasoning}\n</think>\n\n{message.text}", reasoning=None)
 
     # Properties of the template
@@ -220,7 +219,7 @@ class ReplyPlaceholders:
         return "</think>"
 
     @cached_property
-    def _reads_calls(self) -> bool:
+    def reads_calls(self) -> bool:
         """Whether the template renders tool calls separately from text."""
         mark = random_mark()
         call = replace(_CALL, arguments={"x": mark})
@@ -228,11 +227,10 @@ class ReplyPlaceholders:
 
     @cached_property
     def _hides_calls_beside_text(self) -> bool:
-        """Whether the template renders either the text or the calls of a reply."""
+        """Whether the template renders the calls of a reply only if that has no text."""
         said, argument = random_mark(), random_mark()
         call = replace(_CALL, arguments={"x": argument})
-        shown = [text for text in self._contexts(Message("assistant", said, (call,))) if said in text or argument in text]
-        return bool(shown) and not any(said in text and argument in text for text in shown)
+        return not any(argument in text for text in self._contexts(Message("assistant", said, (call,))))
 
     @cached_property
     def _adapt(self) -> Callable[[Sequence[Message]], list[Message]]:
@@ -267,7 +265,7 @@ class ReplyPlaceholders:
         return derive(given) if proven is None else proven
 
     def _find_frame(self, stub: ReplyPlaceholder) -> ReplyFrame:
-        before = (ASKED, Message("assistant", "", (_CALL,)), _ANSWER) if stub.after_result else (ASKED,)
+        before = (ASKED, Message("assistant", "", (PROBE_CALL,)), probe_result("t")) if stub.after_result else (ASKED,)
         for tools in ((), PROBE_TOOLS):
             opened = self._template.try_render(before, tools, generation_prompt=True)
             text = self._template.try_render((*before, stub.bare.message), tools)
@@ -371,7 +369,7 @@ class ConversationComposer:
         messages, _, where = self._media.move_tool_images(messages)
         if where:
             replies = [reply._replace(message=where[reply.message]) for reply in replies]
-        if any(message.role == "tool" for message in messages):
+        if any(message.role == "tool" or message.tool_calls for message in messages):
             messages, replies = self._placeholders.adapted(messages, replies)
         first_new = replies[-1].message + 1 if replies else 0
         stubs = [self._placeholders.make(messages, reply, tools) for reply in replies]
@@ -400,7 +398,13 @@ class ConversationComposer:
         reason = self._reason(keep, stubs, why)
         return Branch(keep, prompt[keep:], reason, found.neutralised, found.control, reply_starts, rest, moved)
 
+    @property
+    def shows_calls(self) -> bool:
+        """Whether the template writes the calls of a reply."""
+        return self._placeholders.reads_calls
+
     # Positions of replies
+
     def _settle(
         self, messages: Sequence[Message], stubs: Sequence[ReplyPlaceholder], tools: Tools, first_new: int
     ) -> tuple[_RenderedConversation, dict[int, str]]:

@@ -349,6 +349,17 @@ def sample_conversations(template: ChatTemplate) -> Iterator[str]:
                     yield text
 
 
+def calls_as_text(message: Message) -> Message:
+    """Return a demonstration with its calls in its text, in Hermes' format, in which replies without a format are parsed."""
+    if not message.tool_calls:
+        return message
+    texts = [message.text] if message.text else []
+    for call in message.tool_calls:
+        body = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
+        texts.append(f"<tool_call>\n{body}\n</tool_call>")
+    return replace(message, content="\n".join(texts), tool_calls=())
+
+
 def _short_ids(messages: Sequence[Message]) -> list[Message]:
     """Reduce tool call ids to letters and digits of the length that strict templates accept."""
 
@@ -369,7 +380,10 @@ def _as_user(messages: Sequence[Message]) -> list[Message]:
     """Convert tool results to user text, joined with adjacent user messages, for templates without a tool role."""
     rows: list[Message] = []
     for message in messages:
-        row = Message("user", message.content) if message.role == "tool" else message
+        row = message
+        if message.role == "tool":
+            # Texts in a list are one text, as they would be in a result.
+            row = Message("user", message.content if message.media else message.text)
         if rows and rows[-1].role == row.role == "user":
             rows[-1] = replace(rows[-1], content=_joined(rows[-1].content, row.content))
         else:
