@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-_COUNT = "{%- set ns = namespace(users=0, results=0, replies=0, calls=0, found='', told=false) -%}\n"
+_COUNT = "{%- set ns = namespace(users=0, results=0, replies=0, calls=0, found='', told=false, quiet=false, failed=0) -%}\n"
 _REPLIES = "{%- set replies = messages | selectattr('role', 'equalto', 'assistant') | list | length -%}\n"
 _CALLS = """{%- for call in m.tool_calls or [] %}{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
 {{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}{%- endfor -%}
@@ -23,12 +23,19 @@ USER = {
     "system moves": "{%- if messages[0].role == 'system' and loop.last -%}{{- messages[0].content + '\\n' -}}{%- endif -%}\n",
     "replies": "{{- (ns.replies | string) + ' replies so far\\n' -}}\n",
     "date": "{{- strftime_now('%Y') + '\\n' -}}\n",
+    "word": "{%- if '/quiet' in m.content -%}{%- set ns.quiet = true -%}{%- endif -%}\n",
+    "length": "{%- if m.content | length > 24 -%}{{- 'A long one.\\n' -}}{%- endif -%}\n",
+    "said before": "{%- if not loop.first and m.content == messages[0].content -%}{{- 'Again.\\n' -}}{%- endif -%}\n",
 }
 TOOL = {
     "numbered": "{{- '#' + (ns.results | string) + ' ' -}}\n",
     "first": "{%- if not ns.told -%}{{- 'TOOL OUTPUTS\\n' -}}{%- set ns.told = true -%}{%- endif -%}\n",
     "call ids": _NUMBER,
     "parity": "{{- 'even ' if loop.index0 % 2 else 'odd ' -}}\n",
+    "late": "{%- if ns.results > 9 -%}{{- (20 - ns.results) | string + ' left ' -}}{%- endif -%}\n",
+    "failed": "{%- if (m.content | lower).startswith('error') -%}{%- set ns.failed = ns.failed + 1 -%}{%- endif -%}\n"
+    "{%- if ns.failed -%}{{- (ns.failed | string) + ' errors ' -}}{%- endif -%}\n",
+    "omits blank": "{{- 'nothing' if not m.content | trim -}}\n",
 }
 THINKING = {
     "kept": "true",
@@ -64,7 +71,7 @@ def source(user: frozenset[str], tool: frozenset[str], thinking: str, window: st
         + "{%- endif -%}\n{{- m.content -}}\n"
         + _CALLS
         + "{{- '<|im_end|>\\n' -}}\n{%- endif -%}\n{%- endfor -%}\n"
-        + "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}\n"
+        + "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' + ('(quiet) ' if ns.quiet else '') -}}{%- endif -%}\n"
     )
 
 

@@ -63,9 +63,7 @@ def ours(template: ChatTemplate, case: Any) -> str | None:
 def theirs(template: ChatTemplate, case: Any) -> tuple[str | None, str]:
     """What transformers writes; texts in a list are one text where the template writes no lists of its own."""
     messages, tools, prompt, documents = case
-    rows = [
-        m.to_dict() if m.media or template.writes_parts(m.role) else {**m.to_dict(), "content": m.text} for m in messages
-    ]
+    rows = [m.to_dict() if m.media or template.writes_parts(m.role) else {**m.to_dict(), "content": m.text} for m in messages]
     try:
         texts, _ = chat_template_utils.render_jinja_template(
             conversations=[rows],

@@ -48,15 +48,19 @@ class Inspected:
             return not any(word in text for text in texts for word in words)
         return not any(word in text for text in texts for word in self.words)
 
-    def add(self, word: Any, operation: str) -> None:
-        """Record that a word was looked for in a placeholder."""
+    def add(self, word: Any, value: Any, operation: str) -> None:
+        """Record that a word was looked for in a value that holds a placeholder."""
+        if word == "":
+            return  # whether a text is empty is part of its shape
         if holds_placeholder(word):
             self.unprovable = self.unprovable or operation  # two texts are compared with each other
+        elif not _is_placeholder(value):
+            self.unprovable = self.unprovable or operation  # the word may lie across a text and what was joined to it
         elif isinstance(word, str):
-            self.words.update([word] if word else [])
+            self.words.add(word)
         elif isinstance(word, (list, tuple)):
             for one in word:
-                self.add(one, operation)
+                self.add(one, value, operation)
         elif word is not None and not isinstance(word, (bool, int, float)):
             self.unprovable = self.unprovable or operation
 
@@ -93,6 +97,15 @@ def is_watching() -> bool:
 def current_record() -> Inspected:
     """Return the record of the body being watched; one that is thrown away if none is."""
     return _inspected.get() or Inspected()
+
+
+def _is_placeholder(value: Any) -> bool:
+    """Return whether a value is a placeholder, but for white space, or a list in which no value holds more."""
+    if isinstance(value, str):
+        return _PLACEHOLDER.fullmatch(value.strip()) is not None or not holds_placeholder(value)
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_placeholder, value))
+    return not holds_placeholder(value)
 
 
 def holds_placeholder(value: Any, depth: int = 0) -> bool:

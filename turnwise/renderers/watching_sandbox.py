@@ -68,12 +68,14 @@ def _compare(left: Any, right: Any, operator: str) -> Any:
     if (from_text or in_text) and not is_undefined:
         record = current_record()
         looks_for_word = operator in ("eq", "ne", "in", "notin")
-        if looks_for_word and in_text and not from_text:
-            record.add(left, f"the comparison {operator}")
+        if operator in ("in", "notin") and isinstance(searched, str) and not from_text and left in searched:
+            pass  # the word stands beside the text, so it is found whatever the text is
+        elif looks_for_word and in_text and not from_text:
+            record.add(left, searched, f"the comparison {operator}")
         elif operator in ("eq", "ne") and not in_text:
-            record.add(right, f"the comparison {operator}")
+            record.add(right, left, f"the comparison {operator}")
         elif operator in ("in", "notin") and not in_text and not isinstance(searched, str):
-            record.add(searched, f"the comparison {operator}")
+            record.add(searched, left, f"the comparison {operator}")
         else:
             record.unprovable = record.unprovable or f"the comparison {operator}"
     return _COMPARISONS[operator](left, right)
@@ -116,7 +118,7 @@ def _watched_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         if isinstance(value, str) and holds_placeholder(value):
             if name in ("length", "count"):
                 return _TextLength(len(value))
-            _watch_text_filter(name, rest, kwargs)
+            _watch_text_filter(name, value, rest, kwargs)
         elif isinstance(value, _TextLength):
             current_record().unprovable = "a length"
         elif name in _LIST_SEARCHES or name == "dictsort":
@@ -129,10 +131,10 @@ def _watched_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     return filtered
 
 
-def _watch_text_filter(name: str, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _watch_text_filter(name: str, value: str, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     record = current_record()
     if name == "replace" and rest:
-        record.add(rest[0], "the filter replace")
+        record.add(rest[0], value, "the filter replace")
     elif name in _CASE_CHANGES:
         record.any_case = True
     elif name not in _FILTERS or (name == "trim" and any(str(chars).strip() for chars in (*rest, *kwargs.values()))):
@@ -164,7 +166,7 @@ def _watch_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     given = (*args, *(value for key, value in kwargs.items() if key not in ("_loop_vars", "_block_vars")))
     if isinstance(owner, str):
         if holds_placeholder(owner):
-            _watch_text_method(name, args, given)
+            _watch_text_method(name, owner, args, given)
         elif name not in _TEXT_CHANGES and name != "replace" and any(map(holds_placeholder, given)):
             current_record().unprovable = f"the method {name}"
         return
@@ -180,10 +182,10 @@ def _watch_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         current_record().unprovable = f"the method {name}"
 
 
-def _watch_text_method(name: str, args: Sequence[Any], given: Sequence[Any]) -> None:
+def _watch_text_method(name: str, value: str, args: Sequence[Any], given: Sequence[Any]) -> None:
     record = current_record()
     if name in _TEXT_SEARCHES and args and isinstance(args[0], (str, tuple)):
-        record.add(args[0], f"the method {name}")
+        record.add(args[0], value, f"the method {name}")
     elif name in _CASE_CHANGES:
         record.any_case = True
     elif name not in _TEXT_CHANGES or (name.endswith("strip") and any(str(chars).strip() for chars in given if chars)):
