@@ -66,6 +66,8 @@ class TemplateContract:
     it is derived for each conversation."""
     roles: tuple[str, ...]
     """Roles that may follow a reply."""
+    moves_text: bool
+    """Whether the text of a reply with calls is rendered after their results, once they follow."""
     tool_images: bool | None
     """Whether tool messages keep their images; None if no message does."""
     system: str
@@ -119,6 +121,7 @@ def derive_contract(probe: TemplateProbe, codec: Tokenizer, *, thinks: bool) -> 
         appends=appends,
         stateful=tuple(name for name, (_, varies) in found.items() if varies),
         roles=tuple(role for role in ("user", "tool", "system", "assistant") if queries.follows(role)),
+        moves_text=queries.moves_text(),
         tool_images=queries.tool_images(),
         system=queries.system(),
         default_system=queries.default_system(),
@@ -244,6 +247,12 @@ class _TemplateQueries:
         base = (ASKED, Message("assistant", "", calls), probe_result("result 0"))
         one, both = self.render(*base), self.render(*base, probe_result("result 1", 1))
         return bool(one) and bool(both) and not both.startswith(one)
+
+    def moves_text(self) -> bool:
+        """Return whether the text of a reply with calls is rendered after their results."""
+        said, result = random_mark(), random_mark()
+        text = self.render(ASKED, Message("assistant", said, (PROBE_CALL,)), probe_result(result), prompt=True)
+        return 0 <= text.find(result) < text.find(said)
 
     def follows(self, role: str) -> bool:
         """Return whether a message of a role can follow a reply."""
@@ -378,6 +387,9 @@ def explain_contract(contract: TemplateContract, history: str = "append") -> lis
     if contract.stateful:
         names = " and of ".join(contract.stateful)
         rows.append((None, f"the appended text of {names} depends on earlier turns: it is derived for each conversation"))
+    if contract.moves_text:
+        moved = "the text of a reply with calls moves behind their results; in an append it stays where it was sampled"
+        rows.append((None, moved))
     if contract.tool_images is False:
         rows.append((None, "tool messages lose their images: they are moved to a user message after it (tool_media_moved)"))
     if contract.system != "shown":

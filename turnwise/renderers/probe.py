@@ -284,23 +284,22 @@ class TemplateProbe:
     def close_of_thinking(self, messages: Sequence[Message], tools: Tools = ()) -> str:
         """Return what the template writes after thinking that a reply left open, up to the end of the reply.
 
-        Empty if it renders no such reply before these messages, nor as the last one.
+        Empty if it strips that thinking once these messages follow.
         """
         thought = random_mark()
         for reply in (
             Message("assistant", "", reasoning=thought),
             Message("assistant", f"<think>\n{thought}\n</think>\n\n"),  # a template without a field for thinking
         ):
-            alone = _after_mark(self.template.try_render((ASKED, reply), tools) or "", thought)
             marked = [m if _is_blank(m) else replace(m, content=random_mark()) for m in messages]
             text = self.template.try_render((ASKED, reply, *marked), tools, generation_prompt=True)
             rest = _after_mark(text or "", thought)
-            if rest is None:
-                rest = alone  # thinking is stripped once something follows
             if rest is not None:
                 end, _ = self.reply_end(rest, str(marked[0].content) if marked and not _is_blank(marked[0]) else None)
-                # Some templates end a reply that has no text without a stop.
-                return rest[: end or common_prefix_length(rest, alone or "")]
+                if not end:  # some templates end a reply that has no text without a stop
+                    alone = _after_mark(self.template.try_render((ASKED, reply), tools) or "", thought)
+                    end = common_prefix_length(rest, alone or "")
+                return rest[:end]
         return ""
 
     def varies(self, append: AppendProbe, reply: Message, messages: Sequence[Message], tools: Tools = ()) -> bool:

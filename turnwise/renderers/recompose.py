@@ -571,7 +571,7 @@ class ConversationComposer:
         last_text = max(text.find(mark) + len(mark) for mark in shown.texts)
         first_call = min((text.find(mark) for mark in shown.calls), default=len(text))
         if first_call < last_text:
-            return True
+            return False  # a model thinks before it calls
         closes = not shown.calls and (len(shown.texts) <= 2 or self._placeholders.closed(stub.reply))
         end = position.end if closes else last_text
         written = text[position.start : end]
