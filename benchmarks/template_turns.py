@@ -1,61 +1,67 @@
 """Whole conversations with every chat template, held against transformers' own rendering; see `templates.py --turns`.
 
-A reply is written as the template itself writes it where it comes last. In `append` mode what follows it has to be what
-transformers writes behind the same conversation; in `template` mode the prompt has to be transformers' rendering of it.
+A reply is written as the template itself writes it where it comes last. The opening prompt has to be transformers' rendering.
+In `append` mode what follows a reply has to be what transformers writes behind the same conversation; in `template` mode the
+prompt has to be transformers' rendering of it.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
-from corpus import SPECIAL, TOOLS, tokenizer_of
-from tokenizers import Tokenizer
-from transformers.utils import chat_template_utils
+from corpus import tokenizer_of
+from template_reference import MARK, Reading, Reference, Refused
+from template_scenarios import (
+    QUESTION,
+    USUAL_WORDS,
+    Scenario,
+    Turn,
+    contents,
+    late,
+    plain,
+    replies,
+    shots,
+    switching_words,
+    worded,
+)
 
 from turnwise.errors import TemplateError
 from turnwise.renderers import Branch, ChatRenderer, ChatTemplate, Extend, HFTokenizer, SampledReply
+from turnwise.renderers.contract import SCENARIOS
 from turnwise.renderers.recompose import REASONS
-from turnwise.renderers.template import ADAPT
-from turnwise.types import Message, ToolCall
+from turnwise.types import Message
 
-MARK = "80316420795318642075"
-COUNTS = ("equal", "branched", "refused", "wrong", "unexplained", "crashes")
-PLANS = {
-    "all": ("user", "tool", "tools", "user", "tool user", "tool", "tools", "user", "user"),
-    "tools": ("tool", "tools", "tool", "tool", "tools", "tool", "user"),
-    "users": ("user",) * 7,
-    "rounds": ("tool", "user", "tool", "user", "tool user", "tools", "user"),
-}
-"""What the world says behind each reply."""
-THINKING = ("none", "full", "empty", "mixed")
-ORDERS: dict[str, tuple[str | None, ...]] = {"none": (None,), "full": ("So.",), "empty": ("",), "mixed": ("So.", "", None)}
+COUNTS = ("equal", "branched", "refused", "explained", "wrong", "unexplained", "crashes")
+_WINDOW_BEFORE, _WINDOW_AFTER = 12, 30
+"""Ids shown before and after the first difference."""
 
 
-class Refused(Exception):
-    """transformers cannot show a conversation."""
+@dataclass(frozen=True)
+class Fault:
+    """Something that is wrong with one template."""
 
+    scenario: str
+    detail: str
+    history: str
+    place: str
+    """`opening`, or the turn with the roles of its messages."""
+    outcome: str
+    said: str
+    """What is wrong; empty where two texts differ."""
+    built: str = ""
+    wanted: str = ""
 
-class Plan(NamedTuple):
-    """One conversation."""
-
-    plan: str
-    thinking: str
-    system: bool
-
-    def __str__(self) -> str:
-        return f"{self.plan}, thinking {self.thinking}{', system' if self.system else ''}"
-
-
-def plans() -> list[Plan]:
-    """All conversations: the one that has everything in each way, the others in half of the ways."""
-    rows = product(PLANS, THINKING, (False, True))
-    return [Plan(*row) for row in rows if row[0] == "all" or (row[1] in ("none", "mixed")) == row[2]]
+    @property
+    def group(self) -> tuple[str, ...]:
+        """Faults that look alike."""
+        place = re.sub(r"\d+", "N", self.place)
+        if self.said:
+            return (self.outcome, self.scenario, self.history, place, re.sub(r"\d+", "N", self.said)[:60])
+        return (self.outcome, self.scenario, self.history, place, "differs")
 
 
 @dataclass
@@ -64,207 +70,246 @@ class Tally:
 
     counts: Counter[str] = field(default_factory=Counter)
     conversations: int = 0
-    faults: list[str] = field(default_factory=list)
+    explained: Counter[str] = field(default_factory=Counter)
+    """By class, what `turnwise check` says beforehand."""
+    faults: list[Fault] = field(default_factory=list)
     """What was wrong, unexplained or crashed."""
 
-    def add(self, outcome: str, said: str = "") -> None:
-        """Count an outcome, and keep what is said of a bad one."""
-        self.counts[outcome] += 1
-        if outcome in ("wrong", "unexplained", "crashes"):
-            self.faults.append(f"{outcome}: {said}")
+    def add(self, fault: Fault) -> None:
+        """Count an outcome, and keep a bad one."""
+        self.counts[fault.outcome] += 1
+        if fault.outcome in ("wrong", "unexplained", "crashes"):
+            self.faults.append(fault)
+        elif fault.outcome == "explained":
+            self.explained[fault.said] += 1
+
+    def merge(self, other: Tally) -> None:
+        """Add what came of other turns."""
+        self.counts.update(other.counts)
+        self.conversations += other.conversations
+        self.explained.update(other.explained)
+        self.faults += other.faults
+
+    @property
+    def bad(self) -> int:
+        """The number of faults."""
+        return len(self.faults)
 
 
-class Reference:
-    """A template under transformers."""
+@dataclass
+class Conversation:
+    """A conversation while it is played."""
 
-    def __init__(self, source: str, form: ChatTemplate, tokenizer: Tokenizer) -> None:
-        """
-        Args:
-            form: the form in which the template takes messages (contents as parts, arguments as text).
-        """
-        self.source = source
-        self._form = form
-        self._tokenizer = tokenizer
-        self._folds = self.cannot = False
-        asked, calling = Message("user", "u"), reply_to("tool", 0, MARK)
-        rows = ([asked, reply_to("user", 0, MARK)], [asked, calling], [asked, calling, *answers("tool", 0)])
-        self._adapts = ["", "ids", "user"]
-        told = answers("tool", 0)
-        with suppress(Refused):
-            self.text([asked, calling, *told], TOOLS)  # a template that fills lists of its own cannot be run there
-        while len(self._adapts) > 1 and not self.cannot:  # results not shown otherwise go as a user's words
-            row = ADAPT[self._adapts[0]]([asked, reply_to("tool", 0, None), *told])
-            if any(told[0].text in self._try(row, tools) for tools in (TOOLS, ())):
-                break
-            del self._adapts[0]
-        if not any(MARK in self._try(row, tools) for row in rows for tools in ((), TOOLS)):
-            self._folds = not self.cannot
-            self._folds = self._folds and any(MARK in self._try(row, tools) for row in rows for tools in ((), TOOLS))
+    scenario: Scenario
+    history: str
+    """`append` or `template`."""
+    messages: list[Message]
+    ids: list[int]
+    replies: list[SampledReply] = field(default_factory=list)
+    exact: bool = True
+    """Whether the template itself writes all replies as they were sampled."""
 
-    def _try(self, messages: Sequence[Message], tools: Any) -> str:
-        try:
-            return self.text(messages, tools)
-        except Refused:
-            return ""
+    def sampled(self, reply: Message, ids: Sequence[int]) -> None:
+        """Add a reply."""
+        self.replies.append(SampledReply(len(self.messages), tuple(ids), len(self.ids)))
+        self.messages.append(reply)
+        self.ids += ids
 
-    def text(self, messages: Sequence[Message], tools: Any, prompt: bool = True) -> str:
-        """A conversation as transformers writes it; thinking that the template has no field for stands in the text."""
-        rows = [self._form._view(self._folded(message)) for message in messages]
-        try:
-            (text,), _ = chat_template_utils.render_jinja_template(
-                conversations=[rows],
-                tools=list(tools) or self._form._no_tools,
-                chat_template=self.source,
-                add_generation_prompt=prompt,
-                **SPECIAL,
-            )
-        except Exception as error:  # templates raise whatever they like
-            self.cannot |= type(error).__name__ == "SecurityError"
-            raise Refused(f"{type(error).__name__}: {error}") from error
-        return str(text)
-
-    def _folded(self, message: Message) -> Message:
-        if message.reasoning is None or not self._folds:
-            return message
-        return replace(message, content=f"<think>\n{message.reasoning}\n</think>\n\n{message.text}", reasoning=None)
-
-    def shown(self, messages: Sequence[Message], tools: Any, new: Sequence[Message] = (), prompt: bool = True) -> str:
-        """A conversation with results of tools in the first form in which the new ones are shown."""
-        problem: Refused | None = None
-        for adapt in self._adapts:
-            try:
-                text = self.text(ADAPT[adapt](messages), tools, prompt)
-            except Refused as error:
-                problem = problem or error
-                continue
-            if all(message.text in text for message in new):
-                return text
-        raise problem or Refused("drops what the world said last")
-
-    def ids(self, text: str, start: int = 0) -> list[int]:
-        """Ids of a text from a character on; the text is encoded as a whole."""
-        found = self._tokenizer.encode(text, add_special_tokens=False)
-        return [i for i, (first, _) in zip(found.ids, found.offsets, strict=True) if first >= start]
-
-
-def answers(kind: str, number: int) -> list[Message]:
-    """What the world says, each time in other words."""
-    rows = []
-    for place, role in enumerate(("tool", "tool") if kind == "tools" else kind.split()):
-        if role == "tool":
-            text = f"result {number} {place} amber"
-            rows.append(Message("tool", text, tool_call_id=f"call{number:04}{place}", name="look"))
-        else:
-            rows.append(Message("user", f"Question {number} {place}, please."))
-    return rows
-
-
-def reply_to(kind: str, number: int, thought: str | None) -> Message:
-    """The reply that is answered so."""
-    count = sum(message.role == "tool" for message in answers(kind, number))
-    calls = tuple(ToolCall("look", {"key": f"word{number}"}, f"call{number:04}{place}") for place in range(count))
-    return Message("assistant", "" if calls else f"It is {number}.", tool_calls=calls, reasoning=thought)
+    def answered(self, found: Extend | Branch, new: Sequence[Message]) -> None:
+        """Add what answers it."""
+        if isinstance(found, Branch):
+            del self.ids[found.keep :]
+        self.ids += found.ids
+        if found.replies is not None:
+            pairs = zip(self.replies, found.replies, strict=True)
+            self.replies = [reply._replace(start=start) for reply, start in pairs]
+        self.messages += new
 
 
 class Player:
     """Plays conversations with one template."""
 
-    def __init__(self, source: str, template: ChatTemplate, tally: Tally) -> None:
+    def __init__(self, source: str, template: ChatTemplate) -> None:
         tokenizer = tokenizer_of(template)
         codec = HFTokenizer(tokenizer)
         self.renderer = ChatRenderer(codec, template, stop_ids=frozenset((codec.control["<|eos|>"],)))
         self.reference = Reference(source, self.renderer.template, tokenizer)
-        self.tally = tally
+        self.tally = Tally()
         self.control = re.compile("|".join(map(re.escape, sorted(codec.control, key=len, reverse=True))))
         asked = [Message("user", "Question, please.")]
         self.opens = self.reference.text(asked, [])[len(self.reference.text(asked, [], False)) :]
         self.stops = {self.renderer.decode([i]): i for i in self.renderer.stop_ids}
 
-    def play(self, plan: Plan, history: str) -> None:
-        """One conversation in one mode."""
-        tools = TOOLS if any("tool" in kind for kind in PLANS[plan.plan]) else []
-        messages = [Message("system", "Be brief.")] if plan.system else []
-        messages.append(Message("user", "Question, please."))
-        thoughts = ORDERS[plan.thinking]
-        try:
-            self.reference.text(messages, tools)
-            ids = list(self.renderer.open(messages, tools).ids)
-        except (Refused, TemplateError):
-            self.tally.add("refused")
+    def play(self, scenario: Scenario, history: str) -> None:
+        """One conversation in one mode, in the reading of its messages that has the fewest faults."""
+        best: Tally | None = None
+        for reading in self.readings(scenario):
+            self.reference.reading = reading
+            self.reference.words = scenario.words
+            self.reference.opening = len(scenario.opening)
+            self.tally = Tally()
+            self._play(scenario, history)
+            if best is None or self.tally.bad < best.bad:
+                best = self.tally
+            if not best.bad:
+                break
+        self.reference.reading, self.reference.words, self.reference.opening = Reading(), (), 0
+        self.tally = best or Tally()
+
+    def readings(self, scenario: Scenario) -> Iterator[Reading]:
+        """Yield the ways in which the messages of a scenario may be given to the template."""
+        yield Reading()
+        if any(m.reasoning is not None or m.tool_calls for m in scenario.opening):
+            yield Reading(folds_examples=True)
+        messages = [*scenario.opening, *(message for turn in scenario.turns for message in turn.new)]
+        roles = {message.role for message in messages if not isinstance(message.content, str)}
+        if roles and all(self.reference.takes_parts(role, scenario.tools) for role in roles):
+            yield Reading(joins_parts=False)
+
+    def _play(self, scenario: Scenario, history: str) -> None:
+        opened = self.opened(scenario, history)
+        if opened is None:
             return
         self.tally.conversations += 1
-        replies: list[SampledReply] = []
-        exact = True
-        for number, kind in enumerate(PLANS[plan.plan]):
-            new = answers(kind, number)
-            wanted = reply_to(kind, number, thoughts[number % len(thoughts)])
-            reply, sampled, canonical = self.reply(messages, wanted, new, tools)
-            exact = exact and canonical
+        talk = Conversation(scenario, history, list(scenario.opening), opened)
+        for number, turn in enumerate(scenario.turns):
+            new = list(turn.new)
+            if turn.cut:
+                cut = self.cut_reply(talk.messages, turn, new, scenario.tools)
+                if cut is None:
+                    return
+                reply, sampled = cut
+                talk.exact = False
+            else:
+                reply, sampled, canonical = self.reply(talk.messages, turn.reply, new, scenario.tools)
+                talk.exact = talk.exact and canonical
             if not reply.tool_calls:  # one that makes no calls is answered in words
-                new = answers("user", number)
-            replies.append(SampledReply(len(messages), tuple(sampled), len(ids)))
-            messages.append(reply)
-            ids += sampled
-            outcome, found, said = self.turn(history, messages, replies, new, ids, tools, exact)
-            self.tally.add(outcome, f"{history}, {plan}, turn {number} ({kind}): {said}")
-            if found is None:
-                return
-            if isinstance(found, Branch):
-                del ids[found.keep :]
-            ids += found.ids
-            if found.replies is not None:
-                replies = [r._replace(start=start) for r, start in zip(replies, found.replies, strict=True)]
-            messages += new
+                new = [Message("user", m.content or "And then?") if m.role == "tool" else m for m in new]
+            talk.sampled(reply, sampled)
 
-    def turn(
-        self,
-        history: str,
-        messages: list[Message],
-        replies: list[SampledReply],
-        new: list[Message],
-        ids: list[int],
-        tools: Any,
-        exact: bool,
-    ) -> tuple[str, Extend | Branch | None, str]:
-        """What came of one answer of the world: the outcome, what was answered, and what is said of it."""
+            found = self.turn(talk, f"turn {number} ({' '.join(m.role for m in new)})", turn.cut, new)
+            if found is None or (history == "template" and self.tally.bad):
+                return  # what is wrong in a prompt is wrong in all later ones
+            talk.answered(found, new)
+
+    def opened(self, scenario: Scenario, history: str) -> list[int] | None:
+        """Return the ids of the opening prompt; None if it cannot be gone on with."""
+        heard = [message for message in scenario.opening if message.role != "assistant"]
+
+        def fault(outcome: str, said: str = "", built: str = "", wanted: str = "") -> Fault:
+            return Fault(scenario.name, scenario.detail, history, "opening", outcome, said, built, wanted)
+
+        refused = False
         wanted: list[int] = []
-        refused = problem = ""
         try:
-            if history == "append":
-                wanted = self.tail(messages, replies[-1].ids, new, tools)
-            else:
-                wanted = self.reference.ids(self.reference.shown([*messages, *new], tools, new))
-        except Refused as error:
-            refused = str(error)
-        found: Extend | Branch | None = None
+            wanted = self.reference.ids(self.reference.shown(scenario.opening, scenario.tools, heard))
+        except Refused:
+            refused = True
         try:
-            if history == "append":
-                found = self.renderer.extend(messages, replies[-1].ids, new, tools)
-            else:
-                found = self.renderer.compose([*messages, *new], replies, ids, tools)
+            ids = list(self.renderer.open(scenario.opening, scenario.tools).ids)
         except TemplateError as error:
-            problem = str(error)
-        except Exception as error:
-            return "crashes", None, f"{type(error).__name__}: {error}"
+            self.tally.add(fault("refused" if refused else "wrong", f"refused here: {self.without_name(str(error))}"))
+            return None
         if refused:
-            return "refused", found, refused
-        if found is None:
-            return "wrong", None, f"refused here: {problem}"
-        branched = isinstance(found, Branch)
-        got = found.ids if history == "append" else [*ids[: found.keep if isinstance(found, Branch) else None], *found.ids]
-        same = got == wanted
-        decode = self.renderer.decode
-        if not exact and history == "template" and not same:  # replies that the template would spell in another way
-            same = "".join(decode(got).split()) == "".join(decode(wanted).split())
-        if not same or (branched and history == "append"):
-            at = next((i for i, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b), min(len(got), len(wanted)))
-            place = slice(max(0, at - 12), at + 30)
-            return "wrong", found, f"at {at}: {decode(got[place])!r}, not {decode(wanted[place])!r}"
-        if isinstance(found, Branch):
-            return ("branched" if found.reason in REASONS else "unexplained"), found, found.reason
-        return "equal", found, ""
+            self.tally.add(fault("refused"))
+            return None
+        if ids != wanted:
+            self.tally.add(fault("wrong", "", *self.windows(ids, wanted)))
+            return None if self.renderer.decode(ids) == self.renderer.decode(wanted) else ids
+        return ids
 
-    def tail(self, messages: Sequence[Message], sampled: Sequence[int], new: Sequence[Message], tools: Any) -> list[int]:
+    def turn(self, talk: Conversation, place: str, cut: str, new: list[Message]) -> Extend | Branch | None:
+        """Count what came of one answer of the world, and return what was answered."""
+        scenario, history = talk.scenario, talk.history
+
+        def add(outcome: str, said: str = "", built: str = "", wanted: str = "") -> None:
+            self.tally.add(Fault(scenario.name, scenario.detail, history, place, outcome, said, built, wanted))
+
+        wanted = self.wanted(talk, cut, new)
+        found: Extend | Branch | None = None
+        problem = ""
+        try:
+            if history == "append":
+                found = self.renderer.extend(talk.messages, talk.replies[-1].ids, new, scenario.tools)
+            else:
+                found = self.renderer.compose([*talk.messages, *new], talk.replies, talk.ids, scenario.tools)
+        except TemplateError as error:
+            problem = self.without_name(str(error))
+        except Exception as error:
+            add("crashes", f"{type(error).__name__}: {error}")
+            return None
+
+        if wanted is None:
+            add("refused")
+        elif found is not None:
+            add(*self.judged(talk, new, found, wanted))
+        elif self.says_refused(new):
+            add("explained", "refused")
+        else:
+            add("wrong", f"refused here: {problem}")
+        return found
+
+    def wanted(self, talk: Conversation, cut: str, new: Sequence[Message]) -> list[int] | None:
+        """Return the ids that are right; None if transformers cannot show the conversation."""
+        tools = talk.scenario.tools
+        try:
+            if talk.history == "append":
+                return self.tail(talk.messages, talk.replies[-1].ids, new, tools, cut)
+            return self.reference.ids(self.reference.shown([*talk.messages, *new], tools, new))
+        except Refused:
+            return None
+
+    def judged(
+        self, talk: Conversation, new: Sequence[Message], found: Extend | Branch, wanted: Sequence[int]
+    ) -> tuple[str, ...]:
+        """Return the outcome of what was built, and what is said of it: at most a text, what was built and what is right."""
+        kept = talk.ids[: found.keep] if isinstance(found, Branch) else talk.ids
+        if talk.history == "append":
+            if isinstance(found, Branch):
+                return "wrong", "branched in append mode"
+            if found.ids == wanted:
+                return ("equal",)
+            if self.moves_reply(talk.messages[-1], wanted, new):
+                if self.renderer.contract.kind == "rewrites messages":
+                    return "explained", "rewrites messages"
+                return "wrong", "check does not say that the reply's text moves", *self.windows(found.ids, wanted)
+            return "wrong", "", *self.windows(found.ids, wanted)
+
+        built = [*kept, *found.ids]
+        same = built == wanted
+        if not same and not talk.exact:  # replies that the template would spell in another way
+            decode = self.renderer.decode
+            same = _without_space(decode(built)) == _without_space(decode(wanted))
+        if not same:
+            return "wrong", "", *self.windows(built, wanted)
+        if isinstance(found, Branch):
+            return "branched" if found.reason in REASONS else "unexplained", found.reason
+        return ("equal",)
+
+    def without_name(self, problem: str) -> str:
+        """An error without the name of the template."""
+        return problem.removeprefix(f"{self.renderer.template.origin}: ")
+
+    def says_refused(self, new: Sequence[Message]) -> bool:
+        """Whether the contract says that such messages cannot be appended."""
+        roles = ", ".join(dict.fromkeys(message.role for message in new))
+        return roles in SCENARIOS and self.renderer.contract.appends[roles].startswith("refused")
+
+    def moves_reply(self, reply: Message, wanted: Sequence[int], new: Sequence[Message]) -> bool:
+        """Whether the template writes the text of a reply behind what answers it."""
+        last = next((core for message in reversed(new) for core in self.reference.cores(message) if core), "")
+        return bool(last and reply.text) and reply.text in self.renderer.decode(wanted).rpartition(last)[2]
+
+    def windows(self, got: Sequence[int], wanted: Sequence[int]) -> tuple[str, str]:
+        """The texts around the first difference."""
+        pairs = enumerate(zip(got, wanted, strict=False))
+        at = next((i for i, (a, b) in pairs if a != b), min(len(got), len(wanted)))
+        place = slice(max(0, at - _WINDOW_BEFORE), at + _WINDOW_AFTER)
+        return self.renderer.decode(got[place]), self.renderer.decode(wanted[place])
+
+    def tail(
+        self, messages: Sequence[Message], sampled: Sequence[int], new: Sequence[Message], tools: Any, cut: str = ""
+    ) -> list[int]:
         """What transformers writes behind the last reply, as ids."""
         reply = messages[-1]
         calls = reply.tool_calls
@@ -272,6 +317,8 @@ class Player:
         if calls:
             last = replace(calls[-1], arguments={**calls[-1].arguments, "key": f"{calls[-1].arguments.get('key')}{MARK}"})
             marked = [replace(reply, tool_calls=(*calls[:-1], last)), *marked]
+        if cut and reply.reasoning and not reply.text:  # the template ends the thinking too, where it shows it
+            marked = [replace(reply, reasoning=reply.reasoning + MARK), *marked]
         for one in marked:
             text = self.reference.shown([*messages[:-1], one, *new], tools, new)
             if MARK in text:
@@ -279,23 +326,45 @@ class Player:
         else:
             raise Refused("does not show the reply")
         behind = text.rpartition(MARK)[2]
-        before = behind.partition(new[0].text)[0]
+        if cut == "limit":
+            return self.reference.ids(text, len(text) - len(behind))
+
+        said = next((core for message in new for core in self.reference.cores(message) if core), "")
+        before = behind.partition(said)[0] if said else behind
         stop = self.renderer.decode(sampled[-1:])
         tokens = [match for match in self.control.finditer(before)]
         own = next((match for match in tokens if match.group() == stop), None)
         heads = self.renderer.contract.heads
         if own is not None:
-            cut = own.end()
+            end = own.end()
         elif heads:  # another header than the one that was sampled is written in full
-            cut = next((match.start() for match in tokens if match.group() in self.stops), 0)
+            end = next((match.start() for match in tokens if match.group() in self.stops), 0)
         elif found := next((match for match in tokens if match.group() in self.stops), None):
-            cut = found.end()
+            end = found.end()
         elif tokens:
-            cut = tokens[0].end() if tokens[0].group() not in self.opens else tokens[0].start()
+            end = tokens[0].end() if tokens[0].group() not in self.opens else tokens[0].start()
         else:  # closed by plain text, which stands behind a last reply too
             last = self.reference.shown([*messages[:-1], one], tools, prompt=False).rpartition(MARK)[2]
-            cut = next((i for i, (a, b) in enumerate(zip(last, behind, strict=False)) if a != b), min(len(last), len(behind)))
-        return self.reference.ids(text, len(text) - len(behind) + cut)
+            pairs = enumerate(zip(last, behind, strict=False))
+            end = next((i for i, (a, b) in pairs if a != b), min(len(last), len(behind)))
+        return self.reference.ids(text, len(text) - len(behind) + end)
+
+    def cut_reply(
+        self, messages: Sequence[Message], turn: Turn, new: Sequence[Message], tools: Any
+    ) -> tuple[Message, list[int]] | None:
+        """Return a reply that is cut off in the middle, and its ids; None if the template shows no such reply."""
+        try:
+            text, stop = self.written(messages, turn.reply, new, tools)
+        except Refused:
+            return None
+        whole = turn.reply.reasoning or turn.reply.text
+        at = text.find(whole)
+        if at < 0:
+            return None
+        ids = self.reference.ids(text[: at + len(whole) // 2])
+        if turn.cut == "stop":
+            ids.append(stop)
+        return self.renderer.parse(ids, tools), ids
 
     def reply(
         self, messages: Sequence[Message], wanted: Message, new: Sequence[Message], tools: Any
@@ -304,7 +373,7 @@ class Player:
 
         Its text is what the template writes for it here, or, where that is read in another way, behind a lone question.
         """
-        for asked in (messages, [Message("user", "Question, please.")]):
+        for asked in (messages, [QUESTION]):
             try:
                 text, stop = self.written(asked, wanted, new, tools)
             except Refused:
@@ -317,7 +386,8 @@ class Player:
                 told = replace(wanted, reasoning=told.reasoning)  # in a format that nothing reads
             calls = tuple(replace(call, id=own.id) for call, own in zip(told.tool_calls, wanted.tool_calls, strict=True))
             told = replace(told, tool_calls=calls)
-            if told.text.strip() == wanted.text and (told.reasoning or wanted.reasoning or "") == (wanted.reasoning or ""):
+            same_thinking = (told.reasoning or wanted.reasoning or "") == (wanted.reasoning or "")
+            if told.text.strip() == wanted.text and same_thinking:
                 break
         else:
             text = "It is so."
@@ -334,9 +404,12 @@ class Player:
             shown = thought.replace(MARK, wanted.reasoning or "")  # the prompt has opened the thinking
             text = shown[len(prompt) :]
         elif not shown.startswith(prompt):
-            header, own = (text.rpartition(asked[-1].text)[2] for text in (prompt, shown))
-            size = next((i for i, (a, b) in enumerate(zip(header, own, strict=False)) if a != b), min(len(header), len(own)))
-            size = next((m.start() for m in self.control.finditer(header) if m.start() < size < m.end()), size)
+            said = asked[-1].text
+            header, own = (text.rpartition(said)[2] if said else text for text in (prompt, shown))
+            pairs = enumerate(zip(header, own, strict=False))
+            size = next((i for i, (a, b) in pairs if a != b), min(len(header), len(own)))
+            for side in (header, own):  # a difference inside of a token begins with the token
+                size = next((m.start() for m in self.control.finditer(side) if m.start() < size < m.end()), size)
             opened = header.rfind("<think>") > header.rfind("</think>")
             text = own[size:]
             while (match := self.control.match(text)) and match.group() in header[size:]:
@@ -367,18 +440,41 @@ class Player:
         return self.stops.get(match.group()) if match else None
 
 
-def examine(source: str, template: ChatTemplate, only: Callable[[Plan], bool] = lambda plan: True) -> Tally:
+def _without_space(text: str) -> str:
+    return "".join(text.split())
+
+
+def scenarios(template: ChatTemplate) -> list[list[Scenario]]:
+    """All conversations, in groups that are played with a renderer each.
+
+    What a renderer keeps of a conversation must not change the next one, so words come first and last.
+    """
+    everything = [*plain(), *late(), *shots(), *replies(), *contents()]
+    words = [word for word in switching_words(template) if word in template.source]
+    if not words:
+        return [[*everything, *worded(USUAL_WORDS[:1])]]
+    said = list(worded(words))
+    return [[*everything, *said], [*reversed(said), *list(plain())[:2]]]
+
+
+def examine(source: str, template: ChatTemplate, only: Callable[[Scenario], bool] = lambda scenario: True) -> Tally:
     """All conversations with one template, in both modes."""
     tally = Tally()
-    try:
-        player = Player(source, template, tally)
-    except TemplateError:
-        tally.add("refused")
-        return tally
-    for plan in filter(only, plans()):
-        for history in ("append", "template"):
-            try:
-                player.play(plan, history)
-            except Exception as error:
-                tally.add("crashes", f"{history}, {plan}: {type(error).__name__}: {error}")
+    for group in scenarios(template):
+        chosen = [scenario for scenario in group if only(scenario)]
+        if not chosen:
+            continue
+        try:
+            player = Player(source, template)
+        except TemplateError:
+            tally.counts["refused"] += 1
+            return tally
+        for scenario in chosen:
+            for history in ("append", "template"):
+                try:
+                    player.play(scenario, history)
+                except Exception as error:
+                    said = f"{type(error).__name__}: {error}"
+                    player.tally.add(Fault(scenario.name, scenario.detail, history, "", "crashes", said))
+                tally.merge(player.tally)
     return tally

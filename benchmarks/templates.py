@@ -2,7 +2,8 @@
 
     python benchmarks/templates.py            # reads .cache/templates; --fetch downloads the packages first
     python benchmarks/templates.py --write    # writes docs/template_table.md too
-    python benchmarks/templates.py --turns    # whole conversations in both modes, against transformers (about 10 minutes)
+    python benchmarks/templates.py --turns    # whole conversations in both modes, against transformers (about 15 minutes)
+    python benchmarks/templates.py --turns --only qwen3 --scenario words    # some of them, without those made up: --made 0
 
 The tokenizers are trained here, their added tokens are each template's own markers. Last line JSON.
 """
@@ -14,10 +15,12 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -38,7 +41,14 @@ from turnwise.renderers.contract import SCENARIOS, TemplateContract  # noqa: E40
 from turnwise.renderers.recompose import REASONS  # noqa: E402
 from turnwise.types import Message, ToolCall  # noqa: E402
 
+if TYPE_CHECKING:
+    from template_reads import Reads
+    from template_scenarios import Scenario
+    from template_turns import Fault, Tally
+
 USER = Message("user", "Look up amber, please.")
+_SHOWN_FAULTS = 6
+"""Faults of a group that are printed in full."""
 
 
 @dataclass
@@ -178,11 +188,13 @@ def main() -> None:
     parser.add_argument("--turns", action="store_true", help="hold whole conversations against transformers' own rendering")
     parser.add_argument("--made", type=int, default=100, help="--turns: templates made up to keep state across turns")
     parser.add_argument("--only", default="", metavar="TEXT", help="--turns: templates with this in their names")
+    parser.add_argument("--scenario", default="", metavar="NAME", help="--turns: these; `reads` parses alone")
+    parser.add_argument("--jobs", type=int, default=2, help="--turns: processes")
     args = parser.parse_args()
     if args.fetch or not templates():
         fetch()
     if args.turns:
-        turns(args.made, args.only)
+        turns(args.made, args.only, args.scenario, args.jobs)
         return
     rows: list[Row] = []
     crashes: list[str] = []
@@ -211,35 +223,87 @@ def main() -> None:
     print(json.dumps(figures | {"crashes": len(crashes), "unequal": len(unequal)}))
 
 
-def turns(made: int, only: str) -> None:
-    """Play whole conversations with every template in both modes, and with templates made up."""
+def turns(made: int, only: str, scenario: str, jobs: int) -> None:
+    """Play whole conversations with every template in both modes, and with templates of our own and made up."""
+    from template_reads import READ_COUNTS
+    from template_turns import COUNTS, Tally
+
+    total = Tally()
+    names: dict[Fault, list[str]] = {}
+    figures: Counter[str] = Counter(templates=0)
+    reads: Counter[str] = Counter()
+    work = [(name, source, scenario) for name, source in every_template(made) if only in name]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        for (name, *_), (tally, found) in zip(work, pool.map(examined, work), strict=True):
+            figures["templates"] += 1
+            reads.update(found.counts)
+            total.merge(tally)
+            for fault in (*tally.faults, *found.faults):
+                names.setdefault(fault, []).append(name)
+            counted = [f"{word} {tally.counts[word]}" for word in COUNTS if tally.counts[word]]
+            counted += [f"{word} {found.counts[word]}" for word in READ_COUNTS if found.counts[word]]
+            print(f"{name}: {', '.join(counted)}", flush=True)
+
+    print_faults(names)
+    row: dict[str, Any] = {"files": len(templates(more=True)), **figures}
+    row |= {"conversations": total.conversations, **{word: total.counts[word] for word in COUNTS}}
+    row["explained_as"] = dict(total.explained)
+    print(json.dumps(row | {word: reads[word] for word in READ_COUNTS}))
+
+
+def every_template(made: int) -> list[tuple[str, str]]:
+    """The templates of all packages at hand, our own, and some that are made up to keep state across turns."""
     from stateful_kit import sources
-    from template_turns import COUNTS, Tally, examine
+    from template_kit import OWN_TEMPLATES
 
-    total: Counter[str] = Counter()
-    figures = {"templates": 0, "conversations": 0}
-
-    def add(name: str, tally: Tally) -> None:
-        total.update(tally.counts)
-        figures["templates"] += 1
-        figures["conversations"] += tally.conversations
-        print(f"{name}: {', '.join(f'{word} {tally.counts[word]}' for word in COUNTS if tally.counts[word])}")
-        for fault in tally.faults:
-            print(f"    {fault[:600]}")
-        sys.stdout.flush()
-
-    for name, source in distinct():
-        if only in name:
-            add(name, examine(source, template_of(name, source)))
+    rows = [*distinct(more=True), *((f"own/{name}", source) for name, source in OWN_TEMPLATES.items())]
     if made:
 
         @settings(max_examples=made, derandomize=True, database=None, deadline=None)
         @given(sources())
-        def play(source: str) -> None:
-            add("made up", examine(source, template_of("made up", source), lambda plan: plan.system))
+        def collect(source: str) -> None:
+            rows.append((f"made up/{len(rows)}", source))
 
-        play()
-    print(json.dumps({"files": len(templates()), **figures, **{word: total[word] for word in COUNTS}}))
+        collect()
+    return rows
+
+
+def examined(work: tuple[str, str, str]) -> tuple[Tally, Reads]:
+    """Play one template's conversations, and read its replies; in a process of its own."""
+    from template_reads import Reads, read_replies
+    from template_turns import examine
+
+    name, source, chosen = work
+    template = template_of(name, source)
+    of_state = ("all", "tools", "users", "rounds", "late")
+
+    def wanted(scenario: Scenario) -> bool:
+        if name.startswith("made up/") and scenario.name not in of_state:
+            return False
+        return chosen in ("", scenario.name)
+
+    tally = examine(source, template, wanted)
+    return tally, read_replies(source, template) if chosen in ("", "reads") else Reads()
+
+
+def print_faults(names: Mapping[Fault, Sequence[str]]) -> None:
+    """Print the faults by group, the largest first: each with what was built and what transformers wrote."""
+    groups: dict[tuple[str, ...], list[Fault]] = {}
+    for fault in names:
+        groups.setdefault(fault.group, []).append(fault)
+
+    def size(faults: Sequence[Fault]) -> int:
+        return sum(len(names[fault]) for fault in faults)
+
+    for group, faults in sorted(groups.items(), key=lambda row: -size(row[1])):
+        of_group = sorted({name for fault in faults for name in names[fault]})
+        print(f"\n{size(faults)} x {' | '.join(group)}: {len(of_group)} templates: {', '.join(of_group)[:600]}")
+        for fault in faults[:_SHOWN_FAULTS]:
+            print(f"    {names[fault][0]} | {fault.scenario} ({fault.detail}) | {fault.history} | {fault.place}")
+            if fault.said:
+                print(f"        {fault.said[:400]}")
+            if fault.built or fault.wanted:
+                print(f"        built  {fault.built!r}\n        wanted {fault.wanted!r}")
 
 
 def page(rows: Sequence[Row]) -> str:

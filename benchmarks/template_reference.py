@@ -1,0 +1,177 @@
+"""A chat template under transformers: the texts that built prompts are compared with; see `templates.py --turns`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from corpus import SPECIAL, TOOLS
+from template_scenarios import QUESTION, answers, reply_to
+from tokenizers import Tokenizer
+from transformers.utils import chat_template_utils
+
+from turnwise.renderers import ChatTemplate
+from turnwise.renderers.template import ADAPT
+from turnwise.types import Message
+
+MARK = "80316420795318642075"
+
+
+class Refused(Exception):
+    """transformers cannot show a conversation."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a message is given to the template where more than one way is right."""
+
+    joins_parts: bool = True
+    """Whether several texts are one, with line breaks between them; else the template gets a list."""
+    folds_examples: bool = False
+    """Whether thinking and calls in the opening stand in the text if the template has no field for them."""
+
+
+class Reference:
+    """A template under transformers."""
+
+    def __init__(self, source: str, form: ChatTemplate, tokenizer: Tokenizer) -> None:
+        """
+        Args:
+            form: the form in which the template takes messages (contents as parts, arguments as text).
+        """
+        self.source = source
+        self._form = form
+        self._tokenizer = tokenizer
+        self.folds = self._folds_calls = self.cannot = False
+        self.words: tuple[str, ...] = ()
+        """Words that the template may remove from a text."""
+        self.reading = Reading()
+        self.opening = 0
+        """Number of messages that the conversation opened with."""
+        self.reads_calls = True
+        told = answers("tool", 0)
+        asked, calling = Message("user", "u"), reply_to("tool", 0, MARK)
+        rows = ([asked, reply_to("user", 0, MARK)], [asked, calling], [asked, calling, *told])
+        with suppress(Refused):
+            self.text([asked, calling, *told], TOOLS)  # a template that fills lists of its own cannot be run there
+
+        silent = reply_to("tool", 0, None)
+        (call,) = silent.tool_calls
+        marked = replace(silent, tool_calls=(replace(call, arguments={"key": MARK}),))
+        self.reads_calls = self._shows_mark(([asked, marked], [asked, marked, *told]))
+
+        self._adapts = ["", "ids", "user"]
+        while len(self._adapts) > 1 and not self.cannot:  # results not shown otherwise go as a user's words
+            row = ADAPT[self._adapts[0]]([asked, silent, *told])
+            if any(told[0].text in self._try(row, tools) for tools in (TOOLS, ())):
+                break
+            del self._adapts[0]
+
+        if not self._shows_mark(rows) and not self.cannot:
+            self.folds = True
+            self.folds = self._shows_mark(rows)
+        # A template may show either the text of a reply or its calls: then folded thinking would hide the calls.
+        spoken = replace(marked, content="<think>\nSo.\n</think>\n\n")
+        self._folds_calls = self._shows_mark(([asked, spoken], [asked, spoken, *told])) or not self.reads_calls
+
+    def _shows_mark(self, rows: Iterable[Sequence[Message]]) -> bool:
+        for row in rows:
+            for adapt in ("", "ids"):
+                if any(MARK in self._try(ADAPT[adapt](row), tools) for tools in ((), TOOLS)):
+                    return True
+        return False
+
+    def _try(self, messages: Sequence[Message], tools: Any) -> str:
+        try:
+            return self.text(messages, tools)
+        except Refused:
+            return ""
+
+    def text(self, messages: Sequence[Message], tools: Any, prompt: bool = True) -> str:
+        """A conversation as transformers writes it; what the template has no field for stands in the text."""
+        return self._rendered(self._prepared(messages), tools, prompt)
+
+    def _rendered(self, messages: Sequence[Message], tools: Any, prompt: bool) -> str:
+        try:
+            (text,), _ = chat_template_utils.render_jinja_template(
+                conversations=[[self._form._view(message) for message in messages]],
+                tools=list(tools) or self._form._no_tools,
+                chat_template=self.source,
+                add_generation_prompt=prompt,
+                **SPECIAL,
+            )
+        except Exception as error:  # templates raise whatever they like
+            self.cannot |= type(error).__name__ == "SecurityError"
+            raise Refused(f"{type(error).__name__}: {error}") from error
+        return str(text)
+
+    def _prepared(self, messages: Sequence[Message]) -> list[Message]:
+        prepared = []
+        for number, message in enumerate(messages):
+            if number >= self.opening or self.reading.folds_examples:
+                message = self._folded(message)
+            prepared.append(self._joined(message))
+        return prepared
+
+    def _joined(self, message: Message) -> Message:
+        """Join the texts of a content if the template takes texts."""
+        if isinstance(message.content, str) or not self.reading.joins_parts or self._form._parts:
+            return message
+        return replace(message, content="\n".join(map(str, message.content)))
+
+    def _folded(self, message: Message) -> Message:
+        """Put what the template has no field for into the text: calls in Hermes' format, and thinking."""
+        if message.tool_calls and not self.reads_calls:
+            text = "\n".join(part for part in (message.text, hermes(message)) if part)
+            message = replace(message, content=text, tool_calls=())
+        if message.reasoning is None or not self.folds or (message.tool_calls and not self._folds_calls):
+            return message
+        return replace(message, content=f"<think>\n{message.reasoning}\n</think>\n\n{message.text}", reasoning=None)
+
+    def shown(self, messages: Sequence[Message], tools: Any, new: Sequence[Message] = (), prompt: bool = True) -> str:
+        """A conversation with results of tools in the first form in which the new ones are shown."""
+        problem: Refused | None = None
+        prepared = self._prepared(messages)
+        for adapt in self._adapts:
+            try:
+                text = self._rendered(ADAPT[adapt](prepared), tools, prompt)
+            except Refused as error:
+                problem = problem or error
+                continue
+            if all(core in text for message in new for core in self.cores(message)):
+                return text
+        raise problem or Refused("drops what the world said last")
+
+    def cores(self, message: Message) -> list[str]:
+        """The longest piece of each text of a message that the template keeps as it is."""
+        texts = (message.content,) if isinstance(message.content, str) else map(str, message.content)
+        cores = []
+        for text in texts:
+            for word in self.words:
+                text = text.replace(word, MARK)
+            cores.append(max(text.split(MARK), key=len).strip())
+        return cores
+
+    def takes_parts(self, role: str, tools: Any) -> bool:
+        """Whether the template shows a content of several texts as a list of them."""
+        parts = Message(role, ("alpha", "beta"), tool_call_id="call00000", name="look")
+        messages = [*([QUESTION, reply_to("tool", 0, None)] if role == "tool" else []), parts]
+        messages += [QUESTION] if role == "system" else []
+        kept, self.reading = self.reading, Reading(joins_parts=False)
+        text = self._try(messages, tools)
+        self.reading = kept
+        return "alpha" in text and "beta" in text and "'alpha'" not in text and '"alpha"' not in text
+
+    def ids(self, text: str, start: int = 0) -> list[int]:
+        """Ids of a text from a character on; the text is encoded as a whole."""
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        return [i for i, (first, _) in zip(found.ids, found.offsets, strict=True) if first >= start]
+
+
+def hermes(message: Message) -> str:
+    """The calls of a reply as a model writes them whose template has no format of its own."""
+    rows = [{"name": call.name, "arguments": dict(call.arguments)} for call in message.tool_calls]
+    return "\n".join(f"<tool_call>\n{json.dumps(row, ensure_ascii=False)}\n</tool_call>" for row in rows)
