@@ -18,6 +18,8 @@ from turnwise.renderers.template import ADAPT
 from turnwise.types import Message
 
 MARK = "80316420795318642075"
+_MAX_TEXTS = 1000
+"""Texts that are kept."""
 
 
 class Refused(Exception):
@@ -46,6 +48,7 @@ class Reference:
         self._form = form
         self._tokenizer = tokenizer
         self.folds = self._folds_calls = self.cannot = False
+        self._texts: dict[str, str | Refused] = {}
         self.words: tuple[str, ...] = ()
         """Words that the template may remove from a text."""
         self.reading = Reading()
@@ -61,7 +64,7 @@ class Reference:
         silent = reply_to("tool", 0, None)
         (call,) = silent.tool_calls
         marked = replace(silent, tool_calls=(replace(call, arguments={"key": MARK}),))
-        self.reads_calls = self._shows_mark(([asked, marked], [asked, marked, *told]))
+        self.reads_calls = self.cannot or self._shows_mark(([asked, marked], [asked, marked, *told]))
 
         self._adapts = ["", "ids", "user"]
         while len(self._adapts) > 1 and not self.cannot:  # results not shown otherwise go as a user's words
@@ -95,9 +98,21 @@ class Reference:
         return self._rendered(self._prepared(messages), tools, prompt)
 
     def _rendered(self, messages: Sequence[Message], tools: Any, prompt: bool) -> str:
+        views = [self._form._view(message) for message in messages]
+        key = json.dumps([views, tools, prompt])
+        if key not in self._texts:  # both modes ask for the same texts
+            if len(self._texts) >= _MAX_TEXTS:
+                self._texts.clear()
+            self._texts[key] = self._try_rendering(views, tools, prompt)
+        found = self._texts[key]
+        if isinstance(found, Refused):
+            raise found
+        return found
+
+    def _try_rendering(self, views: list[Any], tools: Any, prompt: bool) -> str | Refused:
         try:
             (text,), _ = chat_template_utils.render_jinja_template(
-                conversations=[[self._form._view(message) for message in messages]],
+                conversations=[views],
                 tools=list(tools) or self._form._no_tools,
                 chat_template=self.source,
                 add_generation_prompt=prompt,
@@ -105,7 +120,7 @@ class Reference:
             )
         except Exception as error:  # templates raise whatever they like
             self.cannot |= type(error).__name__ == "SecurityError"
-            raise Refused(f"{type(error).__name__}: {error}") from error
+            return Refused(f"{type(error).__name__}: {error}")
         return str(text)
 
     def _prepared(self, messages: Sequence[Message]) -> list[Message]:

@@ -36,6 +36,8 @@ from turnwise.renderers.recompose import REASONS
 from turnwise.types import Message
 
 COUNTS = ("equal", "branched", "refused", "explained", "wrong", "unexplained", "crashes")
+_GROUPED_CHARS = 60
+"""Characters by which crashes are grouped."""
 _WINDOW_BEFORE, _WINDOW_AFTER = 12, 30
 """Ids shown before and after the first difference."""
 
@@ -59,9 +61,8 @@ class Fault:
     def group(self) -> tuple[str, ...]:
         """Faults that look alike."""
         place = re.sub(r"\d+", "N", self.place)
-        if self.said:
-            return (self.outcome, self.scenario, self.history, place, re.sub(r"\d+", "N", self.said)[:60])
-        return (self.outcome, self.scenario, self.history, place, "differs")
+        said = self.said.partition(":")[0] if self.outcome != "crashes" else self.said[:_GROUPED_CHARS]
+        return (self.outcome, self.scenario, self.history, place, said or "differs")
 
 
 @dataclass
@@ -168,6 +169,8 @@ class Player:
 
     def _play(self, scenario: Scenario, history: str) -> None:
         opened = self.opened(scenario, history)
+        if history == "template":  # the opening is the same in both modes
+            self.tally = Tally()
         if opened is None:
             return
         self.tally.conversations += 1
@@ -215,7 +218,6 @@ class Player:
             return None
         if ids != wanted:
             self.tally.add(fault("wrong", "", *self.windows(ids, wanted)))
-            return None if self.renderer.decode(ids) == self.renderer.decode(wanted) else ids
         return ids
 
     def turn(self, talk: Conversation, place: str, cut: str, new: list[Message]) -> Extend | Branch | None:
@@ -378,6 +380,8 @@ class Player:
                 text, stop = self.written(asked, wanted, new, tools)
             except Refused:
                 continue
+            if wanted.reasoning and self.reference.folds and wanted.reasoning not in text:
+                text = f"<think>\n{wanted.reasoning}\n</think>\n\n{text}"  # the model thinks all the same
             ids = [*self.reference.ids(text), stop]
             told = self.renderer.parse(ids, tools)
             if wanted.tool_calls and "look" not in text:  # a reply that ends before its calls
@@ -399,7 +403,9 @@ class Player:
         prompt = self.reference.shown(asked, tools)
         shown = self.reference.shown([*asked, wanted], tools, prompt=False)
         text = shown[len(prompt) :]
-        thought = self.reference.shown([*asked, replace(wanted, reasoning=MARK)], tools, prompt=False)
+        thought = shown
+        if not shown.startswith(prompt):
+            thought = self.reference.shown([*asked, replace(wanted, reasoning=MARK)], tools, prompt=False)
         if not shown.startswith(prompt) and thought.startswith(prompt) and thought.count(MARK) == 1:
             shown = thought.replace(MARK, wanted.reasoning or "")  # the prompt has opened the thinking
             text = shown[len(prompt) :]

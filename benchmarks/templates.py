@@ -189,12 +189,15 @@ def main() -> None:
     parser.add_argument("--made", type=int, default=100, help="--turns: templates made up to keep state across turns")
     parser.add_argument("--only", default="", metavar="TEXT", help="--turns: templates with this in their names")
     parser.add_argument("--scenario", default="", metavar="NAME", help="--turns: these; `reads` parses alone")
+    parser.add_argument("--part", default="0/1", metavar="I/N", help="--turns: every Nth template, from the Ith")
     parser.add_argument("--jobs", type=int, default=2, help="--turns: processes")
     args = parser.parse_args()
     if args.fetch or not templates():
         fetch()
     if args.turns:
-        turns(args.made, args.only, args.scenario, args.jobs)
+        number, _, count = args.part.partition("/")
+        work = [(name, source, args.scenario) for name, source in every_template(args.made) if args.only in name]
+        turns(work[int(number) :: int(count)], args.jobs)
         return
     rows: list[Row] = []
     crashes: list[str] = []
@@ -223,8 +226,8 @@ def main() -> None:
     print(json.dumps(figures | {"crashes": len(crashes), "unequal": len(unequal)}))
 
 
-def turns(made: int, only: str, scenario: str, jobs: int) -> None:
-    """Play whole conversations with every template in both modes, and with templates of our own and made up."""
+def turns(work: Sequence[tuple[str, str, str]], jobs: int) -> None:
+    """Play whole conversations with templates in both modes: each a name, a source, and the scenario to play or all."""
     from template_reads import READ_COUNTS
     from template_turns import COUNTS, Tally
 
@@ -232,7 +235,6 @@ def turns(made: int, only: str, scenario: str, jobs: int) -> None:
     names: dict[Fault, list[str]] = {}
     figures: Counter[str] = Counter(templates=0)
     reads: Counter[str] = Counter()
-    work = [(name, source, scenario) for name, source in every_template(made) if only in name]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         for (name, *_), (tally, found) in zip(work, pool.map(examined, work), strict=True):
             figures["templates"] += 1
