@@ -150,7 +150,8 @@ class Reference:
         """A conversation with results of tools in the first form in which the new ones are shown."""
         problem: Refused | None = None
         prepared = self._prepared(messages)
-        for adapt in self._adapts:
+        told = any(message.role == "tool" for message in messages)
+        for adapt in self._adapts if told else [""]:
             try:
                 text = self._rendered(ADAPT[adapt](prepared), tools, prompt)
             except Refused as error:

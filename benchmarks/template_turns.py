@@ -187,7 +187,7 @@ class Player:
                 reply, sampled, canonical = self.reply(talk.messages, turn.reply, new, scenario.tools)
                 talk.exact = talk.exact and canonical
             if not reply.tool_calls:  # one that makes no calls is answered in words
-                new = [Message("user", m.content or "And then?") if m.role == "tool" else m for m in new]
+                new = [Message("user", new[0].content or "And then?")] if new[0].role == "tool" else new
             talk.sampled(reply, sampled)
 
             found = self.turn(talk, f"turn {number} ({' '.join(m.role for m in new)})", turn.cut, new)
@@ -448,9 +448,11 @@ class Player:
         """Whether the template writes a reply in this text."""
         try:
             prompt = self.reference.shown(messages, tools)
-            return self.reference.shown([*messages, reply], tools, prompt=False).startswith(prompt + text)
+            shown = self.reference.shown([*messages, reply], tools, prompt=False)
         except Refused:
             return False
+        rest = shown.removeprefix(prompt + text)
+        return shown.startswith(prompt + text) and not (text[-1:].isspace() and rest[:1].isspace())
 
     def _following(self, shown: str, messages: Sequence[Message], new: Sequence[Message], tools: Any) -> int | None:
         """The stop of a reply that what follows it ends, its header; None where nothing does."""
