@@ -47,7 +47,8 @@ class Reference:
         self.source = source
         self._form = form
         self._tokenizer = tokenizer
-        self.folds = self._folds_calls = self.cannot = False
+        self.folds = self.cannot = False
+        self._folds_calls = True
         self._texts: dict[str, str | Refused] = {}
         self.words: tuple[str, ...] = ()
         """Words that the template may remove from a text."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from corpus import TOOLS, distinct, fetch, template_of, templates, tokenizer_of  # noqa: E402
+from corpus import PACKAGES, TOOLS, distinct, fetch, template_of, templates, tokenizer_of  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 
 from turnwise.errors import TemplateError  # noqa: E402
@@ -192,8 +192,10 @@ def main() -> None:
     parser.add_argument("--part", default="0/1", metavar="I/N", help="--turns: every Nth template, from the Ith")
     parser.add_argument("--jobs", type=int, default=2, help="--turns: processes")
     args = parser.parse_args()
-    if args.fetch or not templates():
+    if args.fetch:
         fetch()
+    elif not templates():
+        fetch(*PACKAGES)
     if args.turns:
         number, _, count = args.part.partition("/")
         work = [(name, source, args.scenario) for name, source in every_template(args.made) if args.only in name]
