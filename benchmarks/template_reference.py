@@ -158,9 +158,23 @@ class Reference:
             except Refused as error:
                 problem = problem or error
                 continue
-            if all(core in text for message in new for core in self.cores(message)):
+            is_shown = all(core in text for message in new for core in self.cores(message))
+            if is_shown and not self._drops_empty(text, prepared, new, adapt, tools, prompt):
                 return text
         raise problem or Refused("drops what the world said last")
+
+    def _drops_empty(
+        self, text: str, messages: Sequence[Message], new: Sequence[Message], adapt: str, tools: Any, prompt: bool
+    ) -> bool:
+        """Whether a conversation is shown as if its new messages without a text were not there."""
+        empty = {id(message) for message in new if not any(self.cores(message))}
+        others = [message for message in messages if id(message) not in empty]
+        if len(others) == len(messages):
+            return False
+        try:
+            return self._rendered(ADAPT[adapt](others), tools, prompt) == text
+        except Refused:
+            return False
 
     def cores(self, message: Message) -> list[str]:
         """The longest piece of each text of a message that the template keeps as it is."""
