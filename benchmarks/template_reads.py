@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 from corpus import TOOLS
@@ -84,7 +85,11 @@ def _read(player: Player, kind: str, wanted: Message, tools: Any, reads: Reads) 
         wanted = replace(wanted, reasoning=None)  # the template has no field for thinking
 
     text, stop = player.written([QUESTION], wanted, [Message("user", "And then?")], tools)
-    ids = [*reference.ids(text), stop]
+    if text.lstrip().startswith(renderer.contract.prefix):  # not where the generation prompt writes it
+        text = text.lstrip().removeprefix(renderer.contract.prefix)
+    ids = reference.ids(text)
+    # A template that ends such a reply without a stop goes on with a header, which no reply contains.
+    ids = [*takewhile(lambda i: i not in renderer.invalid_ids, ids), stop]
     found = renderer.parse(ids, tools)
     what = "calls" if wanted.tool_calls else "texts"
     reads.counts[f"{what}_rendered"] += 1
@@ -114,6 +119,10 @@ def is_warned(player: Player, wanted: Message) -> bool:
 
 
 def _contents(message: Message) -> tuple[Any, ...]:
-    """What has to be equal of two replies."""
-    calls = [(call.name, dict(call.arguments), call.error) for call in message.tool_calls]
-    return (message.reasoning or "").strip(), message.text.strip(), calls
+    """What has to be equal of two replies: the calls, else the thinking and the text.
+
+    Some templates leave out the text beside a call.
+    """
+    if message.tool_calls:
+        return tuple((call.name, dict(call.arguments), call.error) for call in message.tool_calls)
+    return (message.reasoning or "").strip(), message.text.strip()

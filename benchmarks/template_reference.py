@@ -47,7 +47,8 @@ class Reference:
         self.source = source
         self._form = form
         self._tokenizer = tokenizer
-        self.folds = self._folds_calls = self.cannot = False
+        self.folds = self.cannot = False
+        self._folds_calls = True
         self._texts: dict[str, str | Refused] = {}
         self.words: tuple[str, ...] = ()
         """Words that the template may remove from a text."""
@@ -150,15 +151,30 @@ class Reference:
         """A conversation with results of tools in the first form in which the new ones are shown."""
         problem: Refused | None = None
         prepared = self._prepared(messages)
-        for adapt in self._adapts:
+        told = any(message.role == "tool" for message in messages)
+        for adapt in self._adapts if told else [""]:
             try:
                 text = self._rendered(ADAPT[adapt](prepared), tools, prompt)
             except Refused as error:
                 problem = problem or error
                 continue
-            if all(core in text for message in new for core in self.cores(message)):
+            is_shown = all(core in text for message in new for core in self.cores(message))
+            if is_shown and not self._drops_empty(text, prepared, new, adapt, tools, prompt):
                 return text
         raise problem or Refused("drops what the world said last")
+
+    def _drops_empty(
+        self, text: str, messages: Sequence[Message], new: Sequence[Message], adapt: str, tools: Any, prompt: bool
+    ) -> bool:
+        """Whether a conversation is shown as if its new messages without a text were not there."""
+        empty = {id(message) for message in new if not any(self.cores(message))}
+        others = [message for message in messages if id(message) not in empty]
+        if len(others) == len(messages):
+            return False
+        try:
+            return self._rendered(ADAPT[adapt](others), tools, prompt) == text
+        except Refused:
+            return False
 
     def cores(self, message: Message) -> list[str]:
         """The longest piece of each text of a message that the template keeps as it is."""

@@ -187,7 +187,7 @@ class Player:
                 reply, sampled, canonical = self.reply(talk.messages, turn.reply, new, scenario.tools)
                 talk.exact = talk.exact and canonical
             if not reply.tool_calls:  # one that makes no calls is answered in words
-                new = [Message("user", m.content or "And then?") if m.role == "tool" else m for m in new]
+                new = [Message("user", new[0].content or "And then?")] if new[0].role == "tool" else new
             talk.sampled(reply, sampled)
 
             found = self.turn(talk, f"turn {number} ({' '.join(m.role for m in new)})", turn.cut, new)
@@ -283,7 +283,7 @@ class Player:
             decode = self.renderer.decode
             same = _without_space(decode(built)) == _without_space(decode(wanted))
         if not same:
-            return "wrong", "", *self.windows(built, wanted)
+            return "wrong", "", *self.windows(built, wanted, spaces=talk.exact)
         if isinstance(found, Branch):
             return "branched" if found.reason in REASONS else "unexplained", found.reason
         return ("equal",)
@@ -302,12 +302,28 @@ class Player:
         last = next((core for message in reversed(new) for core in self.reference.cores(message) if core), "")
         return bool(last and reply.text) and reply.text in self.renderer.decode(wanted).rpartition(last)[2]
 
-    def windows(self, got: Sequence[int], wanted: Sequence[int]) -> tuple[str, str]:
-        """The texts around the first difference."""
-        pairs = enumerate(zip(got, wanted, strict=False))
-        at = next((i for i, (a, b) in pairs if a != b), min(len(got), len(wanted)))
-        place = slice(max(0, at - _WINDOW_BEFORE), at + _WINDOW_AFTER)
-        return self.renderer.decode(got[place]), self.renderer.decode(wanted[place])
+    def windows(self, got: Sequence[int], wanted: Sequence[int], *, spaces: bool = True) -> tuple[str, str]:
+        """The texts around the first difference; around the first beside white space if `spaces` do not count."""
+        decode = self.renderer.decode
+        if spaces:
+            pairs = enumerate(zip(got, wanted, strict=False))
+            at = next((i for i, (a, b) in pairs if a != b), min(len(got), len(wanted)))
+            place = slice(max(0, at - _WINDOW_BEFORE), at + _WINDOW_AFTER)
+            return decode(got[place]), decode(wanted[place])
+
+        built, right = decode(got), decode(wanted)
+        here = there = 0
+        while here < len(built) and there < len(right):
+            if built[here] == right[there]:
+                here, there = here + 1, there + 1
+            elif built[here].isspace():
+                here += 1
+            elif right[there].isspace():
+                there += 1
+            else:
+                break
+        before, after = 4 * _WINDOW_BEFORE, 4 * _WINDOW_AFTER
+        return built[max(0, here - before) : here + after], right[max(0, there - before) : there + after]
 
     def tail(
         self, messages: Sequence[Message], sampled: Sequence[int], new: Sequence[Message], tools: Any, cut: str = ""
@@ -432,9 +448,11 @@ class Player:
         """Whether the template writes a reply in this text."""
         try:
             prompt = self.reference.shown(messages, tools)
-            return self.reference.shown([*messages, reply], tools, prompt=False).startswith(prompt + text)
+            shown = self.reference.shown([*messages, reply], tools, prompt=False)
         except Refused:
             return False
+        rest = shown.removeprefix(prompt + text)
+        return shown.startswith(prompt + text) and not (text[-1:].isspace() and rest[:1].isspace())
 
     def _following(self, shown: str, messages: Sequence[Message], new: Sequence[Message], tools: Any) -> int | None:
         """The stop of a reply that what follows it ends, its header; None where nothing does."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from corpus import TOOLS, distinct, fetch, template_of, templates, tokenizer_of  # noqa: E402
+from corpus import PACKAGES, TOOLS, distinct, fetch, template_of, templates, tokenizer_of  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 
 from turnwise.errors import TemplateError  # noqa: E402
@@ -188,12 +188,14 @@ def main() -> None:
     parser.add_argument("--turns", action="store_true", help="hold whole conversations against transformers' own rendering")
     parser.add_argument("--made", type=int, default=100, help="--turns: templates made up to keep state across turns")
     parser.add_argument("--only", default="", metavar="TEXT", help="--turns: templates with this in their names")
-    parser.add_argument("--scenario", default="", metavar="NAME", help="--turns: these; `reads` parses alone")
+    parser.add_argument("--scenario", default="", metavar="NAME", help="--turns: these, with commas; `reads` parses alone")
     parser.add_argument("--part", default="0/1", metavar="I/N", help="--turns: every Nth template, from the Ith")
     parser.add_argument("--jobs", type=int, default=2, help="--turns: processes")
     args = parser.parse_args()
-    if args.fetch or not templates():
+    if args.fetch:
         fetch()
+    elif not templates():
+        fetch(*PACKAGES)
     if args.turns:
         number, _, count = args.part.partition("/")
         work = [(name, source, args.scenario) for name, source in every_template(args.made) if args.only in name]
@@ -275,17 +277,18 @@ def examined(work: tuple[str, str, str]) -> tuple[Tally, Reads]:
     from template_reads import Reads, read_replies
     from template_turns import examine
 
-    name, source, chosen = work
+    name, source, names = work
+    chosen = names.split(",") if names else []
     template = template_of(name, source)
     of_state = ("all", "tools", "users", "rounds", "late")
 
     def wanted(scenario: Scenario) -> bool:
         if name.startswith("made up/") and scenario.name not in of_state:
             return False
-        return chosen in ("", scenario.name)
+        return not chosen or scenario.name in chosen
 
     tally = examine(source, template, wanted)
-    return tally, read_replies(source, template) if chosen in ("", "reads") else Reads()
+    return tally, read_replies(source, template) if not chosen or "reads" in chosen else Reads()
 
 
 def print_faults(names: Mapping[Fault, Sequence[str]]) -> None:
