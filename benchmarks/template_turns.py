@@ -272,8 +272,8 @@ class Player:
             if found.ids == wanted:
                 return ("equal",)
             if self.moves_reply(talk.messages[-1], wanted, new):
-                if self.renderer.contract.kind == "rewrites messages":
-                    return "explained", "rewrites messages"
+                if self.renderer.contract.moves_text:
+                    return "explained", "moves text"
                 return "wrong", "check does not say that the reply's text moves", *self.windows(found.ids, wanted)
             return "wrong", "", *self.windows(found.ids, wanted)
 

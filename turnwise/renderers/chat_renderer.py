@@ -31,7 +31,6 @@ from turnwise.renderers.template import (
     ASKED,
     ChatTemplate,
     adapt_template,
-    calls_as_text,
     digest,
     random_mark,
 )
@@ -262,16 +261,16 @@ class ChatRenderer:
         return self._open_shapes[key]
 
     def _shown(self, messages: Sequence[Message], tools: Tools) -> Sequence[Message]:
-        """Return an opening's messages in a form in which the template shows the calls and results of a demonstration.
+        """Return an opening's messages in a form in which the template shows all of a demonstration.
 
-        Calls that it has no place for become text in the format in which replies are parsed, results a user's words.
+        Thinking and calls that it has no place for become text, in the format in which replies are parsed; results become a
+        user's words.
 
         Raises `TemplateError` if the template drops a result in every form.
         """
+        messages = [self._composer.demonstration(m) if m.tool_calls or m.reasoning else m for m in messages]
         if not any(m.role == "tool" or m.tool_calls for m in messages):
             return messages
-        if not self._composer.shows_calls:
-            messages = list(map(calls_as_text, messages))
         forms = self._probe.result_forms(messages)
         for name in forms:
             adapted = ADAPT[name](messages)

@@ -162,9 +162,8 @@ class ReplyPlaceholders:
 
     def adapted(self, messages: Sequence[Message], replies: Sequence[SampledReply]) -> tuple[list[Message], list[SampledReply]]:
         """Return a conversation with tool results, and calls of demonstrations, in the form that the template renders."""
-        if not self.reads_calls:
-            sampled = {reply.message for reply in replies}
-            messages = [m if number in sampled else calls_as_text(m) for number, m in enumerate(messages)]
+        sampled = {reply.message for reply in replies}
+        messages = [m if number in sampled else self.demonstration(m) for number, m in enumerate(messages)]
         adapt = self._adapt
         rows: list[Message] = []
         moved: list[SampledReply] = []
@@ -175,6 +174,14 @@ class ReplyPlaceholders:
             rows += adapt([messages[reply.message]])
             low = reply.message + 1
         return rows + adapt(messages[low:]), moved
+
+    def demonstration(self, message: Message) -> Message:
+        """Return a reply that was not sampled, with calls and thinking for which the template has no place in its text."""
+        if message.role != "assistant":
+            return message
+        if not self.reads_calls:
+            message = calls_as_text(message)
+        return self._with_folded_reasoning(message)
 
     def _with_calls_as_text(self, message: Message, ids: Sequence[int]) -> Message:
         """Return a reply with its calls in its text, as they were sampled."""
@@ -369,7 +376,7 @@ class ConversationComposer:
         messages, _, where = self._media.move_tool_images(messages)
         if where:
             replies = [reply._replace(message=where[reply.message]) for reply in replies]
-        if any(message.role == "tool" or message.tool_calls for message in messages):
+        if any(message.role == "tool" or message.tool_calls or message.reasoning for message in messages):
             messages, replies = self._placeholders.adapted(messages, replies)
         first_new = replies[-1].message + 1 if replies else 0
         stubs = [self._placeholders.make(messages, reply, tools) for reply in replies]
@@ -398,10 +405,9 @@ class ConversationComposer:
         reason = self._reason(keep, stubs, why)
         return Branch(keep, prompt[keep:], reason, found.neutralised, found.control, reply_starts, rest, moved)
 
-    @property
-    def shows_calls(self) -> bool:
-        """Whether the template writes the calls of a reply."""
-        return self._placeholders.reads_calls
+    def demonstration(self, message: Message) -> Message:
+        """See `ReplyPlaceholders.demonstration`."""
+        return self._placeholders.demonstration(message)
 
     # Positions of replies
 
@@ -538,9 +544,16 @@ class ConversationComposer:
         if (mismatch := self._mismatch(stub, text[first - size : first], after[:before], moved)) is not None:
             return mismatch
         if not self._placeholders.closed(stub.reply):
-            return _ReplyPosition(first - size, last + before, False)
+            return _ReplyPosition(first - size, last + self._sampled_of_close(stub, after[:before]), False)
         swapped = self._stops.get(token) != stub.reply.ids[-1]
         return _ReplyPosition(first - size, last + before + (0 if swapped else len(token)), swapped)
+
+    def _sampled_of_close(self, stub: ReplyPlaceholder, close: str) -> int:
+        """Return how many characters of the text before the stop a reply that was cut off contains: all or none."""
+        if stub.bare.calls:
+            return len(close)  # the end of a call's arguments is a part of the call
+        sampled = _without_space(self._codec.decode(stub.reply.ids))
+        return len(close) if sampled.endswith(_without_space(close) or close) else 0
 
     def _mismatch(self, stub: ReplyPlaceholder, lead: str, rest: str, moved: bool) -> str | None:
         """Return why a reply is not rendered as sampled, by the template text before and after its content.
