@@ -54,11 +54,9 @@ def malformed_call(cause: str, message: str, name: str = "", given_id: str = "",
     return ToolCall(name, {}, given_id, message, cause, raw)
 
 
-def unopened_call(shown: str, beginning: str) -> ToolCall:
+def unopened_call(part: str, beginning: str) -> ToolCall:
     """Make the malformed call of a reply that shows a part of a call, but not the mark that begins one."""
-    return malformed_call(
-        "unopened", f"the tool call has no beginning: {shown} stands outside of a call; begin it with {beginning}"
-    )
+    return malformed_call("unopened", f"the tool call has no beginning: {part} is outside of a call; begin it with {beginning}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +221,7 @@ class ReplyFormat:
         return any(0 <= text.find(dialect.open) < end for dialect in self.dialects)
 
     def _calls(self, text: str, tools: Tools) -> tuple[tuple[ToolCall, ...], str]:
-        """Return the calls of a reply behind its thinking, and its text without them."""
+        """Return the calls of a reply after its thinking, and its text without them."""
         found: list[ToolCall] = []
         outside = text
         for dialect in self.dialects:
@@ -243,7 +241,7 @@ class ReplyFormat:
         return finish_calls(found, tools) if found else (), visible
 
     def _called_by_header(self, text: str, tools: Tools) -> tuple[ToolCall, ...]:
-        """Return the malformed call of a text that has the header of one, and no call behind it."""
+        """Return the malformed call of a text that has the header of one, and no call after it."""
         assert self.header is not None
         recipients = {match[1] for match in self.header.finditer(text)}
         begins = self.dialects[0].open
@@ -268,7 +266,7 @@ BARE_ENDS = ("}", "]", ")", "`", "\n", " ")
 
 
 def is_mentioned(text: str, mark: str) -> bool:
-    """Return whether a text only talks about a mark: it is in quotes, or in a code span, wherever it stands."""
+    """Return whether a text only talks about a mark: it is in quotes, or in a code span, wherever it is."""
     at = text.find(mark)
     while at >= 0:
         quote = text[at - 1 : at] if at else ""

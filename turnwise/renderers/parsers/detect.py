@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from turnwise.renderers.parsers.base import Parser
+from turnwise.renderers.parsers.base import Parser, ReplyFormat
 from turnwise.renderers.parsers.formats import FORMATS
 from turnwise.renderers.parsers.special_formats import BARE
 from turnwise.renderers.template import ChatTemplate, probe_tool
@@ -28,8 +28,18 @@ def detect_format(rendered: str) -> str | None:
     if PROBE_NAME not in rendered:
         if PROBE_REASON not in rendered:
             return None
-        return next((p.name for p in FORMATS if PROBE_REASON in (p.parse(rendered).reasoning or "")), None)
+        return next((parser.name for parser in FORMATS if _splits_thinking(parser, rendered)), None)
     return next((parser.name for text in without_call_endings(rendered) for parser in FORMATS if _reads(parser, text)), None)
+
+
+def _splits_thinking(parser: Parser, rendered: str) -> bool:
+    """Return whether a parser finds the end of the probe's thinking."""
+    if isinstance(parser, ReplyFormat):
+        # The header of the message is before the thinking, and may have the mark that closes it.
+        start = max(0, rendered.rfind(parser.thinking.open.strip(), 0, rendered.find(PROBE_REASON)))
+        rendered = rendered[start:]
+    message = parser.parse(rendered, thinking=True)
+    return PROBE_REASON in (message.reasoning or "") and bool(message.text.strip())
 
 
 def _reads(parser: Parser, text: str) -> bool:

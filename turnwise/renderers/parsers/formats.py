@@ -239,6 +239,13 @@ def _granite(body: str, tools: Tools) -> list[ToolCall]:
     return _JSON_LIST(text)
 
 
+_GIGACHAT_END = "<|message_sep|>"
+
+
+def _gigachat(body: str, tools: Tools) -> list[ToolCall]:
+    return _JSON(body.rstrip().removesuffix(_GIGACHAT_END))
+
+
 _MINIMAX_TAGS = _minimax_tags("invoke", "parameter")
 _MINICPM = replace(_minimax_tags("function", "param"), cdata=True)
 
@@ -357,8 +364,8 @@ FORMATS: tuple[Parser, ...] = (
     ReplyFormat("nemotron_v2", (CallSyntax("<TOOLCALL>", _JSON_LIST, "</TOOLCALL>"),), bare=_BARE_JSON),
     ReplyFormat(
         "gigachat",
-        (CallSyntax("<|function_call|>", _JSON), CallSyntax("function call<|role_sep|>\n", _JSON)),
-        dropped=("<|message_sep|>",),
+        (CallSyntax("<|function_call|>", _gigachat), CallSyntax("function call<|role_sep|>\n", _gigachat)),
+        dropped=(_GIGACHAT_END,),
         bare=_BARE_JSON,
     ),
     ReplyFormat("functionary", (CallSyntax("<function=", _FUNCTIONARY, "</function>"),), bare=_BARE_FUNCTIONARY),

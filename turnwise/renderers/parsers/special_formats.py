@@ -285,13 +285,13 @@ class Bare:
         return not begins.lastindex or begins[1] in map(name_of, tools) or body.endswith(")]")
 
     def _without_call(self, body: str) -> ToolCall:
-        """Return the malformed call of a reply with the marks before a call and none behind them."""
+        """Return the malformed call of a reply with the marks before a call and none after them."""
         if not body:
-            return malformed_call("truncated", "the tool call is cut off behind its marks")
-        return malformed_call("not_a_call", f"no tool call stands behind its marks; it begins with {self.example}")
+            return malformed_call("truncated", "the tool call is cut off after its marks")
+        return malformed_call("not_a_call", f"no tool call follows its marks; it begins with {self.example}")
 
     def _is_half(self, text: str, tools: Tools) -> bool:
-        """Return whether a text begins with a part of a call and ends as one; behind words, it is an answer."""
+        """Return whether a text begins with a part of a call and ends as one; after words, it is an answer."""
         if not text.endswith(BARE_ENDS) or not text.rstrip().endswith(BARE_ENDS[:4]):
             return bool(self.end) and self.end in text and not is_mentioned(text, self.end)
         names = {name_of(tool) for tool in tools}
@@ -299,7 +299,7 @@ class Bare:
 
 
 _MARK = "<|python_tag|>"
-# Llama 4 may put a reply's text between these marks, and the calls behind them.
+# Llama 4 may put a reply's text between these marks, and the calls after them.
 _LLAMA_MARKS = re.compile(r"<\|python_start\|>(?:(.*?)(?:<\|python_end\|>|\Z))?", re.DOTALL)
 _BETWEEN = re.compile(r"\s*;?\s*(?=\{)")
 _DECODER = json.JSONDecoder()
