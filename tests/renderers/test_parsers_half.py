@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
+import orjson
 import pytest
 
 from tests.renderers.test_parsers import GOLDEN, MORE, TOOLS
-from turnwise.renderers.parsers import PARSERS
-from turnwise.types import Message
+from turnwise.records.run_dir import to_json
+from turnwise.records.serialization import message_row, read_message
+from turnwise.renderers import ChatTemplate
+from turnwise.renderers.parsers import PARSERS, parser_for_template
+from turnwise.types import Message, ToolCall
 
 EXAMPLES = [*GOLDEN.items(), *((name, text) for name, text, _ in MORE.values())]
 SAID = "Let me see."
@@ -133,3 +139,53 @@ def test_bare_keys_of_gemma_are_read_up_to_the_colon():
         text = f'<|tool_call>call:look_up{{n:[1,2.5,{{{key}:None}}],{key}:<|"|>a,b:{{c}}<|"|>,m:1e-05}}<tool_call|>'
         (call,) = PARSERS["gemma"].parse(text, TOOLS).tool_calls
         assert (call.arguments, call.error) == ({"n": [1, 2.5, {key: None}], key: "a,b:{c}", "m": 1e-05}, None)
+
+
+NUMBERS = {
+    "hermes": '<tool_call>{{"name": "look_up", "arguments": {{"limit": {}}}}}</tool_call>',
+    "lfm2": "<|tool_call_start|>[look_up(limit={})]<|tool_call_end|>",
+    "gemma": "<|tool_call>call:look_up{{limit:{}}}<tool_call|>",
+    "deepseek": (
+        '<｜DSML｜tool_calls><｜DSML｜invoke name="look_up"><｜DSML｜parameter name="limit" string="false">{}'
+        "</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜tool_calls>"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_no_float_holds_is_refused(name):
+    for number in ("1e999", "-1e999", "[1.0, 2e308]"):
+        (call,) = PARSERS[name].parse(NUMBERS[name].format(number), TOOLS).tool_calls
+        assert (call.arguments, call.cause) == ({}, "not_json")
+        assert "too large" in call.error
+
+
+@pytest.mark.parametrize("number", [2**63, 2**64, -(2**63) - 1, 10**40, "\ud800", {"\udc00": ["\ud800", 10**30]}])
+def test_arguments_are_recorded_as_they_were_played(number):
+    text = NUMBERS["hermes"].format(json.dumps(number))
+    message = PARSERS["hermes"].parse(text, TOOLS)
+    assert message.tool_calls[0].arguments == {"limit": number}
+    assert read_message(orjson.loads(to_json(message_row(message)))) == message
+
+
+TAGGED = """
+{%- for m in messages -%}<|im_start|>{{ m.role }}
+{{ m.content }}{%- for c in m.tool_calls or [] -%}<tool_call><function={{ c.function.name }}>
+{%- for k, v in c.function.arguments.items() -%}<parameter={{ k }}>NEWLINE{{ v }}NEWLINE</parameter>{%- endfor -%}
+</function></tool_call>{%- endfor -%}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}
+"""
+
+
+@pytest.mark.parametrize("newline", ["", "{{ '\\n' }}"])
+@pytest.mark.parametrize("value", ["a", "\na", "a\n", "\na\n", "\n", "\n\n", "a\n\nb", ""])
+def test_line_breaks_at_an_argument_s_ends_survive_as_the_template_writes_them(newline, value):
+    template = ChatTemplate(TAGGED.replace("NEWLINE", newline))
+    parser = parser_for_template(template)
+    assert parser is not None
+    assert parser.name == "qwen3_coder"
+    text = template.render([Message("user", "u"), Message("assistant", "", (ToolCall("look_up", {"key": value}),))])
+    (call,) = parser.parse(text.rpartition("assistant\n")[2].removesuffix("<|im_end|>\n"), TOOLS).tool_calls
+    assert (call.arguments, call.error) == ({"key": value}, None)
