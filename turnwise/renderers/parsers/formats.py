@@ -1,7 +1,10 @@
 r"""Table of reply formats, one row per model family, in the order in which a template's format is looked for.
 
 Each example calls `look_up` with the key "a"; `\n` is a line break. Where arguments are bare text, the tool's JSON schema
-decides what `5` is (see `readers.coerce`).
+decides what `5` is (see `readers.coerce`). Line breaks around it are removed exactly where the template writes them.
+
+A call without the mark that begins it is malformed (`unopened`): an end mark or an inner tag outside of a call, or a reply that
+ends in the text of a call of an existing tool, without marks. Marks in quotes or code spans are text.
 
 Cohere: a JSON list between marks (Command R7B and later, thinking in `<|START_THINKING|>`), or in a fence (Command R+)::
 
@@ -15,7 +18,8 @@ DeepSeek V3 and R1; V3.1; V3.2 (`function_calls`) and V4 (`tool_calls`), where `
     <｜DSML｜tool_calls>\n<｜DSML｜invoke name="look_up">\n<｜DSML｜parameter name="key" string="true">a</｜DSML｜parameter>\n
     </｜DSML｜invoke>\n</｜DSML｜tool_calls>
 
-Gemma 4 and, with other marks, FunctionGemma: JSON-like with bare keys and marked strings::
+Gemma 4 and, with other marks, FunctionGemma: JSON-like with marked strings and bare keys. A key is everything between `{` or
+`,` and `:`, without quotes, and without spaces around it::
 
     <|channel>thought\nI look it up.\n<channel|><|tool_call>call:look_up{key:<|"|>a<|"|>,limit:3}<tool_call|>
     <start_function_call>call:look_up{key:<escape>a<escape>,limit:3}<end_function_call>
