@@ -194,7 +194,9 @@ class ReplyFormat:
                 if hint in text:
                     break
             else:
-                bare = self._bare_call(text, tools) if tools and text.endswith(BARE_ENDS) else None
+                if not tools or self.bare is None or text[-1:] not in _LAST_CHARACTERS:
+                    return Message("assistant", text)
+                bare = self._bare_call(text, tools)
                 return Message("assistant", text, tool_calls=() if bare is None else finish_calls([bare], tools))
 
         calls_first = tools and not thinking and self._calls_first(text)
@@ -254,15 +256,17 @@ class ReplyFormat:
 
     def _bare_call(self, text: str, tools: Tools) -> ToolCall | None:
         """Return the malformed call of a text that ends in a call without any mark; None if it does not."""
-        if self.bare is None or not text.endswith(BARE_ENDS) or not text.rstrip().endswith(BARE_ENDS[:4]):
+        if self.bare is None or not text.rstrip().endswith(CALL_ENDS):
             return None
         names = {name_of(tool) for tool in tools}
         called = any(match[1] in names for match in self.bare.finditer(text))
         return unopened_call("the call", self.dialects[0].beginning) if called else None
 
 
-BARE_ENDS = ("}", "]", ")", "`", "\n", " ")
-"""Ends of a text that may be a call without marks; the first four are not white space."""
+CALL_ENDS = ("}", "]", ")", "`")
+"""Ends of a text that may be a call without marks."""
+_LAST_CHARACTERS = frozenset((*CALL_ENDS, "\n", " "))
+"""Last characters of a text that may end so, up to white space."""
 
 
 def is_mentioned(text: str, mark: str) -> bool:

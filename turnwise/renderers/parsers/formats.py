@@ -285,7 +285,7 @@ FORMATS: tuple[Parser, ...] = (
     ReplyFormat(
         "mistral",
         (CallSyntax("[TOOL_CALLS]", _mistral, inner=("[ARGS]", "[CALL_ID]")),),
-        hints=("[TOOL_CALLS]", "[/THINK]", "[THINK]", "[ARGS]", "[CALL_ID]"),
+        hints=("[TOOL_CALLS]", "[/THINK]", "[THINK]", "[ARGS]"),
         thinking=ReasoningMarks("[THINK]", "[/THINK]"),
         bare=_BARE_JSON,
     ),

@@ -45,7 +45,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from turnwise.renderers.parsers.base import (
-    BARE_ENDS,
+    CALL_ENDS,
     CallSyntax,
     MalformedCall,
     Read,
@@ -247,14 +247,19 @@ class Bare:
     end: str = ""
     """Optional mark after the calls."""
     closes: tuple[str, ...] = ()
+    starts: tuple[str, ...] = ("{", "[")
+    """Texts of which `begins` or `marks` begins with one, to tell answers from calls at little cost."""
 
     def parse(self, text: str, tools: Tools = (), *, thinking: bool = False) -> Message:
         """See `Parser.parse`."""
         message = _PLAIN.parse(text, tools, thinking=thinking)
         if not tools:
             return message
-
         body = message.text.strip()
+        has_end = bool(self.end) and self.end in body
+        if not has_end and not body.startswith(self.starts) and not body.endswith(CALL_ENDS):
+            return message
+
         visible = ""
         marks = self.marks.match(body) if self.marks is not None else None
         if marks is not None:
@@ -267,7 +272,7 @@ class Bare:
             found = self.read(body, tools)
         elif marks is not None:
             found = [self._without_call(body)]
-        elif self._is_half(message.text, tools):
+        elif self._is_half(message.text.strip(), tools):
             found, visible = [unopened_call("the call", self.example)], message.text
         else:
             return message
@@ -292,10 +297,10 @@ class Bare:
 
     def _is_half(self, text: str, tools: Tools) -> bool:
         """Return whether a text begins with a part of a call and ends as one; after words, it is an answer."""
-        if not text.endswith(BARE_ENDS) or not text.rstrip().endswith(BARE_ENDS[:4]):
-            return bool(self.end) and self.end in text and not is_mentioned(text, self.end)
-        names = {name_of(tool) for tool in tools}
-        return any(match[1] in names for match in self.half.finditer(text))
+        if self.end and self.end in text and not is_mentioned(text, self.end):
+            return True
+        half = self.half.match(text) if text.endswith(CALL_ENDS) else None
+        return half is not None and half[1] in map(name_of, tools)
 
 
 _MARK = "<|python_tag|>"
@@ -333,6 +338,7 @@ LLAMA3 = Bare(
     '{"name": ',
     _HALF_JSON,
     _LLAMA_MARKS,
+    starts=("{", _MARK, "<|python_start|>"),
 )
 PYTHONIC = Bare(
     "pythonic",
@@ -343,6 +349,7 @@ PYTHONIC = Bare(
     re.compile(r"<\|python_start\|>"),
     "<|python_end|>",
     ("<|python_end|>",),
+    ("[", "<|python_start|>"),
 )
 JSON_LIST = Bare(
     "json_list",
