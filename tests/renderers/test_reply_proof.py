@@ -139,6 +139,7 @@ def test_a_token_that_also_closes_the_thinking_is_no_stop_if_another_end_is_decl
     reply = "<|think|>hm<|end|><|begin|>assistant<|content|>42"
     ids = known.encode_reply(reply)
     assert known.decode(ids) == f"{reply}<|end|><|eos_token|>"
+    assert known.encode_reply(f"{reply}<|end|>") == ids
     assert [token for token in ids if token in known.stop_ids] == ids[-1:]
     for text in (None, known.decode(ids[:-1])):
         assert known.parse(ids, TOOLS, text) == Message("assistant", "42", reasoning="hm")

@@ -250,7 +250,8 @@ class ChatRenderer:
         before, stop = self._replies.without_call_end(text)
         if stop is not None:
             return [*self._replies.encode(before, self._prompt_end), stop]
-        return [*self._replies.encode(text, self._prompt_end), *self._encode_segment(self._before_end), *self._end]
+        before = text.removesuffix(self._before_end)
+        return [*self._replies.encode(before, self._prompt_end), *self._encode_segment(self._before_end), *self._end]
 
     # Opening
 
