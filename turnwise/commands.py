@@ -512,7 +512,10 @@ def check_template(renderer: ChatRenderer, history: str = "append") -> list[Find
             f"that follows it are not run (replies are parsed as {name!r}). Without tools this does not matter; with tools "
             "use a template with parsed calls (docs/templates.md)"
         )
-    return [loaded, *explain_contract(renderer.contract, history), (None, calls)]
+    lost: list[Finding] = [
+        (None, f"WARNING: a reply of the template's own does not come back: {reply}") for reply in renderer.unread_replies
+    ]
+    return [loaded, *explain_contract(renderer.contract, history), (None, calls), *lost]
 
 
 def check_images(model: Path) -> list[Finding]:

@@ -163,7 +163,8 @@ def _template(given: Path | str, history: str, *, as_json: bool) -> int:
     row = {"path": str(given), "fingerprint": renderer.fingerprint, "history": history, "exact": not failed}
     parser, unread = renderer.call_format
     contract = asdict(renderer.contract) | {"append_only": renderer.contract.append_only}
-    print(json.dumps(row | contract | {"parser": parser, "unread_calls": unread}, indent=2))
+    replies = {"parser": parser, "unread_calls": unread, "unread_replies": [asdict(reply) for reply in renderer.unread_replies]}
+    print(json.dumps(row | contract | replies, indent=2))
     return failed
 
 

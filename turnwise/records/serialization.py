@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import base64
+import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Protocol
+
+import orjson
 
 from turnwise.errors import TraceError
 from turnwise.records.run_dir import read_json_lines
@@ -93,9 +96,24 @@ def message_row(message: Message) -> dict[str, Any]:
     for number, call in enumerate(message.tool_calls):
         faults = {"error": call.error, "cause": call.cause}
         row["tool_calls"][number] |= {name: fault for name, fault in faults.items() if fault is not None}
+        row["tool_calls"][number]["function"]["arguments"] = _arguments_row(call.arguments)
     if message.calls_in_thinking:
         row["calls_in_thinking"] = message.calls_in_thinking
     return row
+
+
+def _arguments_row(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+    """Return arguments as an object; as JSON text where a record cannot hold the values (an integer over 64 bits, half of a
+    surrogate pair), which are read back exactly."""
+    values = dict(arguments)
+    try:
+        orjson.dumps(values)
+    except TypeError:
+        try:
+            return json.dumps(values)
+        except (TypeError, ValueError, RecursionError):
+            return values  # made by user code, without a form in JSON
+    return values
 
 
 def read_message(row: Mapping[str, Any]) -> Message:
@@ -104,13 +122,15 @@ def read_message(row: Mapping[str, Any]) -> Message:
     content = row["content"]
     if not isinstance(content, str):
         content = tuple(part["text"] if part["type"] == "text" else read_media(part) for part in content)
-    calls = tuple(
-        ToolCall(
-            call["function"]["name"], call["function"]["arguments"], call.get("id", ""), call.get("error"), call.get("cause")
-        )
-        for call in row.get("tool_calls", ())
-    )
+    calls = tuple(map(_read_call, row.get("tool_calls", ())))
     return replace(message, content=content, tool_calls=calls, calls_in_thinking=row.get("calls_in_thinking", 0))
+
+
+def _read_call(row: Mapping[str, Any]) -> ToolCall:
+    arguments = row["function"]["arguments"]
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    return ToolCall(row["function"]["name"], arguments, row.get("id", ""), row.get("error"), row.get("cause"))
 
 
 _OUTCOME = ("stop", "reward", "rewards", "error", "final", "metrics", "branches", "wall_s", "reward_s")

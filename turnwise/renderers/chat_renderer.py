@@ -26,6 +26,7 @@ from turnwise.renderers.parsers import PARSERS, Parser, parser_for_template
 from turnwise.renderers.parsers.detect import PROBE_NAME, PROBE_TOOL, render_probe_reply
 from turnwise.renderers.probe import AppendProbe, AppendShape, AppendShapes, TemplateProbe, readable, texts_of
 from turnwise.renderers.recompose import ConversationComposer
+from turnwise.renderers.reply_proof import ReplyProof, UnreadReply
 from turnwise.renderers.template import (
     ADAPT,
     ASKED,
@@ -49,8 +50,15 @@ _HERMES = PARSERS["hermes"]
 class ReplyReader:
     """Parse and encode the replies of one model."""
 
-    def __init__(self, codec: Tokenizer, template: ChatTemplate, outside: Collection[int], chosen: str | None) -> None:
-        """`outside` are control ids that no reply contains, or that end it; `chosen` names a format, None detects it."""
+    def __init__(
+        self,
+        codec: Tokenizer,
+        template: ChatTemplate,
+        invalid_ids: Collection[int],
+        stop_ids: Collection[int],
+        chosen: str | None,
+    ) -> None:
+        """`chosen` names a format, None detects it."""
         sample = render_probe_reply(template) or ""
         found = parser_for_template(template) if chosen is None else PARSERS[chosen]
         self.parser: Parser = found or _HERMES
@@ -61,12 +69,32 @@ class ReplyReader:
         """Whether the generation prompt opens the thinking, so that replies start inside it."""
         self._plain = codec.encode_plain
         control = codec.control
+        outside = {*invalid_ids, *stop_ids}
         self._marks = {t: i for t, i in control.items() if t in _MARKS or (t in sample and i not in outside)}
         self._split = control_pattern(self._marks)
+        self._call_ends = {
+            stop: text
+            for text, stop in control.items()
+            if stop in stop_ids and any(mark.endswith(text) for mark in self.parser.closes)
+        }
+        """Stop ids that are also, or end, a mark that ends calls (Apertus' `<|tools_suffix|>`), with their texts."""
 
     def parse(self, text: str, tools: Tools, thinking: bool | None) -> Message:
         """Parse a reply's text into a message."""
         return self.parser.parse(text, tools, thinking=self.thinking if thinking is None else thinking)
+
+    def with_call_end(self, text: str, stop: int) -> str:
+        """Return the text of a reply that ended with this stop id, with the stop's text if it is the end mark of a call."""
+        end = self._call_ends.get(stop)
+        closed = any(f"{text}{end}".endswith(mark) for mark in self.parser.closes) if end is not None else False
+        return f"{text}{end}" if closed else text
+
+    def without_call_end(self, text: str) -> tuple[str, int | None]:
+        """Split a reply's text that ends with a call's end mark at its stop; None if no stop ends it so."""
+        for stop, end in self._call_ends.items():
+            if text.endswith(end) and self.with_call_end(text.removesuffix(end), stop) == text:
+                return text.removesuffix(end), stop
+        return text, None
 
     def encode(self, text: str, after: PrecedingToken) -> list[int]:
         """Return the ids a model would sample to write `text`; thinking and call marks are control tokens.
@@ -88,6 +116,8 @@ class ReplyReader:
         return ids
 
 
+_SAME_END = 8
+"""Characters at the end of a text, of at most four ids each, that show whether it is the complete text of a reply."""
 _MAX_SHAPE_MESSAGES = 8
 """Opening prompts with more messages are not cached by shape."""
 _MARKUP = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
@@ -149,10 +179,10 @@ class ChatRenderer:
         self._probe = TemplateProbe(template, codec.control, self._guard.split, declared)
         self.stop_ids = given | {codec.control[text] for text in self._probe.stops}
         _check_close(self._probe, bool(self.stop_ids))
-        self._end = [codec.control[text] for text in self._probe.text.stops] or sorted(given)[:1]
-        stop = self._probe.text.stops[0] if self._probe.text.stops else ""
+        stop = next((text for text in self._probe.text.stops if codec.control[text] in self.stop_ids), "")
+        self._end = [codec.control[stop]] if stop else sorted(given)[:1]
         before = self._probe.text.close_in_last.removesuffix(stop)
-        self._before_end = before if stop and before.strip() else ""
+        self._before_end = before if (stop or self._probe.part_ends) and before.strip() else ""
         self._media = MediaExpander(vision, self._probe, self._guard.template_control_ids)
         self._shapes = AppendShapes(codec, self._guard, template.origin)
         self._composer = ConversationComposer(codec, self._guard, self._probe, self.stop_ids, self._media)
@@ -167,7 +197,7 @@ class ChatRenderer:
         )
         self.special_ids = codec.special
         self.invalid_ids = ((codec.special - assistant) | incoming | self.banned_ids) - self.stop_ids
-        self._replies = ReplyReader(codec, template, self.invalid_ids | self.stop_ids, parser)
+        self._replies = ReplyReader(codec, template, self.invalid_ids, self.stop_ids, parser)
         settings: dict[str, Any] = {"stop_ids": sorted(self.stop_ids), "control_text": control_text}
         settings |= {"parser": parser} if parser is not None else {}
         self.fingerprints = {"template": template.fingerprint, "tokenizer": codec.fingerprint, "settings": digest(settings)}
@@ -189,6 +219,12 @@ class ChatRenderer:
     def call_format(self) -> tuple[str, str]:
         """Name of the reply parser, and the template's text for a call if no parser reads it back."""
         return self._replies.parser.name, self._replies.unread
+
+    @cached_property
+    def unread_replies(self) -> tuple[UnreadReply, ...]:
+        """Kinds of replies that the template does not write, or that are read as something else; derived on first access."""
+        opens = self._replies.parser.opens_reasoning
+        return ReplyProof(self._probe, self.codec, self.stop_ids, self.parse, opens).unread()
 
     def with_rendered_media(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return the messages with tool images where the template renders them, in a user message if necessary."""
@@ -215,17 +251,24 @@ class ChatRenderer:
         return [texts[i] for i in ids]
 
     def parse(self, ids: Sequence[int], tools: Tools = (), text: str | None = None, thinking: bool | None = None) -> Message:
-        """See `Renderer.parse`; the end token is not part of its text."""
+        """See `Renderer.parse`; the end token is not part of its text, except where it is the end mark of a call."""
+        ended = bool(ids) and ids[-1] in self.stop_ids
         if text is None:
-            ended = bool(ids) and ids[-1] in self.stop_ids
             text = self.codec.decode(ids[:-1] if ended else ids)
-            if ended:
-                text = text.removesuffix(self._before_end)
+        elif ended and not self.codec.decode(ids[-1 - 4 * _SAME_END : -1]).endswith(text[-_SAME_END:]):
+            ended = False  # a stop text cut the text before the reply's end
+        if ended:
+            text = text.removesuffix(self._before_end)
+            text = self._replies.with_call_end(text, ids[-1])
         return self._replies.parse(text, tools, thinking)
 
     def encode_reply(self, text: str) -> list[int]:
         """See `Renderer.encode_reply`; thinking and call marks are control tokens."""
-        return [*self._replies.encode(text, self._prompt_end), *self._encode_segment(self._before_end), *self._end]
+        before, stop = self._replies.without_call_end(text)
+        if stop is not None:
+            return [*self._replies.encode(before, self._prompt_end), stop]
+        before = text.removesuffix(self._before_end)
+        return [*self._replies.encode(before, self._prompt_end), *self._encode_segment(self._before_end), *self._end]
 
     # Opening
 

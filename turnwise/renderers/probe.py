@@ -150,18 +150,31 @@ class TemplateProbe:
     """Ending of replies with tool calls."""
     results: str = field(init=False)
     """Change of tool results that the template requires, a name of `ADAPT`; `user` if it has no place for them."""
+    part_ends: frozenset[str] = field(init=False)
+    """Control tokens that end a reply, and also a part of one: its thinking, or the first of several calls."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", self._find_text_ending())
         object.__setattr__(self, "calls", self._find_calls_ending())
         object.__setattr__(self, "results", self._find_result_form())
+        object.__setattr__(self, "part_ends", self._find_part_ends())
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """All control tokens that end a reply."""
-        return tuple(dict.fromkeys((*self.text.stops, *self.calls.stops)))
+        """All control tokens that end a reply.
+
+        A token that also ends a part of a reply would stop it there. It is left out if the tokenizer declares another end.
+        """
+        stops = self._written_stops()
+        if not self.part_ends or not self.declared:
+            return stops
+        return tuple(token for token in stops if token not in self.part_ends) or tuple(sorted(self.declared))
 
     # Reply endings
+
+    def _written_stops(self) -> tuple[str, ...]:
+        """Return the control tokens that the template writes after a reply."""
+        return tuple(dict.fromkeys((*self.text.stops, *self.calls.stops)))
 
     def _find_text_ending(self) -> ReplyEnding:
         asked, reply, next_message = random_mark(), random_mark(), random_mark()
@@ -191,6 +204,33 @@ class TemplateProbe:
         if tokens and not last.strip():  # nothing ends the last reply; the next message's header does
             return self._stopped(tokens[0], text, rendered, asked, last)
         return ReplyEnding(head=same, last=last)
+
+    def _find_part_ends(self) -> frozenset[str]:
+        """Find the stops that the template also writes before a reply's end.
+
+        They stand between the thinking and the text, between two calls, or between the generation prompt and a call.
+        """
+        asked, thought, answered, one, two = (random_mark() for _ in range(5))
+        base = (Message("user", asked),)
+        answer = Message("assistant", answered, reasoning=thought)
+        calls = tuple(ToolCall("f", {"x": text}, call_id(number)) for number, text in enumerate((one, two)))
+        thinking = self.template.try_render((*base, answer)) or ""
+        calling = self.template.try_render((*base, Message("assistant", "", calls)), PROBE_TOOLS) or ""
+
+        found: set[str] = set()
+        prompt = self.template.try_render(base, PROBE_TOOLS, generation_prompt=True) or ""
+        opening = prompt.rpartition(asked)[2]
+        for rendered, first, last, stops in (
+            (thinking, thought, answered, self.text.stops),
+            (calling, one, two, self.calls.stops),
+            (calling, opening, one, self._written_stops()),
+        ):
+            _, asks, reply = rendered.rpartition(asked)
+            _, begins, rest = reply.partition(first) if first else ("", "", "")
+            between, ends, _ = rest.partition(last)
+            if asks and begins and ends:
+                found |= {token for token, _ in self._tokens(between) if token in stops}
+        return frozenset(found) - self.declared
 
     def _prompts(self) -> tuple[str, str]:
         """Render a question without and with the generation prompt."""

@@ -6,6 +6,7 @@ become calls with an error and a cause (`ToolCall.error`, `.cause`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,10 +24,15 @@ class Parser(Protocol):
     def name(self) -> str:
         """Name of the format in `PARSERS`."""
 
+    @property
+    def closes(self) -> tuple[str, ...]:
+        """Marks that end calls. Where one is also the reply's end token, the text to parse ends in it."""
+
     def parse(self, text: str, tools: Tools = (), *, thinking: bool = False) -> Message:
-        """Parse a reply's text, without its end token, into a message. Never raises.
+        """Parse a reply's text into a message. Never raises.
 
         Args:
+            text: the reply without its end token, except where this token is also the mark that ends a call (see `closes`).
             tools: OpenAI schemas of the tools offered to the model; without any, calls are not parsed.
             thinking: whether the prompt opens the thinking, so that the reply starts inside it.
         """
@@ -48,23 +54,37 @@ def malformed_call(cause: str, message: str, name: str = "", given_id: str = "",
     return ToolCall(name, {}, given_id, message, cause, raw)
 
 
+def unopened_call(part: str, beginning: str) -> ToolCall:
+    """Make the malformed call of a reply that shows a part of a call, but not the mark that begins one."""
+    return malformed_call("unopened", f"the tool call has no beginning: {part} is outside of a call; begin it with {beginning}")
+
+
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
     """Marks around a reply's thinking."""
 
     open: str = "<think>"
     close: str = "</think>"
+    always_opened: bool = False
+    """Whether a text before the close is thinking also where neither prompt nor reply opens it."""
 
     def opened(self, prompt: str) -> bool:
         """See `Parser.opens_reasoning`."""
         return prompt.rfind(self.open.strip()) > prompt.rfind(self.close)
 
     def split(self, text: str, thinking: bool) -> tuple[str | None, str | None]:
-        """Return the thinking, None if there is none, and the rest, None if the reply was cut off while thinking."""
+        """Return the thinking, None if there is none, and the rest, None if the reply was cut off while thinking.
+
+        A close that nothing opened is text, since an answer may mention it; unless the reply begins with it.
+        """
+        start = text.lstrip()
+        opened = thinking or self.always_opened or start.startswith((self.open, self.close))
+        if not opened:
+            return None, text
+
         before, closed, rest = text.partition(self.close)
         if closed:
             return before.lstrip().removeprefix(self.open).strip("\n"), rest.lstrip()
-        start = text.lstrip()
         if thinking or start.startswith(self.open):
             return start.removeprefix(self.open).strip("\n"), None
         return None, text
@@ -81,6 +101,13 @@ class CallSyntax:
     """End of a call; empty if the next call or the end of the reply ends it."""
     sections: tuple[str, ...] = ()
     """Marks around all calls; the first one without a call after it is a truncated call."""
+    inner: tuple[str, ...] = ()
+    """Marks that stand only inside a call. Outside of one they show, as `close` does, that its beginning is missing."""
+
+    @property
+    def beginning(self) -> str:
+        """Marks before the first call, for the model."""
+        return "".join((*self.sections[:1], self.open)).strip()
 
     def scan(self, text: str, tools: Tools) -> tuple[list[ToolCall], str]:
         """Return the calls in a text, and the text without them."""
@@ -141,6 +168,24 @@ class ReplyFormat:
     thinking: ReasoningMarks = field(default_factory=ReasoningMarks)
     dropped: tuple[str, ...] = ()
     """Marks around the visible text."""
+    header: re.Pattern[str] | None = None
+    """Headers of the messages that a reply may consist of; not visible text. Group 1 is the recipient: a tool is called."""
+    bare: re.Pattern[str] | None = None
+    """Beginning of a call that has no mark at all; group 1 is its tool, which must exist. Such a call is malformed."""
+    closes: tuple[str, ...] = field(init=False)
+    _inside: Mapping[str, str] = field(init=False)
+    """Marks that show outside of a call that one has no beginning, with the mark that begins one."""
+
+    def __post_init__(self) -> None:
+        closes: list[str] = []
+        inside: dict[str, str] = {}
+        for dialect in self.dialects:
+            ends = [mark for mark in (*dialect.sections[1:], dialect.close) if mark.strip("`")]
+            closes += ends
+            for mark in (*dialect.inner, *ends):
+                inside.setdefault(mark, dialect.beginning)
+        object.__setattr__(self, "closes", tuple(closes))
+        object.__setattr__(self, "_inside", inside)
 
     def parse(self, text: str, tools: Tools = (), *, thinking: bool = False) -> Message:
         """See `Parser.parse`."""
@@ -149,11 +194,19 @@ class ReplyFormat:
                 if hint in text:
                     break
             else:
-                return Message("assistant", text)
+                if not tools or self.bare is None or text[-1:] not in _LAST_CHARACTERS:
+                    return Message("assistant", text)
+                bare = self._bare_call(text, tools)
+                return Message("assistant", text, tool_calls=() if bare is None else finish_calls([bare], tools))
+
         calls_first = tools and not thinking and self._calls_first(text)
         reasoning, rest = (None, text) if calls_first else self.thinking.split(text, thinking)
         ignored = sum((reasoning or "").count(dialect.open) for dialect in self.dialects) if tools else 0
         calls, visible = self._calls(rest or "", tools) if tools else ((), rest or "")
+        if self.header is not None:
+            if tools and not calls:
+                calls = self._called_by_header(visible, tools)
+            visible = self.header.sub("", visible)
         for mark in self.dropped:
             visible = visible.replace(mark, "")
         return Message("assistant", visible, tool_calls=calls, reasoning=reasoning, calls_in_thinking=ignored)
@@ -170,11 +223,66 @@ class ReplyFormat:
         return any(0 <= text.find(dialect.open) < end for dialect in self.dialects)
 
     def _calls(self, text: str, tools: Tools) -> tuple[tuple[ToolCall, ...], str]:
+        """Return the calls of a reply after its thinking, and its text without them."""
+        found: list[ToolCall] = []
+        outside = text
         for dialect in self.dialects:
             if dialect.open in text or (dialect.sections and dialect.sections[0] in text):
-                found, text = dialect.scan(text, tools)
-                return finish_calls(found, tools), text
-        return (), text
+                found, outside = dialect.scan(text, tools)
+                break
+
+        # Half a call stays in the text: only the model can say where it begins.
+        visible = outside
+        for mark, beginning in self._inside.items():
+            if mark in outside and not is_mentioned(outside, mark):
+                found = [*found, unopened_call(mark.strip(), beginning)]
+                break
+        else:
+            bare = None if found else self._bare_call(text, tools)
+            found = found if bare is None else [bare]
+        return finish_calls(found, tools) if found else (), visible
+
+    def _called_by_header(self, text: str, tools: Tools) -> tuple[ToolCall, ...]:
+        """Return the malformed call of a text that has the header of one, and no call after it."""
+        assert self.header is not None
+        recipients = {match[1] for match in self.header.finditer(text)}
+        begins = self.dialects[0].open
+        cut = [
+            malformed_call("truncated", f"the tool call is cut off: {begins} is missing", name)
+            for name in map(name_of, tools)
+            if name in recipients
+        ]
+        return finish_calls(cut, tools)
+
+    def _bare_call(self, text: str, tools: Tools) -> ToolCall | None:
+        """Return the malformed call of a text that ends in a call without any mark; None if it does not."""
+        if self.bare is None or not text.rstrip().endswith(CALL_ENDS):
+            return None
+        names = {name_of(tool) for tool in tools}
+        called = any(match[1] in names for match in self.bare.finditer(text))
+        return unopened_call("the call", self.dialects[0].beginning) if called else None
+
+
+CALL_ENDS = ("}", "]", ")", "`")
+"""Ends of a text that may be a call without marks."""
+_LAST_CHARACTERS = frozenset((*CALL_ENDS, "\n", " "))
+"""Last characters of a text that may end so, up to white space."""
+
+
+def is_mentioned(text: str, mark: str) -> bool:
+    """Return whether a text only talks about a mark: it is in quotes, or in a code span, wherever it is."""
+    at = text.find(mark)
+    while at >= 0:
+        quote = text[at - 1 : at] if at else ""
+        end = at + len(mark)
+        if not quote or quote not in "`'\"" or quote not in text[end : end + _MENTION]:
+            return False
+        at = text.find(mark, end)
+    return True
+
+
+_MENTION = 80
+"""Characters after a mark in which its quote ends."""
 
 
 def finish_calls(found: Iterable[ToolCall], tools: Tools) -> tuple[ToolCall, ...]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from turnwise.renderers.parsers.base import Parser
+from turnwise.renderers.parsers.base import Parser, ReplyFormat
 from turnwise.renderers.parsers.formats import FORMATS
+from turnwise.renderers.parsers.readers import TaggedCalls
 from turnwise.renderers.parsers.special_formats import BARE
 from turnwise.renderers.template import ChatTemplate, probe_tool
 from turnwise.types import Message, ToolCall, Tools
@@ -28,8 +30,18 @@ def detect_format(rendered: str) -> str | None:
     if PROBE_NAME not in rendered:
         if PROBE_REASON not in rendered:
             return None
-        return next((p.name for p in FORMATS if PROBE_REASON in (p.parse(rendered).reasoning or "")), None)
+        return next((parser.name for parser in FORMATS if _splits_thinking(parser, rendered)), None)
     return next((parser.name for text in without_call_endings(rendered) for parser in FORMATS if _reads(parser, text)), None)
+
+
+def _splits_thinking(parser: Parser, rendered: str) -> bool:
+    """Return whether a parser finds the end of the probe's thinking."""
+    if isinstance(parser, ReplyFormat):
+        # The header of the message is before the thinking, and may have the mark that closes it.
+        start = max(0, rendered.rfind(parser.thinking.open.strip(), 0, rendered.find(PROBE_REASON)))
+        rendered = rendered[start:]
+    message = parser.parse(rendered, thinking=True)
+    return PROBE_REASON in (message.reasoning or "") and bool(message.text.strip())
 
 
 def _reads(parser: Parser, text: str) -> bool:
@@ -66,11 +78,29 @@ def parser_for_template(template: ChatTemplate) -> Parser | None:
 
     A list of calls without a mark counts only if it is the complete reply: right after the generation prompt.
     """
-    name = detect_format(render_probe_reply(template) or "")
+    rendered = render_probe_reply(template) or ""
+    name = detect_format(rendered)
     if name is not None:
-        return PARSERS[name]
+        return with_line_breaks_of(PARSERS[name], rendered)
     # A reply of one call after the generation prompt; empty if the two cannot be separated.
     prompt = template.try_render((_USER,), (PROBE_TOOL,), generation_prompt=True)
     full = template.try_render((_USER, Message("assistant", "", tool_calls=(PROBE_CALL,))), (PROBE_TOOL,))
     alone = full.removeprefix(prompt) if full and prompt is not None and full.startswith(prompt) else ""
     return next((parser for text in without_call_endings(alone) for parser in BARE if _reads(parser, text)), None)
+
+
+def with_line_breaks_of(parser: Parser, rendered: str) -> Parser:
+    """Return a parser that removes line breaks around an argument exactly where the template writes them.
+
+    Templates of one format differ in this, and a string may begin or end with line breaks of its own.
+    """
+    (value,) = PROBE_ARGUMENTS.values()
+    if not isinstance(parser, ReplyFormat) or value not in rendered:
+        return parser
+
+    newline = f"\n{value}\n" in rendered
+    dialects = tuple(
+        replace(dialect, read=replace(dialect.read, newline=newline)) if isinstance(dialect.read, TaggedCalls) else dialect
+        for dialect in parser.dialects
+    )
+    return parser if dialects == parser.dialects else replace(parser, dialects=dialects)

@@ -1,7 +1,10 @@
 r"""Table of reply formats, one row per model family, in the order in which a template's format is looked for.
 
 Each example calls `look_up` with the key "a"; `\n` is a line break. Where arguments are bare text, the tool's JSON schema
-decides what `5` is (see `readers.coerce`).
+decides what `5` is (see `readers.coerce`). Line breaks around it are removed exactly where the template writes them.
+
+A call without the mark that begins it is malformed (`unopened`): an end mark or an inner tag outside of a call, or a reply that
+ends in the text of a call of an existing tool, without marks. Marks in quotes or code spans are text.
 
 Cohere: a JSON list between marks (Command R7B and later, thinking in `<|START_THINKING|>`), or in a fence (Command R+)::
 
@@ -15,7 +18,8 @@ DeepSeek V3 and R1; V3.1; V3.2 (`function_calls`) and V4 (`tool_calls`), where `
     <｜DSML｜tool_calls>\n<｜DSML｜invoke name="look_up">\n<｜DSML｜parameter name="key" string="true">a</｜DSML｜parameter>\n
     </｜DSML｜invoke>\n</｜DSML｜tool_calls>
 
-Gemma 4 and, with other marks, FunctionGemma: JSON-like with bare keys and marked strings::
+Gemma 4 and, with other marks, FunctionGemma: JSON-like with marked strings and bare keys. A key is everything between `{` or
+`,` and `:`, without quotes, and without spaces around it::
 
     <|channel>thought\nI look it up.\n<channel|><|tool_call>call:look_up{key:<|"|>a<|"|>,limit:3}<tool_call|>
     <start_function_call>call:look_up{key:<escape>a<escape>,limit:3}<end_function_call>
@@ -78,6 +82,12 @@ from turnwise.renderers.parsers.special_formats import HARMONY, LFM2, LLAMA3, MI
 from turnwise.types import ToolCall, Tools
 
 _JSON, _JSON_LIST = JsonCalls(), JsonCalls(many=True)
+# Beginnings of calls without marks; group 1 is the tool.
+_BARE_JSON = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)"\s*,\s*"(?:arguments|parameters)"\s*:')
+_BARE_COHERE = re.compile(r'"tool_name"\s*:\s*"([^"]*)"')
+_BARE_APERTUS = re.compile(r'\A\s*\[?\s*\{\s*"([^"]*)"\s*:\s*\{')
+_BARE_GEMMA = re.compile(r"\bcall:([^\s{:]+)\{")
+_BARE_FUNCTIONARY = re.compile(r"\A\s*([\w.-]+)>\s*\{")
 _COHERE = JsonCalls("tool_name", ("parameters",), "tool_call_id", many=True)
 
 _SEP = "<｜tool▁sep｜>"
@@ -101,25 +111,26 @@ _DEEPSEEK_TAGS = TaggedCalls(
     '<｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="true|false">VALUE</｜DSML｜parameter></｜DSML｜invoke>',
 )
 
+_DEEPSEEK_INNER = ("<｜DSML｜invoke", "</｜DSML｜invoke>", "<｜DSML｜parameter", "</｜DSML｜parameter>")
+
 _GEMMA_CALL = re.compile(r"\s*call:([^\s{]+)(?=\{)")
-_GEMMA_WORDS = {"true": "true", "false": "false", "null": "null", "None": "null"}
 
 
 def _gemma_token(match: re.Match[str]) -> str:
+    """Return a token of a Gemma call as JSON: a string, a bare key with the bracket or comma before it, or None."""
     if (string := match["string"]) is not None:
         return json.dumps(string)
-    before_colon = match.string[match.end() : match.end() + 1] == ":"
-    word = match["word"]
-    if not before_colon and word in _GEMMA_WORDS:
-        return _GEMMA_WORDS[word]
-    exponent = match.start() and match.string[match.start() - 1].isdigit()  # 1e-05
-    return word if exponent else json.dumps(word) if before_colon else word
+    if (key := match["key"]) is not None:
+        return f"{match['before']}{json.dumps(key.strip())}:"
+    return "null"
 
 
 def _gemma(quote: str) -> Read:
     """Return the reader of calls whose strings are between two of these marks."""
     example = f"call:NAME{{KEY:{quote}VALUE{quote}}}"
-    token = re.compile(rf"{re.escape(quote)}(?P<string>.*?){re.escape(quote)}|(?P<word>[^\W\d][\w.-]*)", re.DOTALL)
+    mark = re.escape(quote)
+    # A key is everything up to the colon: schemas have keys such as `$filter`, `start date` and `id[]`.
+    token = re.compile(rf'{mark}(?P<string>.*?){mark}|(?P<before>[{{,])(?P<key>(?:(?!{mark})[^,:{{"])*):|\bNone\b', re.DOTALL)
 
     def read(body: str, tools: Tools) -> list[ToolCall]:
         head = _GEMMA_CALL.match(body)
@@ -143,6 +154,10 @@ def _glm_tags(suffix: str, after_name: str = "") -> TaggedCalls:
     )
 
 
+def _glm_inner(suffix: str) -> tuple[str, ...]:
+    return tuple(f"<{slash}{tag}{suffix}>" for tag in ("arg_key", "arg_value") for slash in ("", "/"))
+
+
 _KIMI_MARK = "<|tool_call_argument_begin|>"
 
 
@@ -163,6 +178,7 @@ _KIMI_K3 = TaggedCalls(
     '<|open|>call tool="NAME"<|sep|><|open|>argument key="KEY" type="TYPE"<|sep|>VALUE'
     "<|close|>argument<|sep|><|close|>call<|sep|>",
 )
+_KIMI_K3_INNER = ("<|open|>call ", "<|close|>call<|sep|>", "<|open|>argument ", "<|close|>argument<|sep|>")
 
 
 def _minimax_tags(call: str, argument: str) -> TaggedCalls:
@@ -173,6 +189,10 @@ def _minimax_tags(call: str, argument: str) -> TaggedCalls:
         f"</{call}>",
         f'<{call} name="NAME"><{argument} name="KEY">VALUE</{argument}></{call}>',
     )
+
+
+def _minimax_inner(call: str, argument: str) -> tuple[str, ...]:
+    return f"<{call} name=", f"</{call}>", f"<{argument} name=", f"</{argument}>"
 
 
 def _mistral_head(text: str) -> tuple[str, str]:
@@ -195,6 +215,7 @@ def _solar_head(text: str) -> tuple[str, str]:
 _SOLAR = NamedJsonCalls(
     "<|tool_call:args|>", "<|tool_call:begin|>ID<|tool_call:name|>NAME<|tool_call:args|>{...}<|tool_call:end|>", _solar_head
 )
+_SOLAR_INNER = ("<|tool_call:name|>", "<|tool_call:args|>")
 
 
 def _apertus(body: str, tools: Tools) -> list[ToolCall]:
@@ -212,11 +233,21 @@ def _apertus(body: str, tools: Tools) -> list[ToolCall]:
     ]
 
 
+_GRANITE_ENDS = ("<|/tool_call|>", "</tool_call>")
+
+
 def _granite(body: str, tools: Tools) -> list[ToolCall]:
     text = body.strip()
-    for mark in ("<|/tool_call|>", "</tool_call>"):  # Phi 4 writes an end, Granite none
+    for mark in _GRANITE_ENDS:  # Phi 4 writes an end, Granite none
         text = text.removesuffix(mark)
     return _JSON_LIST(text)
+
+
+_GIGACHAT_END = "<|message_sep|>"
+
+
+def _gigachat(body: str, tools: Tools) -> list[ToolCall]:
+    return _JSON(body.rstrip().removesuffix(_GIGACHAT_END))
 
 
 _MINIMAX_TAGS = _minimax_tags("invoke", "parameter")
@@ -235,7 +266,8 @@ _QWEN3_CODER_TAGS = TaggedCalls(
     "<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>",
     newline=True,
 )
-
+_SEED_TAGS = replace(_QWEN3_CODER_TAGS, newline=False)
+_QWEN3_CODER_INNER = ("<function=", "</function>", "<parameter=", "</parameter>")
 
 _FUNCTIONARY = NamedJsonCalls(">", "<function=NAME>{...}</function>")
 _INTERNLM = JsonCalls(arguments=("parameters", "arguments"))
@@ -243,37 +275,46 @@ _HY = ":opensource"
 _HUNYUAN_TAGS = _glm_tags(_HY, f"<tool_sep{_HY}>")
 _HUNYUAN_SECTIONS = (f"<tool_calls{_HY}>", f"</tool_calls{_HY}>")
 FORMATS: tuple[Parser, ...] = (
-    ReplyFormat("hermes", (CallSyntax("<tool_call>", _JSON, "</tool_call>"),)),
-    ReplyFormat("qwen3_coder", (CallSyntax("<tool_call>", _QWEN3_CODER_TAGS, "</tool_call>"),)),
+    ReplyFormat("hermes", (CallSyntax("<tool_call>", _JSON, "</tool_call>"),), bare=_BARE_JSON),
+    ReplyFormat("qwen3_coder", (CallSyntax("<tool_call>", _QWEN3_CODER_TAGS, "</tool_call>", inner=_QWEN3_CODER_INNER),)),
     ReplyFormat(
         "seed",
-        (CallSyntax("<seed:tool_call>", _QWEN3_CODER_TAGS, "</seed:tool_call>"),),
+        (CallSyntax("<seed:tool_call>", _SEED_TAGS, "</seed:tool_call>", inner=_QWEN3_CODER_INNER),),
         thinking=ReasoningMarks("<seed:think>", "</seed:think>"),
     ),
     ReplyFormat(
         "mistral",
-        (CallSyntax("[TOOL_CALLS]", _mistral),),
-        hints=("[TOOL_CALLS]", "[/THINK]", "[THINK]"),
+        (CallSyntax("[TOOL_CALLS]", _mistral, inner=("[ARGS]", "[CALL_ID]")),),
+        hints=("[TOOL_CALLS]", "[/THINK]", "[THINK]", "[ARGS]"),
         thinking=ReasoningMarks("[THINK]", "[/THINK]"),
+        bare=_BARE_JSON,
     ),
     ReplyFormat(
         "deepseek",
         (
-            CallSyntax("<｜tool▁call▁begin｜>", _deepseek, "<｜tool▁call▁end｜>", _DEEPSEEK_SECTIONS),
-            CallSyntax("<｜DSML｜tool_calls>", _DEEPSEEK_TAGS, "</｜DSML｜tool_calls>"),
-            CallSyntax("<｜DSML｜function_calls>", _DEEPSEEK_TAGS, "</｜DSML｜function_calls>"),
+            CallSyntax("<｜tool▁call▁begin｜>", _deepseek, "<｜tool▁call▁end｜>", _DEEPSEEK_SECTIONS, (_SEP,)),
+            CallSyntax("<｜DSML｜tool_calls>", _DEEPSEEK_TAGS, "</｜DSML｜tool_calls>", inner=_DEEPSEEK_INNER),
+            CallSyntax("<｜DSML｜function_calls>", _DEEPSEEK_TAGS, "</｜DSML｜function_calls>", inner=_DEEPSEEK_INNER),
         ),
     ),
-    ReplyFormat("glm", (CallSyntax("<tool_call>", _glm_tags(""), "</tool_call>"),)),
+    ReplyFormat("glm", (CallSyntax("<tool_call>", _glm_tags(""), "</tool_call>", inner=_glm_inner("")),)),
     ReplyFormat(
         "hunyuan",
-        (CallSyntax(f"<tool_call{_HY}>", _HUNYUAN_TAGS, f"</tool_call{_HY}>", _HUNYUAN_SECTIONS),),
+        (
+            CallSyntax(
+                f"<tool_call{_HY}>",
+                _HUNYUAN_TAGS,
+                f"</tool_call{_HY}>",
+                _HUNYUAN_SECTIONS,
+                (f"<tool_sep{_HY}>", *_glm_inner(_HY)),
+            ),
+        ),
         thinking=ReasoningMarks(f"<think{_HY}>", f"</think{_HY}>"),
     ),
-    ReplyFormat("kimi", (CallSyntax("<|tool_call_begin|>", _KIMI, "<|tool_call_end|>", _KIMI_SECTIONS),)),
+    ReplyFormat("kimi", (CallSyntax("<|tool_call_begin|>", _KIMI, "<|tool_call_end|>", _KIMI_SECTIONS, (_KIMI_MARK,)),)),
     ReplyFormat(
         "kimi_k3",
-        (CallSyntax("<|open|>tools<|sep|>", _KIMI_K3, "<|close|>tools<|sep|>"),),
+        (CallSyntax("<|open|>tools<|sep|>", _KIMI_K3, "<|close|>tools<|sep|>", inner=_KIMI_K3_INNER),),
         thinking=ReasoningMarks("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
         dropped=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
     ),
@@ -283,47 +324,77 @@ FORMATS: tuple[Parser, ...] = (
         (CallSyntax("<|START_ACTION|>", _COHERE, "<|END_ACTION|>"),),
         thinking=ReasoningMarks("<|START_THINKING|>", "<|END_THINKING|>"),
         dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+        bare=_BARE_COHERE,
     ),
-    ReplyFormat("command_r", (CallSyntax("Action:\n```json\n", _COHERE, "```"),), ("Action:\n", "<")),
+    ReplyFormat("command_r", (CallSyntax("Action:\n```json\n", _COHERE, "```"),), ("Action:\n", "<"), bare=_BARE_COHERE),
     ReplyFormat(
         "gemma",
         (CallSyntax("<|tool_call>", _gemma('<|"|>'), "<tool_call|>"),),
         thinking=ReasoningMarks("<|channel>thought\n", "<channel|>"),
         dropped=("<|tool_response>",),
+        bare=_BARE_GEMMA,
     ),
     LFM2,
-    ReplyFormat("minimax_m2", (CallSyntax("<minimax:tool_call>", _MINIMAX_TAGS, "</minimax:tool_call>"),)),
+    ReplyFormat(
+        "minimax_m2",
+        (
+            CallSyntax(
+                "<minimax:tool_call>", _MINIMAX_TAGS, "</minimax:tool_call>", inner=_minimax_inner("invoke", "parameter")
+            ),
+        ),
+    ),
     ReplyFormat(
         "muse",
-        (CallSyntax("<atem:function_calls>", _minimax_tags("atem:invoke", "atem:parameter"), "</atem:function_calls>"),),
+        (
+            CallSyntax(
+                "<atem:function_calls>",
+                _minimax_tags("atem:invoke", "atem:parameter"),
+                "</atem:function_calls>",
+                inner=_minimax_inner("atem:invoke", "atem:parameter"),
+            ),
+        ),
         thinking=ReasoningMarks("to=self<|message|>", "<|eom|>"),  # a separate message
+        dropped=("<|eom|>",),
+        header=re.compile(r"\s*(?:<\|start\|>assistant)?\s*\bto=([^\s<]+)<\|message\|>"),
     ),
-    ReplyFormat("minimax_m1", (CallSyntax("<tool_calls>", JsonCalls(lines=True), "</tool_calls>"),)),
+    ReplyFormat("minimax_m1", (CallSyntax("<tool_calls>", JsonCalls(lines=True), "</tool_calls>"),), bare=_BARE_JSON),
     ReplyFormat(
         "apriel",
         (CallSyntax("<tool_calls>", _JSON_LIST, "</tool_calls>"),),
         ("<", "[BEGIN FINAL RESPONSE]"),
-        ReasoningMarks("Here are my reasoning steps:\n", "[BEGIN FINAL RESPONSE]"),
+        ReasoningMarks("Here are my reasoning steps:\n", "[BEGIN FINAL RESPONSE]", always_opened=True),
+        bare=_BARE_JSON,
     ),
-    ReplyFormat("nemotron_v2", (CallSyntax("<TOOLCALL>", _JSON_LIST, "</TOOLCALL>"),)),
+    ReplyFormat("nemotron_v2", (CallSyntax("<TOOLCALL>", _JSON_LIST, "</TOOLCALL>"),), bare=_BARE_JSON),
     ReplyFormat(
         "gigachat",
-        (CallSyntax("<|function_call|>", _JSON), CallSyntax("function call<|role_sep|>\n", _JSON)),
-        dropped=("<|message_sep|>",),
+        (CallSyntax("<|function_call|>", _gigachat), CallSyntax("function call<|role_sep|>\n", _gigachat)),
+        dropped=(_GIGACHAT_END,),
+        bare=_BARE_JSON,
     ),
-    ReplyFormat("functionary", (CallSyntax("<function=", _FUNCTIONARY, "</function>"),)),
-    ReplyFormat("minicpm", (CallSyntax("<function ", _minicpm, "</function>"),)),
-    ReplyFormat("granite", (CallSyntax("<|tool_call|>", _granite), CallSyntax("<tool_call>", _granite))),
-    ReplyFormat("internlm2", (CallSyntax("<|action_start|><|plugin|>", _INTERNLM, "<|action_end|>"),)),
-    ReplyFormat("function_gemma", (CallSyntax("<start_function_call>", _gemma("<escape>"), "<end_function_call>"),)),
+    ReplyFormat("functionary", (CallSyntax("<function=", _FUNCTIONARY, "</function>"),), bare=_BARE_FUNCTIONARY),
+    ReplyFormat("minicpm", (CallSyntax("<function ", _minicpm, "</function>", inner=("<param name=", "</param>")),)),
+    ReplyFormat(
+        "granite",
+        (CallSyntax("<|tool_call|>", _granite, inner=_GRANITE_ENDS), CallSyntax("<tool_call>", _granite)),
+        bare=_BARE_JSON,
+    ),
+    ReplyFormat(
+        "internlm2",
+        (CallSyntax("<|action_start|><|plugin|>", _INTERNLM, "<|action_end|>", inner=("<|action_start|>", "<|plugin|>")),),
+        bare=_BARE_JSON,
+    ),
+    ReplyFormat(
+        "function_gemma", (CallSyntax("<start_function_call>", _gemma("<escape>"), "<end_function_call>"),), bare=_BARE_GEMMA
+    ),
     MINICPM3,
     OLMO3,
     ReplyFormat(
         "solar",
-        (CallSyntax("<|tool_call:begin|>", _SOLAR, "<|tool_call:end|>", ("<|tool_calls|>",)),),
+        (CallSyntax("<|tool_call:begin|>", _SOLAR, "<|tool_call:end|>", ("<|tool_calls|>",), _SOLAR_INNER),),
         thinking=ReasoningMarks("<|think|>", "<|end|>"),
         dropped=("<|begin|>assistant", "<|content|>"),
     ),
-    ReplyFormat("apertus", (CallSyntax("<|tools_prefix|>", _apertus, "<|tools_suffix|>"),)),
+    ReplyFormat("apertus", (CallSyntax("<|tools_prefix|>", _apertus, "<|tools_suffix|>"),), bare=_BARE_APERTUS),
     LLAMA3,
 )

@@ -18,9 +18,11 @@ Calls in Python syntax: LFM2's list between marks, and lines of calls in MiniCPM
 Values are Python literals or JSON (templates write nested objects so). The templates do not escape quotes in strings, so such
 strings do not parse; strings with escapes, as in Python, do.
 
-Llama 3's JSON: the complete reply is one call, or several separated by semicolons::
+Llama 3's JSON: the complete reply is one call, or several separated by semicolons or nothing; Llama 4's may follow a text
+between marks::
 
     {"name": "look_up", "parameters": {"key": "a"}}
+    <|python_start|>Let me see.<|python_end|>{"name": "look_up", "parameters": {"key": "a"}}
     <|python_tag|>{"name": "look_up", "parameters": {"key": "a"}}; {"name": "look_up", "parameters": {"key": "b"}}
 
 No mark identifies a call. Without `<|python_tag|>`, a reply that begins with an object of other keys is a JSON answer, and a
@@ -31,7 +33,8 @@ Replies that consist of a list of calls, without a mark::
     [look_up(key="a"), look_up(key="b")]                      Python: Llama 4, ToolACE, ...
     [{"name": "look_up", "arguments": {"key": "a"}}]          JSON: xLAM, ...
 
-Replies with another beginning have no calls: words, a list of numbers, or a Markdown link are answers.
+Replies with another beginning have no calls: words, a list of numbers, or a Markdown link are answers. One that begins with
+a part of a call of an existing tool is a malformed call.
 """
 
 from __future__ import annotations
@@ -42,19 +45,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from turnwise.renderers.parsers.base import (
+    CALL_ENDS,
     CallSyntax,
     MalformedCall,
     Read,
     ReasoningMarks,
     ReplyFormat,
     finish_calls,
+    is_mentioned,
     malformed_call,
     name_of,
+    unopened_call,
 )
 from turnwise.renderers.parsers.readers import STRING, JsonCalls, make_call, python_as_json, read_json
 from turnwise.types import Message, ToolCall, Tools
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_CONSTRAINT, _FUNCTIONS = "<|constrain|>", "functions."
 _END = re.compile(r"<\|(?:end|call|return)\|>")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
@@ -64,6 +71,7 @@ class Harmony:
     """Parser of a reply as messages by channel."""
 
     name: str = "harmony"
+    closes: tuple[str, ...] = ("<|call|>",)
 
     def parse(self, text: str, tools: Tools = (), *, thinking: bool = False) -> Message:
         """A reply without channels is visible text, or thinking if the prompt opened that."""
@@ -80,12 +88,21 @@ class Harmony:
                 header, begun, body, channel = "", _MESSAGE, part, ["analysis"]
             elif number == 0 and not begun and not channel:
                 begun, body = _MESSAGE, part
-            body = _END.split(body, maxsplit=1)[0]
+            end = _END.search(body)
+            body = body[: end.start()] if end else body
             to = _RECIPIENT.search(header) if header else None
             if to is not None and to[1] != "assistant":
                 if tools:
                     found.append(_call(to[1], body, bool(begun)))
-            elif channel[:1] == ["analysis"]:
+                continue
+
+            # The final channel may be constrained to JSON, commentary that is no call is not.
+            constrained = channel[:1] == ["commentary"] and _CONSTRAINT in header
+            ended = end is not None and end[0] in self.closes
+            if tools and (constrained or ended or _FUNCTIONS in header):
+                found.append(unopened_call("the call", f"{_CHANNEL}commentary to={_FUNCTIONS}NAME{_MESSAGE}"))
+
+            if channel[:1] == ["analysis"]:
                 thoughts.append(body)
                 ignored += body.count(" to=functions.") if tools else 0
             elif begun:
@@ -100,7 +117,7 @@ class Harmony:
 
 
 def _call(recipient: str, body: str, begun: bool) -> ToolCall:
-    name = recipient.removeprefix("functions.")
+    name = recipient.removeprefix(_FUNCTIONS)
     if not begun:
         return malformed_call("truncated", f"the tool call is cut off: {_MESSAGE} is missing", name)
     try:
@@ -190,7 +207,9 @@ def _end_of_value(text: str, at: int) -> int:
     raise MalformedCall("truncated", "the tool call is cut off: a value does not end")
 
 
-LFM2 = ReplyFormat("lfm2", (CallSyntax("<|tool_call_start|>", read_list, "<|tool_call_end|>"),))
+_BARE_PYTHON = re.compile(r"\A\s*(?:```(?:python)?\s*)?\[?\s*([\w.-]+)\(\s*(?:\)|[\w-]+\s*=)")
+"""Beginning of a reply that is a call without marks; group 1 is the tool."""
+LFM2 = ReplyFormat("lfm2", (CallSyntax("<|tool_call_start|>", read_list, "<|tool_call_end|>"),), bare=_BARE_PYTHON)
 
 
 def _read_lines(body: str, tools: Tools) -> list[ToolCall]:
@@ -203,8 +222,9 @@ MINICPM3 = ReplyFormat(
     "minicpm3",
     (CallSyntax("<|tool_call_start|>", _read_lines, "<|tool_call_end|>"),),
     thinking=ReasoningMarks("<|thought_start|>", "<|thought_end|>"),
+    bare=_BARE_PYTHON,
 )
-OLMO3 = ReplyFormat("olmo3", (CallSyntax("<function_calls>", _read_lines, "</function_calls>"),))
+OLMO3 = ReplyFormat("olmo3", (CallSyntax("<function_calls>", _read_lines, "</function_calls>"),), bare=_BARE_PYTHON)
 
 
 _PLAIN = ReplyFormat("plain", ())
@@ -218,27 +238,75 @@ class Bare:
     begins: re.Pattern[str]
     """Beginning of such a reply; group 1, if any, is the first tool's name, which must exist."""
     read: Read
-    dropped: tuple[str, ...] = ()
-    """Optional marks around the list."""
+    example: str
+    """Beginning of the calls, for the model."""
+    half: re.Pattern[str]
+    """Part of a call without its beginning; group 1 is its tool, which must exist."""
+    marks: re.Pattern[str] | None = None
+    """Optional marks before the calls; group 1, if any, is visible text."""
+    end: str = ""
+    """Optional mark after the calls."""
+    closes: tuple[str, ...] = ()
+    starts: tuple[str, ...] = ("{", "[")
+    """Texts of which `begins` or `marks` begins with one, to tell answers from calls at little cost."""
 
     def parse(self, text: str, tools: Tools = (), *, thinking: bool = False) -> Message:
         """See `Parser.parse`."""
         message = _PLAIN.parse(text, tools, thinking=thinking)
-        visible = message.text.strip()
-        for mark in self.dropped:
-            visible = visible.removeprefix(mark).removesuffix(mark).strip()
-        begins = self.begins.match(visible) if tools else None
-        if begins is None or (begins.lastindex and begins[1] not in map(name_of, tools) and not visible.endswith(")]")):
+        if not tools:
             return message
-        return Message("assistant", "", tool_calls=finish_calls(self.read(visible, tools), tools), reasoning=message.reasoning)
+        body = message.text.strip()
+        has_end = bool(self.end) and self.end in body
+        if not has_end and not body.startswith(self.starts) and not body.endswith(CALL_ENDS):
+            return message
+
+        visible = ""
+        marks = self.marks.match(body) if self.marks is not None else None
+        if marks is not None:
+            visible = (marks[1] or "") if marks.lastindex else ""
+            body = body[marks.end() :].strip()
+        if self.end and body.endswith(self.end):
+            body = body.removesuffix(self.end).strip()
+
+        if self._is_call(body, tools):
+            found = self.read(body, tools)
+        elif marks is not None:
+            found = [self._without_call(body)]
+        elif self._is_half(message.text.strip(), tools):
+            found, visible = [unopened_call("the call", self.example)], message.text
+        else:
+            return message
+        calls = finish_calls(found, tools)
+        return Message("assistant", visible, tool_calls=calls, reasoning=message.reasoning)
 
     def opens_reasoning(self, prompt: str) -> bool:
         """See `Parser.opens_reasoning`."""
         return _PLAIN.opens_reasoning(prompt)
 
+    def _is_call(self, body: str, tools: Tools) -> bool:
+        begins = self.begins.match(body)
+        if begins is None:
+            return False
+        return not begins.lastindex or begins[1] in map(name_of, tools) or body.endswith(")]")
+
+    def _without_call(self, body: str) -> ToolCall:
+        """Return the malformed call of a reply with the marks before a call and none after them."""
+        if not body:
+            return malformed_call("truncated", "the tool call is cut off after its marks")
+        return malformed_call("not_a_call", f"no tool call follows its marks; it begins with {self.example}")
+
+    def _is_half(self, text: str, tools: Tools) -> bool:
+        """Return whether a text begins with a part of a call and ends as one; after words, it is an answer."""
+        if self.end and self.end in text and not is_mentioned(text, self.end):
+            return True
+        half = self.half.match(text) if text.endswith(CALL_ENDS) else None
+        return half is not None and half[1] in map(name_of, tools)
+
 
 _MARK = "<|python_tag|>"
-_BETWEEN = re.compile(r"\s*;\s*(?=\{)")
+# Llama 4 may put a reply's text between these marks, and the calls after them.
+_LLAMA_MARKS = re.compile(r"<\|python_start\|>(?:(.*?)(?:<\|python_end\|>|\Z))?", re.DOTALL)
+_BETWEEN = re.compile(r"\s*;?\s*(?=\{)")
 _DECODER = json.JSONDecoder()
 _READ = JsonCalls(arguments=("parameters", "arguments"))
 
@@ -259,11 +327,35 @@ def _read_objects(body: str, tools: Tools) -> list[ToolCall]:
         at = between.end()
 
 
-LLAMA3 = Bare("llama3", re.compile(re.escape(_MARK) + r'|\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:'), _read_objects)
-PYTHONIC = Bare("pythonic", re.compile(r"\[\s*([\w.-]+)\("), read_list, ("<|python_start|>", "<|python_end|>"))
+_HALF_JSON = re.compile(
+    r'\A\s*\{?\s*(?:"(?:type|id)"\s*:\s*"[^"]*"\s*,\s*)*(?:"function"\s*:\s*\{\s*)?'
+    r'"name"\s*:\s*"([^"]*)"\s*,\s*"(?:arguments|parameters)"\s*:'
+)
+LLAMA3 = Bare(
+    "llama3",
+    re.compile(re.escape(_MARK) + r'|\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:'),
+    _read_objects,
+    '{"name": ',
+    _HALF_JSON,
+    _LLAMA_MARKS,
+    starts=("{", _MARK, "<|python_start|>"),
+)
+PYTHONIC = Bare(
+    "pythonic",
+    re.compile(r"\[\s*([\w.-]+)\("),
+    read_list,
+    "[NAME(",
+    _BARE_PYTHON,
+    re.compile(r"<\|python_start\|>"),
+    "<|python_end|>",
+    ("<|python_end|>",),
+    ("[", "<|python_start|>"),
+)
 JSON_LIST = Bare(
     "json_list",
     re.compile(r'\[\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*|"id"\s*:\s*"[^"]*"\s*,\s*)*"(?:name|function)"\s*:'),
     JsonCalls(many=True, arguments=("arguments", "parameters")),
+    '[{"name": ',
+    _HALF_JSON,
 )
 BARE = (PYTHONIC, JSON_LIST)
