@@ -78,6 +78,15 @@ def test_function_tools_of_a_file():
     assert schema["parameters"]["required"] == ["thing", "stars"]
 
 
+def test_null_is_taken_where_a_function_takes_none():
+    """The schema that verl makes of an `Optional` does not say so; the model reads that schema, as in verl."""
+    spec = made(function_tool_path="functions.py")
+    trajectory = play(
+        spec, [call("rate", thing="tea", stars=1, note=None, tags=None), call("rate", thing=None, stars=1), "done"]
+    )
+    assert results(trajectory) == ["tea: 1 None None", "Error: argument 'thing' of rate must be a string, not null"]
+
+
 def test_one_function_of_a_file():
     target = load_object("functions.py:evaluate", base=HOME)
     spec = as_env_spec(target, where="functions.py:evaluate")

@@ -27,7 +27,7 @@ from turnwise.compat.verl_tools import (
 from turnwise.envs.foreign import ForeignObject, Framework, refuse_faithful
 from turnwise.envs.tools.mcp import McpTools, mcp_tools
 from turnwise.envs.tools.results import ResultLimit
-from turnwise.envs.tools.schema import ToolSignature
+from turnwise.envs.tools.schema import ToolSignature, nullable_parameters
 from turnwise.envs.tools.stateful import parse_tools
 from turnwise.envs.tools.tool import Tool
 from turnwise.envs.user_code import load_user_module
@@ -273,10 +273,13 @@ def _not_bound() -> None:
 
 
 def function_tool(entry: Any) -> Tool:
-    """Make a tool of a function that `@function_tool` registered."""
-    return Tool(
-        entry.fn, ToolSignature(dumped_schema(entry.tool_schema), {}), source=f"{entry.fn.__module__}.{entry.fn.__name__}"
-    )
+    """Make a tool of a function that `@function_tool` registered.
+
+    verl's schemas leave out `nullable`, which transformers writes for an `Optional` parameter. The model reads verl's
+    schema; null is accepted wherever the function takes it.
+    """
+    signature = ToolSignature(dumped_schema(entry.tool_schema), {}, nullable=nullable_parameters(entry.fn))
+    return Tool(entry.fn, signature, source=f"{entry.fn.__module__}.{entry.fn.__name__}")
 
 
 def _registry() -> dict[str, Any]:
