@@ -14,7 +14,7 @@ from jsonschema import Draft202012Validator
 
 import turnwise as tw
 from turnwise.envs.tools.mcp import McpTools
-from turnwise.envs.tools.schema import InvalidArguments, ToolSchemaError, tool_signature
+from turnwise.envs.tools.schema import InvalidArguments, ToolSchemaError, ToolSignature, tool_signature
 from turnwise.envs.tools.schema_check import schema_error
 from turnwise.envs.tools.tool import Tools
 from turnwise.renderers.parsers import PARSERS
@@ -231,6 +231,12 @@ def test_a_schema_that_cannot_be_checked_is_refused_when_the_tool_is_made(schema
     assert time.monotonic() - began < 5
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("parameters", [[], {"properties": ["zip"]}, {"properties": {"zip": "string"}}, {"oneOf": {}}])
+def test_parameters_of_another_shape_are_refused(parameters):
+    with pytest.raises(ToolSchemaError):
+        ToolSignature({"type": "function", "function": {"name": "ship", "parameters": parameters or ["zip"]}}, {})
 
 
 def test_a_server_s_unusable_schema_names_the_server_and_the_tool():

@@ -171,6 +171,8 @@ class ToolSignature:
     _required: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.parameters, Mapping):
+            raise ToolSchemaError(f"tool {self.name!r}: its parameters are no JSON schema of type object")
         schema = dict(self.parameters)
         if self.nullable:
             properties: Mapping[str, Any] = schema.get("properties") or {}
