@@ -118,6 +118,23 @@ def test_an_unknown_argument_stays_unknown_where_nothing_allows_it():
     assert signature({"type": "object", **open_branch}).read({"izp": 1}) == {"izp": 1}
 
 
+def test_the_error_is_of_the_alternative_that_was_meant():
+    branches = [{"properties": {key: {"type": kind}}, "required": [key]} for key, kind in (("a", "string"), ("b", "integer"))]
+    read = signature({"type": "object", "oneOf": branches}).read
+    assert read({"a": "x"}) == {"a": "x"}
+    for arguments, said in [
+        ({"b": "x"}, "argument 'b' of ship must be a whole number, not \"x\""),
+        ({}, "ship needs the argument 'a' (a string) or 'b' (a whole number)"),
+        ({"a": "x", "b": 1}, "the arguments object of ship must fit one alternative only"),
+        ({"a": 1, "b": "x"}, "the arguments object of ship must fit one of 2 alternatives"),
+    ]:
+        with pytest.raises(InvalidArguments) as caught:
+            read(arguments)
+        assert said in str(caught.value)
+    with pytest.raises(InvalidArguments, match=r'ship has no argument \'y\'; its arguments match "\^x_"'):
+        signature({"type": "object", "patternProperties": {"^x_": {}}}).read({"y": 1})
+
+
 def test_what_a_composition_requires_is_missing():
     either = {"anyOf": [{"required": ["zip"]}, {"required": ["city"]}]}
     for parameters, said in [

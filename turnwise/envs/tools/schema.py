@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_type_hints
 
-from turnwise.envs.tools.schema_check import Problem, QuickCheck, SchemaCheck, TooComplex, quick_checks_of, quoted
+from turnwise.envs.tools.schema_check import Problem, QuickCheck, SchemaCheck, TooComplex, quick_checks_of, quoted, shortened
 from turnwise.errors import UsageError, suggest_or_list
 from turnwise.types.json_schema import SchemaFault, read_schema
 
@@ -254,7 +254,10 @@ class ToolSignature:
         return list(arguments).index(problem.path[0]) if problem.path[0] in arguments else 0
 
     def _unknown(self, key: Any) -> InvalidArguments:
-        near = suggest_or_list(str(key), self._check.root_keys.named) or "it takes none"
+        keys = self._check.root_keys
+        patterns = ", ".join(shortened(pattern) for pattern, _ in keys.patterns)
+        otherwise = f"its arguments match {patterns}" if patterns else "it takes none"
+        near = suggest_or_list(str(key), keys.named) or otherwise
         return InvalidArguments(f"{self.name} has no argument {quoted(key)}; {near}", "unknown_argument")
 
     def _refusal(self, problem: Problem) -> InvalidArguments:

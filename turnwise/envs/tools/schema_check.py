@@ -210,15 +210,20 @@ class SchemaCheck:
             return Problem(path, f"must fit one alternative only, not {shortened(error.instance)}")
         # If only one alternative is for this kind of value, what it lacks there is the better answer.
         alike = [errors for errors in alternatives.values() if not any(_of_another_kind(one) for one in errors)]
-        if len(alike) == 1:
-            first = alike[0][0]
-            return self._explained(first)
+        # An alternative that lacks no key, and is wrong within one, is the one that was meant.
+        within = [errors for errors in alike if all(one.relative_path for one in errors)]
+        meant = alike if len(alike) == 1 else within
+        if len(meant) == 1:
+            return self._explained(meant[0][0])
         problems = [self._explained(errors[0]) for errors in alike]
         missing = tuple(dict.fromkeys(key for problem in problems for key in problem.missing))
         if problems and all(problem.missing and problem.path == path for problem in problems):
             wanted = " or ".join(self._wanted(key, error.schema) for key in missing)
             return Problem(path, f"lacks {wanted}", missing=missing)
-        return Problem(path, _must_be(describe(self.resolved, error.schema), error.instance))
+        kinds = describe(self.resolved, error.schema)
+        if "any value" in kinds:
+            return Problem(path, f"must fit one of {len(error.validator_value)} alternatives, not {shortened(error.instance)}")
+        return Problem(path, _must_be(kinds, error.instance))
 
     def _wanted(self, key: str, node: Any) -> str:
         """Describe a key that is missing."""
