@@ -38,7 +38,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "turnwise/envs/rewards/judge.py": {"says": "the question to the judge"},
     "turnwise/envs/simulated_user.py": {"says": "the question to the simulated user"},
     "turnwise/envs/tools/results.py": {"shown": "the truncation marker that the model reads"},
-    "turnwise/envs/tools/schema.py": {"whole": "an argument error that the model reads"},
+    "turnwise/envs/tools/schema_check.py": {"whole": "an argument error that the model reads"},
     "turnwise/errors.py": {"afresh": "an exception's name in older records"},
     "turnwise/records/journal.py": {"said": "a key of the journal"},
     "turnwise/records/metrics.py": {"told": "an old name of a metric"},

@@ -78,6 +78,31 @@ def test_function_tools_of_a_file():
     assert schema["parameters"]["required"] == ["thing", "stars"]
 
 
+def test_null_is_taken_where_a_function_takes_none():
+    """The schema that verl makes of an `Optional` does not say so; the model reads that schema, as in verl."""
+    spec = made(function_tool_path="functions.py")
+    trajectory = play(
+        spec, [call("rate", thing="tea", stars=1, note=None, tags=None), call("rate", thing=None, stars=1), "done"]
+    )
+    assert results(trajectory) == ["tea: 1 None None", "Error: argument 'thing' of rate must be a string, not null"]
+
+
+def test_nullable_of_a_file_of_tools_is_kept(tmp_path):
+    for name in ("counter.yaml", "counter_tool.py"):
+        shutil.copy(HOME / name, tmp_path)
+    text = (tmp_path / "counter.yaml").read_text()
+    by = "              type: integer\n"
+    assert by in text
+    note = f"{by}              description: How far.\n            note:\n              type: string\n"
+    text = text.replace(f"{by}              description: How far.\n", f"{note}              nullable: true\n")
+    (tmp_path / "counter.yaml").write_text(text)
+    spec = made(tool_config_path="counter.yaml", base=tmp_path)
+    trajectory = play(spec, [call("count", by=1, note=None), call("count", by=None), "done"], {"extra_info": create(start=3)})
+    first, second = results(trajectory)
+    assert not first.startswith("Error")
+    assert second == "Error: argument 'by' of count must be a whole number, not null"
+
+
 def test_one_function_of_a_file():
     target = load_object("functions.py:evaluate", base=HOME)
     spec = as_env_spec(target, where="functions.py:evaluate")

@@ -192,6 +192,15 @@ python3 -m verl.trainer.main_ppo data.train_files=train.jsonl data.val_files=tes
 """
 
 
+def test_a_strict_check_of_verl_is_of_every_episode(files):
+    key = "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode"
+    for mode, expected in [("strict", {"sanity": "strict", "sanity_share": 1.0}), ("disable", {"sanity": "disable"})]:
+        changed = VERL.replace(f"{key}=ignore_strippable", f"{key}={mode}")
+        assert changed != VERL
+        rollout = table(of(changed))["rollout"]
+        assert {name: rollout[name] for name in rollout if name.startswith("sanity")} == expected
+
+
 def test_verl(files):
     found = of(VERL)
     recipe = table(found)

@@ -203,15 +203,23 @@ def sighted(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_no_image_of_an_inline_observation_is_dropped_in_silence(sighted, name):
-    """A model that sees refuses the observation; a text-only one reads the words, or refuses where there are none."""
+def test_an_image_of_an_inline_observation_reaches_the_model(sighted, name):
+    """A model that sees gets its block inside the reply; a text-only one reads the words, or refuses where there are none."""
     said = PICTURES[name]
     env = type("Said", (Once,), {"said": said})
     reply = sighted.encode_reply("One.")
-    (refused,) = tw.rollout(env, tasks(1), tw.ScriptedEngine([reply, reply]), renderer=sighted, history="inline")
-    assert refused.error is not None, "the image was dropped in silence"
-    assert "cannot be part of the reply" in str(refused.error.message)
-    assert len(refused.turns) == 1
+    (seen,) = tw.rollout(env, tasks(1), tw.ScriptedEngine([reply, reply]), renderer=sighted, history="inline")
+    assert seen.error is None
+    turn = seen.turns[1]
+    ids, placed = seen.prompt_ids(1), seen.media_placements(turn.prompt)
+    sighted.vision.check(ids, placed)
+    (block,) = placed
+    pad = "video_pad" if name == "video" else "image_pad"
+    text = sighted.decode([*ids[: block.start], *ids[block.end :]])
+    assert text.endswith("assistant\nOne.<|vision_start|><|vision_end|>x")
+    assert f"<|{pad}|>" in sighted.decode(ids[block.start : block.end])
+    assert turn.grown.content == ("One.", block.media, "xOne.")
+
     told, _ = once(said, ["One.", " Two."], history="inline")
     if "a map" in repr(said):
         assert told.error is None

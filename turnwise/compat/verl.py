@@ -27,7 +27,7 @@ from turnwise.compat.verl_tools import (
 from turnwise.envs.foreign import ForeignObject, Framework, refuse_faithful
 from turnwise.envs.tools.mcp import McpTools, mcp_tools
 from turnwise.envs.tools.results import ResultLimit
-from turnwise.envs.tools.schema import ToolSignature
+from turnwise.envs.tools.schema import ToolSignature, nullable_parameters
 from turnwise.envs.tools.stateful import parse_tools
 from turnwise.envs.tools.tool import Tool
 from turnwise.envs.user_code import load_user_module
@@ -250,22 +250,32 @@ def _made(target: Any, where: str, **arguments: Any) -> Any:
 
 def base_tool(target: Any, config: dict[str, Any], schema: Any, lifetime: Lifetime, where: str, faithful: bool) -> SharedTool:
     """Make the one object of a tool class that serves all episodes of a run."""
+    nullable = nullable_properties(schema)
     if schema is not None:
         home = next((base.__module__ for base in target.__mro__ if base.__name__ == "BaseTool"), "verl.tools.base_tool")
         schemas = sys.modules.get(f"{home.rpartition('.')[0]}.schemas")
         if schemas is not None:
             schema = _made(schemas.OpenAIFunctionToolSchema.model_validate, where, obj=schema)
     made = _made(target, where, config=config, tool_schema=schema)
-    return SharedTool(made, _template(getattr(made, "tool_schema", None), where), lifetime, faithful)
+    return SharedTool(made, _template(getattr(made, "tool_schema", None), where, nullable), lifetime, faithful)
 
 
-def _template(schema: Any, where: str) -> Tool:
+def nullable_properties(schema: Any) -> frozenset[str]:
+    """Return the parameters with OpenAPI's `nullable` in a tool's schema as a file has it; verl's objects leave it out."""
+    found = schema
+    for key in ("function", "parameters", "properties"):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    properties = found if isinstance(found, Mapping) else {}
+    return frozenset(key for key, inner in properties.items() if isinstance(inner, Mapping) and inner.get("nullable") is True)
+
+
+def _template(schema: Any, where: str, nullable: frozenset[str]) -> Tool:
     found = dumped_schema(schema)
     if not isinstance(found.get("function"), Mapping) or not found["function"].get("name"):
         raise ConfigError(
             f"{where}: the tool has no schema; give tool_schema, with function: {{name, description, parameters}}"
         )
-    return Tool(_not_bound, ToolSignature(found, {}), source=where)
+    return Tool(_not_bound, ToolSignature(found, {}, nullable=nullable), source=where)
 
 
 def _not_bound() -> None:
@@ -273,10 +283,13 @@ def _not_bound() -> None:
 
 
 def function_tool(entry: Any) -> Tool:
-    """Make a tool of a function that `@function_tool` registered."""
-    return Tool(
-        entry.fn, ToolSignature(dumped_schema(entry.tool_schema), {}), source=f"{entry.fn.__module__}.{entry.fn.__name__}"
-    )
+    """Make a tool of a function that `@function_tool` registered.
+
+    verl's schemas leave out `nullable`, which transformers writes for an `Optional` parameter. The model reads verl's
+    schema; null is accepted wherever the function takes it.
+    """
+    signature = ToolSignature(dumped_schema(entry.tool_schema), {}, nullable=nullable_parameters(entry.fn))
+    return Tool(entry.fn, signature, source=f"{entry.fn.__module__}.{entry.fn.__name__}")
 
 
 def _registry() -> dict[str, Any]:

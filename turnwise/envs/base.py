@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_ch
 from turnwise._old_names import Renamed
 from turnwise.envs.user_code import as_flag, as_number, describe_value
 from turnwise.errors import EnvError
-from turnwise.types import Message, Messages, StopReason, Task, ToolCall, Trajectory
+from turnwise.types import ContentPart, Message, Messages, StopReason, Task, ToolCall, Trajectory, read_part
 
 if TYPE_CHECKING:
     from turnwise.config import Limits
@@ -32,8 +32,8 @@ class InlineObservation:
         Step(InlineObservation("But wait, ", keep_chars=action.raw.rindex("Answer:")))
     """
 
-    text: str = ""
-    """Text to insert; never trained."""
+    text: str | tuple[ContentPart, ...] = ""
+    """Text to insert, or its parts: texts, images and videos; never trained."""
     keep_chars: int | None = None
     """Characters of `action.raw` to keep; None keeps the complete reply."""
     keep_tokens: int | None = None
@@ -42,8 +42,13 @@ class InlineObservation:
     """Whether sampled tokens removed from the context are trained, a dropped end token included."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.text, str):
-            raise EnvError(f"InlineObservation(text={self.text!r:.80}): text must be a string")
+        if isinstance(self.text, (list, tuple)):
+            try:
+                object.__setattr__(self, "text", tuple(map(read_part, self.text)))
+            except (TypeError, KeyError) as error:
+                raise EnvError(f"InlineObservation: {error}") from error
+        elif not isinstance(self.text, str):
+            raise EnvError(f"InlineObservation(text={self.text!r:.80}): text must be a string, or a list of texts and images")
         if self.keep_chars is not None and self.keep_tokens is not None:
             raise EnvError("InlineObservation: give keep_chars or keep_tokens, not both")
         for name, value in (("keep_chars", self.keep_chars), ("keep_tokens", self.keep_tokens)):
@@ -53,6 +58,11 @@ class InlineObservation:
                 )
         if self.tail not in ("trained", "untrained"):
             raise EnvError(f'InlineObservation(tail={self.tail!r}): write "trained" or "untrained"')
+
+    @property
+    def message(self) -> Message:
+        """The inserted content as a message."""
+        return Message("user", self.text)
 
     def check(self, chars: int, tokens: int) -> None:
         """Check a reply of this length; raise `EnvError` when it is shorter than the part to keep."""

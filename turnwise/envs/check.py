@@ -67,14 +67,16 @@ def check_env(spec: EnvSpec, *, n: int = 16, seed: int = 0, made: int = _TASKS) 
 
 
 def check_first_row(spec: EnvSpec) -> None:
-    """Make the environment of the first training task, where that alone shows whether it can be used.
+    """Read the first training task, and make its environment where that alone shows whether it can be used.
 
     Raises:
+        TaskError: for a row that is no task.
         ConfigError: for an environment that cannot be made.
     """
+    first_tasks = spec.tasks("train", 1)
     if not isinstance(spec.factory, ChecksRow):
         return
-    for task in spec.tasks("train", 1):
+    for task in first_tasks:
         try:
             spec.factory.check_row(task)
         except EnvError as error:

@@ -17,7 +17,8 @@ from turnwise.envs.base import Env
 from turnwise.envs.foreign import FRAMEWORKS, ForeignObject, Registered, adapt, load_registered, refuse_faithful
 from turnwise.envs.spec import EnvSpec, Play
 from turnwise.envs.tasks import TaskSource, make_task_source
-from turnwise.envs.tools.schema import flatten, pydantic_hint, schema_error
+from turnwise.envs.tools.schema import flatten, pydantic_hint
+from turnwise.envs.tools.schema_check import schema_error
 from turnwise.envs.user_code import load_user_module, user_location
 from turnwise.errors import ConfigError, did_you_mean, suggest_or_list
 

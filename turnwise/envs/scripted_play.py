@@ -85,8 +85,9 @@ class ScriptedRunner:
             observation: tuple[Message, ...] = ()
             if isinstance(step.observation, InlineObservation):
                 kept = step.observation.kept_text(reply)
-                self._open_message = message_text[: len(message_text) - len(reply)] + kept + step.observation.text
-                self._inserted = step.observation.text, len(kept.encode("utf-8", "replace"))
+                inserted = step.observation.message.text_with_alt
+                self._open_message = message_text[: len(message_text) - len(reply)] + kept + inserted
+                self._inserted = inserted, len(kept.encode("utf-8", "replace"))
             else:
                 observation = _messages(step.observation, "step")
         turn.reward, turn.info = step.reward, step.info

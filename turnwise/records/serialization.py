@@ -118,7 +118,8 @@ def _arguments_row(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
 
 def read_message(row: Mapping[str, Any]) -> Message:
     """Return the message that `message_row` wrote, media by reference."""
-    message = Message.of({key: value for key, value in row.items() if key not in ("content", "tool_calls")})
+    others = {key: value for key, value in row.items() if key not in ("content", "tool_calls")}
+    message = Message.of({**others, "content": ""})
     content = row["content"]
     if not isinstance(content, str):
         content = tuple(part["text"] if part["type"] == "text" else read_media(part) for part in content)

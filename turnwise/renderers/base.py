@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from turnwise._old_names import old_member
 from turnwise.errors import ModelError
-from turnwise.types import MediaPlacement, Message, Tools
+from turnwise.types import ContentPart, MediaPlacement, Message, Tools
 
 if TYPE_CHECKING:
     from turnwise.renderers.vision.base import VisionProcessor
@@ -126,14 +126,18 @@ class Renderer(Protocol):
             TemplateError, MediaError: as in `open`.
         """
 
-    def inline(self, reply_ids: Sequence[int], text: str) -> Extend | Branch:
-        """Continue a reply with plain `text`, without closing it.
+    def inline(self, reply_ids: Sequence[int], content: str | Sequence[ContentPart]) -> Extend | Branch:
+        """Continue a reply with `content`, without closing it.
 
         A final stop id is removed, which is a branch (`close_dropped`).
 
         Args:
             reply_ids: the sampled reply; `keep` of a branch counts these ids alone.
-            text: the environment's text, encoded as a continuation (without a beginning-of-text prefix).
+            content: the environment's text, encoded as a continuation (without a beginning-of-text prefix); or parts of it
+                and media, each written as the template writes it within a message.
+
+        Raises:
+            TemplateError, MediaError: as in `open`.
         """
 
     def compose(

@@ -37,7 +37,7 @@ from turnwise.renderers.template import (
 )
 from turnwise.renderers.tokenizer import PrecedingToken, Tokenizer, control_pattern
 from turnwise.renderers.vision.media_blocks import MediaExpander
-from turnwise.types import Message, Tools
+from turnwise.types import ContentPart, ImageRef, MediaPlacement, Message, Tools, VideoRef
 
 if TYPE_CHECKING:
     from turnwise.renderers.vision.base import VisionProcessor
@@ -183,7 +183,7 @@ class ChatRenderer:
         self._end = [codec.control[stop]] if stop else sorted(given)[:1]
         before = self._probe.text.close_in_last.removesuffix(stop)
         self._before_end = before if (stop or self._probe.part_ends) and before.strip() else ""
-        self._media = MediaExpander(vision, self._probe, self._guard.template_control_ids)
+        self._media = MediaExpander(vision, self._probe, self._guard.template_control_ids, codec.encode)
         self._shapes = AppendShapes(codec, self._guard, template.origin)
         self._composer = ConversationComposer(codec, self._guard, self._probe, self.stop_ids, self._media)
         self.compose = self._composer.compose
@@ -381,12 +381,29 @@ class ChatRenderer:
             remember(self._thinking_closes, key, tuple(self._encode_segment(text)))
         return self._thinking_closes[key]
 
-    def inline(self, reply_ids: Sequence[int], text: str) -> Extend | Branch:
+    def inline(self, reply_ids: Sequence[int], content: str | Sequence[ContentPart]) -> Extend | Branch:
         """See `Renderer.inline`."""
-        found = self._guard.encode_continuation(text)
+        ids: list[int] = []
+        placed: list[MediaPlacement] = []
+        neutralised = 0
+        control_text: Counter[str] = Counter()
+
+        for part in (content,) if isinstance(content, str) else content:
+            if isinstance(part, str):
+                text = self._guard.encode_continuation(part)
+                ids += text.ids
+                neutralised += text.neutralised
+                control_text.update(text.control)
+            elif isinstance(part, (ImageRef, VideoRef)):
+                block, placement = self._media.inside_message(part)
+                placed.append(placement.shifted(len(ids)))
+                ids += block
+
+        media = tuple(placed)
         if reply_ids and reply_ids[-1] in self.stop_ids:
-            return Branch(len(reply_ids) - 1, found.ids, "close_dropped", found.neutralised, found.control)
-        return Extend(found.ids, 0, found.neutralised, found.control)
+            keep = len(reply_ids) - 1
+            return Branch(keep, ids, "close_dropped", neutralised, control_text, media=media)
+        return Extend(ids, 0, neutralised, control_text, media=media)
 
     def _pattern_after(
         self, history: Sequence[Message], reply: Message, messages: Sequence[Message], tools: Tools

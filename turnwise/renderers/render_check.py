@@ -165,7 +165,7 @@ def _image_difference(
     renderer: ChatRenderer, built: BuiltConversation, text: str, expected: Sequence[Media]
 ) -> RenderDifference:
     """Return the first image on the path that differs from the conversation's image there."""
-    cause = "history" if built.rewritten else "image"
+    cause = "inline" if built.inline else "history" if built.rewritten else "image"
     pairs = zip(built.placed, expected, strict=False)
     last = built.placed[min(len(expected), len(built.placed) - 1)]
     block = next((block for block, media in pairs if block.media != media), last)

@@ -17,6 +17,7 @@ from turnwise.renderers.base import Decode
 from turnwise.renderers.history import ConversationState, History
 from turnwise.types import (
     ROUTES,
+    ContentPart,
     ExpertRoutes,
     MediaPlacement,
     Message,
@@ -198,9 +199,34 @@ def extend_message(
         reply = reply_text(renderer, path.ids[turn.context :], inside=True)
         text = text[: len(text) - len(reply) + len(stop.cut(reply))]
     calls = turn.reply.tool_calls  # calls in inserted text, or answered before, stay plain text
-    turn.grown = replace(renderer.parse(body, path.tools if calls else (), text), tool_calls=calls)
+    grown = replace(renderer.parse(body, path.tools if calls else (), text), tool_calls=calls)
+    turn.grown = with_placed_media(grown, renderer, path, trajectory.reply_start(turn.parent))
     turn.inserted, turn.kept = path.inserted, path.kept
     path.inserted = path.kept = None
+
+
+def with_placed_media(message: Message, renderer: Renderer, path: ConversationPath, start: int) -> Message:
+    """Return a reply with the images and videos placed since position `start` in its content, in place of their text."""
+    placed = [block for block in path.placed if block.start >= start]
+    if not placed or not isinstance(message.content, str) or renderer.vision is None:
+        return message
+
+    placeholders = renderer.vision.placeholder_ids
+    parts: list[ContentPart] = []
+    rest = message.content
+    after_last = start
+    for block in placed:
+        # A template may write marks around the placeholder.
+        first, end = block.start, block.end
+        while first > after_last and path.ids[first - 1] in placeholders:
+            first -= 1
+        while end < len(path.ids) and path.ids[end] in placeholders and end not in [other.start for other in placed]:
+            end += 1
+        before, found, after = rest.partition(renderer.decode(path.ids[first:end]))
+        if found:  # else it is in the reasoning, or cut by a stop text
+            parts += [before, block.media]
+            rest, after_last = after, end
+    return replace(message, content=tuple(part for part in (*parts, rest) if part != "")) if parts else message
 
 
 def reply_decoder(renderer: Renderer, inside: bool) -> Decode:

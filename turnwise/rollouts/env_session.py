@@ -190,9 +190,12 @@ class EnvSession:
     async def _step_once(self, action: Action) -> Step:
         """Take one step and store the media of its observation."""
         step = as_step(await self.call_step(action))
-        if isinstance(step.observation, (str, InlineObservation, NoneType)):
+        if isinstance(step.observation, (str, NoneType)):
             return step
         final = step.terminated or step.truncated
+        if isinstance(step.observation, InlineObservation):
+            (inserted,) = await self._store_media((step.observation.message,), final)
+            return step._replace(observation=replace(step.observation, text=inserted.content))
         return step._replace(observation=await self._store_media(as_messages(step.observation), final))
 
     async def wait(self, awaitable: Awaitable[T], seconds: float) -> T:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -17,13 +18,12 @@ from turnwise.media import has_media
 from turnwise.renderers import Branch, Extend, Renderer
 from turnwise.renderers.base import Decode, cut_ids
 from turnwise.rollouts.agent_function import Reply
-from turnwise.rollouts.conversation import ConversationPath, reply_decoder, reply_text
+from turnwise.rollouts.conversation import ConversationPath, reply_decoder, reply_text, with_placed_media
 from turnwise.rollouts.env_session import EnvSession
-from turnwise.rollouts.observations import MediaIntake
 from turnwise.rollouts.recorder import Recorder
 from turnwise.rollouts.resume import RestartEpisode
 from turnwise.rollouts.timeouts import Deadline
-from turnwise.types import Message, Messages, RowReward, StopReason, Turn, as_messages
+from turnwise.types import ContentPart, Message, Messages, RowReward, StopReason, Turn, as_messages
 
 THREAD_ENCODE_CHARS = 20_000
 """Text length in characters above which encoding runs in a worker thread: about 5 ms of a core."""
@@ -76,7 +76,9 @@ async def _attempt(session: EnvSession, recorder: Recorder, deadline: Deadline) 
         recorder.record_step(path.turn, step.reward, step.info, time.monotonic() - began)
         if step.terminated or step.truncated:
             last = step.observation
-            final = as_messages((last.text or None) if isinstance(last, InlineObservation) else last)
+            if isinstance(last, InlineObservation):
+                last = last.message if last.text else None
+            final = as_messages(last)
             trajectory.final = await session.take_in(final, final=True)
             trajectory.stop = StopReason.DONE if step.terminated else StopReason.ENV_TRUNCATED
             return
@@ -87,7 +89,11 @@ async def _append_observation(step: Step, path: ConversationPath, recorder: Reco
     """Append a step's observation to the path: inside the last reply, or as messages. Encode long text in a thread."""
     observation = step.observation
     if isinstance(observation, InlineObservation) or recorder.history == "inline":
-        recorder.journal.observation = inline = to_inline(observation, recorder.media_intake)
+        inline = to_inline(observation)
+        if has_media((inline.message,)):
+            (taken_in,) = await session.take_in((inline.message,))
+            inline = replace(inline, text=taken_in.content)
+        recorder.journal.observation = inline
         recorder.enter_phase("render")
         continue_reply(recorder, path, inline)
         return
@@ -102,28 +108,35 @@ async def _append_observation(step: Step, path: ConversationPath, recorder: Reco
         recorder.append_observation(path, messages)
 
 
-def to_inline(observation: Messages | InlineObservation | None, media_intake: MediaIntake) -> InlineObservation:
-    """Return an observation as text inside the model's message (`history = "inline"`).
-
-    A text-only model reads the `alt` text of an image, as in every other history mode.
-    """
+def to_inline(observation: Messages | InlineObservation | None) -> InlineObservation:
+    """Return an observation as content inside the model's message (`history = "inline"`), its messages on lines."""
     if isinstance(observation, InlineObservation):
         return observation
     messages = as_messages(observation)
-    for message in messages:
+    parts: list[ContentPart] = []
+    for number, message in enumerate(messages):
         if message.role not in ("user", "tool"):
             raise EnvError(
                 f'a message of role {message.role!r} cannot be part of the reply (rollout.history = "inline"): return text, '
                 'or messages of role "user" or "tool"; or use rollout.history = "append"'
             )
+        if number:
+            parts.append("\n")
+        parts += (message.content,) if isinstance(message.content, str) else message.content
     if has_media(messages):
-        if media_intake.has_vision:
-            raise EnvError(
-                'an image or a video cannot be part of the reply (rollout.history = "inline"): return text, or use '
-                'rollout.history = "append"'
-            )
-        messages = media_intake.take_in(messages)
-    return InlineObservation("\n".join(message.text for message in messages))
+        return InlineObservation(joined_texts(parts))
+    return InlineObservation("".join(part for part in parts if isinstance(part, str)))
+
+
+def joined_texts(parts: Iterable[ContentPart]) -> tuple[ContentPart, ...]:
+    """Join adjacent texts, since a tokenizer may encode them differently one by one."""
+    joined: list[ContentPart] = []
+    for part in parts:
+        if isinstance(part, str) and joined and isinstance(joined[-1], str):
+            joined[-1] += part
+        elif part != "":
+            joined.append(part)
+    return tuple(joined)
 
 
 def continue_reply(recorder: Recorder, path: ConversationPath, inline: InlineObservation) -> None:
@@ -137,21 +150,27 @@ def continue_reply(recorder: Recorder, path: ConversationPath, inline: InlineObs
     kept = reply[:count] if rewound else reply
 
     def render(messages: tuple[Message, ...]) -> Extend | Branch:
-        rendered = renderer.inline(kept, rest + messages[0].text)
+        content = messages[0].content
+        after_cut = rest + content if isinstance(content, str) else joined_texts((rest, *content))
+        rendered = renderer.inline(kept, after_cut)
         if isinstance(rendered, Branch):
             return rendered._replace(keep=turn.context + rendered.keep)
         if not rewound:
             return rendered
-        return Branch(turn.context + count, rendered.ids, "rewound", rendered.neutralised, rendered.control_text)
+        neutralised, control_text = rendered.neutralised, rendered.control_text
+        return Branch(turn.context + count, rendered.ids, "rewound", neutralised, control_text, media=rendered.media)
 
-    (message,), rendered = recorder.truncate_observation((Message("user", inline.text),), render)
-    recorder.journal.observation_changed |= rewound or inline.keep_chars is not None or inline.tail == "untrained"
+    (message,), rendered = recorder.truncate_observation((inline.message,), render)
+    changed = rewound or inline.keep_chars is not None or inline.tail == "untrained"
+    # The turn records the inserted text, so images are only in the journal's row.
+    recorder.journal.observation_changed |= changed or bool(message.media)
     recorder.append(path, rendered)
     if inline.tail == "untrained":
         recorder.mark_untrained(turn, turn.context + count)
-    path.inserted, path.kept, path.new_messages = message.text, count, ()
-    body = path.ids[trajectory.reply_start(path.turn) :]
-    path.messages[-1] = renderer.parse(body)
+    path.inserted, path.kept, path.new_messages = message.text_with_alt, count, ()
+    start = trajectory.reply_start(path.turn)
+    body = path.ids[start:]
+    path.messages[-1] = with_placed_media(renderer.parse(body), renderer, path, start)
     path.thinking = not renderer.parse((), (), f"{renderer.decode(body)}x").text.endswith("x")
 
 

@@ -147,7 +147,10 @@ def observation_row(observation: Any) -> Any:
     """Return an observation as JSON; None if it holds media that were not stored."""
     if isinstance(observation, InlineObservation):
         kept = {"keep_chars": observation.keep_chars, "keep_tokens": observation.keep_tokens}
-        row = {"inline": observation.text} | kept | {"tail": observation.tail}
+        if observation.message.has_raw_media:
+            return None
+        content = message_row(observation.message)["content"]
+        row = {"inline": content} | kept | {"tail": observation.tail}
         return {name: value for name, value in row.items() if value is not None}
     try:
         messages: tuple[Message, ...] = as_messages(observation)
@@ -159,7 +162,8 @@ def observation_row(observation: Any) -> Any:
 def read_observation(row: Any) -> tuple[Message, ...] | InlineObservation:
     """Return the observation that `observation_row` wrote."""
     if isinstance(row, Mapping):
-        return InlineObservation(row["inline"], row.get("keep_chars"), row.get("keep_tokens"), row["tail"])
+        (inserted,) = read_messages([{"role": "user", "content": row["inline"]}])
+        return InlineObservation(inserted.content, row.get("keep_chars"), row.get("keep_tokens"), row["tail"])
     return read_messages(row or ())
 
 

@@ -138,7 +138,7 @@ def read_conversation(row: Any, where: str) -> DatasetConversation | str:
         raise TaskError(f'{where}: a conversation is a row with "messages", a list of objects with role and content')
     tools = row.get("tools") or ()
     try:
-        given = as_messages([_filled(message) for message in messages])
+        given = as_messages(messages)
         schemas = tuple(json.loads(tools) if isinstance(tools, str) else tools)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise TaskError(f"{where}: contains invalid chat messages or tool schemas: {error}") from error
@@ -149,14 +149,6 @@ def read_conversation(row: Any, where: str) -> DatasetConversation | str:
         return "starting with an assistant message"
     answers = tuple(given[a + 1 : b] for a, b in pairwise(places))
     return DatasetConversation(given[: places[0]], tuple(given[place] for place in places), answers, schemas)
-
-
-def _filled(message: Any) -> Any:
-    """Drop fields of a message that table columns fill with null; content becomes an empty text."""
-    if not isinstance(message, Mapping):
-        return message
-    present = {key: value for key, value in message.items() if value is not None}
-    return present if "content" in present else {**present, "content": ""}
 
 
 def encode_as_sampled(renderer: ChatRenderer, conversation: DatasetConversation, number: int) -> str | None:

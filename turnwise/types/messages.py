@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -102,7 +103,8 @@ class Message:
     def of(cls, value: Message | Mapping[str, Any] | ContentPart, role: str = "user") -> Message:
         """Read a message, an OpenAI-style dict, or a string, an image or a video (which get `role`).
 
-        Raises `TypeError` for anything else, or an unknown kind of content part; `ValueError` for a dict without a role.
+        Raises `TypeError` for anything else, or an unknown kind of content part; `ValueError` for a dict without a role,
+        without content (unless it has tool calls or reasoning), or with content under a key that is not read.
         """
         if isinstance(value, Message):
             return value
@@ -116,7 +118,13 @@ class Message:
             raise ValueError(f"a message needs a 'role' that is a string; this one has the keys {sorted(map(str, value))}")
         if value.get("audio") is not None:
             raise TypeError(f"a message with audio: {NO_AUDIO}")
-        thoughts = [value[name] for name in ("reasoning_content", "reasoning", "thinking") if value.get(name) is not None]
+        if not value.keys() <= _READ_KEYS:
+            _check_keys(value)
+        if value.get("content") is None and not any(_holds_something(value.get(key)) for key in _INSTEAD_OF_CONTENT):
+            others = sorted(str(key) for key, item in value.items() if key != "role" and item is not None)
+            keys = f"its other keys are {', '.join(map(repr, others))}" if others else "an empty one is ''"
+            raise ValueError(f"a message of role {value['role']!r} has no 'content'; {keys}")
+        thoughts = [value[name] for name in _REASONING_KEYS if value.get(name) is not None]
         return cls(
             role=value["role"],
             content=_content(value.get("content")),
@@ -167,6 +175,41 @@ def as_messages(value: Messages | None, role: str = "user") -> tuple[Message, ..
     if any(map(is_media, items)) and all(isinstance(item, str) or is_media(item) for item in items):
         return (Message(role, tuple(map(read_part, items))),)
     return tuple(Message.of(item, role) for item in items)
+
+
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_READ_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", *_REASONING_KEYS})
+_INSTEAD_OF_CONTENT = ("tool_calls", *_REASONING_KEYS)
+_UNREAD_CONTENT = {
+    **dict.fromkeys(("text", "value", "message", "msg", "parts", "body", "prompt", "response", "output"), "content"),
+    **dict.fromkeys(("image", "images", "image_url", "video", "videos", "audios", "media"), "content"),
+    **dict.fromkeys(("function_call", "function_calls", "calls", "tools_called"), "tool_calls"),
+    **dict.fromkeys(("thought", "thoughts", "analysis", "chain_of_thought"), "reasoning_content"),
+}
+"""Keys under which other formats have what a model reads, and ours for it."""
+
+
+def _check_keys(value: Mapping[str, Any]) -> None:
+    """Refuse a message with content under a key that is not read, such as `text`: the model would never see it.
+
+    Other keys of data sets (`id`, `weight`, `train`, `language`, scores) are no content, and neither is null.
+    """
+    for key, item in value.items():
+        if key in _READ_KEYS or not _holds_something(item):
+            continue
+        meant = _UNREAD_CONTENT.get(key)
+        if meant is None:
+            near = difflib.get_close_matches(str(key).lower(), _READ_KEYS, n=1, cutoff=0.8)
+            meant = near[0] if near else None
+        if meant is not None:
+            raise ValueError(f"a message of role {value['role']!r} has the unknown key {key!r}; did you mean {meant!r}?")
+
+
+def _holds_something(value: Any) -> bool:
+    """Whether a value could be content: a text, parts, calls; not null, a number or something empty."""
+    return (
+        value is not None and not isinstance(value, (bool, int, float)) and not (hasattr(value, "__len__") and not len(value))
+    )
 
 
 def _content(value: Any) -> str | tuple[ContentPart, ...]:

@@ -150,6 +150,15 @@ def _environment(draft: Draft) -> None:
     draft.put("limits.turn_tokens", int(length), origin=f"{D}max_response_length")
 
 
+def _sanity(draft: Draft, value: Any) -> str | None:
+    """Convert the check of the tokenization: verl makes it at the end of each rollout, ours has a share of the episodes."""
+    levels = {level: level for level in ("strict", "ignore_strippable", "disable", "off")}
+    problem = same("rollout.sanity", **levels)(draft, value)
+    if problem is None and str(value).lower() == "strict":
+        draft.put("rollout.sanity_share", 1.0)
+    return problem
+
+
 RULES: dict[str, Any] = {
     f"{D}train_files": train_data,
     f"{D}val_files": eval_data,
@@ -232,9 +241,7 @@ RULES: dict[str, Any] = {
     f"{M}max_tool_response_length": argument("max_tool_response_length"),
     f"{M}tool_response_truncate_side": argument("tool_response_truncate_side"),
     f"{M}use_inference_chat_template": switch("rollout.history", "template"),
-    f"{M}tokenization_sanity_check_mode": same(
-        "rollout.sanity", strict="strict", ignore_strippable="ignore_strippable", disable="disable", off="off"
-    ),
+    f"{M}tokenization_sanity_check_mode": _sanity,
     f"{M}format": same("model.parser", **PARSERS),
     f"{R}agent.default_agent_loop": _agent_loop,
     f"{MO}path": "model.path",

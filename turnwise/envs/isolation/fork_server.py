@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from inspect import isawaitable
 from multiprocessing import spawn
 from pathlib import Path
@@ -174,7 +175,10 @@ class _EnvServer:
         if method == "step":
             step = as_step(result)
             observation = step.observation
-            if not isinstance(observation, InlineObservation):
+            if isinstance(observation, InlineObservation):
+                (inserted,) = media_as_bytes((observation.message,))
+                observation = replace(observation, text=inserted.content)
+            else:
                 observation = media_as_bytes(as_messages(observation))
             return step._replace(observation=observation, info=picklable_value(dict(step.info)))
         if method == "snapshot":

@@ -270,6 +270,30 @@ def mcp_tools(
     return McpTools(command, name, session, only, prefix, dict(rename or {}), env, cwd, dict(headers or {}), connect_s, call_s)
 
 
+@dataclass(frozen=True, slots=True)
+class ListedSignature:
+    """Signature of a tool, and what the server listed of it."""
+
+    listed: Mapping[str, Any]
+    description: str
+    signature: ToolSignature
+
+
+def _signature(name: str, description: str, listed: Mapping[str, Any], where: str) -> ToolSignature:
+    """Make the signature of a server's tool: its schema without titles, its definitions in place of their names."""
+    try:
+        parameters = flatten(listed)
+    except (ValueError, KeyError, RecursionError):  # a recursive type, or other references: the model reads it unchanged
+        parameters = dict(listed)
+    if "type" not in parameters:
+        parameters = {"type": "object"} | parameters
+    body = {"name": name, "description": description, "parameters": parameters}
+    try:
+        return ToolSignature({"type": "function", "function": body}, {})
+    except ToolSchemaError as error:
+        raise ToolSchemaError(f"{where}: {error}") from error
+
+
 @dataclass(eq=False)
 class McpTools:
     """Tool source returned by `mcp_tools`; tool names are known once a session is open."""
@@ -288,6 +312,7 @@ class McpTools:
     _session_thread: SessionThread | None = field(default=None, init=False, repr=False)
     _shared: McpSession | None = field(default=None, init=False, repr=False)
     _lock: Any = field(default_factory=threading.Lock, init=False, repr=False)
+    _signatures: dict[str, ListedSignature] = field(default_factory=dict, init=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the settings only: sessions belong to this process."""
@@ -341,16 +366,17 @@ class McpTools:
         where = f"MCP server {self.name}"
         name = checked_name(self.prefix + self.rename.get(listed.name, listed.name), where, "rename=")
         raw = listed.input_schema if isinstance(listed.input_schema, Mapping) else {}
-        try:
-            parameters = flatten(raw)
-        except (ValueError, KeyError):  # a recursive type: passed on unchanged, and checked by the server
-            parameters = dict(raw)
-        body = {"name": name, "description": listed.description or "", "parameters": {"type": "object"} | parameters}
+        description = listed.description or ""
+        signature = self._signatures.get(name)
+        # Each episode lists the tools; the same schema is read, and its validator made, once.
+        if signature is None or (signature.listed, signature.description) != (raw, description):
+            signature = ListedSignature(raw, description, _signature(name, description, raw, where))
+            self._signatures[name] = signature
 
         async def run(**arguments: Any) -> ToolResult:
             return await call(listed.name, arguments)
 
-        return Tool(run, ToolSignature({"type": "function", "function": body}, {}), source=where)
+        return Tool(run, signature.signature, source=where)
 
     def _on_session_closed(self, _: Any) -> None:
         """End the session thread after its last session; runs in that thread."""

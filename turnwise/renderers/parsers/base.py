@@ -7,11 +7,12 @@ become calls with an error and a cause (`ToolCall.error`, `.cause`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from turnwise.types import Message, ToolCall, Tools
+from turnwise.types.json_schema import JSON_TYPES, ObjectKeys, ResolvedSchema, SchemaFault, is_plain, read_schema
 
 Read = Callable[[str, Tools], list[ToolCall]]
 """Reads the text between the marks of a call, or of a list of calls; ids may be empty. Never raises."""
@@ -317,8 +318,60 @@ def name_of(tool: Mapping[str, Any]) -> Any:
 
 
 def properties_of(tools: Tools, name: str) -> Mapping[str, Any]:
-    """Return the schema of each parameter of a tool; empty if unknown."""
+    """Return the schema of each parameter of a tool, with what its references mean; empty if unknown. Never raises."""
     body: Any = next((tool.get("function", tool) for tool in tools if name_of(tool) == name), None)
-    for key in ("parameters", "properties"):
-        body = body.get(key) if isinstance(body, Mapping) else None
-    return body if isinstance(body, Mapping) else {}
+    parameters = body.get("parameters") if isinstance(body, Mapping) else None
+    return ParameterSchemas(parameters) if isinstance(parameters, Mapping) else {}
+
+
+class ParameterSchemas(Mapping[str, Any]):
+    """Schemas of a tool's parameters by name, also of names that only a pattern or `additionalProperties` allows.
+
+    A schema that names its type itself is the author's. Of others there is the list of types that they allow, after
+    references and compositions are resolved, which is done once and only if such a parameter is asked for.
+    """
+
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
+        self._parameters = parameters
+        properties = parameters.get("properties")
+        self._properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
+        self._resolved: ResolvedSchema | None = None
+        self._keys: ObjectKeys | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        own = self._properties.get(name)
+        if is_plain(own):
+            return own
+        if self._keys is None:
+            try:
+                self._resolved = read_schema(self._parameters)
+                self._keys = self._resolved.keys([self._resolved.root])
+            except SchemaFault:  # an environment refuses such a tool; a parser reads what it can
+                self._keys = ObjectKeys({key: [True] for key in self._properties}, [], [], closed=True)
+        try:
+            schemas = self._keys.schemas_of(name, _occurs_in)
+        except re.error:
+            schemas = []
+        if not schemas:
+            raise KeyError(name)
+        if self._resolved is None:
+            return own
+
+        # Alternatives may differ; those without a type leave it to the others.
+        types = [self._resolved.types(schema) for schema in schemas]
+        telling = [allowed for allowed in types if allowed != JSON_TYPES]
+        return {"type": sorted(frozenset().union(*telling))} if telling else {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._properties)
+
+    def __len__(self) -> int:
+        return len(self._properties)
+
+
+def _occurs_in(pattern: str, key: str) -> bool:
+    """Whether a pattern for names occurs in a name. Names are short, which bounds the time of a pattern."""
+    return len(key) <= _MAX_NAME and re.search(pattern, key) is not None
+
+
+_MAX_NAME = 64

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from turnwise.renderers.parsers.base import MalformedCall, malformed_call, properties_of
 from turnwise.types import ToolCall, Tools
+from turnwise.types.json_schema import JSON_TYPES, SchemaFault, is_plain, json_type, read_schema
 
 _NEAR = 64
 """Characters before an error that are inspected for its cause."""
@@ -104,8 +105,8 @@ def coerce(text: str, schema: Any) -> Any:
     allows other types too, or none is given, text that parses as JSON (or as Python's True, False and None, which templates
     write) is converted. Text that matches no type stays, and the environment reports the error.
     """
-    kinds = _kinds(schema)
-    if kinds == {"string"}:
+    types = _types(schema)
+    if types == {"string"}:
         return text
     try:
         value = _DECODER.decode(text)
@@ -114,34 +115,27 @@ def coerce(text: str, schema: Any) -> Any:
             value = _DECODER.decode(python_as_json(text))
         except (ValueError, RecursionError):
             return text
-    if "string" in kinds and not any(_is(value, kind) for kind in kinds):
+    # "1.0" passes as an integer in the check of arguments; where a text is possible too, it stays one
+    value_type = "number" if isinstance(value, float) else json_type(value)
+    if "string" in types and value_type not in types:
         return text
     return value
 
 
-def _kinds(schema: Any, depth: int = 8) -> set[str]:
-    """Return the JSON types that a schema allows; empty if it names none."""
-    if not isinstance(schema, Mapping) or not depth:
-        return set()
-    if isinstance(kinds := schema.get("type"), str):
-        return {kinds}
-    if isinstance(kinds, (list, tuple)):
-        return {kind for kind in kinds if isinstance(kind, str)}
-    for key in ("anyOf", "oneOf"):
-        if isinstance(members := schema.get(key), (list, tuple)):
-            found = [_kinds(member, depth - 1) for member in members]
-            return set().union(*found) if all(found) else set()
-    choices = schema.get("enum", [schema["const"]] if "const" in schema else ())
-    if isinstance(choices, (list, tuple)) and choices and all(isinstance(choice, str) for choice in choices):
-        return {"string"}
-    return set()
+def _types(schema: Any) -> frozenset[str]:
+    """Return the JSON types that a schema allows; all of them if it names none, or cannot be read."""
+    if not isinstance(schema, Mapping):
+        return JSON_TYPES
+    if schema.get("type") == "string" and is_plain(schema):
+        return _TEXT
+    try:
+        resolved = read_schema(schema)
+        return resolved.types(resolved.root)
+    except SchemaFault:
+        return JSON_TYPES
 
 
-def _is(value: Any, kind: str) -> bool:
-    if isinstance(value, bool):
-        return kind == "boolean"
-    plain: dict[str, Any] = {"string": str, "integer": int, "number": (int, float), "array": list, "object": dict}
-    return value is None if kind == "null" else kind in plain and isinstance(value, plain[kind])
+_TEXT = frozenset({"string"})
 
 
 _CDATA = "<![CDATA["

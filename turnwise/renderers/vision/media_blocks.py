@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from turnwise.errors import TemplateError
 from turnwise.renderers.probe import TemplateProbe
 from turnwise.renderers.template import PROBE_CALL, probe_result
-from turnwise.types import ImageRef, Media, MediaPlacement, Message
+from turnwise.types import ImageRef, Media, MediaPlacement, Message, VideoRef
 
 if TYPE_CHECKING:
     from turnwise.renderers.vision.base import VisionProcessor
+
+
+PROBE_TEXTS = ("probebefore", "probeafter")
 
 
 class MovedToolImages(NamedTuple):
@@ -30,10 +33,20 @@ class MediaExpander:
     """Places images and videos for one template and one model."""
 
     def __init__(
-        self, vision: VisionProcessor | None, probe: TemplateProbe, template_control_ids: Callable[[str], Sequence[int]]
+        self,
+        vision: VisionProcessor | None,
+        probe: TemplateProbe,
+        template_control_ids: Callable[[str], Sequence[int]],
+        encode: Callable[[str], list[int]],
     ) -> None:
-        """`vision` is None for a text-only model, whose template handles images itself."""
+        """`vision` is None for a text-only model, whose template handles images itself.
+
+        `encode` encodes text that the template wrote, control tokens included.
+        """
         self.vision = vision
+        self._encode = encode
+        self._inside_texts: dict[bool, str] = {}
+        """What the template writes for an image within a message, and for a video (True)."""
         self._probe = probe
         self._template_control_ids = template_control_ids
 
@@ -84,6 +97,23 @@ class MediaExpander:
         if held:
             rows.append(Message("user", tuple(held)))
         return MovedToolImages(rows, count + len(held), where)
+
+    def inside_message(self, media: Media) -> tuple[list[int], MediaPlacement]:
+        """Return the ids of an image or video within a message, with the marks that the template writes around it.
+
+        Raises `TemplateError` if the template does not write one placeholder there; `MediaError` as `expand`.
+        """
+        if self.vision is None:
+            raise TemplateError(f"{self._probe.template.origin}: images inside a reply need a vision model")
+        is_video = isinstance(media, VideoRef)
+        if is_video not in self._inside_texts:
+            before, after = PROBE_TEXTS
+            message = Message("user", (before, media, after))
+            text = self._probe.template.render([message], ())
+            self._inside_texts[is_video] = text.partition(before)[2].rpartition(after)[0]
+        ids, (placement,) = self.vision.expand(self._encode(self._inside_texts[is_video]), [media])
+        self.vision.check(ids, [placement])
+        return ids, placement
 
     @cached_property
     def shows_tool_images(self) -> bool:
