@@ -92,7 +92,7 @@ OWN_TEMPLATES = {
 {%- if m.role == 'assistant' -%}
 {{- '\\n' if ns.told else '<|turn|>model\\n' -}}
 {%- for c in m.tool_calls or [] -%}
-{{- '<|call|>' + (c.function | tojson) + '<|call_end|>' -}}
+{{- '<tool_call>' + (c.function | tojson) + '</tool_call>' -}}
 {%- endfor -%}
 {{- m.content | trim -}}
 {{- '<|response|>' if m.tool_calls else '<|turn_end|>\\n' -}}

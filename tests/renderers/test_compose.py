@@ -223,3 +223,99 @@ def test_the_reasons_are_the_documented_ones():
     }
     assert set(TEMPLATES) > set(APPEND_ONLY)
     assert tw.Branch is Branch
+
+
+_HEAD = "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}"
+_REST = "{{- '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+
+
+def test_an_older_reply_that_the_template_shortens_is_written_anew():
+    """A placeholder is short, so only the real text shows that the template cuts it."""
+    shortened = "{{- m.content[:24] if m.role == 'assistant' and not loop.last else m.content }}"
+    text = of_template(ChatTemplate(_HEAD + shortened + _REST))
+    talk = Conversation(text)
+    talk.reply("Short.")
+    assert isinstance(talk.answer("On."), Extend)
+    talk.reply("A reply of more than two dozen letters, which goes on.")
+    rendered = talk.answer("On.")
+    assert (type(rendered), rendered.reason) == (Branch, "reply_rewritten")
+    assert talk.shown == text.template.render(talk.messages, generation_prompt=True)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("opened", ["", "<think>\\n"])
+def test_thinking_without_its_end_is_closed_as_the_template_closes_it(opened, ends):
+    thinking = (
+        "{%- if m.role == 'assistant' %}{{- '<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' }}{%- endif %}"
+    )
+    prompt = _REST.replace("assistant\\n' }}{%- endif", f"assistant\\n{opened}' }}}}{{%- endif")
+    text = of_template(ChatTemplate(_HEAD + thinking + "{{- m.content }}" + prompt))
+    for said in ("hm, so", "hm"):
+        talk = Conversation(text)
+        talk.reply(said if opened else f"<think>\n{said}", end=ends)
+        assert talk.messages[-1].reasoning == said
+        talk.answer("On.")
+        assert talk.shown == text.template.render(talk.messages, generation_prompt=True)
+
+
+def test_thinking_that_has_no_field_does_not_take_the_place_of_a_call():
+    either = "{%- if m.tool_calls and not m.content %}{%- for c in m.tool_calls %}{{- '<tool_call>' + (c.function | tojson) }}"
+    either += "{{- '</tool_call>' }}{%- endfor %}{%- else %}{{- m.content }}{%- endif %}"
+    talk = Conversation(of_template(ChatTemplate(_HEAD + either + _REST)), tools=TOOLS)
+    talk.reply(f"<think>\nhm\n</think>\n\n{CALL}")
+    rendered = talk.answer(tool("found"))
+    assert (type(rendered), rendered.reason) == (Branch, "thinking_stripped")
+    assert '"key": "x"' in talk.shown
+    talk = Conversation(talk.text, tools=TOOLS)
+    talk.reply(CALL)
+    assert isinstance(talk.answer(tool("found")), Extend)
+
+
+def test_what_the_template_writes_between_a_result_and_a_reply_is_written_once():
+    source = (
+        "{%- set ns = namespace(told=false) -%}{%- for m in messages -%}{%- if m.role == 'assistant' -%}"
+        "{{- '\\n' if ns.told else '<|im_start|>assistant\\n' -}}"
+        "{%- for c in m.tool_calls or [] -%}{{- '<tool_call>' + (c.function | tojson) + '</tool_call>' -}}{%- endfor -%}"
+        "{{- m.content | trim -}}{{- '<|im_end|>' -}}{%- set ns.told = false -%}"
+        "{%- elif m.role == 'tool' -%}{{- '[' + m.content + ']' -}}{%- set ns.told = true -%}"
+        "{%- else -%}{{- '<|im_start|>user\\n' + m.content + '<|im_end|>' -}}{%- set ns.told = false -%}{%- endif -%}"
+        "{%- endfor -%}{%- if add_generation_prompt and not ns.told -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+    )
+    talk = Conversation(of_template(ChatTemplate(source)), tools=TOOLS)
+    talk.reply(CALL)
+    talk.answer(tool("found"))
+    talk.reply("\nIt is so.")
+    rendered = talk.answer("On.")
+    assert isinstance(rendered, Extend)
+    assert "[found]\nIt is so.<|im_end|>" in talk.shown
+
+
+def test_a_reply_that_was_cut_off_keeps_the_marks_that_close_it():
+    marked = "{{- '<|begin|>' + m.content + '[/INST]' if m.role == 'assistant' else m.content }}"
+    text = of_template(ChatTemplate(_HEAD + marked + _REST))
+    for said in ("<|begin|>It is so", "<|begin|>It is so[/INST]"):
+        talk = Conversation(text)
+        talk.reply([*text.codec.encode(said)], end=False)
+        talk.messages[-1] = Message("assistant", "It is so")
+        talk.answer("On.")
+        assert talk.shown == text.template.render(talk.messages, generation_prompt=True)
+
+
+def test_demonstrations_are_rendered_whole():
+    """Calls, results and thinking of an opening that a template has no place for are text, in both modes."""
+    bare = "{%- for m in messages %}{%- if m.role in ('user', 'assistant') %}{{- '<|im_start|>' + m.role + '\\n' + m.content }}"
+    text = of_template(ChatTemplate(bare + _REST.replace("{%- endfor %}", "{%- endif %}{%- endfor %}")))
+    (call,) = text.parse(text.encode_reply(CALL), TOOLS).tool_calls
+    shot = [Message("user", "q"), Message("assistant", "", (call,), reasoning="hm"), tool("FOUND"), Message("assistant", "So.")]
+    talk = Conversation(text, opening=[*shot, Message("user", "next")], tools=TOOLS)
+    talk.reply("Yes.")
+    assert isinstance(talk.answer("On."), Extend)
+    for part in (
+        "<think>\nhm\n</think>",
+        '<tool_call>\n{"name": "look", "arguments": {"key": "x"}}\n</tool_call>',
+        "FOUND",
+        "So.",
+    ):
+        assert talk.shown.count(part) == 1
+    turn_alone = of_template(ChatTemplate(_HEAD + "{{- m.content if m.role != 'tool' }}" + _REST))
+    assert "FOUND" in turn_alone.decode(turn_alone.open(shot[:3], TOOLS).ids)

@@ -125,3 +125,14 @@ def test_a_call_that_is_not_read_is_counted_as_said_or_as_silent(monkeypatch):
     monkeypatch.setattr(ChatRenderer, "call_format", unread)
     reads = read_replies(source, template_of("plain", source))
     assert reads.counts["calls_warned"] == reads.counts["calls_rendered"]
+
+
+@pytest.mark.parametrize("name", OWN_TEMPLATES)
+def test_prompts_are_those_of_transformers(name):
+    """Words, examples, late state, cut-off thinking, odd contents: what is not equal is what `check` says."""
+    classes = ("shots", "shots thinking", "words", "results", "unclosed limit", "unclosed stop", "cut text", "empty results")
+    tally = played(name, *classes, "parts", "text and call", "parallel")
+    assert tally.faults == []
+    assert tally.counts["equal"] > 50
+    said = {"ends inside"} if name == "two parts, each with a stop" else set()
+    assert set(tally.explained) <= said

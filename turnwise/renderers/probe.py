@@ -336,7 +336,8 @@ class TemplateProbe:
             rest = _after_mark(text or "", thought)
             if rest is not None:
                 end, _ = self.reply_end(rest, str(marked[0].content) if marked and not _is_blank(marked[0]) else None)
-                if not end:  # some templates end a reply that has no text without a stop
+                # Some templates end a reply that has no text without a stop, or write its parts after the thinking.
+                if not end or self.part_ends:
                     alone = _after_mark(self.template.try_render((ASKED, reply), tools) or "", thought)
                     end = common_prefix_length(rest, alone or "")
                 return rest[:end]

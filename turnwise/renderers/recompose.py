@@ -142,6 +142,11 @@ class ReplyPlaceholders:
         made = replace(message, content=content, reasoning=reasoning, tool_calls=marked_calls)
         return MarkedMessage(self._with_folded_reasoning(made), tuple(texts), arguments, thinking)
 
+    @property
+    def text_ending(self) -> str:
+        """Text after a reply's content that is not its stop: empty, or the end of a part."""
+        return self._probe.text.close_in_last
+
     def closed(self, reply: SampledReply) -> bool:
         """Return whether a reply ends in a stop id."""
         return bool(reply.ids) and reply.ids[-1] in self._stops.values()
@@ -539,7 +544,10 @@ class ConversationComposer:
         close = (at, match.group()) if match else self._placeholders.first_stop(after)
         if size is None or (close is None and stub.bare.calls):
             return "prefix_changed" if size is None else "reply_rewritten"
-        before, token = close or (0, "")  # closed by plain text alone
+        if close is None:  # closed by plain text, or by the end of its last part
+            ending = self._placeholders.text_ending
+            close = (self._sampled_of_close(stub, ending) if after.startswith(ending) else 0, "")
+        before, token = close
         moved = at < 0 and frame.tail is not None
         if (mismatch := self._mismatch(stub, text[first - size : first], after[:before], moved)) is not None:
             return mismatch
@@ -549,10 +557,11 @@ class ConversationComposer:
         return _ReplyPosition(first - size, last + before + (0 if swapped else len(token)), swapped)
 
     def _sampled_of_close(self, stub: ReplyPlaceholder, close: str) -> int:
-        """Return how many characters of the text before the stop a reply that was cut off contains: all or none."""
+        """Return how many characters of the template's text before the stop a reply contains: all or none."""
         if stub.bare.calls:
             return len(close)  # the end of a call's arguments is a part of the call
-        sampled = _without_space(self._codec.decode(stub.reply.ids))
+        ids = stub.reply.ids[:-1] if self._placeholders.closed(stub.reply) else stub.reply.ids
+        sampled = _without_space(self._codec.decode(ids))
         return len(close) if sampled.endswith(_without_space(close) or close) else 0
 
     def _mismatch(self, stub: ReplyPlaceholder, lead: str, rest: str, moved: bool) -> str | None:
