@@ -238,7 +238,8 @@ def test_an_older_reply_that_the_template_shortens_is_written_anew():
     assert isinstance(talk.answer("On."), Extend)
     talk.reply("A reply of more than two dozen letters, which goes on.")
     rendered = talk.answer("On.")
-    assert (type(rendered), rendered.reason) == (Branch, "reply_rewritten")
+    assert isinstance(rendered, Branch)
+    assert rendered.reason == "reply_rewritten"
     assert talk.shown == text.template.render(talk.messages, generation_prompt=True)
 
 

@@ -278,7 +278,7 @@ class ChatRenderer:
             raise TemplateError("an episode opens with at least one message: return it from reset, or put it in the task")
 
         messages, moved, _ = self._media.move_tool_images(messages)
-        messages = self._shown(messages, tools)
+        messages = self._with_all_of_demonstrations(messages, tools)
 
         def render(given: Sequence[Message], offered: Tools = tools) -> str:
             return self.template.render(given, offered, generation_prompt=True)
@@ -303,7 +303,7 @@ class ChatRenderer:
             remember(self._open_shapes, key, (shape, inspected))
         return self._open_shapes[key]
 
-    def _shown(self, messages: Sequence[Message], tools: Tools) -> Sequence[Message]:
+    def _with_all_of_demonstrations(self, messages: Sequence[Message], tools: Tools) -> Sequence[Message]:
         """Return an opening's messages in a form in which the template shows all of a demonstration.
 
         Thinking and calls that it has no place for become text, in the format in which replies are parsed; results become a
@@ -323,7 +323,7 @@ class ChatRenderer:
             if text is not None and all(m.text in text for m in marked if m.role == "tool"):
                 return adapted
             if text is None and name == forms[-1]:
-                return adapted  # rendering it says what the template objects to
+                return adapted  # rendering it gives the reason of the template
         raise TemplateError(f"{self.template.origin}: drops the result of a tool from the opening messages")
 
     def preamble(self, messages: Sequence[Message]) -> Extend:

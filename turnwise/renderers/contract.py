@@ -250,9 +250,9 @@ class _TemplateQueries:
 
     def moves_text(self) -> bool:
         """Return whether the text of a reply with calls is rendered after their results."""
-        said, result = random_mark(), random_mark()
-        text = self.render(ASKED, Message("assistant", said, (PROBE_CALL,)), probe_result(result), prompt=True)
-        return 0 <= text.find(result) < text.find(said)
+        text, result = random_mark(), random_mark()
+        rendered = self.render(ASKED, Message("assistant", text, (PROBE_CALL,)), probe_result(result), prompt=True)
+        return 0 <= rendered.find(result) < rendered.find(text)
 
     def follows(self, role: str) -> bool:
         """Return whether a message of a role can follow a reply."""
@@ -388,7 +388,7 @@ def explain_contract(contract: TemplateContract, history: str = "append") -> lis
         names = " and of ".join(contract.stateful)
         rows.append((None, f"the appended text of {names} depends on earlier turns: it is derived for each conversation"))
     if contract.moves_text:
-        moved = "the text of a reply with calls moves behind their results; in an append it stays where it was sampled"
+        moved = "the text of a reply with calls moves after their results; in an append it stays where it was sampled"
         rows.append((None, moved))
     if contract.tool_images is False:
         rows.append((None, "tool messages lose their images: they are moved to a user message after it (tool_media_moved)"))

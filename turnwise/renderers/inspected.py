@@ -48,21 +48,25 @@ class Inspected:
             return not any(word in text for text in texts for word in words)
         return not any(word in text for text in texts for word in self.words)
 
+    def give_up(self, operation: str) -> None:
+        """Record an operation whose outcome for other texts is unknown."""
+        self.unprovable = self.unprovable or operation
+
     def add(self, word: Any, value: Any, operation: str) -> None:
         """Record that a word was looked for in a value that holds a placeholder."""
         if word == "":
             return  # whether a text is empty is part of its shape
         if holds_placeholder(word):
-            self.unprovable = self.unprovable or operation  # two texts are compared with each other
+            self.give_up(operation)  # two texts are compared with each other
         elif not _is_placeholder(value):
-            self.unprovable = self.unprovable or operation  # the word may lie across a text and what was joined to it
+            self.give_up(operation)  # the word may lie across a text and what was joined to it
         elif isinstance(word, str):
             self.words.add(word)
         elif isinstance(word, (list, tuple)):
             for one in word:
                 self.add(one, value, operation)
         elif word is not None and not isinstance(word, (bool, int, float)):
-            self.unprovable = self.unprovable or operation
+            self.give_up(operation)
 
 
 _inspected: ContextVar[Inspected | None] = ContextVar("_inspected", default=None)

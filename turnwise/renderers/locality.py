@@ -20,8 +20,8 @@ Reach = Literal["none", "first", "all"]
 def reach_of(source: str) -> Reach:
     """Return which earlier messages a template looks at when it writes a message that is not the first.
 
-    `none` and `first` are shown by the source: a single loop steps over the messages and keeps nothing from one to the next,
-    and all else that reads them is written before the loop. Everything that is not shown is `all`.
+    `none` and `first` are evident from the source: a single loop steps over the messages and keeps nothing from one to the
+    next, and all else that reads them is written before the loop. Everything else is `all`.
     """
     try:
         body = TemplateSandbox(str).parse(source).body

@@ -240,9 +240,9 @@ class ReplyPlaceholders:
     @cached_property
     def _hides_calls_beside_text(self) -> bool:
         """Whether the template renders the calls of a reply only if that has no text."""
-        said, argument = random_mark(), random_mark()
+        content, argument = random_mark(), random_mark()
         call = replace(_CALL, arguments={"x": argument})
-        return not any(argument in text for text in self._contexts(Message("assistant", said, (call,))))
+        return not any(argument in text for text in self._contexts(Message("assistant", content, (call,))))
 
     @cached_property
     def _adapt(self) -> Callable[[Sequence[Message]], list[Message]]:
@@ -508,22 +508,22 @@ class ConversationComposer:
 
     def _positions(self, text: str, complete: Sequence[ReplyPlaceholder], *, verbatim: bool) -> list[_ReplyPosition]:
         """Return the position of each reply in a text; raise `_RepliesNotRendered` if some are not rendered completely."""
-        shown = [stub.verbatim if verbatim else stub.bare for stub in complete]
-        spans = [mark_positions(text, one.marks) for one in shown]
+        marked = [stub.verbatim if verbatim else stub.bare for stub in complete]
+        spans = [mark_positions(text, one.marks) for one in marked]
         positions: list[_ReplyPosition] = []
         lost: dict[int, str] = {}
         low = 0
         for number, (stub, span) in enumerate(zip(complete, spans, strict=True)):
             found: _ReplyPosition | str
             if span is None or span[0] < low:
-                some = [mark for mark in shown[number].marks if mark in text]
+                some = [mark for mark in marked[number].marks if mark in text]
                 found = "reply_rewritten" if some else "reply_dropped"
-                thinking = shown[number].thinking
+                thinking = marked[number].thinking
                 found = "thinking_stripped" if thinking and thinking not in some else found
             else:
                 high = next((later[0] for later in spans[number + 1 :] if later and later[0] > span[1]), len(text))
                 found = self._position(text, stub, low, high, span)
-                if verbatim and not isinstance(found, str) and not self._says_the_same(text, stub, found):
+                if verbatim and not isinstance(found, str) and not self._is_as_sampled(text, stub, found):
                     found = "reply_rewritten"
             if isinstance(found, str):
                 lost[stub.reply.message] = found
@@ -582,22 +582,22 @@ class ConversationComposer:
             return None
         return "prefix_changed" if not own.startswith(lead) else "close_swapped" if not own.endswith(rest) else None
 
-    def _says_the_same(self, text: str, stub: ReplyPlaceholder, position: _ReplyPosition) -> bool:
+    def _is_as_sampled(self, text: str, stub: ReplyPlaceholder, position: _ReplyPosition) -> bool:
         """Return whether the template writes a reply's thinking, and the text up to its calls, as they were sampled.
 
         It may close thinking that the reply left open. White space does not count.
         """
-        shown = stub.verbatim
-        if not shown.thinking:
+        marked = stub.verbatim
+        if not marked.thinking:
             return True
-        last_text = max(text.find(mark) + len(mark) for mark in shown.texts)
-        first_call = min((text.find(mark) for mark in shown.calls), default=len(text))
+        last_text = max(text.find(mark) + len(mark) for mark in marked.texts)
+        first_call = min((text.find(mark) for mark in marked.calls), default=len(text))
         if first_call < last_text:
             return False  # a model thinks before it calls
-        closes = not shown.calls and (len(shown.texts) <= 2 or self._placeholders.closed(stub.reply))
+        closes = not marked.calls and (len(marked.texts) <= 2 or self._placeholders.closed(stub.reply))
         end = position.end if closes else last_text
         written = text[position.start : end]
-        for mark in shown.texts:
+        for mark in marked.texts:
             written = written.replace(mark, "")
         sampled = _without_space(self._codec.decode(stub.reply.ids))
         return sampled.startswith(_without_space(written))

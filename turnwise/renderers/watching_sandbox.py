@@ -60,7 +60,7 @@ _OF_EMPTINESS = (("gt", 0), ("eq", 0), ("ne", 0), ("lteq", 0), ("gteq", 1), ("lt
 def _compare(left: Any, right: Any, operator: str) -> Any:
     """Compare two values as the template does, and record the comparison if it depends on a text."""
     if isinstance(right, _TextLength) or (isinstance(left, _TextLength) and (operator, right) not in _OF_EMPTINESS):
-        current_record().unprovable = "a length"
+        current_record().give_up("a length")
     # `in` looks at the keys of a mapping, which are names of fields.
     searched = list(right) if operator in ("in", "notin") and isinstance(right, Mapping) else right
     from_text, in_text = holds_placeholder(left), holds_placeholder(searched)
@@ -69,7 +69,7 @@ def _compare(left: Any, right: Any, operator: str) -> Any:
         record = current_record()
         looks_for_word = operator in ("eq", "ne", "in", "notin")
         if operator in ("in", "notin") and isinstance(searched, str) and not from_text and left in searched:
-            pass  # the word stands beside the text, so it is found whatever the text is
+            pass  # the word is next to the text, so it is found whatever the text is
         elif looks_for_word and in_text and not from_text:
             record.add(left, searched, f"the comparison {operator}")
         elif operator in ("eq", "ne") and not in_text:
@@ -77,7 +77,7 @@ def _compare(left: Any, right: Any, operator: str) -> Any:
         elif operator in ("in", "notin") and not in_text and not isinstance(searched, str):
             record.add(searched, left, f"the comparison {operator}")
         else:
-            record.unprovable = record.unprovable or f"the comparison {operator}"
+            record.give_up(f"the comparison {operator}")
     return _COMPARISONS[operator](left, right)
 
 
@@ -88,15 +88,15 @@ class _CompareTransformer(NodeTransformer):
         self.generic_visit(node)
         # a < b < c is a < b and b < c; templates have no side effects that evaluating b twice would repeat
         left = node.expr
-        whole: nodes.Expr | None = None
+        joined: nodes.Expr | None = None
         for operand in node.ops:
             step = nodes.Filter(left, "_compare", [operand.expr, nodes.Const(operand.op)], [], None, None)
             step.set_lineno(node.lineno)
-            whole = step if whole is None else nodes.And(whole, step)
-            whole.set_lineno(node.lineno)
+            joined = step if joined is None else nodes.And(joined, step)
+            joined.set_lineno(node.lineno)
             left = operand.expr
-        assert whole is not None
-        return whole
+        assert joined is not None
+        return joined
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
@@ -120,12 +120,12 @@ def _watched_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
                 return _TextLength(len(value))
             _watch_text_filter(name, value, rest, kwargs)
         elif isinstance(value, _TextLength):
-            current_record().unprovable = "a length"
+            current_record().give_up("a length")
         elif name in _LIST_SEARCHES or name == "dictsort":
             by_key = name == "dictsort" and not rest and not kwargs
             compared = list(value) if by_key and isinstance(value, Mapping) else value
             if holds_placeholder(compared):
-                current_record().unprovable = f"the filter {name}"
+                current_record().give_up(f"the filter {name}")
         return function(*args, **kwargs)
 
     return filtered
@@ -138,7 +138,7 @@ def _watch_text_filter(name: str, value: str, rest: Sequence[Any], kwargs: Mappi
     elif name in _CASE_CHANGES:
         record.any_case = True
     elif name not in _FILTERS or (name == "trim" and any(str(chars).strip() for chars in (*rest, *kwargs.values()))):
-        record.unprovable = record.unprovable or f"the filter {name}"
+        record.give_up(f"the filter {name}")
 
 
 def _watched_test(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,7 +153,7 @@ def _watched_test(name: str, function: Callable[..., Any]) -> Callable[..., Any]
         if name in _EQUALITY_TESTS and len(given) == 2:
             return _compare(given[0], given[1], _EQUALITY_TESTS[name])
         if any(isinstance(value, _TextLength) or holds_placeholder(value) for value in given):
-            current_record().unprovable = f"the test {name}"
+            current_record().give_up(f"the test {name}")
         return function(*args, **kwargs)
 
     return tested
@@ -168,7 +168,7 @@ def _watch_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         if holds_placeholder(owner):
             _watch_text_method(name, owner, args, given)
         elif name not in _TEXT_CHANGES and name != "replace" and any(map(holds_placeholder, given)):
-            current_record().unprovable = f"the method {name}"
+            current_record().give_up(f"the method {name}")
         return
 
     compared: Any = ()
@@ -179,7 +179,7 @@ def _watch_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     elif name == "changed":
         compared = given
     if holds_placeholder(compared):
-        current_record().unprovable = f"the method {name}"
+        current_record().give_up(f"the method {name}")
 
 
 def _watch_text_method(name: str, value: str, args: Sequence[Any], given: Sequence[Any]) -> None:
@@ -189,12 +189,12 @@ def _watch_text_method(name: str, value: str, args: Sequence[Any], given: Sequen
     elif name in _CASE_CHANGES:
         record.any_case = True
     elif name not in _TEXT_CHANGES or (name.endswith("strip") and any(str(chars).strip() for chars in given if chars)):
-        record.unprovable = record.unprovable or f"the method {name}"
+        record.give_up(f"the method {name}")
 
 
 def _watched_output(value: Any) -> Any:
     if isinstance(value, _TextLength):
-        current_record().unprovable = "a length"
+        current_record().give_up("a length")
     return as_text(value)
 
 
@@ -220,12 +220,12 @@ class _WatchingSandbox(TemplateSandbox):
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         if isinstance(obj, str) and not isinstance(argument, str) and holds_placeholder(obj):
-            current_record().unprovable = "an index"
+            current_record().give_up("an index")
         return super().getitem(obj, argument)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if isinstance(left, _TextLength) or isinstance(right, _TextLength):
-            current_record().unprovable = "a length"
+            current_record().give_up("a length")
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
