@@ -25,6 +25,7 @@ USER = {
     "date": "{{- strftime_now('%Y') + '\\n' -}}\n",
     "word": "{%- if '/quiet' in m.content -%}{%- set ns.quiet = true -%}{%- endif -%}\n",
     "length": "{%- if m.content | length > 24 -%}{{- 'A long one.\\n' -}}{%- endif -%}\n",
+    "blank": "{%- if not m.content | trim -%}{{- 'Nothing was asked.\\n' -}}{%- endif -%}\n",
     "said before": "{%- if not loop.first and m.content == messages[0].content -%}{{- 'Again.\\n' -}}{%- endif -%}\n",
 }
 TOOL = {

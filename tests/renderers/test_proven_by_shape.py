@@ -29,7 +29,7 @@ def conversations(draw):
     """An opening, and pairs of a reply and what answers it; up to twenty results."""
     opening = [Message("user", draw(texts.filter(str.strip)))]
     if draw(st.booleans()):
-        opening.insert(0, Message("system", draw(texts)))
+        opening.insert(0, Message(draw(st.sampled_from(("system", "user"))), draw(texts)))
     turns = []
     for number in range(draw(st.integers(1, 3))):
         if draw(st.booleans()):
@@ -69,8 +69,28 @@ def test_prompts_do_not_depend_on_what_was_played_before(template, talks, chance
         assert played(shared, talks[number]) == alone[number], f"conversation {number} in the order {order}"
 
 
+@given(sources(), conversations(), conversations(), st.integers(0, 18))
+@settings(max_examples=40)
+def test_a_conversation_that_is_resumed_goes_on_with_the_same_prompts(template, talk, other, cut):
+    """A new process continues after any turn; it has played nothing, or something else."""
+    opening, turns = talk
+    prompts = played(renderer_of(template), talk)
+    cut %= len(turns) + 1
+    history = list(opening) + [message for reply, told in turns[:cut] for message in (reply, *told)]
+    for before in ((), (other,)):
+        renderer = renderer_of(template)
+        for conversation in before:
+            played(renderer, conversation)
+        rest = list(history)
+        for number, (reply, told) in enumerate(turns[cut:] if len(prompts) > 1 else (), cut + 1):
+            rest.append(reply)
+            found = renderer.extend(rest, [renderer.codec.control["<|im_end|>"]], told, TOOLS)
+            assert renderer.decode(found.ids) == prompts[number]
+            rest += told
+
+
 KEPT = [source(frozenset((user,)), frozenset((tool,)), "kept", "")
-        for user in ("word", "length", "said before") for tool in ("late", "failed", "omits blank")]  # fmt: skip
+        for user in ("word", "length", "said before", "blank") for tool in ("late", "failed", "omits blank")]  # fmt: skip
 
 
 @given(st.sampled_from([*KEPT, CHATML, *map(template_source, ("chatml", "qwen3_with_thinking", "qwen_vl"))]), conversations())

@@ -297,11 +297,15 @@ class ChatRenderer:
     def _open_shape(self, messages: Sequence[Message], render: GuardRender, tools: Tools) -> tuple[AppendShape, Inspected]:
         """Return how messages of this shape are rendered as an opening, derived once."""
         key = (json.dumps(tools, default=repr) if tools else "", self._rows(messages))
-        if key not in self._open_shapes:
+        known = self._open_shapes.get(key)
+        if known is None:
             with watch_placeholders() as inspected:
                 shape = self._shapes.find(messages, render, tools)
-            remember(self._open_shapes, key, (shape, inspected))
-        return self._open_shapes[key]
+            if any(map(is_blank, texts_of(messages))):
+                shape = AppendShape()  # templates may omit a blank text: each is rendered
+            known = shape, inspected
+            remember(self._open_shapes, key, known)
+        return known
 
     def _with_all_of_demonstrations(self, messages: Sequence[Message], tools: Tools) -> Sequence[Message]:
         """Return an opening's messages in a form in which the template shows all of a demonstration.
@@ -445,7 +449,7 @@ class ChatRenderer:
             with watch_placeholders() as inspected:
                 append = self._probe.append(reply, messages, tools)
                 found = self._make_pattern(append)
-                if not any(is_blank(text) for text in texts_of(messages)):
+                if not any(map(is_blank, texts_of(messages))):
                     rendered = partial(self._probe.rendered, append)
                     found.shape = self._shapes.find(append.adapted(messages), rendered, after=found.shape.after)
             found.inspected, found.after = inspected, ProvenByShape(self._conversations)
