@@ -109,7 +109,7 @@ def test_a_process_of_its_own_shows_the_same(vlm):
 def test_a_model_without_eyes_reads_the_words():
     (trajectory,) = tw.rollout(Album, [tw.Task("Go.")], tw.ScriptedEngine(REPLIES), history="inline")
     assert trajectory.error is None
-    assert trajectory.turns[1].inserted == "see <|image_pad|> a mapa roadthen go"
+    assert trajectory.turns[1].inserted == "see <|image_pad|> a map\na road\nthen go"
     assert trajectory.turns[2].inserted == "back a road"
 
 

@@ -147,6 +147,6 @@ def test_a_run_trains_in_template_mode(tmp_path):
     assert len(trained) == 2 * 4 * 4
     branches = sum(row["branches"].get("thinking_stripped", 0) for row in trained)
     assert branches > 0, "nobody thought twice, so this proved little"
-    assert set().union(*(row["branches"] for row in trained)) <= {"thinking_stripped", "prefix_changed"}
+    assert set().union(*(row["branches"] for row in trained)) <= {"thinking_stripped", "prefix_changed", "reply_rewritten"}
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["config"]["rollout"]["history"] == "template"
