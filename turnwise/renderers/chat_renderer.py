@@ -135,6 +135,8 @@ class _AppendPattern:
     """Ids that close a reply that has no stop id."""
     inspected: Inspected = field(default_factory=Inspected)
     """What the template inspected of the reply and the messages."""
+    conditional: bool = False
+    """Whether it holds for some texts only."""
     after: ProvenByShape[_AppendPattern | None] | None = None
     """Patterns of the same reply and messages after other conversations than a single question."""
 
@@ -174,6 +176,7 @@ class ChatRenderer:
         self._append_patterns: dict[Any, _AppendPattern] = {}
         self._thinking_closes: dict[Any, tuple[int, ...]] = {}
         self._conversations = ConversationShapes(template.source)
+        self._alone = self._conversations.reach == "none"
         given = stop_ids or frozenset()
         declared = frozenset(text for text, i in codec.control.items() if i in given)
         self._probe = TemplateProbe(template, codec.control, self._guard.split, declared)
@@ -421,10 +424,12 @@ class ChatRenderer:
             tuple([tool.get("function", tool).get("name") for tool in tools]),
             self._rows(messages),
         )
-        pattern = self._pattern(key, reply, messages, tools)
-        if not pattern.inspected.allows(texts_in((reply, *messages))):
+        pattern = self._append_patterns.get(key)
+        if pattern is None or (pattern.append.tools and pattern.append.tools != tools):
+            pattern = self._derive_pattern(key, reply, messages, tools)
+        if pattern.conditional and not pattern.inspected.allows(texts_in((reply, *messages))):
             return self._pattern_of(history, reply, messages, tools) or pattern
-        if len(history) < 2 or self._conversations.reach == "none":
+        if self._alone or len(history) < 2:
             return pattern
 
         before = self._before(history)
@@ -442,18 +447,17 @@ class ChatRenderer:
         known = pattern.after.get((), before, derive)
         return known or self._pattern_of(history, reply, messages, tools) or pattern
 
-    def _pattern(self, key: Any, reply: Message, messages: Sequence[Message], tools: Tools) -> _AppendPattern:
-        """Return how messages of this shape follow a reply of this shape after a single question, derived once."""
-        found = self._append_patterns.get(key)
-        if found is None or (found.append.tools and found.append.tools != tools):
-            with watch_placeholders() as inspected:
-                append = self._probe.append(reply, messages, tools)
-                found = self._make_pattern(append)
-                if not any(map(is_blank, texts_of(messages))):
-                    rendered = partial(self._probe.rendered, append)
-                    found.shape = self._shapes.find(append.adapted(messages), rendered, after=found.shape.after)
-            found.inspected, found.after = inspected, ProvenByShape(self._conversations)
-            remember(self._append_patterns, key, found)
+    def _derive_pattern(self, key: Any, reply: Message, messages: Sequence[Message], tools: Tools) -> _AppendPattern:
+        """Derive how messages of this shape follow a reply of this shape after a single question."""
+        with watch_placeholders() as inspected:
+            append = self._probe.append(reply, messages, tools)
+            found = self._make_pattern(append)
+            if not any(map(is_blank, texts_of(messages))):
+                rendered = partial(self._probe.rendered, append)
+                found.shape = self._shapes.find(append.adapted(messages), rendered, after=found.shape.after)
+        found.inspected, found.after = inspected, ProvenByShape(self._conversations)
+        found.conditional = bool(inspected.words or inspected.unprovable)
+        remember(self._append_patterns, key, found)
         return found
 
     def _pattern_of(
@@ -492,7 +496,7 @@ class ChatRenderer:
         """Return everything but the texts of messages that may change how they are rendered."""
         rows = []
         for m in messages:
-            called = m.tool_call_id and self._rendered_id(m.tool_call_id)
+            called = self._rendered_id(m.tool_call_id) if m.tool_call_id else None
             rows.append((m.role, m.name, content_shape(m), bool(m.tool_calls or m.reasoning), called))
         return tuple(rows)
 

@@ -28,8 +28,8 @@ def is_blank(text: str) -> bool:
 def content_shape(message: Message) -> Hashable:
     """Return the kinds of a content's parts; a blank text, which templates treat differently, is its own shape."""
     content = message.content
-    if isinstance(content, str):
-        return content if is_blank(content) else str
+    if isinstance(content, str):  # at every turn, so without a call
+        return str if content and not content.isspace() else content
     return tuple([(part if is_blank(part) else str) if isinstance(part, str) else type(part) for part in content])
 
 
