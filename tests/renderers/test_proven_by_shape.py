@@ -17,6 +17,7 @@ from turnwise.types import Message, ToolCall
 
 NONE: frozenset[str] = frozenset()
 TEXTS = ("Begin.", "go on", "/quiet please", "Error: no such key", "ERROR", "", "  \n", "a text of more than two dozen letters")
+TURNS = st.integers(0, 18)
 texts = st.sampled_from(TEXTS)
 
 
@@ -25,21 +26,25 @@ def renderer_of(text):
 
 
 @st.composite
-def conversations(draw):
-    """An opening, and pairs of a reply and what answers it; up to twenty results."""
+def conversations(draw, lengths=TURNS):
+    """An opening, and pairs of a reply and what answers it: a user, or the result of a call."""
     opening = [Message("user", draw(texts.filter(str.strip)))]
     if draw(st.booleans()):
         opening.insert(0, Message(draw(st.sampled_from(("system", "user"))), draw(texts)))
+    tools = draw(st.sampled_from((0, 1, 2, 9)))  # of ten turns
     turns = []
-    for number in range(draw(st.integers(1, 3))):
-        if draw(st.booleans()):
+    for number in range(draw(lengths)):
+        if draw(st.integers(0, 9)) >= tools:
             turns.append((Message("assistant", draw(texts)), [Message("user", draw(texts))]))
-        repeats = draw(st.sampled_from((0, 1, 1, 2, 6)))
-        for repeat in range(repeats):
-            call = ToolCall("look", {"key": draw(texts)}, f"call{number}{repeat:04d}")
-            told = Message("tool", draw(texts), tool_call_id=call.id, name="look")
-            turns.append((Message("assistant", "", (call,)), [told]))
+        else:
+            call = ToolCall("look", {"key": draw(texts)}, f"call{number:05d}")
+            result = Message("tool", draw(texts), tool_call_id=call.id, name="look")
+            turns.append((Message("assistant", "", (call,)), [result]))
     return opening, turns
+
+
+same_length = st.integers(1, 14).flatmap(lambda length: st.lists(conversations(st.just(length)), min_size=2, max_size=3))
+"""Conversations that differ in their texts and roles alone."""
 
 
 def played(renderer, conversation):
@@ -58,8 +63,12 @@ def played(renderer, conversation):
     return prompts
 
 
-@given(sources(), st.lists(conversations(), min_size=2, max_size=4), st.randoms(use_true_random=False))
-@settings(max_examples=60)
+KEPT = [source(frozenset((user,)), frozenset((tool,)), "kept", "")
+        for user in ("word", "length", "said before", "blank") for tool in ("late", "failed", "omits blank")]  # fmt: skip
+
+
+@given(st.one_of(st.sampled_from(KEPT), sources()), same_length, st.randoms(use_true_random=False))
+@settings(max_examples=40)
 def test_prompts_do_not_depend_on_what_was_played_before(template, talks, chance):
     alone = [played(renderer_of(template), talk) for talk in talks]
     order = list(range(len(talks))) * 2
@@ -89,12 +98,8 @@ def test_a_conversation_that_is_resumed_goes_on_with_the_same_prompts(template, 
             rest += told
 
 
-KEPT = [source(frozenset((user,)), frozenset((tool,)), "kept", "")
-        for user in ("word", "length", "said before", "blank") for tool in ("late", "failed", "omits blank")]  # fmt: skip
-
-
 @given(st.sampled_from([*KEPT, CHATML, *map(template_source, ("chatml", "qwen3_with_thinking", "qwen_vl"))]), conversations())
-@settings(max_examples=120)
+@settings(max_examples=80)
 def test_an_append_is_what_the_template_writes_behind_this_conversation(template, talk):
     """With a template that keeps all earlier text, the prompts and replies together are its rendering."""
     renderer = renderer_of(template)

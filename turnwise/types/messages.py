@@ -270,8 +270,8 @@ def read_part(part: Any) -> ContentPart:
         return Image(part)
     if isinstance(part, Mapping):
         kind = part.get("type")
-        if kind == "text":
-            return str(part["text"])
+        if kind in ("text", "input_text", "output_text"):
+            return _text(part)
         if kind in ("image", "image_url", "input_image"):
             return _image(part)
         if kind in ("video", "video_url", "input_video"):
@@ -279,6 +279,15 @@ def read_part(part: Any) -> ContentPart:
         if is_audio(part):
             raise TypeError(f"a content part of audio: {NO_AUDIO}")
     raise TypeError(f"a content part must be text, an image or a video, not {part!r:.120}")
+
+
+def _text(part: Mapping[str, Any]) -> str:
+    """Read a text in OpenAI's formats."""
+    text = part.get("text")
+    if text is None:
+        keys = sorted(str(key) for key, value in part.items() if value is not None)
+        raise TypeError(f"a content part of type {part['type']!r} without a text (its keys are {keys}); give 'text'")
+    return str(text)
 
 
 def is_audio(part: Mapping[str, Any]) -> bool:

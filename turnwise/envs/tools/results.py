@@ -119,10 +119,11 @@ def _is_response(value: Any) -> bool:
 
 
 def read_content(value: Any, name: str) -> Content:
-    """Convert a value to content: text unchanged, None to empty text, media and lists with media to parts, others to JSON.
+    """Convert a value to content: text unchanged, None to empty text, media and content parts to parts, others to JSON.
 
-    Media are `tw.Image`, `tw.Video`, PIL images, arrays [height, width, 3 or 4], bytes of image files, and content parts of
-    type image or video. A dict or object with `text`, `image` and `video` (as verl's tools return) contributes each of these.
+    A list of content parts has media, or nothing but parts of type text. Media are `tw.Image`, `tw.Video`, PIL images, arrays
+    [height, width, 3 or 4], bytes of image files, and content parts of type image or video. A dict or object with `text`,
+    `image` and `video` (as verl's tools return) contributes each of these.
     """
     if isinstance(value, str):
         return value
@@ -137,9 +138,21 @@ def read_content(value: Any, name: str) -> Content:
         return _of_response(response, name)
     if type(value) is tuple and len(value) == 2 and isinstance(value[0], str) and _is_object(value[1]):
         return read_content(value[1], name)  # (instance_id, response), as `create` of verl's tools returns it
-    if isinstance(value, (list, tuple)) and any(map(_is_media, value)):
-        return tuple(_part(part, name) if _is_media(part) or isinstance(part, str) else _json(part, name) for part in value)
+    if isinstance(value, (list, tuple)) and value and (any(map(_is_media, value)) or all(map(_is_text_part, value))):
+        return tuple(_part(part, name) if _is_part(part) else _json(part, name) for part in value)
     return _json(value, name)
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, str) or _is_media(value) or _is_text_part(value)
+
+
+def _is_text_part(value: Any) -> bool:
+    """Whether a value is a content part of type text as chat formats have it, rather than data with such keys."""
+    if not isinstance(value, Mapping) or value.get("type") not in ("text", "input_text", "output_text"):
+        return False
+    keys = {key for key, item in value.items() if item is not None}
+    return isinstance(value.get("text"), str) and keys <= {"type", "text", "annotations", "cache_control"}
 
 
 def _is_media(value: Any) -> bool:
