@@ -115,7 +115,9 @@ def is_warned(player: Player, wanted: Message) -> bool:
     """Whether `turnwise check` says that such replies are not read."""
     if wanted.tool_calls and player.renderer.call_format[1]:
         return True
-    return bool(wanted.tool_calls) and player.renderer.contract.kind == "splits replies"
+    about_calls = any("call" in unread.kind for unread in player.renderer.unread_replies)
+    about_texts = any("call" not in unread.kind for unread in player.renderer.unread_replies)
+    return about_calls or about_texts if wanted.tool_calls else about_texts
 
 
 def _contents(message: Message) -> tuple[Any, ...]:

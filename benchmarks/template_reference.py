@@ -30,8 +30,8 @@ class Refused(Exception):
 class Reading:
     """How a message is given to the template where more than one way is right."""
 
-    joins_parts: bool = True
-    """Whether several texts are one, with line breaks between them; else the template gets a list."""
+    lists: frozenset[str] = frozenset()
+    """Roles for which the template gets several texts as a list; else they are one, with line breaks between them."""
     folds_examples: bool = False
     """Whether thinking and calls in the opening stand in the text if the template has no field for them."""
 
@@ -134,7 +134,7 @@ class Reference:
 
     def _joined(self, message: Message) -> Message:
         """Join the texts of a content if the template takes texts."""
-        if isinstance(message.content, str) or not self.reading.joins_parts or self._form._parts:
+        if isinstance(message.content, str) or message.role in self.reading.lists or self._form._parts:
             return message
         return replace(message, content="\n".join(map(str, message.content)))
 
@@ -166,8 +166,10 @@ class Reference:
     def _drops_empty(
         self, text: str, messages: Sequence[Message], new: Sequence[Message], adapt: str, tools: Any, prompt: bool
     ) -> bool:
-        """Whether a conversation is shown as if its new messages without a text were not there."""
+        """Whether a conversation is shown as if its new messages, all without a text, were not there."""
         empty = {id(message) for message in new if not any(self.cores(message))}
+        if len(empty) < len(new):
+            return False
         others = [message for message in messages if id(message) not in empty]
         if len(others) == len(messages):
             return False
@@ -191,7 +193,7 @@ class Reference:
         parts = Message(role, ("alpha", "beta"), tool_call_id="call00000", name="look")
         messages = [*([QUESTION, reply_to("tool", 0, None)] if role == "tool" else []), parts]
         messages += [QUESTION] if role == "system" else []
-        kept, self.reading = self.reading, Reading(joins_parts=False)
+        kept, self.reading = self.reading, Reading(lists=frozenset((role,)))
         text = self._try(messages, tools)
         self.reading = kept
         return "alpha" in text and "beta" in text and "'alpha'" not in text and '"alpha"' not in text

@@ -162,12 +162,16 @@ class Player:
     def readings(self, scenario: Scenario) -> Iterator[Reading]:
         """Yield the ways in which the messages of a scenario may be given to the template."""
         yield Reading()
-        if any(m.reasoning is not None or m.tool_calls for m in scenario.opening):
+        has_examples = any(m.reasoning is not None or m.tool_calls for m in scenario.opening)
+        if has_examples:
             yield Reading(folds_examples=True)
         messages = [*scenario.opening, *(message for turn in scenario.turns for message in turn.new)]
         roles = {message.role for message in messages if not isinstance(message.content, str)}
-        if roles and all(self.reference.takes_parts(role, scenario.tools) for role in roles):
-            yield Reading(joins_parts=False)
+        listed = frozenset(role for role in roles if self.reference.takes_parts(role, scenario.tools))
+        if listed:
+            yield Reading(lists=listed)
+        if listed and has_examples:
+            yield Reading(lists=listed, folds_examples=True)
 
     def _play(self, scenario: Scenario, history: str) -> None:
         opened = self.opened(scenario, history)
@@ -275,6 +279,8 @@ class Player:
                 return ("equal",)
             if self.ends_inside:
                 return "explained", "ends inside"
+            if not self.renderer.contract.stops:
+                return "explained", "plain text"
             if self.moves_reply(talk.messages[-1], wanted, new):
                 if self.renderer.contract.moves_text:
                     return "explained", "moves text"

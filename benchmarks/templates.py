@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write docs/template_table.md")
     parser.add_argument("--turns", action="store_true", help="hold whole conversations against transformers' own rendering")
     parser.add_argument("--made", type=int, default=100, help="--turns: templates made up to keep state across turns")
-    parser.add_argument("--only", default="", metavar="TEXT", help="--turns: templates with this in their names")
+    parser.add_argument("--only", default="", metavar="TEXT,...", help="--turns: templates with one of these in their names")
     parser.add_argument("--scenario", default="", metavar="NAME", help="--turns: these, with commas; `reads` parses alone")
     parser.add_argument("--part", default="0/1", metavar="I/N", help="--turns: every Nth template, from the Ith")
     parser.add_argument("--jobs", type=int, default=2, help="--turns: processes")
@@ -198,7 +198,9 @@ def main() -> None:
         fetch(*PACKAGES)
     if args.turns:
         number, _, count = args.part.partition("/")
-        work = [(name, source, args.scenario) for name, source in every_template(args.made) if args.only in name]
+        chosen = args.only.split(",")
+        every = every_template(args.made)
+        work = [(name, source, args.scenario) for name, source in every if any(text in name for text in chosen)]
         turns(work[int(number) :: int(count)], args.jobs)
         return
     rows: list[Row] = []

@@ -68,7 +68,7 @@ KEPT = [source(frozenset((user,)), frozenset((tool,)), "kept", "")
 
 
 @given(st.one_of(st.sampled_from(KEPT), sources()), same_length, st.randoms(use_true_random=False))
-@settings(max_examples=40)
+@settings(max_examples=80)
 def test_prompts_do_not_depend_on_what_was_played_before(template, talks, chance):
     alone = [played(renderer_of(template), talk) for talk in talks]
     order = list(range(len(talks))) * 2

@@ -103,7 +103,7 @@ EXPLAINED = {
 
 
 NOT_COMPARED = {
-    *("deepseek_r1_distill", "deepseekv3", "gptoss", "idefics3", "llava_next", "smolvlm"),
+    *("deepseek_r1_distill", "deepseekv3", "gptoss", "idefics3", "smolvlm"),
     *("nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra"),
 }
 """Those of trl's that are another text in every form that a reply has here."""

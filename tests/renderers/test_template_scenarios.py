@@ -117,6 +117,7 @@ def test_a_call_that_is_not_read_is_counted_as_said_or_as_silent(monkeypatch):
 
     blind = lambda self, ids, *rest: Message("assistant", self.decode(ids))  # noqa: E731
     monkeypatch.setattr(ChatRenderer, "parse", blind)
+    monkeypatch.setattr(ChatRenderer, "unread_replies", ())
     reads = read_replies(source, template_of("plain", source))
     faults = [fault for fault in reads.faults if "call" in fault.detail]
     assert reads.counts["calls_silent"] == reads.counts["calls_rendered"] == len(faults) == 9

@@ -67,6 +67,7 @@ class ReplyReader:
         prompt = template.try_render((Message("user", "USERMARK"),), generation_prompt=True) or ""
         self.thinking = self.parser.opens_reasoning(prompt.rpartition("USERMARK")[2])
         """Whether the generation prompt opens the thinking, so that replies start inside it."""
+        self._header = _sampled_header(template)
         self._plain = codec.encode_plain
         control = codec.control
         outside = {*invalid_ids, *stop_ids}
@@ -80,7 +81,8 @@ class ReplyReader:
         """Stop ids that are also, or end, a mark that ends calls (Apertus' `<|tools_suffix|>`), with their texts."""
 
     def parse(self, text: str, tools: Tools, thinking: bool | None) -> Message:
-        """Parse a reply's text into a message."""
+        """Parse a reply's text into a message, without a header that the model has to sample."""
+        text = text.removeprefix(self._header)
         return self.parser.parse(text, tools, thinking=self.thinking if thinking is None else thinking)
 
     def with_call_end(self, text: str, stop: int) -> str:
@@ -118,6 +120,20 @@ class ReplyReader:
 
 _SAME_END = 8
 """Characters at the end of a text, of at most four ids each, that show whether it is the complete text of a reply."""
+
+
+def _sampled_header(template: ChatTemplate) -> str:
+    """Return the text that opens a reply where the template writes no generation prompt, so that the model samples it."""
+    asked, answer = random_mark(), random_mark()
+    question = (Message("user", asked),)
+    alone, prompted = template.try_render(question), template.try_render(question, generation_prompt=True)
+    answered = template.try_render((*question, Message("assistant", answer))) or ""
+    if alone is None or alone != prompted or not answered.startswith(alone):
+        return ""
+    header, found, _ = answered[len(alone) :].partition(answer)
+    return header if found else ""
+
+
 _MAX_SHAPE_MESSAGES = 8
 """Opening prompts with more messages are not cached by shape."""
 _MARKUP = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
@@ -174,7 +190,6 @@ class ChatRenderer:
         self._guard = ControlTextGuard(codec, control_text, banned)
         self._open_shapes: dict[Any, tuple[AppendShape, Inspected]] = {}
         self._append_patterns: dict[Any, _AppendPattern] = {}
-        self._thinking_closes: dict[Any, tuple[int, ...]] = {}
         self._conversations = ConversationShapes(template.source)
         self._alone = self._conversations.reach == "none"
         given = stop_ids or frozenset()
@@ -361,7 +376,7 @@ class ChatRenderer:
         append, shape = pattern.append, pattern.shape
         ids: list[int] = []
         if not reply_ids or (last := reply_ids[-1]) not in self.stop_ids or (append.heads and last != pattern.head[-1]):
-            ids.extend(self._thinking_close(reply, reply_ids, messages, tools) or pattern.head)
+            ids.extend(self._thinking_close(history, reply, reply_ids, messages, tools) or pattern.head)
         close = len(ids)
         if append.adapt:
             messages = append.adapted(messages)
@@ -374,19 +389,21 @@ class ChatRenderer:
         return Extend(known, close, found.neutralised + forged.total(), met, None, placed, moved)
 
     def _thinking_close(
-        self, reply: Message, reply_ids: Sequence[int], messages: Sequence[Message], tools: Tools
-    ) -> tuple[int, ...]:
+        self,
+        history: Sequence[Message],
+        reply: Message,
+        reply_ids: Sequence[int],
+        messages: Sequence[Message],
+        tools: Tools,
+    ) -> list[int]:
         """Return the ids that end a reply that was cut off while thinking; empty if it was not."""
         if not reply.reasoning or reply.reasoning.isspace() or reply.text or reply.tool_calls:
-            return ()
+            return []
         # What follows open thinking is thinking too.
         if self._replies.parse(self.codec.decode(reply_ids) + "x", tools, None).text:
-            return ()
-        key = (self._rows(messages), tuple([tool.get("function", tool).get("name") for tool in tools]))
-        if key not in self._thinking_closes:
-            text = self._probe.close_of_thinking(messages, tools)
-            remember(self._thinking_closes, key, tuple(self._encode_segment(text)))
-        return self._thinking_closes[key]
+            return []
+        before = self._before(history) if len(history) > 1 else (ASKED,)
+        return self._encode_segment(self._probe.close_of_thinking(before, messages, tools, folds=self._composer.folds))
 
     def inline(self, reply_ids: Sequence[int], content: str | Sequence[ContentPart]) -> Extend | Branch:
         """See `Renderer.inline`."""

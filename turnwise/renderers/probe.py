@@ -321,27 +321,28 @@ class TemplateProbe:
         assert first is not None
         raise first
 
-    def close_of_thinking(self, messages: Sequence[Message], tools: Tools = ()) -> str:
-        """Return what the template writes after thinking that a reply left open, up to the end of the reply.
+    def close_of_thinking(
+        self, before: Sequence[Message], messages: Sequence[Message], tools: Tools = (), *, folds: bool = False
+    ) -> str:
+        """Return what the template writes after thinking that the reply to `before` left open, up to the end of the reply.
 
-        Empty if it strips that thinking once these messages follow.
+        Empty if it strips that thinking once these messages follow. `folds`: the template has no field for thinking.
         """
         thought = random_mark()
-        for reply in (
-            Message("assistant", "", reasoning=thought),
-            Message("assistant", f"<think>\n{thought}\n</think>\n\n"),  # a template without a field for thinking
-        ):
-            marked = [m if _is_blank(m) else replace(m, content=random_mark()) for m in messages]
-            text = self.template.try_render((ASKED, reply, *marked), tools, generation_prompt=True)
-            rest = _after_mark(text or "", thought)
-            if rest is not None:
-                end, _ = self.reply_end(rest, str(marked[0].content) if marked and not _is_blank(marked[0]) else None)
-                # Some templates end a reply that has no text without a stop, or write its parts after the thinking.
-                if not end or self.part_ends:
-                    alone = _after_mark(self.template.try_render((ASKED, reply), tools) or "", thought)
-                    end = common_prefix_length(rest, alone or "")
-                return rest[:end]
-        return ""
+        reply = Message("assistant", "", reasoning=thought)
+        if folds:
+            reply = Message("assistant", f"<think>\n{thought}\n</think>\n\n")
+        marked = [m if _is_blank(m) else replace(m, content=random_mark()) for m in messages]
+        text = self.template.try_render((*before, reply, *marked), tools, generation_prompt=True)
+        rest = _after_mark(text or "", thought)
+        if rest is None:
+            return ""
+        end, _ = self.reply_end(rest, str(marked[0].content) if marked and not _is_blank(marked[0]) else None)
+        # Some templates end a reply that has no text without a stop, or write its parts after the thinking.
+        if not end or self.part_ends:
+            alone = _after_mark(self.template.try_render((*before, reply), tools) or "", thought)
+            end = common_prefix_length(rest, alone or "")
+        return rest[:end]
 
     def varies(self, append: AppendProbe, reply: Message, messages: Sequence[Message], tools: Tools = ()) -> bool:
         """Return whether the appended text differs after other calls or some longer conversation."""
@@ -549,8 +550,10 @@ class AppendShapes:
         pieces: list[str] = []
         for mark in marks:
             before, found, text = text.partition(mark)
+            if not found and not any(mark in piece for piece in pieces):
+                raise TemplateError(f"{self._origin}: drops a message of roles {[m.role for m in messages]}")
             if not found or mark in text:
-                raise TemplateError(f"{self._origin}: drops or repeats a message of roles {[m.role for m in messages]}")
+                return AppendShape(after=after)  # it repeats a text, or changes the order
             pieces.append(before)
         pieces.append(text)
         for name, transform in CONTENT_TRANSFORMS.items():

@@ -193,6 +193,8 @@ class ReplyPlaceholders:
         text = self._codec.decode(ids[:-1] if ids and ids[-1] in self._stops.values() else ids)
         if message.reasoning is not None:
             text = text.partition("</think>")[2].lstrip("\n") or message.text
+        stop = self._probe.text.stops[0] if self._probe.text.stops else ""
+        text = text.removesuffix(self._probe.text.close_in_last.removesuffix(stop))  # the template writes it again
         return replace(message, content=text, tool_calls=())
 
     def _real(self, message: Message, ids: Sequence[int]) -> Message:
@@ -203,7 +205,7 @@ class ReplyPlaceholders:
 
     def _with_folded_reasoning(self, message: Message) -> Message:
         """Move the reasoning into the text for a template that has no field for it."""
-        if message.reasoning is None or not self._folds:
+        if message.reasoning is None or not self.folds:
             return message
         if message.tool_calls and not message.text.strip() and self._hides_calls_beside_text:
             return replace(message, reasoning=None)  # in the text, it would take the place of the calls
@@ -212,7 +214,7 @@ class ReplyPlaceholders:
     # Properties of the template
 
     @cached_property
-    def _folds(self) -> bool:
+    def folds(self) -> bool:
         """Whether the template renders reasoning in the text, but never reasoning in its own field."""
         thought, answer = random_mark(), random_mark()
         if any(thought in text for text in self._contexts(Message("assistant", answer, reasoning=thought))):
@@ -410,6 +412,11 @@ class ConversationComposer:
         reason = self._reason(keep, stubs, why)
         return Branch(keep, prompt[keep:], reason, found.neutralised, found.control, reply_starts, rest, moved)
 
+    @property
+    def folds(self) -> bool:
+        """See `ReplyPlaceholders.folds`."""
+        return self._placeholders.folds
+
     def demonstration(self, message: Message) -> Message:
         """See `ReplyPlaceholders.demonstration`."""
         return self._placeholders.demonstration(message)
@@ -574,6 +581,8 @@ class ConversationComposer:
         lead, rest = _without_space(lead), _without_space(rest)
         if not stub.bare.thinking and stub.blank != (self._placeholders.thinking_end in lead):
             return "thinking_stripped" if stub.blank else "prefix_changed"
+        if stub.blank and not own.startswith(lead):
+            return "prefix_changed"
         if not self._placeholders.closed(stub.reply):
             return None
         if stub.bare.calls:  # the marks are inside them
@@ -611,7 +620,13 @@ class ConversationComposer:
             names = sum(len(call.name) + len(call.id) for call in stub.bare.message.tool_calls)
             return size if size <= _MAX_LEAD + len(lead) + names else None
         if frame.lead is not None and text.endswith(lead):
-            return len(lead)
+            # A call may be spelled otherwise, so of its lead only a control token that opens it has to be sampled.
+            opener = self._guard.split.match(lead.lstrip()) if stub.bare.calls else None
+            opening = (opener.group() if opener else "") if stub.bare.calls else _without_space(lead)
+            if _without_space(self._codec.decode(stub.reply.ids)).startswith(_without_space(opening)):
+                return len(lead)
+            # The template opens the reply itself, after a prompt that did not.
+            return None if self._placeholders.thinking_end in _without_space(lead) else 0
         # Opened differently from its prompt: the template's text stays, and so does a reply of plain text.
         ids = stub.reply.ids[:-1] if self._placeholders.closed(stub.reply) else stub.reply.ids
         return 0 if stub.plain is not None and self._codec.decode(ids).strip() == stub.plain.strip() else None
