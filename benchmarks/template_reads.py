@@ -115,6 +115,9 @@ def is_warned(player: Player, wanted: Message) -> bool:
     """Whether `turnwise check` says that such replies are not read."""
     if wanted.tool_calls and player.renderer.call_format[1]:
         return True
+    contract = player.renderer.contract
+    if contract.thinks and contract.prefilled:
+        return True  # the prompt opens thinking, and the template writes this reply without
     about_calls = any("call" in unread.kind for unread in player.renderer.unread_replies)
     about_texts = any("call" not in unread.kind for unread in player.renderer.unread_replies)
     return about_calls or about_texts if wanted.tool_calls else about_texts

@@ -167,7 +167,9 @@ class Player:
             yield Reading(folds_examples=True)
         messages = [*scenario.opening, *(message for turn in scenario.turns for message in turn.new)]
         roles = {message.role for message in messages if not isinstance(message.content, str)}
-        listed = frozenset(role for role in roles if self.reference.takes_parts(role, scenario.tools))
+        # Results may go as a user's words.
+        candidates = {*roles, "user"} if roles else roles
+        listed = frozenset(role for role in candidates if self.reference.takes_parts(role, scenario.tools))
         if listed:
             yield Reading(lists=listed)
         if listed and has_examples:
@@ -277,10 +279,8 @@ class Player:
                 return "wrong", "branched in append mode"
             if found.ids == wanted:
                 return ("equal",)
-            if self.ends_inside:
-                return "explained", "ends inside"
-            if not self.renderer.contract.stops:
-                return "explained", "plain text"
+            if explanation := self.explanation("append"):
+                return "explained", explanation
             if self.moves_reply(talk.messages[-1], wanted, new):
                 if self.renderer.contract.moves_text:
                     return "explained", "moves text"
@@ -292,13 +292,21 @@ class Player:
         if not same and not talk.exact:  # replies that the template would spell in another way
             decode = self.renderer.decode
             same = _without_space(decode(built)) == _without_space(decode(wanted))
-        if not same and self.ends_inside:
-            return "explained", "ends inside"
         if not same:
+            if explanation := self.explanation("template"):
+                return "explained", explanation
             return "wrong", "", *self.windows(built, wanted, spaces=talk.exact)
         if isinstance(found, Branch):
             return "branched" if found.reason in REASONS else "unexplained", found.reason
         return ("equal",)
+
+    def explanation(self, history: str) -> str:
+        """What `check` says of the template that explains other prompts; empty if it says nothing."""
+        if self.ends_inside:
+            return "ends inside"
+        if not self.renderer.contract.stops:
+            return "plain text"
+        return "not read" if history == "template" and self.renderer.call_format[1] else ""
 
     def without_name(self, problem: str) -> str:
         """An error without the name of the template."""
@@ -356,6 +364,8 @@ class Player:
         else:
             raise Refused("does not show the reply")
         behind = text.rpartition(MARK)[2]
+        if calls and not self.reference.reads_calls:  # they stand in the text
+            behind = behind.partition("</tool_call>")[2]
         if cut == "limit":
             return self.reference.ids(text, len(text) - len(behind))
 

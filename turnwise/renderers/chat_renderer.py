@@ -376,7 +376,7 @@ class ChatRenderer:
         append, shape = pattern.append, pattern.shape
         ids: list[int] = []
         if not reply_ids or (last := reply_ids[-1]) not in self.stop_ids or (append.heads and last != pattern.head[-1]):
-            ids.extend(self._thinking_close(history, reply, reply_ids, messages, tools) or pattern.head)
+            ids.extend(self._thinking_close(append.head, history, reply, reply_ids, messages, tools) or pattern.head)
         close = len(ids)
         if append.adapt:
             messages = append.adapted(messages)
@@ -390,20 +390,22 @@ class ChatRenderer:
 
     def _thinking_close(
         self,
+        head: str,
         history: Sequence[Message],
         reply: Message,
         reply_ids: Sequence[int],
         messages: Sequence[Message],
         tools: Tools,
     ) -> list[int]:
-        """Return the ids that end a reply that was cut off while thinking; empty if it was not."""
+        """Return the ids that end a reply that was cut off while thinking, which `head` ends otherwise; empty if it was not."""
         if not reply.reasoning or reply.reasoning.isspace() or reply.text or reply.tool_calls:
             return []
         # What follows open thinking is thinking too.
         if self._replies.parse(self.codec.decode(reply_ids) + "x", tools, None).text:
             return []
         before = self._before(history) if len(history) > 1 else (ASKED,)
-        return self._encode_segment(self._probe.close_of_thinking(before, messages, tools, folds=self._composer.folds))
+        folds = self._composer.folds
+        return self._encode_segment(self._probe.close_of_thinking(before, messages, tools, folds=folds, head=head))
 
     def inline(self, reply_ids: Sequence[int], content: str | Sequence[ContentPart]) -> Extend | Branch:
         """See `Renderer.inline`."""

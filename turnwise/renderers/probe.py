@@ -322,11 +322,12 @@ class TemplateProbe:
         raise first
 
     def close_of_thinking(
-        self, before: Sequence[Message], messages: Sequence[Message], tools: Tools = (), *, folds: bool = False
+        self, before: Sequence[Message], messages: Sequence[Message], tools: Tools, *, folds: bool, head: str
     ) -> str:
         """Return what the template writes after thinking that the reply to `before` left open, up to the end of the reply.
 
-        Empty if it strips that thinking once these messages follow. `folds`: the template has no field for thinking.
+        Empty if it strips that thinking once these messages follow. `folds`: the template has no field for thinking; `head` is
+        the text that ends other replies here.
         """
         thought = random_mark()
         reply = Message("assistant", "", reasoning=thought)
@@ -337,7 +338,11 @@ class TemplateProbe:
         rest = _after_mark(text or "", thought)
         if rest is None:
             return ""
-        end, _ = self.reply_end(rest, str(marked[0].content) if marked and not _is_blank(marked[0]) else None)
+        first = str(marked[0].content) if marked and not _is_blank(marked[0]) else None
+        end, _ = self.reply_end(rest, first)
+        at = rest.partition(first)[0].find(head) if first and head else -1
+        if not end and at >= 0:
+            end = at + len(head)  # a header in plain text
         # Some templates end a reply that has no text without a stop, or write its parts after the thinking.
         if not end or self.part_ends:
             alone = _after_mark(self.template.try_render((*before, reply), tools) or "", thought)

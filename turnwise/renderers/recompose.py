@@ -620,16 +620,32 @@ class ConversationComposer:
             names = sum(len(call.name) + len(call.id) for call in stub.bare.message.tool_calls)
             return size if size <= _MAX_LEAD + len(lead) + names else None
         if frame.lead is not None and text.endswith(lead):
-            # A call may be spelled otherwise, so of its lead only a control token that opens it has to be sampled.
-            opener = self._guard.split.match(lead.lstrip()) if stub.bare.calls else None
-            opening = (opener.group() if opener else "") if stub.bare.calls else _without_space(lead)
-            if _without_space(self._codec.decode(stub.reply.ids)).startswith(_without_space(opening)):
-                return len(lead)
-            # The template opens the reply itself, after a prompt that did not.
-            return None if self._placeholders.thinking_end in _without_space(lead) else 0
+            return self._sampled_of_lead(stub, lead)
         # Opened differently from its prompt: the template's text stays, and so does a reply of plain text.
         ids = stub.reply.ids[:-1] if self._placeholders.closed(stub.reply) else stub.reply.ids
         return 0 if stub.plain is not None and self._codec.decode(ids).strip() == stub.plain.strip() else None
+
+    def _sampled_of_lead(self, stub: ReplyPlaceholder, lead: str) -> int | None:
+        """Return how many characters of the text before a reply's content the reply contains; None if unknown.
+
+        The template may open a reply itself, after a prompt that did not.
+        """
+        sampled = self._codec.decode(stub.reply.ids).lstrip()
+        if not stub.bare.calls:
+            if _without_space(sampled).startswith(_without_space(lead)):
+                return len(lead)
+            return None if self._placeholders.thinking_end in _without_space(lead) else 0
+
+        # A call may be spelled otherwise, so of its lead only a control token that opens it is looked for.
+        opener = self._guard.split.match(sampled)
+        begins = self._guard.split.match(lead.lstrip())
+        if begins is None or (opener is not None and begins.group() == opener.group()):
+            return len(lead)
+        if opener is None:  # it begins with text
+            at = max(match.end() for match in self._guard.split.finditer(lead))
+        else:
+            at = lead.find(opener.group())
+        return len(lead) - at if at >= 0 else None
 
     # Ids
 
