@@ -438,7 +438,11 @@ class TemplateProbe:
         content = not calls or bool(reply.text)
         for with_content in (content, not content) if calls else (True,):
             text, argument = random_mark(), random_mark()
-            marked = (*calls[:-1], *(replace(call, arguments={"x": argument}) for call in calls[-1:]))
+            if verbatim:
+                marked = (*calls[:-1], *(_with_mark(call, argument) for call in calls[-1:]))
+            else:
+                earlier = (replace(call, arguments={"x": random_mark()}) for call in calls[:-1])
+                marked = (*earlier, *(replace(call, arguments={"x": argument}) for call in calls[-1:]))
             thought = reply.reasoning
             if thought and not thought.isspace():
                 thought = random_mark()
@@ -450,6 +454,15 @@ class TemplateProbe:
             position, mark = max((rendered.rfind(one), one) for one in (text, argument))
             if position >= 0:
                 yield base, mark, rendered
+
+
+def _with_mark(call: ToolCall, mark: str) -> ToolCall:
+    """Return a call with a mark at the end of its last text argument, or in an argument of its own."""
+    arguments = dict(call.arguments)
+    texts = [key for key, value in arguments.items() if isinstance(value, str)]
+    if texts and texts[-1] == list(arguments)[-1]:
+        return replace(call, arguments={**arguments, texts[-1]: arguments[texts[-1]] + mark})
+    return replace(call, arguments={**arguments, "x": mark})
 
 
 def _is_blank(message: Message) -> bool:

@@ -603,7 +603,10 @@ class ConversationComposer:
         first_call = min((text.find(mark) for mark in marked.calls), default=len(text))
         if first_call < last_text:
             return False  # a model thinks before it calls
-        closes = not marked.calls and (len(marked.texts) <= 2 or self._placeholders.closed(stub.reply))
+        # What the template writes after the thinking of a reply without text closes that thinking. After a text that was cut
+        # off it is the close of the reply, which need not be sampled.
+        thinks_alone = len(marked.texts) == 2
+        closes = not marked.calls and (thinks_alone or self._placeholders.closed(stub.reply))
         end = position.end if closes else last_text
         written = text[position.start : end]
         for mark in marked.texts:
