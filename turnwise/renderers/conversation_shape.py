@@ -49,7 +49,15 @@ class ConversationShapes:
 
     def of(self, messages: Sequence[Message]) -> Hashable:
         """Return the shape of the messages that the template looks at."""
-        return tuple(map(self._row, self.seen(messages)))
+        rows: list[Hashable] = []
+        for message in self.seen(messages):  # at every turn over all turns, so most messages take no call
+            content = message.content
+            is_plain = isinstance(content, str) and message.name is None and message.reasoning is None
+            if is_plain and not message.tool_calls and message.tool_call_id is None:
+                rows.append((message.role, str if content and not content.isspace() else content))  # type: ignore[union-attr]
+            else:
+                rows.append(self._row(message))
+        return tuple(rows)
 
     def placeholders(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages of the same shape with a random number in place of each text."""

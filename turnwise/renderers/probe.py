@@ -480,7 +480,7 @@ def readable(messages: Sequence[Message]) -> list[Message]:
     """Replace malformed calls by calls that match their answers, so that every call can be rendered."""
     rows = list(messages)
     for number, message in enumerate(rows):
-        if any(call.error or not call.name for call in message.tool_calls):
+        if message.tool_calls and any(call.error or not call.name for call in message.tool_calls):
             answers = list(takewhile(lambda m: m.role == "tool", rows[number + 1 :]))
             rows[number] = replace(message, tool_calls=calls_before(message, answers))
     return rows
