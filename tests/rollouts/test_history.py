@@ -90,7 +90,7 @@ def test_an_append_only_template_never_branches_however_a_reply_is_spelled(name,
         allowed = set()
         if any(reply.reasoning is not None and not reply.reasoning.strip() for reply in replies):
             allowed.add("thinking_stripped")  # these templates show no thinking that holds nothing
-        if any(reply.reasoning and not reply.text and not reply.tool_calls for reply in replies):
+        if any(reply.reasoning is not None and not reply.text and not reply.tool_calls for reply in replies):
             allowed.add("reply_rewritten")  # thinking that was not closed is closed by the template
         if allowed:
             assert trajectory.branches.keys() <= allowed

@@ -543,6 +543,8 @@ class ConversationComposer:
 
     def _position(self, text: str, stub: ReplyPlaceholder, low: int, high: int, span: tuple[int, int]) -> _ReplyPosition | str:
         first, last = span
+        if stub.blank and self._placeholders.thinking_end not in _without_space(self._codec.decode(stub.reply.ids)):
+            return "reply_rewritten"  # the template closes the thinking
         frame = self._placeholders.frame(stub)
         after = text[last:high]
         size = self._lead_size(text[low:first], stub, frame)
