@@ -63,7 +63,7 @@ class TemplateContract:
     text; or `refused: why`."""
     stateful: tuple[str, ...]
     """Scenarios in which the appended text depends on earlier turns (a counter, a flag, a window, a moving system message);
-    it is derived for each conversation."""
+    it is derived for each shape of conversation."""
     roles: tuple[str, ...]
     """Roles that may follow a reply."""
     moves_text: bool
@@ -386,7 +386,9 @@ def explain_contract(contract: TemplateContract, history: str = "append") -> lis
     rows += [_append_row(name, proof) for name, proof in contract.appends.items()]
     if contract.stateful:
         names = " and of ".join(contract.stateful)
-        rows.append((None, f"the appended text of {names} depends on earlier turns: it is derived for each conversation"))
+        rows.append(
+            (None, f"the appended text of {names} depends on earlier turns: it is derived for each shape of conversation")
+        )
     if contract.moves_text:
         moved = "the text of a reply with calls moves after their results; in an append it stays where it was sampled"
         rows.append((None, moved))

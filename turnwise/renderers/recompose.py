@@ -1,7 +1,8 @@
 """Re-render a conversation by its template while keeping sampled ids.
 
 Each sampled reply is rendered as a placeholder of the same shape, made of random digits. Where a complete placeholder appears
-in the text, the template renders that reply completely, and the sampled ids take its place. Every other reply (one without its
+in the text, the template renders that reply completely, and the sampled ids take its place. A second rendering has the reply's
+own texts between the digits, which reveals what the template shortens, closes or hides. Every other reply (one without its
 thinking, for example) is rendered by the template and encoded as text. The text between replies comes from the template and
 the environment; the guard encodes it. Positions are found in the text, so a segment has the same ids at every turn, however a
 reply was tokenized.

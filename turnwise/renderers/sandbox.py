@@ -27,7 +27,8 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 
-def _names(words: str) -> frozenset[str]:
+def names_in(words: str) -> frozenset[str]:
+    """Return the names in a text, separated by white space."""
     return frozenset(words.split())
 
 
@@ -42,24 +43,24 @@ _DICT_ATTRIBUTES = frozenset(dir(dict))
 _WIDE = re.compile(r"[0-9]{5,}|%(?:[^a-zA-Z%*]*+|[^a-zA-Z%*(]*+\([^()]*+\)[^a-zA-Z%*]*+)\*|\{[^{}]*+\{")
 """Unbounded widths in a format: five digits or more, or given by an argument."""
 _RUN = re.compile(r"\s+|\S+")
-_CODECS = _names("utf-8 utf8 ascii latin-1")
-_TEXT_CALLS = _names(
+_CODECS = names_in("utf-8 utf8 ascii latin-1")
+_TEXT_CALLS = names_in(
     "capitalize casefold count encode endswith find index isalnum isalpha isascii isdecimal isdigit islower isnumeric "
     "isspace istitle isupper lower lstrip partition removeprefix removesuffix rfind rindex rpartition rsplit rstrip split "
     "splitlines startswith strip swapcase title upper"
 )
 """Text methods with a result no larger than their arguments."""
-_BOTH = _names("strip lstrip rstrip rfind rindex rsplit rpartition")
+_BOTH = names_in("strip lstrip rstrip rfind rindex rsplit rpartition")
 """Text methods that may compare each character of the text with each of an argument."""
-_OTHER_CALLS = _names(
+_OTHER_CALLS = names_in(
     "append copy count extend fromkeys get index insert items keys pop popitem remove reverse setdefault sort update values "
     "bit_length is_integer clear isoformat strftime"
 )
-_THROUGH = _names("copy count index insert pop remove reverse sort update")
+_THROUGH = names_in("copy count index insert pop remove reverse sort update")
 """List and dict methods that visit every item."""
-_ONE_BY_ONE = _names("map select reject selectattr rejectattr first")
+_ONE_BY_ONE = names_in("map select reject selectattr rejectattr first")
 """Filters that take values one by one, on demand."""
-_SERIALISING = _names(
+_SERIALISING = names_in(
     "tojson string pprint join replace indent sum sort unique dictsort groupby min max xmlattr urlize escape e forceescape "
     "wordwrap list center format batch slice"
 )

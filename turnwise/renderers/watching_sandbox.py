@@ -13,12 +13,7 @@ from jinja2 import nodes
 from jinja2.visitor import NodeTransformer
 
 from turnwise.renderers.inspected import current_record, holds_placeholder
-from turnwise.renderers.sandbox import TemplateSandbox, as_text
-
-
-def _names(words: str) -> frozenset[str]:
-    return frozenset(words.split())
-
+from turnwise.renderers.sandbox import TemplateSandbox, as_text, names_in
 
 _COMPARISONS: Mapping[str, Callable[[Any, Any], Any]] = {
     "eq": eq,
@@ -31,18 +26,18 @@ _COMPARISONS: Mapping[str, Callable[[Any, Any], Any]] = {
     "notin": lambda value, container: not contains(container, value),
 }
 
-_TEXT_SEARCHES = _names(
+_TEXT_SEARCHES = names_in(
     "startswith endswith find rfind index rindex count split rsplit partition rpartition replace removeprefix removesuffix"
 )
 """Text methods whose outcome is that of a text without the word they are given, if the text does not contain it."""
-_TEXT_CHANGES = _names("strip lstrip rstrip format join encode")
+_TEXT_CHANGES = names_in("strip lstrip rstrip format join encode")
 """Text methods that return the text, or one made of it, without a decision; `strip` only of white space."""
-_CASE_CHANGES = _names("lower upper title capitalize casefold swapcase")
-_FILTERS = _names("trim string tojson safe escape e forceescape default d indent join attr _concat _charged _searched")
+_CASE_CHANGES = names_in("lower upper title capitalize casefold swapcase")
+_FILTERS = names_in("trim string tojson safe escape e forceescape default d indent join attr _concat _charged _searched")
 """Filters that only change or pass on a text."""
-_LIST_SEARCHES = _names("sort unique min max groupby sum")
+_LIST_SEARCHES = names_in("sort unique min max groupby sum")
 """Filters that compare the items of a list with each other."""
-_TYPE_TESTS = _names(
+_TYPE_TESTS = names_in(
     "defined undefined none string mapping sequence iterable number integer float boolean callable true false filter test"
 )
 """Tests of a value's type: a placeholder has the type of the text in its place."""

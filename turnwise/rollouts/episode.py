@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -23,7 +23,7 @@ from turnwise.rollouts.env_session import EnvSession
 from turnwise.rollouts.recorder import Recorder
 from turnwise.rollouts.resume import RestartEpisode
 from turnwise.rollouts.timeouts import Deadline
-from turnwise.types import ContentPart, Message, Messages, RowReward, StopReason, Turn, as_messages
+from turnwise.types import ContentPart, Message, Messages, RowReward, StopReason, Turn, as_messages, merge_texts
 
 THREAD_ENCODE_CHARS = 20_000
 """Text length in characters above which encoding runs in a worker thread: about 5 ms of a core."""
@@ -124,19 +124,8 @@ def to_inline(observation: Messages | InlineObservation | None) -> InlineObserva
             parts.append("\n")
         parts += (message.content,) if isinstance(message.content, str) else message.content
     if has_media(messages):
-        return InlineObservation(joined_texts(parts))
+        return InlineObservation(merge_texts(parts))
     return InlineObservation("".join(part for part in parts if isinstance(part, str)))
-
-
-def joined_texts(parts: Iterable[ContentPart]) -> tuple[ContentPart, ...]:
-    """Join adjacent texts, since a tokenizer may encode them differently one by one."""
-    joined: list[ContentPart] = []
-    for part in parts:
-        if isinstance(part, str) and joined and isinstance(joined[-1], str):
-            joined[-1] += part
-        elif part != "":
-            joined.append(part)
-    return tuple(joined)
 
 
 def continue_reply(recorder: Recorder, path: ConversationPath, inline: InlineObservation) -> None:
@@ -151,7 +140,7 @@ def continue_reply(recorder: Recorder, path: ConversationPath, inline: InlineObs
 
     def render(messages: tuple[Message, ...]) -> Extend | Branch:
         content = messages[0].content
-        after_cut = rest + content if isinstance(content, str) else joined_texts((rest, *content))
+        after_cut = rest + content if isinstance(content, str) else merge_texts((rest, *content))
         rendered = renderer.inline(kept, after_cut)
         if isinstance(rendered, Branch):
             return rendered._replace(keep=turn.context + rendered.keep)

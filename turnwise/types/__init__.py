@@ -25,6 +25,7 @@ from turnwise.types.messages import (
     is_image_object,
     is_media,
     join_texts,
+    merge_texts,
     read_part,
 )
 from turnwise.types.outcomes import Failure, FailureKind, Status, StopReason
@@ -85,6 +86,7 @@ __all__ = [
     "is_media",
     "join_texts",
     "limit_pixels",
+    "merge_texts",
     "placements_between",
     "read_part",
 ]

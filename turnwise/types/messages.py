@@ -252,6 +252,18 @@ def join_texts(texts: Sequence[str]) -> str:
     return joined
 
 
+def merge_texts(parts: Iterable[ContentPart]) -> tuple[ContentPart, ...]:
+    """Join adjacent texts as they are and drop empty ones, since a tokenizer may encode texts differently one by one."""
+    merged: list[ContentPart] = []
+    for part in parts:
+        previous = merged[-1] if merged else None
+        if isinstance(part, str) and isinstance(previous, str):
+            merged[-1] = previous + part
+        elif part != "":
+            merged.append(part)
+    return tuple(merged)
+
+
 def alt_text(part: ImageRef | VideoRef | Image | Video) -> str:
     """Return the text that replaces an image or a video for a text-only model."""
     if part.alt is not None:

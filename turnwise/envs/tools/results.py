@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from turnwise.types import (
     VideoRef,
     is_audio,
     is_image_object,
+    merge_texts,
     read_part,
 )
 
@@ -75,19 +76,8 @@ class ResultLimit:
             if at + len(part) > size - tail:
                 after.append(part[max(0, size - tail - at) :])
             at += len(part)
-        kept = _joined([*before, *(["\n"] if head else []), mark, *(["\n"] if tail else []), *after])
-        return (kept[0] if isinstance(content, str) else tuple(kept)), True  # type: ignore[return-value]
-
-
-def _joined(parts: Iterable[ContentPart]) -> list[ContentPart]:
-    """Join adjacent texts and drop empty ones."""
-    made: list[ContentPart] = []
-    for part in parts:
-        if isinstance(part, str) and made and isinstance(made[-1], str):
-            made[-1] += part
-        elif part != "":
-            made.append(part)
-    return made
+        kept = merge_texts([*before, *(["\n"] if head else []), mark, *(["\n"] if tail else []), *after])
+        return (kept[0] if isinstance(content, str) else kept), True  # type: ignore[return-value]
 
 
 def read_result(result: Any, name: str) -> ToolResult:
