@@ -14,7 +14,7 @@ from turnwise.config import Limits
 from turnwise.engines import Sampling, StopText
 from turnwise.engines.ids import GrowingIds
 from turnwise.envs.user_code import scalar
-from turnwise.errors import MediaError, UsageError
+from turnwise.errors import LimitReached, MediaError, UsageError
 from turnwise.renderers import Branch, ChatRenderer, Extend, Renderer, SampledReply
 from turnwise.renderers.base import vision_of
 from turnwise.renderers.history import History, render_next
@@ -30,6 +30,7 @@ from turnwise.types import (
     Messages,
     Origin,
     Span,
+    StopReason,
     Task,
     ToolCall,
     Tools,
@@ -53,7 +54,8 @@ class Reply:
     """Sampled ids, the end token included."""
     logprobs: tuple[float | None, ...]
     finish: str
-    """`stop` or `length`."""
+    """`stop`, or `length` for a reply that was cut. With `limits.on_turn_length = "stop"` (the default), the conversation ends
+    with a reply that is cut at a limit of the run: reward it as it is."""
     raw_text: str = ""
     """Decoded ids, control tokens and the end token included."""
 
@@ -179,7 +181,8 @@ class Model:
             n: number of replies, sampled at once; returns a list. Each continues the prompt as a branch of its own.
 
         Raises:
-            LimitReached: when no token is left for a reply, or the reply broke a limit. Uncaught, it ends the episode.
+            LimitReached: when no token is left for a reply, or the conversation continues one that was cut at a limit (its
+                `finish` is `length`). Uncaught, it ends the episode without a reward.
             EngineError, TimeoutError: when the engine fails; leave them uncaught.
             MediaError: for an image that cannot be used, or placeholders that do not fit the images.
             UsageError: for no messages, `max_tokens` or `n` under 1, an empty stop text, sampling parameters out of range,
@@ -372,6 +375,7 @@ class Model:
         messages = list(messages_or_ids)
         turn, known = self._longest_known(messages, agent, tools)
         if turn >= 0:
+            self._check_open(turn)
             self._count_branch(branch)
             return self._continue(turn, tuple(messages[known:]), tools)
         recorder = self._recorder
@@ -382,6 +386,19 @@ class Model:
         starts = rendered.replies or (-1,) * len(replies)
         path.replies = [reply._replace(start=start) for reply, start in zip(replies, starts, strict=True)]
         return path
+
+    def _check_open(self, turn: int) -> None:
+        """Raise `LimitReached` if a turn's reply broke a limit: the conversation that it ended cannot go on.
+
+        Other conversations of the episode may, so what is sampled does not depend on which of them was cut first.
+        """
+        limit = self._recorder.limits_met.get(turn)
+        if limit is None:
+            return
+        remedy = ""
+        if limit.reason == StopReason.TURN_LENGTH:
+            remedy = '; its finish is "length": end the episode there, or set limits.on_turn_length = "continue"'
+        raise LimitReached(limit.reason, f"the conversation ended with the reply of turn {turn}: {limit}{remedy}")
 
     def _replies(self, messages: Sequence[Message]) -> list[SampledReply]:
         """Return the messages that were sampled in this episode, by identity, since equal texts may have different ids."""
@@ -472,7 +489,10 @@ class Model:
         trajectory = self._recorder.trajectory
         seed = self._root_seed(agent, ids, media)
         leaf, shared, sampled = -1, 0, False
+        ended = {trajectory.turns[turn].spans[-1]: turn for turn in self._recorder.limits_met}
         for found, used in self._walk(-1, ids, agent, media):
+            if found in ended and used == len(trajectory.spans[found].ids):
+                self._check_open(ended[found])
             leaf, shared, sampled = found, shared + used, sampled or trajectory.spans[found].sampled
         if shared < len(ids):
             origin = Origin.ENV if sampled else Origin.PROMPT

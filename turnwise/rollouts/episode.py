@@ -52,6 +52,8 @@ async def _attempt(session: EnvSession, recorder: Recorder, deadline: Deadline) 
     while True:
         mark = path.mark() if max_resamples else None
         turn = await recorder.generate(path, deadline)
+        if path.turn in recorder.limits_met:
+            raise recorder.limits_met[path.turn]
         began = time.monotonic()
         recorder.enter_phase("step", began)
         end = _end_text(recorder.renderer, path.ids[-1])  # type: ignore[arg-type]  # hashed by identity

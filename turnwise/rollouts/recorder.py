@@ -129,6 +129,8 @@ class Recorder:
         self._min_version, self.stop = min_version, stop
         self.tools_by_turn: list[Tools] = []
         """Tools offered to the model, by turn."""
+        self.limits_met: dict[int, LimitReached] = {}
+        """Turns whose reply itself broke a limit, by number: nothing may continue their conversations."""
         self._calls = 0
         self._place = place
         self._extras = EngineExtras(want, trajectory)
@@ -213,6 +215,7 @@ class Recorder:
         self.media_intake.reset()
         self.unrewarded = False
         self.tools_by_turn.clear()
+        self.limits_met.clear()
         self._set_key(replace(self._key, attempt=self._key.attempt + 1))
 
     def _repeat(
@@ -365,10 +368,9 @@ class Recorder:
     ) -> Turn:
         """Sample the next reply of a path and record it; `sampling` and `stop` are the episode's by default.
 
-        `stop_ids` end the reply besides the model's end tokens.
+        `stop_ids` end the reply besides the model's end tokens. A reply that itself breaks a limit is in `limits_met` then.
 
-        Raises `LimitReached` when no token is left for a reply, or the reply itself breaks a limit (it is recorded then);
-        `EngineError` when the engine fails or breaks its contract; `TimeoutError` when the engine misses its deadline.
+        Raises `LimitReached` when no token is left for a reply; `EngineError` when the engine fails or breaks its contract; `TimeoutError` when the engine misses its deadline.
         """
         budget, cause = self._budget.left(len(self.trajectory.turns), len(path.ids))
         if max_tokens is not None and max_tokens < budget:
@@ -417,7 +419,9 @@ class Recorder:
         self.journal.turn(turn, path.tools, row)
         if self._effects:
             await self.journal.durable()
-        self._check_reply(turn, ids, generation, cause)
+        limit = self._limit_of(turn, ids, generation, cause)
+        if limit is not None:
+            self.limits_met[path.turn] = limit
         return turn
 
     def _distribution_of(self, sampling: Sampling) -> SamplingDistribution:
@@ -515,17 +519,21 @@ class Recorder:
         except Exception as error:
             raise EngineError(f"{type(engine).__name__}: {class_name(error)}: {words(error)}") from error
 
-    def _check_reply(self, turn: Turn, ids: Sequence[int], generation: Generation, cause: StopReason | None) -> None:
-        """Raise `LimitReached` if the reply itself breaks a limit."""
+    def _limit_of(
+        self, turn: Turn, ids: Sequence[int], generation: Generation, cause: StopReason | None
+    ) -> LimitReached | None:
+        """Return the limit that a reply itself breaks; None for a reply that the conversation may go on after."""
         if not self.renderer.invalid_ids.isdisjoint(ids):
             banned = next((at for at, one in enumerate(ids) if one in self.renderer.banned_ids), None)
             if banned is not None:
                 self.mark_untrained(turn, turn.context + banned, BANNED)
-            raise LimitReached(StopReason.INVALID_TOKEN, "the reply contains a misplaced control token")
-        if generation.finish == "length" and cause is not None:
-            if cause is StopReason.TURN_LENGTH and self.limits.on_turn_length == "continue":
-                return
-            raise LimitReached(cause, f"the reply reached {len(ids)} tokens without an end token")
+            return LimitReached(StopReason.INVALID_TOKEN, "the reply contains a misplaced control token")
+
+        if generation.finish != "length" or cause is None:
+            return None
+        if cause is StopReason.TURN_LENGTH and self.limits.on_turn_length == "continue":
+            return None
+        return LimitReached(cause, f"the reply reached {len(ids)} tokens without an end token")
 
     def close(self) -> None:
         """Write the end of the episode to the journal."""
