@@ -411,7 +411,7 @@ class Limits:
     """Maximum tokens sampled per reply."""
     on_turn_length: OnTurnLength = "stop"
     """Handling of a reply without an end token: `stop` ends the episode, `continue` closes the reply and passes it to the
-    environment."""
+    environment. A play function gets the reply with `finish == "length"`; with `stop`, its conversation cannot go on."""
     episode_tokens: PositiveInt | None = None
     """Maximum tokens after the opening prompt, sampled and observed, all agents together; none is unlimited."""
     context: PositiveInt | None = None

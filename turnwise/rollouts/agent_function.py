@@ -101,6 +101,8 @@ class Model:
         self._path_lock = asyncio.Lock()
         self._media_intake = AgentMediaIntake(recorder.media_intake, recorder.limits.env_s)
         self._closed = False
+        self.limit: LimitReached | None = None
+        """The limit that the last call met, whose reply it cut or refused."""
 
     @overload
     async def generate(
@@ -219,6 +221,38 @@ class Model:
     ) -> Reply:
         if self._closed:
             raise UsageError("the episode is over: its agent function has returned")
+        try:
+            reply, turn = await self._sampled(
+                messages,
+                agent=agent,
+                tools=tools,
+                max_tokens=max_tokens,
+                stop=stop,
+                stop_ids=stop_ids,
+                media=media,
+                branch=branch,
+                **sampling_given,
+            )
+        except LimitReached as limit:
+            self.limit = limit
+            raise
+        self.limit = self._recorder.limits_met.get(turn)
+        return reply
+
+    async def _sampled(
+        self,
+        messages: Messages | Sequence[int],
+        *,
+        agent: str,
+        tools: Tools,
+        max_tokens: int | None,
+        stop: Sequence[str],
+        stop_ids: Sequence[int],
+        media: Sequence[Any],
+        branch: str | None,
+        **sampling_given: float | None,
+    ) -> tuple[Reply, int]:
+        """Sample a reply; return it with the number of its turn."""
         stop_text = self._stop_text(stop) if stop else None
         sampling = self._sampling_with(**sampling_given)
         async with self._path_lock:  # paths are found in call order, even if one call decodes images
@@ -244,7 +278,7 @@ class Model:
         spans = [self._recorder.trajectory.spans[i] for i in turn.spans]
         ids = tuple(i for span in spans for i in span.ids)
         logprobs = tuple(p for span in spans for p in span.logprobs or ())
-        return Reply(turn.reply, ids, logprobs, turn.finish, self._recorder.renderer.decode(ids))
+        return Reply(turn.reply, ids, logprobs, turn.finish, self._recorder.renderer.decode(ids)), path.turn
 
     async def render(self, messages: Messages, replies: Mapping[int, Sequence[int]], tools: Tools = ()) -> list[int]:
         """Return the prompt ids of a conversation whose assistant messages have given ids, by their index.

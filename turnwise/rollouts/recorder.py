@@ -370,7 +370,8 @@ class Recorder:
 
         `stop_ids` end the reply besides the model's end tokens. A reply that itself breaks a limit is in `limits_met` then.
 
-        Raises `LimitReached` when no token is left for a reply; `EngineError` when the engine fails or breaks its contract; `TimeoutError` when the engine misses its deadline.
+        Raises `LimitReached` when no token is left for a reply; `EngineError` when the engine fails or breaks its contract;
+        `TimeoutError` when the engine misses its deadline.
         """
         budget, cause = self._budget.left(len(self.trajectory.turns), len(path.ids))
         if max_tokens is not None and max_tokens < budget:

@@ -514,7 +514,7 @@ class Rollout:
         try:
             try:
                 reward = await deadline.wait(play(trajectory.task, model), self.limits.wall_clock_s)
-                trajectory.stop = _stop_of(reward, recorder)
+                trajectory.stop = _stop_of(reward, model)
             except LimitReached as limit:
                 trajectory.stop, reward = StopReason(limit.reason), None
             recorder.enter_phase("reward")
@@ -552,8 +552,8 @@ class Rollout:
             trajectory.stop = StopReason.ENV_ERROR
 
 
-def _stop_of(reward: Any, recorder: Recorder) -> StopReason:
-    """Return the end of an agent function's episode: the limit that its last reply broke, else by what it returned."""
+def _stop_of(reward: Any, model: Model) -> StopReason:
+    """Return the end of an agent function's episode: the limit that its last call met, else by what it returned."""
     status = reward.status if isinstance(reward, Scores) else "completed"
     if status == "failed":
         raise RuntimeError("the agent function returned Scores(status='failed')")
@@ -561,9 +561,8 @@ def _stop_of(reward: Any, recorder: Recorder) -> StopReason:
         return status
     if status not in _STOPS:
         raise UsageError(f"Scores(status={status!r:.80}): write {', '.join(map(repr, _STOPS))} or 'failed'")
-    limit = recorder.limits_met.get(len(recorder.trajectory.turns) - 1)
-    if limit is not None and status != "aborted":
-        return StopReason(limit.reason)
+    if model.limit is not None and status != "aborted":
+        return StopReason(model.limit.reason)
     return _STOPS[status]
 
 
