@@ -163,7 +163,7 @@ def test_each_of_several_samples_is_trained_with_its_own_reward():
     assert sorted(row.reward for row in rows) == [0.0, 1.0]
     credit = advantages([Group(found.task, [found, found])], kind="mean").credits[0]
     assert [credit.advantages_of(row.slots[-1:])[0] for row in rows] == [row.reward - 0.5 for row in rows]
-    (judged,) = play("others.py:fan_out_unscored", ["a", "bb"], [tw.Task("?")], custom_rm_path=f"{HOME}/others.py:length")
+    (judged,) = play("others.py:fan_out_unscored", ["a", "bb"], [tw.Task("?")], custom_rm_path=f"{HOME}/others.py:batch_length")
     assert (judged.error, judged.reward) == (None, 1.5)
     assert sorted(row.reward for row in judged.samples()) == [1.0, 2.0]
 

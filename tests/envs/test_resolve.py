@@ -78,8 +78,8 @@ async def play(task, model):
 async def lonely(task):
     return 1.0
 
-async def generate(args, sample, settings):
-    return sample
+async def crowded(task, model, settings):
+    return 1.0
 
 async def reward_func(args, sample):
     return 1.0
@@ -157,7 +157,7 @@ WRONG = [
     ("a-b:Guess", {}, "a-b:Guess: not of the form file.py:Name, package.module:Name or framework:id"),
     ("json.decode:Guess", {}, "json.decode:Guess: no module 'json.decode' is installed; write file.py:Name"),
     ("json.decoder:JSONDecode", {}, "json.decoder has no 'JSONDecode'; did you mean 'JSONDecoder'?"),
-    ("mine.py:generate", {}, "mine.py:generate is called as play(task, model): missing a required argument: 'settings'"),
+    ("mine.py:crowded", {}, "mine.py:crowded is called as play(task, model): missing a required argument: 'settings'"),
     ("mine.py:reward_func", {}, "mine.py:reward_func takes 'args' first, as functions of other frameworks do"),
     ("gym:FrozenLake-v11", {}, "gym:FrozenLake-v11: gym has no 'FrozenLake-v11'; did you mean 'FrozenLake-v1'?"),
     ("gym:", {}, "gym has no ''; it has"),

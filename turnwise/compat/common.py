@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from turnwise.envs.foreign import ForeignObject
@@ -13,7 +14,15 @@ from turnwise.errors import ConfigError
 
 
 class AttributeConfig(dict[str, Any]):
-    """Configuration whose keys are attributes too; a missing one is an AttributeError."""
+    """Configuration whose keys are attributes too; a missing one is an AttributeError. What is set is a key as well."""
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        self[key] = attribute_config(value)
+
+    def __delattr__(self, key: str) -> None:
+        if key not in self:
+            raise AttributeError(f"the configuration has no {key!r}")
+        del self[key]
 
     def __getattr__(self, key: str) -> Any:
         try:
@@ -51,13 +60,16 @@ def derives_from(target: Any, package: str, name: str) -> bool:
     return (package, name) in found
 
 
-def import_object(name: str, where: str) -> Any:
-    """Import `package.module:Name` or `package.module.Name`; a stand-in of ours where the package lacks the module."""
+def import_object(name: str, where: str, near: Path | None = None) -> Any:
+    """Import `package.module:Name` or `package.module.Name`; a stand-in of ours where the package lacks the module.
+
+    A module of the user's own is found around `near`, a file of theirs, and around the files that recipes name.
+    """
     module, _, attribute = name.rpartition(":" if ":" in name else ".")
     if not module:
         raise ConfigError(f"{where}: {name!r} names no module; write package.module.Name")
     try:
-        found = import_foreign(module)
+        found = import_foreign(module, near)
     except Exception as error:
         raise ConfigError(f"{where}: {name} cannot be imported ({type(error).__name__}: {error})") from error
     if not hasattr(found, attribute):

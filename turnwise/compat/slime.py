@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
-from turnwise.compat.common import accepted, attribute_config, load_named, plain
+from turnwise.compat.common import attribute_config, load_named, plain
 from turnwise.compat.sampled_rows import read_output
 from turnwise.compat.slime_engine import EPISODE, HOST, PORT, EngineServer, GenerateState
 from turnwise.compat.slime_processor import pictures
+from turnwise.compat.slime_shape import binds, builds_env, parameter_names, signature_of, takes_a_sample, takes_one_input
 from turnwise.config import Limits
 from turnwise.envs.base import Action, Env, Scores, Step
 from turnwise.envs.foreign import ForeignObject, Framework, Registered, refuse_faithful
@@ -26,8 +30,9 @@ IDS = ("generate",)
 """`slime:generate`: one reply, as slime samples it without a function of the user."""
 RM_TYPES = ("deepscaler", "dapo", "math", "f1", "gpqa", "remote_rm")
 """Each may have the prefix `boxed_`."""
-GENERATE = ("args", "sample", "sampling_params")
 ROLLOUT_PARAMETERS = ("args", "rollout_id")
+UNLIMITED = 1 << 20
+"""Context in tokens where the run has no limit of its own: user code compares lengths with a number."""
 STEPPED = (StopReason.DONE, StopReason.ENV_TRUNCATED, StopReason.MAX_TURNS)
 """Ends after the environment saw the last reply. At others, an episode without a reward so far has reward 0."""
 STATUSES = {"COMPLETED": "completed", "TRUNCATED": "truncated", "ABORTED": "aborted", "FAILED": "failed"}
@@ -44,10 +49,9 @@ def adapt(found: ForeignObject) -> Any:
             f"{found.where} plays all samples of a step (--rollout-function-path), which our loop replaces; name what it calls "
             "for each sample: its generate function, or build_env"
         )
-    of_slime = inspect.iscoroutinefunction(target) and names[: len(GENERATE)] == GENERATE
-    miles = inspect.iscoroutinefunction(target) and len(names) == 1 and _is_miles(target)
-    build = names[:2] == ("sample", "args") and not inspect.iscoroutinefunction(target)
-    if not (of_slime or miles or build):
+    miles = takes_one_input(target)
+    build = builds_env(target)
+    if not (takes_a_sample(target) or miles or build):
         return None
     refuse_faithful(found)
     for key in found.args:
@@ -56,7 +60,8 @@ def adapt(found: ForeignObject) -> Any:
     _check_rule(found)
     settings = _settings(found)
     if not build:
-        return _agent_function(target, settings, miles, found.where)
+        made: Any = target() if inspect.isclass(target) else target
+        return _agent_function(made, settings, miles, found.where)
     return SlimeFactory(target, settings, found.where)
 
 
@@ -67,20 +72,6 @@ def _is_rollout_class(target: Any) -> bool:
     hints = [one.annotation for one in inspect.signature(made).parameters.values()]
     names = [hint if isinstance(hint, str) else getattr(hint, "__name__", "") for hint in hints]
     return any(name.rpartition(".")[2] == "RolloutFnConstructorInput" for name in names)
-
-
-def parameter_names(target: Any) -> tuple[str, ...]:
-    """Return the names of a function's parameters; none of anything else."""
-    try:
-        return tuple(inspect.signature(target).parameters) if inspect.isfunction(target) else ()
-    except (TypeError, ValueError):
-        return ()
-
-
-def _is_miles(target: Any) -> bool:
-    (parameter,) = inspect.signature(target).parameters.values()
-    hint = parameter.annotation
-    return (hint if isinstance(hint, str) else getattr(hint, "__name__", "")).rpartition(".")[2] == "GenerateFnInput"
 
 
 def _settings(found: ForeignObject) -> dict[str, Any]:
@@ -112,27 +103,66 @@ def _check_rule(found: ForeignObject) -> None:
         )
 
 
-def _arguments(settings: Mapping[str, Any], limits: Limits) -> Any:
-    """Return `args`: what our limits say in slime's names, then the user's."""
+class RunArguments(argparse.Namespace):
+    """`args` of user code, a namespace as slime's; what is set on it stays, also in its copies."""
+
+    def __getattr__(self, key: str) -> Any:
+        raise AttributeError(f"the configuration has no {key!r}; give it under [env.args] args")
+
+
+def _arguments(settings: Mapping[str, Any], limits: Limits, directory: str | None = None) -> Any:
+    """Return `args`: what our limits say in slime's names, then the user's. `directory` has the model's tokenizer."""
+    context = limits.context or UNLIMITED
     known: dict[str, Any] = {
         "max_turns": limits.turns,
+        "generate_max_turns": limits.turns,
         "rollout_max_response_len": limits.episode_tokens or limits.turns * limits.turn_tokens,
-        "rollout_max_context_len": limits.context,
+        "rollout_max_prompt_len": limits.prompt_tokens or context,
+        "rollout_max_context_len": context,
+        "eval_max_response_len": None,
+        "eval_max_prompt_len": None,
+        "eval_max_context_len": None,
+        "max_tokens_per_gpu": context,
+        "context_parallel_size": 1,
+        "max_seq_len": context,
+        "sglang_context_length": context,
         "rollout_temperature": 1.0,
+        "rollout_top_p": 1.0,
+        "rollout_top_k": -1,
+        "rollout_stop": None,
+        "rollout_stop_token_ids": None,
         "rollout_skip_special_tokens": False,
+        "rollout_seed": 42,
         "partial_rollout": False,
+        "mask_offpolicy_in_partial_rollout": False,
+        "group_rm": False,
+        "rm_url": None,
         "apply_chat_template": True,
         "apply_chat_template_kwargs": {},
+        "chat_template_path": None,
+        "input_key": "prompt",
+        "label_key": "label",
+        "metadata_key": "metadata",
+        "tool_key": None,
+        "multimodal_keys": None,
         "reward_key": None,
         "eval_reward_key": None,
         "rm_type": None,
         "custom_rm_path": None,
-        "hf_checkpoint": None,
+        "custom_generate_function_path": None,
+        "hf_checkpoint": directory,
         "use_rollout_routing_replay": False,
+        "use_opd": False,
+        "ci_test": False,
         "sglang_router_ip": HOST,
         "sglang_router_port": PORT,
+        "sglang_router_policy": None,
+        "sglang_server_concurrency": 512,
+        "sglang_speculative_algorithm": None,
+        "rollout_num_gpus": 1,
+        "rollout_num_gpus_per_engine": 1,
     }
-    return attribute_config({**known, **settings})
+    return RunArguments(**{key: attribute_config(value) for key, value in {**known, **settings}.items()})
 
 
 def new_sample(task: Task, prompt: Any, *, images: bool = True) -> Any:
@@ -229,7 +259,11 @@ class SlimeEnv(Env):
         """
         factory = self._factory
         self._sample = new_sample(task, [message.to_dict() for message in task.messages])
-        self._env = factory.build(**accepted(factory.build, {"sample": self._sample, "args": self._args}))
+        given = {"sample": self._sample, "args": self._args}
+        if binds(inspect.signature(factory.build), **given):
+            self._env = factory.build(**given)
+        else:
+            self._env = factory.build(*given.values())
         if not callable(getattr(self._env, "step", None)):
             kind = type(self._env).__name__
             raise EnvError(f"{factory.where} returned {kind}, which has no step; return an environment with reset and step")
@@ -309,7 +343,7 @@ def _agent_function(
     """Make an agent function of a custom generate function."""
 
     async def play(task: Task, model: Any) -> Scores:
-        args = _arguments(settings, model.limits)
+        args = _arguments(settings, model.limits, model.tokenizer.name_or_path or None)
         server = EngineServer(model, bool(args.rollout_skip_special_tokens))
         token = EPISODE.set(server)
         try:
@@ -318,7 +352,7 @@ def _agent_function(
             samples = list(found) if isinstance(found, (list, tuple)) else [found]
             if not samples or not all(hasattr(one, "response_length") for one in samples):
                 raise EnvError(f"{where} returned {describe_value(found)}; return a Sample, or a list of them")
-            rewards = [await _reward_of(one, args, where) for one in samples]
+            rewards = await _rewards_of(samples, args, where, together=isinstance(found, (list, tuple)))
         finally:
             EPISODE.reset(token)
         several, missing = len(samples) > 1, any(one.own is None for one in rewards)
@@ -326,7 +360,7 @@ def _agent_function(
             server.check_train_inputs(one)
         rows = {**_rows(samples), "rewards": [one.own or 0.0 for one in rewards]}
         scores = read_output(rows, server.calls, model.weigh, "loss_mask", "rollout_log_probs", own_rewards=several)
-        statuses = [STATUSES.get(one.status.name, "completed") for one in samples]
+        statuses = [STATUSES[_status_of(one)] for one in samples]
         worst = max(statuses, key=list(STATUSES.values()).index)
         parts = {name: sum(one.parts.get(name, 0.0) for one in rewards) / len(rewards) for one in rewards for name in one.parts}
         return replace(scores, own=None if missing else scores.own, parts=parts, status=worst)  # type: ignore[arg-type]
@@ -340,16 +374,18 @@ async def _call(generate: Callable[..., Any], args: Any, sample: Any, server: En
         module = import_foreign("miles.rollout.base_types")
         output = await generate(module.GenerateFnInput(GenerateState(args), sample, params, False))
         return getattr(output, "samples", output)
-    if "evaluation" in inspect.signature(generate).parameters:
+    signature = signature_of(generate)
+    if signature is not None and "evaluation" in signature.parameters:
         return await generate(args, sample, params, evaluation=False)
     return await generate(args, sample, params)
 
 
 def _prompt(task: Task, model: Any, args: Any) -> Any:
-    """Return `sample.prompt`: the rendered conversation, or its messages with `apply_chat_template = false`."""
+    """Return `sample.prompt`: the rendered conversation; with `apply_chat_template = false` the row's text, or messages."""
     messages = [message.to_dict() for message in task.messages]
     if not args.apply_chat_template:
-        return messages
+        alone = task.messages[0].content if len(task.messages) == 1 and task.messages[0].role == "user" else None
+        return alone if isinstance(alone, str) else messages
     tools = _tools_of(task)
     return model.tokenizer.apply_chat_template(messages, tokenize=False, tools=tools or None, add_generation_prompt=True)
 
@@ -385,21 +421,47 @@ def _is_scored(sample: Any, args: Any) -> bool:
 
 
 async def _scored(sample: Any, args: Any) -> Any:
-    """Return the reward that the recipe or the row names."""
-    if (function := args.custom_rm_path) is not None:
-        return await call_user(function, accepted(function, {"args": args, "sample": sample}))
-    return await import_foreign("slime.rollout.rm_hub").async_rm(args, sample)
+    """Return the reward that the recipe or the row names; a list of them for a list of samples."""
+    function = args.custom_rm_path
+    if function is not None:
+        # slime calls it by position, whatever its parameters are named.
+        return await call_user(functools.partial(function, args, sample), {})
+    hub = import_foreign("slime.rollout.rm_hub")
+    return await (hub.batched_async_rm if isinstance(sample, list) else hub.async_rm)(args, sample)
 
 
-async def _reward_of(sample: Any, args: Any, where: str) -> Scores:
-    if sample.status.name in ("ABORTED", "FAILED"):
-        return Scores(0.0)
-    value = sample.reward
-    if value is None and _is_scored(sample, args):
-        value = await _scored(sample, args)
-    if value is None:
+def _status_of(sample: Any) -> str:
+    """Return the name of a sample's status, which may be a text; any other counts as COMPLETED, as in slime."""
+    status = sample.status
+    name = status.name if isinstance(status, Enum) else str(status).upper()
+    return name if name in STATUSES else "COMPLETED"
+
+
+async def _rewards_of(samples: Sequence[Any], args: Any, where: str, *, together: bool) -> list[Scores]:
+    """Return the rewards of the samples of one episode; none where one was aborted.
+
+    With `together`, a generate function returned a list: those without a reward are scored in one call, as slime does.
+    """
+    if any(_status_of(one) in ("ABORTED", "FAILED") for one in samples):
+        return [Scores(None)] * len(samples)
+
+    unscored = [one for one in samples if one.reward is None and _is_scored(one, args)]
+    found = {id(one): one.reward for one in samples}
+    if together and unscored:
+        made = await _scored(unscored, args)
+        if not isinstance(made, (list, tuple)) or len(made) != len(unscored):
+            raise RewardError(
+                f"{where}: the reward returned {describe_value(made)} for {len(unscored)} samples; generate returned a list, "
+                "so it gets a list and returns as many rewards"
+            )
+        found |= {id(one): value for one, value in zip(unscored, made, strict=True)}
+    else:
+        for one in unscored:
+            found[id(one)] = await _scored(one, args)
+
+    if any(value is None for value in found.values()):
         raise RewardError(f"{where}: the sample has no reward; set it, or give [env.args] custom_rm_path or rm_type")
-    return _read_reward(value, args)
+    return [_read_reward(found[id(one)], args) for one in samples]
 
 
 def find(id: str) -> Registered | None:

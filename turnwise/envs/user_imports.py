@@ -7,6 +7,7 @@ stand-in for an installed framework. User code sees them through its own `__impo
 from __future__ import annotations
 
 import builtins
+import functools
 import hashlib
 import importlib
 import importlib.abc
@@ -25,8 +26,8 @@ _HOMES: dict[Path, None] = {}
 """Folders of the files that recipes name, in the order of their first use."""
 
 
-def import_foreign(name: str) -> ModuleType:
-    """Import a module of a framework, else our stand-in, else a module of a folder whose file is loaded.
+def import_foreign(name: str, near: Path | None = None) -> ModuleType:
+    """Import a module of a framework, else our stand-in, else one around `near` or around a file that is loaded.
 
     Raises:
         ImportError: the framework's, where none of them has it.
@@ -39,7 +40,9 @@ def import_foreign(name: str) -> ModuleType:
             raise
         _forget_folder(name, new)
         names = [f"{STAND_INS}.{name}"] if _has_stand_in(name) else []
-        names += [f"{_register(home)}.{name}" for home in _HOMES if _places(home, name)]
+        files = [near] if near is not None else []
+        files += [home / "_" for home in _HOMES]
+        names += [f"{package}.{name}" for file in files if (package := _around_file(file, name)) is not None]
         if not names:
             raise
         return importlib.import_module(names[0])
@@ -76,6 +79,39 @@ def private_package(path: Path) -> str:
 def prepare(module: ModuleType) -> None:
     """Give a module that is about to be executed the imports of user code."""
     module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _import}
+
+
+class _ImportlibOfUserCode(ModuleType):
+    """`importlib` as user code sees it: what it imports by name or loads from a file is found as by an import statement."""
+
+    def __init__(self, real: ModuleType, globals: Mapping[str, Any]) -> None:
+        super().__init__(real.__name__, real.__doc__)
+        self.__dict__.update(_real=real, _globals=globals)
+
+    def __getattr__(self, key: str) -> Any:
+        real, globals = self.__dict__["_real"], self.__dict__["_globals"]
+        found = getattr(real, key)
+        if found is importlib.import_module:
+            return functools.partial(_import_module, globals)
+        if found is importlib.util.spec_from_file_location:
+            return _spec_of_user_file
+        return _ImportlibOfUserCode(found, globals) if found is importlib.util else found
+
+
+def _import_module(globals: Mapping[str, Any], name: str, package: str | None = None) -> ModuleType:
+    """Import a module for user code, as `importlib.import_module`."""
+    if name.startswith("."):
+        return importlib.import_module(name, package)
+    found: ModuleType = _import(name, globals, None, ("__name__",))
+    return found
+
+
+def _spec_of_user_file(name: str, location: Any = None, **options: Any) -> Any:
+    """Return the spec of a file, as `importlib.util.spec_from_file_location`; it is executed with the imports of user code."""
+    spec = importlib.util.spec_from_file_location(name, location, **options)
+    if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
+        spec.loader = _UserFileLoader(spec.loader.name, spec.loader.path)
+    return spec
 
 
 def _register(folder: Path) -> str:
@@ -130,6 +166,8 @@ def _import(
         if package is None:
             raise
         return _named(f"{package}.{name}", package, names)
+    if top == "importlib" and found in (importlib, importlib.util):
+        return _ImportlibOfUserCode(found, globals)
     if any(not hasattr(found, one) for one in names if one != "*") and _has_stand_in(name):
         return _Overlay(found, _named(f"{STAND_INS}.{name}", STAND_INS, names))
     return found
@@ -199,7 +237,12 @@ def _around(globals: Mapping[str, Any], name: str) -> str | None:
     """
     if not str(globals.get("__package__") or "").startswith(PACKAGE):
         return None
-    file = Path(str(globals.get("__file__") or "")).resolve()
+    return _around_file(Path(str(globals.get("__file__") or "")), name)
+
+
+def _around_file(file: Path, name: str) -> str | None:
+    """Return the private package of the nearest directory above a file that has a module; see `_around`."""
+    file = file.resolve()
     inside = True
     for folder in file.parents:
         on_path = folder / _top(name) in file.parents
@@ -254,6 +297,15 @@ class _PrivateFinder:
 
 class _PrivateLoader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
+        prepare(module)
+        super().exec_module(module)
+
+
+class _UserFileLoader(importlib.machinery.SourceFileLoader):
+    """Executes a file that user code loads itself."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__["__package__"] = private_package(Path(self.path).resolve())
         prepare(module)
         super().exec_module(module)
 

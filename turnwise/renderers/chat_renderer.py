@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.errors import TemplateError
@@ -170,6 +171,7 @@ class ChatRenderer:
         control_text: ControlText = "neutralise",
         vision: VisionProcessor | None = None,
         parser: str | None = None,
+        directory: Path | None = None,
     ) -> None:
         """
         Args:
@@ -178,11 +180,13 @@ class ChatRenderer:
             control_text: how control text in messages is handled.
             vision: the vision processor of a vision-language model; its placeholder ids are banned too.
             parser: reply format, a name of `PARSERS`; None detects the template's.
+            directory: where the tokenizer was read, for user code that loads it too.
 
         Raises `TemplateError` if the template does not render replies, or a reply would never end.
         """
         self.codec = codec
         self.vision = vision
+        self.directory = directory
         self._encode_segment = codec.encode_segment
         if vision is not None:
             banned = [*banned, *(text for text, token in codec.control.items() if token in vision.placeholder_ids)]

@@ -107,6 +107,7 @@ def load_renderer(
     codec = HFTokenizer.load(root / "tokenizer.json")
     found = ChatTemplate(source, variables, origin=origin)
     options: dict[str, Any] = {"stop_ids": stop_ids, "control_text": control_text, "parser": parser}
+    options["directory"] = root
     return ChatRenderer(codec, found, banned=_IMAGE_TOKENS, vision=load_vision_processor(root, codec), **options)
 
 

@@ -24,6 +24,8 @@ class TokenizerFace:
         self._renderer = renderer
         self._codec, self._template = renderer.codec, renderer.template
         self.all_special_ids = sorted(renderer.special_ids)
+        self.name_or_path = "" if renderer.directory is None else str(renderer.directory)
+        """Directory of the model's tokenizer; empty for a renderer that was made in memory."""
         self.chat_template = renderer.template.source
 
     def __call__(self, text: str | Sequence[str], **_: Any) -> dict[str, Any]:

@@ -32,16 +32,12 @@ async def fan_out(args, sample, sampling_params, evaluation=False):
 
 
 async def fan_out_unscored(args, sample, sampling_params):
-    """The same without rewards, which `length` gives to each."""
+    """The same without rewards, which `batch_length` gives to all of them in one call, as slime asks for a list."""
     both = await fan_out(args, sample, sampling_params)
     tokenizer = GenerateState(args).tokenizer
     for one in both:
         one.reward, one.response = None, tokenizer.decode(one.tokens[-one.response_length : -1])
     return both
-
-
-async def length(args, sample):
-    return float(len(sample.response))
 
 
 async def rewarded(args, sample, sampling_params):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 from turnwise.compat.common import import_object
@@ -20,5 +22,8 @@ class SingletonMeta(type):
 
 
 def load_function(path: Any) -> Any:
-    """Return what `module.name` names; a function as it is."""
-    return path if callable(path) else import_object(str(path), "load_function")
+    """Return what `module.name` names, of the caller's own tree too; a function as it is, and None for no path."""
+    if callable(path) or not path:
+        return path or None
+    caller = sys._getframe(1).f_globals.get("__file__")
+    return import_object(str(path), "load_function", near=Path(caller) if caller else None)

@@ -93,10 +93,14 @@ class Sample:
         before = self.response_length
         self.response += text or ""
         if new:
-            self.loss_mask = [*([1] * before if self.loss_mask is None else self.loss_mask), *[int(trainable)] * len(new)]
-            known = [0.0] * before if self.rollout_log_probs is None else self.rollout_log_probs
-            self.rollout_log_probs = [*known, *(log_probs if log_probs is not None else [0.0] * len(new))]
-            self.tokens = [*self.tokens, *new]
+            # In place, as slime does it: user code may keep one of the lists in a variable.
+            if self.loss_mask is None:
+                self.loss_mask = [1] * before
+            if self.rollout_log_probs is None:
+                self.rollout_log_probs = [0.0] * before
+            self.loss_mask += [int(trainable)] * len(new)
+            self.rollout_log_probs += [0.0] * len(new) if log_probs is None else [float(one) for one in log_probs]
+            self.tokens += new
             self.response_length = before + len(new)
         if meta_info and update_terminal_info:
             kinds = {"length": Status.TRUNCATED, "abort": Status.ABORTED, "stop": Status.COMPLETED}
