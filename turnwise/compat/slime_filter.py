@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from turnwise.compat.common import attribute_config
-from turnwise.compat.slime import finish_sample, new_sample, parameter_names
+from turnwise.compat.slime import finish_sample, new_sample
+from turnwise.compat.slime_shape import parameter_names
 from turnwise.types import Trajectory
 
 PARAMETERS = ("args", "samples")
