@@ -22,8 +22,8 @@ _NAMES, _load = lazy_names(
         "config": "EnvRules Limits tiny",
         "engines": "Engine Generation PolicyEngine Request Sampling ScriptedEngine StopText token_logprobs",
         "envs": (
-            "Action ChatJudge Env InlineObservation Judge RewardPart Rewards Scores StatefulTool Step Tool ToolFailure "
-            "EnvSpec arithmetic "
+            "Action ChatJudge Env InlineObservation Judge NewHistory RewardPart Rewards Scores StatefulTool Step Tool "
+            "ToolFailure EnvSpec arithmetic "
             "as_env_spec gym_env judged load_tasks mcp_tools openenv_env resolve_env rewards simulated_user tool tool_env "
             "verifiers_env"
         ),

@@ -84,6 +84,24 @@ def load_named(named: Any, found: ForeignObject, key: str) -> Any:
     return load_object(named, base=found.base) if ".py:" in named else import_object(named, f"{found.where}: {key}")
 
 
+def constructor_parameters(target: Any) -> tuple[dict[str, inspect.Parameter], bool]:
+    """Return the parameters of a class's constructor, and whether it takes any other keyword.
+
+    A constructor of `*args, **kwargs` passes on what it gets, so those of the next class are added, up to one without.
+    """
+    found: dict[str, inspect.Parameter] = {}
+    for base in inspect.getmro(target):
+        if "__init__" not in vars(base):
+            continue
+        own = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+        for one in own:
+            if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL):
+                found.setdefault(one.name, one)
+        if not any(one.kind is one.VAR_KEYWORD for one in own):
+            return found, False
+    return found, True
+
+
 def accepted(method: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that a method takes."""
     parameters = inspect.signature(method).parameters

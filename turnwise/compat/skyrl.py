@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
 from turnwise.compat.common import attribute_config, derives_from, import_object, plain
-from turnwise.compat.skyrl_generator import extras_of, make_agent_function
+from turnwise.compat.skyrl_generator import extras_of, given_messages, make_agent_function
 from turnwise.config import Limits
-from turnwise.envs.base import Action, Env, Scores, Step
+from turnwise.envs.base import Action, Env, NewHistory, Scores, Step
 from turnwise.envs.foreign import ForeignObject, Framework, refuse_faithful
 from turnwise.envs.user_code import describe_value, number_of
 from turnwise.envs.user_imports import import_foreign, public_name
@@ -78,6 +78,36 @@ def _config(target: Any, args: Mapping[str, Any], where: str) -> Any:
     return attribute_config(args)
 
 
+class ChatHistory:
+    """The list that `init` returned: SkyRL's generator appends to that very list, so an environment may change it."""
+
+    def __init__(self, messages: Any) -> None:
+        self._messages = messages
+        self._known = [(message, copy.copy(message)) for message in messages]
+        """Each message of the conversation, and a copy as it was."""
+
+    def after(self, reply: str, observations: Iterable[Any]) -> Any:
+        """Append a reply and what follows; return the observation: a new conversation if the environment changed the list."""
+        new = list(observations)
+        changed = len(self._messages) != len(self._known)
+        kept: list[Any] = []
+        for message in self._messages:
+            index = next((at for at, known in enumerate(self._known) if known[0] is message and known[1] == message), None)
+            changed = changed or index != len(kept)
+            kept.append(Message.of(message) if index is None else index)
+
+        of_reply = {"role": "assistant", "content": reply}
+        size = len(self._known)
+        if isinstance(self._messages, list):
+            self._messages += [of_reply, *new]
+        items = [*self._messages] if isinstance(self._messages, list) else [*self._messages, of_reply, *new]
+        self._known = [(message, copy.copy(message)) for message in items]
+
+        if changed:
+            return NewHistory([*kept, size, *map(Message.of, new)])
+        return [Message.of(message) for message in new] or None
+
+
 @dataclass(frozen=True, slots=True)
 class SkyRLFactory:
     """Factory of one SkyRL-Gym environment."""
@@ -103,6 +133,7 @@ class SkyRLEnv(Env):
         self._factory = factory
         self._limits = Limits()
         self._env: Any = None
+        self._history = ChatHistory([])
         self.on_turn_length = factory.on_turn_length
 
     def set_limits(self, limits: Limits) -> None:
@@ -114,9 +145,10 @@ class SkyRLEnv(Env):
         factory = self._factory
         extras, given = extras_of(task, self._limits), copy.deepcopy(dict(factory.given))
         self._env = factory.make(**given, env_config=copy.deepcopy(factory.config), extras=extras)
-        opened = self._env.init([message.to_dict() for message in task.messages])
+        opened = self._env.init(given_messages(task.messages))
         if not isinstance(opened, tuple) or len(opened) != 2:
             raise EnvError(f"{factory.name}.init returned {describe_value(opened)}; return (prompt, metadata)")
+        self._history = ChatHistory(opened[0])
         return [Message.of(message) for message in opened[0]]
 
     def step(self, action: Action) -> Step:
@@ -132,8 +164,8 @@ class SkyRLEnv(Env):
         replaced = found.get("postprocessed_action")
         if replaced is not None and replaced != action.raw:  # the sampled ids stay; see docs/compat.md
             info["postprocessed_action"] = replaced
-        messages = [Message.of(message) for message in found["observations"] or ()]
-        return Step(messages or None, found["reward"], bool(found["done"]), info=info)
+        observation = self._history.after(action.raw if replaced is None else replaced, found["observations"] or ())
+        return Step(observation, found["reward"], bool(found["done"]), info=info)
 
     def reward(self, trajectory: Trajectory) -> Scores:
         """Return 0.0, since steps have the rewards, and the numeric metrics of the environment."""

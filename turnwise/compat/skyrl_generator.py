@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from base64 import b64encode
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from turnwise.compat.common import attribute_config
+from turnwise.compat.common import attribute_config, constructor_parameters
 from turnwise.compat.sampled_rows import EngineCall, read_output, sampling_options
 from turnwise.config import Limits
 from turnwise.envs.base import Scores
 from turnwise.envs.user_imports import import_foreign, public_name
 from turnwise.errors import ConfigError, suggest_or_list
-from turnwise.types import Task
+from turnwise.media.messages import media_as_bytes
+from turnwise.types import Image, Message, Task, Video
 
 CONFIGS = ("generator_cfg", "skyrl_gym_cfg")
 GIVEN = (*CONFIGS, "inference_engine_client", "tokenizer", "model_name", "policy_model_name")
@@ -28,12 +30,33 @@ def extras_of(task: Task, limits: Limits) -> dict[str, Any]:
     return extras | {"max_turns": limits.turns}
 
 
+def given_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages as SkyRL gives them to user code: plain data, with the images of the row as data URLs."""
+    rows = []
+    for message in media_as_bytes(messages):
+        row = message.to_dict()
+        if not isinstance(message.content, str):
+            row["content"] = [_given_part(part) for part in message.content]
+        rows.append(row)
+    return rows
+
+
+def _given_part(part: Any) -> Any:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if isinstance(part, Image) and isinstance(part.value, bytes):
+        url = f"data:image;base64,{b64encode(part.value).decode('ascii')}"
+        further = {"alt": part.alt, "max_pixels": part.max_pixels or None}
+        return {"type": "image_url", "image_url": {"url": url}, **{key: one for key, one in further.items() if one is not None}}
+    return {"type": "video", "video": part} if isinstance(part, Video) else part.to_dict()
+
+
 def make_agent_function(target: Any, args: Mapping[str, Any], where: str) -> Callable[[Task, Any], Awaitable[Scores]]:
     """Make an agent function of a generator class; parameters of its constructor that SkyRL does not give come from `args`."""
-    parameters = inspect.signature(target).parameters
+    parameters, takes_any = constructor_parameters(target)
     named = [key for key, one in parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     for key in args:
-        if key not in (*CONFIGS, *named):
+        if key not in (*CONFIGS, *named) and not takes_any:
             raise ConfigError(f"{where} has no argument {key!r}; {suggest_or_list(key, [*CONFIGS, *named])}")
     for key in named:
         if key not in (*GIVEN, *args) and parameters[key].default is inspect.Parameter.empty:
@@ -52,7 +75,8 @@ def make_agent_function(target: Any, args: Mapping[str, Any], where: str) -> Cal
             "policy_model_name": None,
         }
         own = {key: value for key, value in args.items() if key not in CONFIGS}
-        generator = target(**{key: value for key, value in {**given, **own}.items() if key in named})
+        taken = {key: value for key, value in {**given, **own}.items() if takes_any or key in named}
+        generator = target(**taken)
         output = await generator.generate(_batch(target, task, model.limits))
         return read_output(output, client.calls, model.weigh)
 
@@ -82,7 +106,7 @@ def _batch(target: Any, task: Task, limits: Limits) -> dict[str, Any]:
     module = import_foreign(home)
     extras = extras_of(task, limits)
     return {
-        "prompts": [[message.to_dict() for message in task.messages]],
+        "prompts": [given_messages(task.messages)],
         "env_classes": [str(extras.get("env_class", ""))],
         "env_extras": [extras],
         "sampling_params": None,

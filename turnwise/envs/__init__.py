@@ -3,7 +3,7 @@
 from turnwise.envs.adapters.gym import gym_env
 from turnwise.envs.adapters.openenv import openenv_env
 from turnwise.envs.adapters.verifiers import verifiers_env
-from turnwise.envs.base import Action, Env, EnvFactory, InlineObservation, Scores, Step
+from turnwise.envs.base import Action, Env, EnvFactory, InlineObservation, NewHistory, Scores, Step
 from turnwise.envs.resolve import as_env_spec, resolve_env
 from turnwise.envs.rewards.judge import ChatJudge, Judge, judged
 from turnwise.envs.rewards.rewards import RewardPart, Rewards, rewards
@@ -26,6 +26,7 @@ __all__ = [
     "EnvSpec",
     "InlineObservation",
     "Judge",
+    "NewHistory",
     "RewardPart",
     "Rewards",
     "Scores",

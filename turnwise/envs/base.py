@@ -77,12 +77,62 @@ class InlineObservation:
         return reply[: self.keep_chars] if self.keep_tokens is None else encoded[: self.keep_tokens].decode("utf-8", "replace")
 
 
+@dataclass(frozen=True, slots=True)
+class NewHistory:
+    """Observation that replaces the conversation: the model continues with these messages, and no others.
+
+    A number is the index of a message of the conversation so far, the last reply included; a reply that is kept so keeps its
+    sampled ids. What is left out stays in the trajectory as a branch (`rewritten`), trained as before.
+
+    Example::
+
+        Step(NewHistory([0, "Summary: the key is red.", "What now?"]))
+    """
+
+    messages: Sequence[Any]
+    """Indices of messages that are kept, and new messages; a string is a user message."""
+
+    def __post_init__(self) -> None:
+        items = (self.messages,) if isinstance(self.messages, (str, Message, Mapping)) else tuple(self.messages)
+        read: list[Message | int] = []
+        for item in items:
+            if isinstance(item, int) and not isinstance(item, bool):
+                read.append(item)
+                continue
+            try:
+                read.append(Message.of(item))
+            except (TypeError, ValueError, KeyError) as error:
+                raise EnvError(f"NewHistory: {error}") from error
+        object.__setattr__(self, "messages", tuple(read))
+
+    @property
+    def new(self) -> tuple[Message, ...]:
+        """The messages that the conversation did not have."""
+        return tuple(item for item in self.messages if isinstance(item, Message))
+
+    def with_new(self, messages: Sequence[Message]) -> NewHistory:
+        """Return a copy with other new messages, in order."""
+        left = iter(messages)
+        return NewHistory(tuple(next(left) if isinstance(item, Message) else item for item in self.messages))
+
+    def check(self, size: int) -> None:
+        """Check the indices for a conversation of this many messages; raise `EnvError` for one that is not there, or twice."""
+        kept = [item for item in self.messages if isinstance(item, int)]
+        if not self.messages:
+            raise EnvError("NewHistory has no message; the model needs one to answer")
+        for index in kept:
+            if not 0 <= index < size:
+                raise EnvError(f"NewHistory keeps message {index}, and the conversation has {size}, from 0 to {size - 1}")
+        if len(set(kept)) < len(kept):
+            raise EnvError("NewHistory keeps a message twice; keep it once")
+
+
 class Step(NamedTuple):
     """Return value of `Env.step`; Gymnasium's 5-tuple."""
 
-    observation: Messages | InlineObservation | None = None
+    observation: Messages | InlineObservation | NewHistory | None = None
     """Next input of the model: a string (a user message), one or several messages of any role, or None for no message;
-    `InlineObservation` inserts text into the model's own message."""
+    `InlineObservation` inserts text into the model's own message, `NewHistory` replaces the conversation."""
     reward: float | None = 0.0
     """Added to the episode's reward. None: not computed, so the episode has no reward."""
     terminated: bool = False

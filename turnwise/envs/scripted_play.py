@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 from turnwise.config import Limits
-from turnwise.envs.base import Action, Env, InlineObservation, NeedsLimits, Scores, Step, as_step, check_size
+from turnwise.envs.base import Action, Env, InlineObservation, NeedsLimits, NewHistory, Scores, Step, as_step, check_size
 from turnwise.envs.user_code import as_number
 from turnwise.errors import EnvError, InvalidAction, RewardError
 from turnwise.types import EpisodeKey, Message, StopReason, Task, Trajectory, Turn, as_messages
@@ -42,6 +42,7 @@ class ScriptedRunner:
         self.played = ScriptedEpisode(Trajectory(task, EpisodeKey("by hand", 0, task.id, 0)))
         self._speak, self._rng, self._turns, self._seed = speak, rng, turns, seed
         self._observation: tuple[Message, ...] = ()
+        self._rewritten = False  # the observation is the complete conversation
         self._open_message: str | None = None  # text so far of a message that the next reply continues
         self._inserted: tuple[str, int] | None = None  # inserted text, and bytes of the last reply kept before it
         self._total: float | None = 0.0
@@ -64,14 +65,15 @@ class ScriptedRunner:
         if len(trajectory.turns) >= self._turns:
             trajectory.stop = StopReason.MAX_TURNS
             return False
-        conversation = [*trajectory.messages, *self._observation]
+        conversation = list(self._observation) if self._rewritten else [*trajectory.messages, *self._observation]
         if self._inserted is not None:
             conversation[-1] = read_reply(self._open_message or "")
         with _noting_phase("player"):
             reply = self._speak(conversation, self._rng)
         self.played.replies.append(reply)
         message = read_reply(reply, self.played.tools)
-        turn = Turn("main", -1, 0, (), self._observation, message, len(trajectory.turns) - 1)
+        parent = -1 if self._rewritten else len(trajectory.turns) - 1
+        turn = Turn("main", -1, 0, (), self._observation, message, parent)
         message_text = reply
         if self._inserted is not None:
             message_text = f"{self._open_message}{reply}"
@@ -83,7 +85,13 @@ class ScriptedRunner:
             )
             self._open_message = self._inserted = None
             observation: tuple[Message, ...] = ()
-            if isinstance(step.observation, InlineObservation):
+            self._rewritten = isinstance(step.observation, NewHistory)
+            if isinstance(step.observation, NewHistory):
+                messages = [*conversation, turn.message]
+                step.observation.check(len(messages))
+                kept_or_new = step.observation.messages
+                observation = tuple(messages[item] if isinstance(item, int) else item for item in kept_or_new)
+            elif isinstance(step.observation, InlineObservation):
                 kept = step.observation.kept_text(reply)
                 inserted = step.observation.message.text_with_alt
                 self._open_message = message_text[: len(message_text) - len(reply)] + kept + inserted

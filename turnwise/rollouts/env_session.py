@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import orjson
 
 from turnwise.config import EnvRules
-from turnwise.envs import Action, Env, InlineObservation, Step
+from turnwise.envs import Action, Env, InlineObservation, NewHistory, Step
 from turnwise.envs.base import NeedsDecoder, NeedsLimits, SupportsSnapshot, as_step, check_size, implements
 from turnwise.envs.threads import AbandonableThreads
 from turnwise.envs.tool_env import ToolEnv
@@ -196,6 +196,9 @@ class EnvSession:
         if isinstance(step.observation, InlineObservation):
             (inserted,) = await self._store_media((step.observation.message,), final)
             return step._replace(observation=replace(step.observation, text=inserted.content))
+        if isinstance(step.observation, NewHistory):
+            new = await self._store_media(step.observation.new, final)
+            return step._replace(observation=step.observation.with_new(new))
         return step._replace(observation=await self._store_media(as_messages(step.observation), final))
 
     async def wait(self, awaitable: Awaitable[T], seconds: float) -> T:
@@ -376,5 +379,7 @@ def is_over(error: BaseException) -> bool:
 
 def _step_digest(step: Step) -> Any:
     """Return the parts of a step that must be equal when it is replayed."""
-    observation = step.observation if isinstance(step.observation, InlineObservation) else as_messages(step.observation)
+    observation: Any = step.observation
+    if not isinstance(observation, (InlineObservation, NewHistory)):
+        observation = as_messages(observation)
     return observation, step.reward, step.terminated, step.truncated

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
-from turnwise.envs import Action, Env, InlineObservation, Scores, Step
+from turnwise.envs import Action, Env, InlineObservation, NewHistory, Scores, Step
 from turnwise.envs.base import IsolatedReward, as_step
 from turnwise.envs.rewards.workers import reserve_worker, run_isolated, track_running, use_worker
 from turnwise.envs.tool_env import ToolEnv
@@ -80,6 +80,8 @@ async def _attempt(session: EnvSession, recorder: Recorder, deadline: Deadline) 
             last = step.observation
             if isinstance(last, InlineObservation):
                 last = last.message if last.text else None
+            elif isinstance(last, NewHistory):
+                last = last.new
             final = as_messages(last)
             trajectory.final = await session.take_in(final, final=True)
             trajectory.stop = StopReason.DONE if step.terminated else StopReason.ENV_TRUNCATED
@@ -90,6 +92,14 @@ async def _attempt(session: EnvSession, recorder: Recorder, deadline: Deadline) 
 async def _append_observation(step: Step, path: ConversationPath, recorder: Recorder, session: EnvSession) -> None:
     """Append a step's observation to the path: inside the last reply, or as messages. Encode long text in a thread."""
     observation = step.observation
+    if isinstance(observation, NewHistory):
+        recorder.journal.observation = observation
+        if has_media(observation.new):
+            observation = observation.with_new(await session.take_in(observation.new))
+            recorder.journal.observation = observation
+        recorder.enter_phase("render")
+        await session.in_thread(recorder.rewrite, path, observation)
+        return
     if isinstance(observation, InlineObservation) or recorder.history == "inline":
         inline = to_inline(observation)
         if has_media((inline.message,)):

@@ -12,7 +12,7 @@ from turnwise.config import EnvRules, Limits
 from turnwise.config.schema import OnTurnLength
 from turnwise.engines import Engine, Generation, Request, Sampling, StopText
 from turnwise.engines.base import check_generation
-from turnwise.envs import Scores
+from turnwise.envs import NewHistory, Scores
 from turnwise.envs.user_code import failure_of
 from turnwise.errors import EngineError, EnvError, LimitReached, UsageError, class_name, words
 from turnwise.media import MediaStore
@@ -30,6 +30,7 @@ from turnwise.records.serialization import (
     turn_row,
 )
 from turnwise.renderers import Branch, Extend, Renderer, SampledReply
+from turnwise.renderers.base import common_prefix_length
 from turnwise.renderers.history import History, render_from_scratch, render_next
 from turnwise.rollouts.conversation import (
     Budget,
@@ -56,6 +57,7 @@ from turnwise.types import (
     Tools,
     Trajectory,
     Turn,
+    ids_with_media_keys,
     placements_between,
 )
 from turnwise.types.seeds import call_seed, episode_seed
@@ -300,6 +302,37 @@ class Recorder:
         self._budget.used += len(rendered.ids)
         path.messages.extend(messages)
         path.new_messages = messages
+
+    def rewrite(self, path: ConversationPath, history: NewHistory) -> None:
+        """Go on with another conversation, as a branch from where its ids part from those of the path.
+
+        Raises `EnvError` for indices that the conversation does not have, for one that begins with a reply, and within a
+        message of the model (`rollout.history = "inline"`).
+        """
+        if self.history == "inline":
+            raise EnvError('NewHistory needs messages; with rollout.history = "inline" the conversation is one message')
+        history.check(len(path.messages))
+
+        own = {reply.message: reply for reply in path.replies}
+        messages: list[Message] = []
+        replies: list[SampledReply] = []
+        for item in history.messages:
+            if isinstance(item, int) and item in own:
+                if not messages:
+                    raise EnvError("NewHistory begins with a reply; keep or write a message before it")
+                replies.append(own[item]._replace(message=len(messages), start=-1))
+            messages.append(path.messages[item] if isinstance(item, int) else item)
+
+        prompt = render_from_scratch(path.history, self.renderer, messages, replies, path.tools)
+        sent = ids_with_media_keys(path.ids, path.placed)
+        keep = common_prefix_length(ids_with_media_keys(prompt.ids, prompt.media), sent)
+        media = placements_between(prompt.media, keep, len(prompt.ids))
+        met = prompt.neutralised, prompt.control_text
+        starts = prompt.replies or tuple(-1 for _ in replies)
+        path.replies = replies
+        self.append(path, Branch(keep, prompt.ids[keep:], "rewritten", *met, starts, media, prompt.tool_images_moved))
+        path.messages, path.new_messages, path.turn, path.inserted = messages, tuple(messages), -1, None
+        self.journal.observation_changed = True
 
     def record_step(self, turn: int, reward: float | None, info: Mapping[str, Any], env_s: float) -> None:
         """Record the environment's reward and info for a turn; the journal has them before the next turn."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from turnwise.engines import Generation
-from turnwise.envs import InlineObservation, Step
+from turnwise.envs import InlineObservation, NewHistory, Step
 from turnwise.envs.base import as_step
 from turnwise.errors import TurnwiseError
 from turnwise.records.journal import RecordedAttempt, RecordedEpisode, RecordedTurn, read_messages
@@ -152,6 +152,10 @@ def observation_row(observation: Any) -> Any:
         content = message_row(observation.message)["content"]
         row = {"inline": content} | kept | {"tail": observation.tail}
         return {name: value for name, value in row.items() if value is not None}
+    if isinstance(observation, NewHistory):
+        if any(message.has_raw_media for message in observation.new):
+            return None
+        return {"history": [item if isinstance(item, int) else message_row(item) for item in observation.messages]}
     try:
         messages: tuple[Message, ...] = as_messages(observation)
     except (TypeError, ValueError):
@@ -159,8 +163,10 @@ def observation_row(observation: Any) -> Any:
     return None if any(message.has_raw_media for message in messages) else [message_row(message) for message in messages]
 
 
-def read_observation(row: Any) -> tuple[Message, ...] | InlineObservation:
+def read_observation(row: Any) -> tuple[Message, ...] | InlineObservation | NewHistory:
     """Return the observation that `observation_row` wrote."""
+    if isinstance(row, Mapping) and "history" in row:
+        return NewHistory([item if isinstance(item, int) else read_messages([item])[0] for item in row["history"]])
     if isinstance(row, Mapping):
         (inserted,) = read_messages([{"role": "user", "content": row["inline"]}])
         return InlineObservation(inserted.content, row.get("keep_chars"), row.get("keep_tokens"), row["tail"])

@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 import orjson
 
 from turnwise.config import Limits
-from turnwise.envs.base import Env, InlineObservation, NeedsLimits, Scores, as_step
+from turnwise.envs.base import Env, InlineObservation, NeedsLimits, NewHistory, Scores, as_step
 from turnwise.envs.user_code import as_number, failure_of
 from turnwise.errors import InvalidAction, UsageError, words
 from turnwise.media import media_as_bytes
@@ -178,6 +178,8 @@ class _EnvServer:
             if isinstance(observation, InlineObservation):
                 (inserted,) = media_as_bytes((observation.message,))
                 observation = replace(observation, text=inserted.content)
+            elif isinstance(observation, NewHistory):
+                observation = observation.with_new(media_as_bytes(observation.new))
             else:
                 observation = media_as_bytes(as_messages(observation))
             return step._replace(observation=observation, info=picklable_value(dict(step.info)))
