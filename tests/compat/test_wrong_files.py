@@ -55,7 +55,7 @@ CASES = {
         "f.py:Mine",
         {"f.py": "from skyrl_gym.envs.nowhere import Thing\n"},
         {},
-        "install skyrl_gym, or place it beside the file",
+        "No module named 'skyrl_gym.envs.nowhere'; it is not among our stand-ins for skyrl_gym; install SkyRL-Gym",
     ),
     # verl
     "verl: no file": ("verl:tools", {}, {"tool_config_path": "t.yaml"}, "no such file; check the path"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,17 @@ class AttributeConfig(dict[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return AttributeConfig, (dict(self),)
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """`trainer_state` of reward functions, as far as a rollout knows it."""
+
+    global_step: int
+    """Step of the episode, from 0."""
+
+    def __getattr__(self, key: str) -> Any:
+        raise AttributeError(f"trainer_state has no {key!r} here: a rollout knows global_step alone")
 
 
 def attribute_config(value: Any) -> Any:

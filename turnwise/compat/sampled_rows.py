@@ -37,9 +37,16 @@ def image_of(value: Any) -> Any:
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, str) and not value.startswith("data:"):
-        is_path = len(value) < 4096 and Path(value).is_file()
-        value = Path(value) if is_path else f"data:image;base64,{value}"
+        value = Path(value) if _is_file(value) else f"data:image;base64,{value}"
     return value if isinstance(value, (Image, ImageRef, Video, VideoRef)) else Image(value)
+
+
+def _is_file(text: str) -> bool:
+    """Whether a text is the path of a file; base64 is often longer than a name may be."""
+    try:
+        return len(text) < 4096 and Path(text).is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def _several(value: Any) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
-from turnwise.compat.common import attribute_config, derives_from, load_named
+from turnwise.compat.common import TrainerState, attribute_config, derives_from, load_named
 from turnwise.compat.swift_engine import PROTOCOL, Episode, InferEngine, given_image, set_weights
 from turnwise.compat.swift_scales import LossScales
 from turnwise.envs.base import Scores
@@ -188,7 +189,8 @@ class SchedulerEpisodes:
             raise EnvError(f"run returned {describe_value(made)}; return a RolloutOutput, or a list of them")
         replies = set_weights(outputs, episode, self.scales)
         rows = [self._row(output, request, columns, episode) for output in outputs]
-        return await self._score(rows, replies, len(episode.calls))
+        state = TrainerState(model.trajectory.key.step)
+        return await self._score(rows, replies, len(episode.calls), state)
 
     def __repr__(self) -> str:
         return f"swift:{self.scheduler.__name__}"
@@ -241,11 +243,13 @@ class SchedulerEpisodes:
             "multi_turn_infos": {**episode.infos, "num_turns": output.rollout_infos.get("num_turns")},
         }
 
-    async def _score(self, rows: list[dict[str, Any]], replies: Sequence[tuple[Any, ...]], turns: int) -> Scores:
+    async def _score(
+        self, rows: list[dict[str, Any]], replies: Sequence[tuple[Any, ...]], turns: int, state: TrainerState
+    ) -> Scores:
         """Return the weighted rewards, and those of the environment's steps; of several rows, each row's with its replies."""
         completions = [row["messages"][-1]["content"] for row in rows]
         columns: dict[str, Any] = {key: [row[key] for row in rows] for key in rows[-1]}
-        columns |= {"trainer_state": None, "trajectory_inputs": {rows[-1]["request_id"]: rows}}
+        columns |= {"trainer_state": state, "trajectory_inputs": {rows[-1]["request_id"]: rows}}
         found: dict[str, list[float]] = {}
         own, scored = [0.0] * len(rows), [not self.rewards] * len(rows)
         for name, function, weight in self.rewards:
@@ -275,8 +279,10 @@ class SchedulerEpisodes:
             own = [one + gym * (total or 0.0) for one, total in zip(own, totals, strict=True)]
             return Scores(0.0, (), parts, metrics, status, tuple(zip(own, replies, strict=True)))
         steps = [gym * (as_number(one, "step_rewards") or 0.0) for one in infos.get("step_rewards") or ()]
-        by_turn = tuple(steps) if len(steps) == turns and totals[0] is not None else ()
-        return Scores(own[0] + (0.0 if by_turn else gym * (totals[0] or 0.0)), by_turn, parts, metrics, status)
+        total = gym * (totals[0] or 0.0)
+        # The total is the reward. Steps only divide it among the turns, where they add up to it.
+        divided = totals[0] is not None and len(steps) == turns and math.isclose(sum(steps), total, abs_tol=1e-9)
+        return Scores(own[0] + (0.0 if divided else total), tuple(steps) if divided else (), parts, metrics, status)
 
 
 def make_scheduler(target: Any, engine: InferEngine, turns: int, args: Mapping[str, Any]) -> Any:

@@ -32,8 +32,11 @@ class InferEngine:
 
     @property
     def episode(self) -> Episode:
-        """The episode of the current task."""
-        return self._episode.get()
+        """The episode of the current task; `AttributeError` outside of one, so that `getattr` with a default works."""
+        found = self._episode.get(None)
+        if found is None:
+            raise AttributeError("the engine belongs to an episode; use it in run, step or a hook")
+        return found
 
     @property
     def tokenizer(self) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from turnwise.compat.common import accepted
+from turnwise.compat.common import TrainerState, accepted
 from turnwise.config import Limits
 from turnwise.envs.base import Action, Scores, Step
 from turnwise.envs.rewards.workers import run_isolated
@@ -231,7 +231,7 @@ class TrlEnv(ToolEnv):
             "prompts": [prompt if self._options.conversational else _prompt(task, False)],
             "completions": [completion if self._options.conversational else text],
             "completion_ids": [ids],
-            "trainer_state": None,
+            "trainer_state": TrainerState(trajectory.key.step),
             "log_extra": lambda column, values: None,
             "log_metric": log_metric,
             **environments,

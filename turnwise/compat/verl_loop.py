@@ -62,7 +62,7 @@ def make_agent_function(
         if not ids:
             raise EnvError(f"run returned {describe_value(output)}; return an AgentLoopOutput with response_ids")
         score = output.reward_score
-        scores = Scores(score) if score is not None else await _computed(reward, task, model, list(ids), where)
+        scores = Scores(score) if score is not None else await _computed(reward, task, model, output, where)
         rows = {
             "prompt_token_ids": [output.prompt_ids],
             "response_ids": [ids],
@@ -109,15 +109,21 @@ def _row(task: Task) -> dict[str, Any]:
     }
 
 
-async def _computed(reward: Callable[..., Any] | None, task: Task, model: Any, ids: list[int], where: str) -> Scores:
-    """Return the score of an episode whose loop gave none."""
+async def _computed(reward: Callable[..., Any] | None, task: Task, model: Any, output: Any, where: str) -> Scores:
+    """Return the score of an episode whose loop gave none; `extra_info` has what verl's reward loop adds to the row's."""
     if reward is None:
         raise EnvError(f'{where}: run returned no reward_score; give [env.args] reward = "file.py:compute_score"')
+    extra_info = {
+        **(task.info.get("extra_info") or {}),
+        **(vars(output).get("extra_fields") or {}),
+        "num_turns": output.num_turns,
+        "rollout_reward_scores": {},
+    }
     given = {
         "data_source": task.info.get("data_source"),
-        "solution_str": model.tokenizer.decode(ids, skip_special_tokens=True),
+        "solution_str": model.tokenizer.decode(list(output.response_ids), skip_special_tokens=True),
         "ground_truth": task.answer,
-        "extra_info": dict(task.info.get("extra_info") or {}),
+        "extra_info": extra_info,
     }
     return read_score(await call_user(partial(reward, **accepted(reward, given)), {}))
 

@@ -181,6 +181,9 @@ class _Instance:
             return 0.0
         method = self.source.tool.calc_reward
         found = await call_user(partial(method, self._id), accepted(method, self._row("calc_reward")))
+        if found is not None and number_of(found) is None:
+            # verl itself never asks, so a tool may return anything here: its own sandbox tool returns a list of outputs.
+            return 0.0
         return as_number(found, f"{self.name}: calc_reward")
 
     async def release(self) -> None:
@@ -404,6 +407,7 @@ class VerlEnv(ToolEnv):
             "num_turns": data.user_turns + data.assistant_turns + 1,
             "tool_rewards": list(data.tool_rewards),
             "turn_scores": list(data.turn_scores),
+            "rollout_reward_scores": {},
         }
         return {
             "data_source": task.info.get("data_source"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -146,8 +147,25 @@ def load_object(use: str, *, base: Path | str = ".") -> Any:
         return _of_module(path, name, use, Path(base))
     module = load_user_module(Path(base) / path, path)
     if not hasattr(module, name):
-        raise ConfigError(f"{path} has no {name!r}; {_known_names(module, name)}")
+        raise ConfigError(f"{path} has no {name!r}; {_inside(module, name) or _known_names(module, name)}")
     return getattr(module, name)
+
+
+def _inside(module: ModuleType, name: str) -> str:
+    """Return where a name is defined inside a function of a file, which no other code can reach; empty where it is not."""
+    try:
+        tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    methods = {id(node) for one in ast.walk(tree) if isinstance(one, ast.ClassDef) for node in one.body}
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    for function in functions:
+        for node in ast.walk(function):
+            if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) or node is function:
+                continue
+            if node.name == name and id(node) not in methods:
+                return f"it is defined inside {function.name}(), at line {node.lineno}; move it to the top level of the file"
+    return ""
 
 
 def _of_module(path: str, name: str, use: str, base: Path) -> Any:

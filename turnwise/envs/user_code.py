@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import inspect
 import math
+import re
 import sys
 import sysconfig
 import traceback
@@ -240,13 +241,13 @@ def load_user_module(path: Path, name_in_errors: str) -> ModuleType:
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent))
     try:
-        spec.loader.exec_module(module)
+        with user_imports.registrations_of_a_load(path.read_text(encoding="utf-8", errors="replace")):
+            spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
         if not isinstance(error, (Exception, SystemExit)):
             raise
-        message = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"{name_in_errors}: {_place(error, path)}{message}{_missing(error)}") from error
+        raise ConfigError(f"{name_in_errors}: {_place(error, path)}{_why(error)}") from error
     finally:
         sys.path.remove(str(path.parent))
     return module
@@ -280,11 +281,14 @@ class UserModules(MetaPathFinder, Loader):
         """Do nothing: `create_module` executed it."""
 
 
-def _missing(error: BaseException) -> str:
-    """Return the remedy for a module that is missing."""
-    if not isinstance(error, ModuleNotFoundError) or not error.name:
-        return ""
-    return f"; install {error.name.partition('.')[0]}, or place it beside the file"
+def _why(error: BaseException) -> str:
+    """Describe why a file cannot be loaded, with the remedy for a module that is missing; its own modules by their names."""
+    missing = user_imports.missing_module(error)
+    if missing is not None:
+        return f"ModuleNotFoundError: No module named {missing[0]!r}; {missing[1]}"
+    message = " ".join(f"{type(error).__name__}: {error}".split())
+    private = rf"{re.escape(user_imports.PACKAGE)}[0-9a-f]+\.|{re.escape(user_imports.STAND_INS)}\."
+    return re.sub(private, "", message)
 
 
 def _place(error: BaseException, path: Path) -> str:

@@ -13,8 +13,10 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,6 +53,91 @@ def import_foreign(name: str, near: Path | None = None) -> ModuleType:
 def loaded_foreign(name: str) -> ModuleType | None:
     """Return a module of a framework, or its stand-in, that something imported already."""
     return sys.modules.get(name) or sys.modules.get(f"{STAND_INS}.{name}")
+
+
+REGISTRIES = (
+    ("skyrl_gym.envs.registration", "registry"),
+    ("verl.tools.function_tool", "FUNCTION_TOOL_REGISTRY"),
+    ("verl.experimental.agent_loop.agent_loop", "LOOPS"),
+    ("verl.experimental.agent_loop.agent_loop", "_agent_loop_registry"),
+    ("swift.rollout.multi_turn", "multi_turns"),
+    ("swift.rollout.gym_env", "envs"),
+    ("swift.rewards.orm", "orms"),
+    ("swift.rewards.prm", "prms"),
+    ("swift.rewards.rm_plugin", "rm_plugins"),
+    ("swift.loss_scale", "loss_scale_map"),
+    ("swift.loss_scale.mapping", "loss_scale_map"),
+)
+"""Modules of frameworks with the dicts in which user code registers what it defines."""
+
+
+@contextmanager
+def registrations_of_a_load(source: str) -> Iterator[None]:
+    """Undo what a file registered if loading it fails, so that a second try neither finds half of it nor collides with it.
+
+    `source` is the file's text: the registries of frameworks that it imports are loaded first, to know what they had.
+    """
+    imported = set(re.findall(r"^\s*(?:from|import)\s+(\w+)", source, re.MULTILINE))
+    for module, _ in REGISTRIES:
+        if _top(module) in imported:
+            with suppress(Exception):  # the file's own import tells what is wrong
+                import_foreign(module)
+    before: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+    for registry in _registries():
+        before.append((registry, dict(registry)))
+    try:
+        yield
+    except BaseException:
+        for registry in _registries():
+            known = next((copy for one, copy in before if one is registry), None)
+            if known is not None:
+                registry.clear()
+                registry.update(known)
+        raise
+
+
+def _registries() -> Iterator[dict[Any, Any]]:
+    for module, name in REGISTRIES:
+        for full in (module, f"{STAND_INS}.{module}"):
+            found = vars(sys.modules[full]).get(name) if full in sys.modules else None
+            if isinstance(found, dict):
+                yield found
+
+
+PROJECTS = {
+    "swift": "ms-swift (pip install ms-swift)",
+    "skyrl": "SkyRL (pip install skyrl)",
+    "skyrl_train": "SkyRL (pip install skyrl)",
+    "skyrl_gym": "SkyRL-Gym (pip install skyrl-gym)",
+    "verl": "verl (pip install verl)",
+    "trl": "TRL (pip install trl)",
+    "slime": "slime (install it from its repository)",
+    "miles": "Miles (install it from its repository)",
+    "sglang": "SGLang (pip install sglang)",
+    "vllm": "vLLM (pip install vllm)",
+    "megatron": "Megatron-LM (install it from its repository)",
+    "PIL": "Pillow (pip install pillow)",
+    "cv2": "OpenCV (pip install opencv-python)",
+    "sklearn": "scikit-learn (pip install scikit-learn)",
+    "yaml": "PyYAML (pip install pyyaml)",
+    "bs4": "Beautiful Soup (pip install beautifulsoup4)",
+    "dotenv": "python-dotenv (pip install python-dotenv)",
+}
+"""Projects that ship a module whose name is not theirs on the package index, or is another project's there."""
+
+
+def missing_module(error: BaseException) -> tuple[str, str] | None:
+    """Return what is missing, by the name that user code has for it, and the remedy; None for another error."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return None
+    name = public_name(error.name)
+    top = _top(name)
+    if error.name != name:
+        return name, f"there is no module {name} in the files around it; check the name"
+    if _has_stand_in(top):
+        name = vars(error).get("asked", name)
+        return name, f"it is not among our stand-ins for {top}; install {PROJECTS.get(top, top)}"
+    return name, f"install {PROJECTS.get(top, top)}, or place it beside the file"
 
 
 def public_name(module: str) -> str:
@@ -164,6 +251,7 @@ def _import(
             return found if names or top not in sys.modules else _Overlay(sys.modules[top], found)
         package = _around(globals, name)
         if package is None:
+            error.__dict__["asked"] = name  # Python names only the first package that is missing
             raise
         return _named(f"{package}.{name}", package, names)
     if top == "importlib" and found in (importlib, importlib.util):

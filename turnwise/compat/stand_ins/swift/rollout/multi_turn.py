@@ -41,8 +41,8 @@ class RolloutScheduler:
         response = await self.infer_engine.infer_async(infer_request, request_config, **kwargs)
         ids = list(response.choices[0].token_ids)
         return RolloutOutput(
-            response,
-            infer_request.messages,
+            response=response,
+            messages=infer_request.messages,
             response_token_ids=[ids],
             response_loss_mask=[[1] * len(ids)],
             rollout_infos={"num_turns": 1},
@@ -153,9 +153,17 @@ class _Rows:
 
     def output(self, response: Any, messages: list[dict[str, Any]]) -> Any:
         if self._edited:
-            return RolloutOutput(response, messages, rollout_infos=self.infos)
+            return RolloutOutput(response=response, messages=messages, rollout_infos=self.infos)
         complete = sum(map(sum, self.masks)) == sum(map(len, self.logprobs))
-        return RolloutOutput(response, messages, self.ids, self.masks, self.infos, self.logprobs if complete else [])
+        # By name: with ms-swift installed, it is a pydantic model of its own.
+        return RolloutOutput(
+            response=response,
+            messages=messages,
+            response_token_ids=self.ids,
+            response_loss_mask=self.masks,
+            rollout_infos=self.infos,
+            rollout_logprobs=self.logprobs if complete else [],
+        )
 
 
 async def _awaited(value: Any) -> Any:
@@ -242,7 +250,8 @@ class ThinkingModelTipsScheduler(MathTipsMultiTurnScheduler):
                 if one["role"] == "assistant" and isinstance(one["content"], str):
                     one["content"] = one["content"].split("</think>")[-1].strip()
             infos = {"num_turns": turn}
-            outputs.append(RolloutOutput(response, rows, [list(choice.token_ids)], rollout_infos=infos))
+            ids = [list(choice.token_ids)]
+            outputs.append(RolloutOutput(response=response, messages=rows, response_token_ids=ids, rollout_infos=infos))
             if self.check_finished(infer_request, choice, turn):
                 return outputs
             infer_request = self.step(infer_request, choice, turn)["infer_request"]
