@@ -223,7 +223,7 @@ def test_what_is_wrong_is_named(use, args, words):
         spec(use, **args)
 
 
-@pytest.mark.parametrize(("column", "words"), [("audios", "has audios: "), ("videos", "has videos; videos belong to the row")])
+@pytest.mark.parametrize(("column", "words"), [("audios", "has audios: "), ("videos", "has 1 videos; write <video>")])
 def test_media_that_the_model_would_not_receive(column, words):
     made = spec("tips.py:AskAgain", external_plugins=[])
     task = tw.Task("Go.", info={column: ["a.bin"], "solution": "4"})

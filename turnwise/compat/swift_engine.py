@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -13,7 +14,8 @@ from turnwise.compat.sampled_rows import image_of, sampling_options
 from turnwise.compat.swift_scales import LossScales
 from turnwise.envs.user_imports import import_foreign
 from turnwise.errors import EnvError
-from turnwise.types import NO_AUDIO, Image
+from turnwise.types import NO_AUDIO, Image, Video, VideoRef
+from turnwise.types.messages import read_part
 
 PROTOCOL = "swift.infer_engine.protocol"
 
@@ -71,8 +73,9 @@ class Episode:
         messages = [dict(message) for message in request.messages]
         if len(messages) > 1 and messages[-1]["role"] == "assistant" and not messages[-1]["content"]:
             messages.pop()  # an empty one is the place of the next reply
-        _refuse_media(request)
-        media = _place_images(messages, list(request.images or ()))
+        if request.audios:
+            raise EnvError(f"the request has audios: {NO_AUDIO}")
+        media = _place_media(messages, list(request.images or ()), list(request.videos or ()))
         tools = tuple(_plain_tool(tool) for tool in request.tools or ())
         opened = self._open(messages[-1]["content"]) if messages[-1]["role"] == "assistant" else []
         own, edited = self._own(messages[: len(messages) - bool(opened)])
@@ -245,30 +248,54 @@ def _shared(first: Sequence[Any], second: Sequence[Any]) -> int:
     return next((at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
 
 
-def _refuse_media(request: Any) -> None:
-    """Raise `EnvError` for what a request has besides images: the model would never receive it."""
-    if request.audios:
-        raise EnvError(f"the request has audios: {NO_AUDIO}")
-    if request.videos:
-        raise EnvError("the request has videos; videos belong to the row, with <video> in its messages")
+FRAMES_PER_SECOND = 2.0
+"""Rate of a video that is given as frames alone, as Qwen's processors assume it."""
+PLACES = {"<image>": "images", "<video>": "videos"}
+"""Places in texts, and the list of the request whose next item belongs there."""
 
 
-def _place_images(messages: list[dict[str, Any]], images: list[Any]) -> list[Any]:
-    """Replace `<image>` in texts by the images, in order; return those that were placed."""
+def _place_media(messages: list[dict[str, Any]], images: list[Any], videos: list[Any]) -> list[Any]:
+    """Replace `<image>` and `<video>` in texts by the media of the request, in order; return those that were placed.
+
+    A text is left as it is where the request has no media of that kind.
+    """
+    left = {"<image>": list(images), "<video>": list(videos)}
+    known = "|".join(place for place in PLACES if left[place])
+    if not known:
+        return []
+
     placed: list[Any] = []
     for message in messages:
         content = message["content"]
-        if message["role"] == "assistant" or not isinstance(content, str) or "<image>" not in content or not images:
+        if message["role"] == "assistant" or not isinstance(content, str) or not re.search(known, content):
             continue
-        texts = content.split("<image>")
-        parts: list[Any] = [texts[0]]
-        for text in texts[1:]:
-            if len(placed) == len(images):
-                raise EnvError(f"the messages have more <image> than the request has images ({len(images)})")
-            placed.append(image_of(images[len(placed)]))
-            parts += [placed[-1], text]
-        message["content"] = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts if part != ""]
+        parts: list[Any] = []
+        for piece in re.split(f"({known})", content):
+            if piece not in PLACES:
+                parts.append({"type": "text", "text": piece})
+                continue
+            if not left[piece]:
+                count = len(images if piece == "<image>" else videos)
+                raise EnvError(f"the messages have more {piece} than the request has {PLACES[piece]} ({count})")
+            item = left[piece].pop(0)
+            placed.append(image_of(item) if piece == "<image>" else _video_of(item))
+            parts.append(placed[-1])
+        message["content"] = [part for part in parts if not isinstance(part, dict) or part["text"] != ""]
+    if left["<video>"]:
+        raise EnvError(f"the request has {len(videos)} videos; write <video> in its messages at the place of each")
     return placed
+
+
+def _video_of(value: Any) -> Any:
+    """Return a video of a request as a part of a message: its frames, or an object that holds them."""
+    if isinstance(value, (Video, VideoRef)):
+        return value
+    if isinstance(value, (str, bytes, Path)):
+        raise EnvError("the request has a video file; give its frames, as a list of images: files are not decoded here")
+    if isinstance(value, Mapping):
+        return read_part({"type": "video", **value})
+    frames = [image_of(frame) if isinstance(frame, (str, Mapping)) else frame for frame in value]
+    return Video(frames, fps=FRAMES_PER_SECOND)
 
 
 def given_image(part: Any) -> Any:
