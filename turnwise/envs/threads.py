@@ -15,6 +15,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar, TypeVar
 
+from turnwise.envs import thread_alarm
 from turnwise.errors import class_name, words
 
 T = TypeVar("T")
@@ -182,6 +183,7 @@ class AbandonableThreads:
                 result, error = job.function(*job.args), None
             except BaseException as raised:  # delivered to the waiting task
                 result, error = None, raised
+            thread_alarm.clear()
             with self._lock:
                 job.running = False
                 abandoned = job.abandoned

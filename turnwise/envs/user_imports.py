@@ -14,12 +14,15 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import re
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from turnwise.envs.thread_alarm import SignalOfUserCode
 
 STAND_INS = "turnwise.compat.stand_ins"
 PACKAGE = "turnwise_package_"
@@ -254,11 +257,16 @@ def _import(
             error.__dict__["asked"] = name  # Python names only the first package that is missing
             raise
         return _named(f"{package}.{name}", package, names)
-    if top == "importlib" and found in (importlib, importlib.util):
-        return _ImportlibOfUserCode(found, globals)
     if any(not hasattr(found, one) for one in names if one != "*") and _has_stand_in(name):
         return _Overlay(found, _named(f"{STAND_INS}.{name}", STAND_INS, names))
-    return found
+    return _as_user_code_sees(found, globals)
+
+
+def _as_user_code_sees(module: ModuleType, globals: Mapping[str, Any]) -> Any:
+    """Return a module that works in another way for user code, in a thread and around its own file; else the module."""
+    if module in (importlib, importlib.util):
+        return _ImportlibOfUserCode(module, globals)
+    return _SIGNAL if module is signal else module
 
 
 def _top(name: str) -> str:
@@ -408,5 +416,7 @@ class _SameLoader(importlib.abc.Loader):
         for name, value in vars(_import(self.other, {}, None, ("*",))).items():
             module.__dict__.setdefault(name, value)
 
+
+_SIGNAL = SignalOfUserCode()
 
 sys.meta_path.insert(0, _PrivateFinder)
