@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from turnwise.compat.common import accepted, load_named
@@ -17,6 +18,7 @@ from turnwise.compat.trl_env import (
     TrlOptions,
     make_tool,
 )
+from turnwise.compat.trl_script import find_script, trainer_arguments
 from turnwise.envs.adapters.gym import seeded_tasks
 from turnwise.envs.foreign import ForeignObject, Framework
 from turnwise.envs.tools.results import ResultLimit
@@ -48,6 +50,9 @@ TRAINER = TrainerArguments()
 def adapt(found: ForeignObject) -> TrlFactory | None:
     """Make a factory of an environment class, of a dict of them by name, or of the trainer's arguments."""
     target, args = found.target, dict(found.args)
+    script = find_script(target, found.where, found.base)
+    if script is not None:
+        return _of_script(found, script, args)
     if _is_environment(target) or (isinstance(target, Mapping) and target and all(map(_is_environment, target.values()))):
         if "environment_factory" in args:
             raise ConfigError(f"{found.where}: environment_factory is given twice; use names it already")
@@ -58,6 +63,32 @@ def adapt(found: ForeignObject) -> TrlFactory | None:
         if key not in ARGUMENTS:
             raise ConfigError(f"{found.where} has no argument {key!r}; {suggest_or_list(key, ARGUMENTS)}")
     return _factory(found, args)
+
+
+def _of_script(found: ForeignObject, script: Path, args: dict[str, Any]) -> TrlFactory:
+    """Make a factory of what a training script gives its trainer; `[env.args]` come before it."""
+    argv = args.pop("argv", ())
+    if isinstance(argv, str) or not isinstance(argv, (list, tuple)):
+        raise ConfigError(f"{found.where}: argv = {argv!r}; write the arguments of the command line as a list")
+    given = trainer_arguments(script, argv, found.where)
+    if given.get("rollout_func") is not None:
+        raise ConfigError(
+            f"{found.where}: the script has a rollout_func, which plays all prompts of a step; our loop replaces it"
+        )
+
+    settings = given.get("args")
+    for key in ("reward_weights", "max_tool_calling_iterations"):
+        given.setdefault(key, getattr(settings, key, None))
+    for key in ARGUMENTS:
+        if key not in args and given.get(key) is not None:
+            args[key] = given[key]
+    for key in args:
+        if key not in ARGUMENTS:
+            raise ConfigError(f"{found.where} has no argument {key!r}; {suggest_or_list(key, (*ARGUMENTS, 'argv'))}")
+
+    factory = _factory(found, args)
+    rows = given.get("train_dataset")
+    return factory if rows is None else replace(factory, tasks=lambda: [dict(row) for row in rows])
 
 
 def _is_environment(target: Any) -> bool:

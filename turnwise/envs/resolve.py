@@ -28,6 +28,8 @@ _FOREIGN_ARGUMENTS = frozenset(
 )
 """First arguments of asynchronous functions of other frameworks that no adapter takes, such as rewards."""
 
+_TRAINERS = ("GRPOTrainer", "AsyncGRPOTrainer", "RLOOTrainer")
+"""Trainers of TRL, whose scripts are played by what they give them."""
 ENV_ATTRIBUTES = ("solver", "demonstrator", "single_turn_best", "max_turns", "group_reward")
 
 
@@ -164,7 +166,10 @@ def _inside(module: ModuleType, name: str) -> str:
             if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) or node is function:
                 continue
             if node.name == name and id(node) not in methods:
-                return f"it is defined inside {function.name}(), at line {node.lineno}; move it to the top level of the file"
+                trainer = next((key for key in vars(module) if key in _TRAINERS), "")
+                script = f"; or use = file.py:{trainer}, which runs the script up to its trainer" if trainer else ""
+                place = f"it is defined inside {function.name}(), at line {node.lineno}"
+                return f"{place}; move it to the top level of the file{script}"
     return ""
 
 

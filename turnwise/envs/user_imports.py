@@ -168,7 +168,7 @@ def private_package(path: Path) -> str:
 
 def prepare(module: ModuleType) -> None:
     """Give a module that is about to be executed the imports of user code."""
-    module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _import}
+    module.__dict__["__builtins__"] = {**vars(builtins), "__import__": import_for_user}
 
 
 class _ImportlibOfUserCode(ModuleType):
@@ -192,7 +192,7 @@ def _import_module(globals: Mapping[str, Any], name: str, package: str | None = 
     """Import a module for user code, as `importlib.import_module`."""
     if name.startswith("."):
         return importlib.import_module(name, package)
-    found: ModuleType = _import(name, globals, None, ("__name__",))
+    found: ModuleType = import_for_user(name, globals, None, ("__name__",))
     return found
 
 
@@ -218,7 +218,7 @@ def _installed() -> set[Path]:
     return {Path(entry or ".").resolve() for entry in sys.path}
 
 
-def _import(
+def import_for_user(
     name: str,
     globals: Mapping[str, Any] | None = None,
     locals: Mapping[str, Any] | None = None,
@@ -413,7 +413,7 @@ class _SameLoader(importlib.abc.Loader):
         self.other = other
 
     def exec_module(self, module: ModuleType) -> None:
-        for name, value in vars(_import(self.other, {}, None, ("*",))).items():
+        for name, value in vars(import_for_user(self.other, {}, None, ("*",))).items():
             module.__dict__.setdefault(name, value)
 
 

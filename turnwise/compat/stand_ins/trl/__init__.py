@@ -16,3 +16,18 @@ class GRPOConfig(_NotInstalled):
 
 class GRPOTrainer(_NotInstalled):
     """TRL's trainer."""
+
+
+class AsyncGRPOTrainer(_NotInstalled):
+    """TRL's asynchronous trainer."""
+
+
+class RLOOTrainer(_NotInstalled):
+    """TRL's trainer of RLOO."""
+
+
+def __getattr__(name: str) -> Any:
+    """Return a stand-in for any other name of TRL: scripts import callbacks, parsers and configurations beside the trainer."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (_NotInstalled,), {})
