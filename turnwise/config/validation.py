@@ -179,6 +179,8 @@ def _env_rules(config: RunConfig, envs: Collection[str] | None, file: str) -> Br
             yield use, f'name a built-in one ("hop") or "file.py:Name"{tasks}'
         if env.use.endswith(".py"):
             yield use, f"say which environment of the file: {env.use}:Name"
+        if env.media_root is not None and Path(env.media_root).is_file():
+            yield f"env.{index}.media_root", "is a file; name the directory of the pictures"
         for ours, column in env.columns.items():
             if ours not in COLUMNS:
                 yield f"env.{index}.columns.{ours}", f"a column holds one of {', '.join(COLUMNS)}"
