@@ -198,7 +198,9 @@ def _file(name: str, source: ImageSource, where: str) -> Image:
         raise TaskError(f"{where}: {name!r:.100} leads out of {_named_roots(source)}")
     path = next((candidate for candidate in inside if candidate.is_file()), None)
     if path is None:
-        raise TaskError(f"{where}: no file {name!r:.100} in {' or '.join(str(root) for root, _ in roots)}")
+        places = " or ".join(str(root) for root, _ in roots)
+        outside = "" if len(inside) == len(roots) else "; a path or a link that leads out of them is not followed"
+        raise TaskError(f"{where}: no file {name!r:.100} in {places}{outside}")
     if not source.read:
         return Image(path, name=name)
     try:

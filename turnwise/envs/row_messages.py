@@ -71,8 +71,9 @@ def _role_hint(role: str) -> str:
 
 
 def _is_assistant(message: Any) -> bool:
-    role = message.role if isinstance(message, Message) else message.get("role") if isinstance(message, Mapping) else None
-    return role == "assistant"
+    if isinstance(message, Message):
+        return message.role == "assistant"
+    return isinstance(message, Mapping) and message.get("role") == "assistant"
 
 
 def _assistant(message: Mapping[str, Any], place: str) -> Mapping[str, Any]:

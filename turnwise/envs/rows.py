@@ -18,9 +18,9 @@ _BATCH = 256  # rows that a dataset converts at once
 def plain_row(row: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return a row as plain data, without its empty values.
 
-    Arrow gives every object the keys of all objects of its column, null where a row had none, so null and
-    missing are the same there. A key whose value is null, NaN, NaT or NA is therefore dropped at every depth, from every source. Items of
-    lists stay, also null ones (`enum: ["a", null]`), and JSON text stays as it is written.
+    Arrow gives every object the keys of all objects of its column, null where a row had none, so null and missing are the same
+    there. A key whose value is null, NaN, NaT or NA is therefore dropped at every depth, from every source. Items of lists
+    stay, also null ones (`enum: ["a", null]`), and JSON text stays as it is written.
 
     Arrays of numpy become lists, except pictures (uint8 with two axes or more); scalars of numpy and pyarrow become numbers
     and texts, and times their ISO text. Objects of other kinds stay.
