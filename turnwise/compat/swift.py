@@ -203,8 +203,8 @@ class SchedulerEpisodes:
 
     def _request(self, task: Task, uuid: str) -> Any:
         """Return the request of a row."""
-        row = {**task.other_columns, **task.info}
-        columns = copy.deepcopy({key: value for key, value in row.items() if key not in MEDIA_COLUMNS})
+        other = {key: value for key, value in task.other_columns.items() if key not in MEDIA_COLUMNS}
+        columns = copy.deepcopy({**other, **task.info})
         if task.answer is not None and task.answer not in columns.values():  # `solution` and others stay as they are
             columns.setdefault("answer", task.answer)
         messages, images = _messages(task.messages)

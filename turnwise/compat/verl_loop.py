@@ -98,8 +98,8 @@ def _rollout_config(limits: Limits, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _row(task: Task) -> dict[str, Any]:
     """Return the columns of a task's row, as verl's dataset gives them to a loop."""
-    columns = {**task.other_columns, **task.info}
-    row = {key: value for key, value in columns.items() if key not in MEDIA_COLUMNS}
+    other = {key: value for key, value in task.other_columns.items() if key not in MEDIA_COLUMNS}
+    row = {**other, **task.info}
     extra = dict(row.get("extra_info") or {})
     row.setdefault("reward_model", {"ground_truth": task.answer})
     for key in ("tools_kwargs", "interaction_kwargs"):
