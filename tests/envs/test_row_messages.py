@@ -160,6 +160,8 @@ def test_a_prompt_that_ends_with_a_call_is_not_continued():
     assert (len(task.messages), task.answer["tool_calls"][0]["function"]) == (1, LOOK)
     (task,) = tw.load_tasks([{"prompt": [ASK, ANSWER]}])
     assert (len(task.messages), task.answer) == (2, None)
+    with pytest.raises(TaskError, match="row 0: no prompt"):
+        tw.load_tasks([{"messages": [openai(LOOK)]}])
     (task,) = tw.load_tasks([{"messages": [ASK, openai(LOOK), result("rain")]}])  # a result at the end is asked about
     assert len(task.messages) == 3
 
@@ -195,6 +197,19 @@ def test_tools_that_cannot_be_read():
     for tools, said in ((["look"], r"row: tools\[0\] is 'look'; write the tool's schema"), ("[{", "row: tools: no JSON")):
         with pytest.raises(TaskError, match=said):
             read_conversation({**row, "tools": tools}, "row")
+
+
+def test_thinking_in_the_content_before_a_call_is_trained(tmp_path):
+    thought = {"role": "assistant", "content": "<think>\nI look.\n</think>\n"}
+    rows = [
+        {"messages": [ASK, thought, swift(LOOK), {"role": "tool_response", "content": "rain"}, ANSWER]},
+        {"messages": [ASK, {**openai(LOOK), "reasoning_content": "I look."}, result("rain"), ANSWER]},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"tools": [SCHEMA]}) + "\n" for row in rows))
+    one, two = asyncio.run(conversations(tmp_path / "rows.jsonl", RENDERER, limits=Limits(), history="append"))
+    first, second = ([list(row.ids) for row in trajectory.samples()] for trajectory in (one, two))
+    assert first == second
+    assert "<think>\nI look.\n</think>" in RENDERER.decode(next(span.ids for span in one.spans if span.sampled))
 
 
 def test_a_row_has_template_variables_of_its_own(tmp_path):

@@ -154,15 +154,16 @@ def without_reference(messages: Any, *, only_calls: bool = False) -> tuple[Any, 
     The answer is the content of a text, and a message with calls in OpenAI's format. With `only_calls` a conversation that
     ends with a text keeps it, to be continued.
     """
-    if not isinstance(messages, (list, tuple)) or len(messages) < 2 or not _is_assistant(messages[-1]):
+    if not isinstance(messages, (list, tuple)) or not messages or not _is_assistant(messages[-1]):
         return messages, None
     last = messages[-1]
     calls = last.get("tool_calls") if isinstance(last, Mapping) else last.tool_calls
-    if only_calls and not calls:
+    if not calls and (only_calls or len(messages) < 2):
         return messages, None
 
     end = len(messages) - 1
-    while end > 1 and _is_assistant(messages[end - 1]):
+    first = 0 if calls else 1  # a greeting may open a conversation, a call does not
+    while end > first and _is_assistant(messages[end - 1]):
         end -= 1
     if calls:
         return messages[:end], Message.of(last).to_dict()

@@ -106,6 +106,8 @@ async def conversations(
         if isinstance(conversation, str):
             skipped[conversation] += 1
             continue
+        replies = tuple(with_thinking_apart(renderer, reply) for reply in conversation.replies)
+        conversation = replace(conversation, replies=replies)
         try:
             texts = [encode_as_sampled(renderer, conversation, number) for number in range(len(conversation.replies))]
         except TemplateError:
@@ -143,6 +145,16 @@ def read_conversation(row: Any, where: str, images: ImageSource | None = None) -
         return "starting with an assistant message"
     answers = tuple(given[a + 1 : b] for a, b in pairwise(places))
     return DatasetConversation(given[: places[0]], tuple(given[place] for place in places), answers, schemas)
+
+
+def with_thinking_apart(renderer: ChatRenderer, reply: Message) -> Message:
+    """Return a reply with the thinking of its text in `reasoning`: rows of ms-swift write it into the content."""
+    if reply.reasoning is not None or not isinstance(reply.content, str) or "</" not in reply.content:
+        return reply
+    parsed = renderer.parse(renderer.encode_reply(reply.content))
+    if not parsed.reasoning or parsed.tool_calls or parsed.calls_in_thinking:
+        return reply
+    return replace(reply, content=parsed.text, reasoning=parsed.reasoning)
 
 
 def encode_as_sampled(renderer: ChatRenderer, conversation: DatasetConversation, number: int) -> str | None:
