@@ -303,6 +303,8 @@ def task_from_row(
     prompts: tuple[str, ...] = (named["prompt"],) if "prompt" in mapped else (column,)
     prompts += ("answer",) if answer is not None else ()
     other = {key: given.get(key) for key in row if key not in info and key not in prompts}
+    if not other and info == rest:
+        return task
     return replace(task, info=info, other_columns=other)  # with the id that the task had without them
 
 

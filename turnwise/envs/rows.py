@@ -44,10 +44,10 @@ def _is_empty(plain: Any) -> bool:
 def _plain(value: Any) -> Any:
     if type(value) in _UNCHANGED:
         return value
-    if isinstance(value, Mapping):
-        return _plain_mapping(value)
     if type(value) in (list, tuple):
         return type(value)(map(_plain, value))
+    if type(value) is dict or isinstance(value, Mapping):
+        return _plain_mapping(value)
 
     if (numpy := _loaded("numpy")) and isinstance(value, (numpy.ndarray, numpy.generic)):
         return _of_numpy(value)
