@@ -167,7 +167,8 @@ def test_places_and_images_are_as_many(folder, row, said):
 
 def test_columns_of_another_meaning_stay():
     (task,) = tw.load_tasks([{"prompt": "Fix it.", "image": "python:3.11", "images": 3, "video": None}])
-    assert task.info == {"image": "python:3.11", "images": 3, "video": None}
+    assert task.info == {"image": "python:3.11", "images": 3}
+    assert task.columns == {"image": "python:3.11", "images": 3, "video": None}
     assert task.images == ()
 
 

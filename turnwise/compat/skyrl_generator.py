@@ -24,10 +24,7 @@ GIVEN = (*CONFIGS, "inference_engine_client", "tokenizer", "model_name", "policy
 
 def extras_of(task: Task, limits: Limits) -> dict[str, Any]:
     """Return the columns of a task's row but its prompt, and `max_turns`."""
-    extras = copy.deepcopy(dict(task.info))
-    if task.answer is not None:
-        extras.setdefault("answer", task.answer)
-    return extras | {"max_turns": limits.turns}
+    return copy.deepcopy(task.columns) | {"max_turns": limits.turns}
 
 
 def given_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -19,6 +18,7 @@ from turnwise.compat.slime_shape import binds, builds_env, parameter_names, sign
 from turnwise.config import Limits
 from turnwise.envs.base import Action, Env, Scores, Step
 from turnwise.envs.foreign import ForeignObject, Framework, Registered, refuse_faithful
+from turnwise.envs.row_messages import read_tools
 from turnwise.envs.user_code import as_number, call_user, describe_value
 from turnwise.envs.user_imports import import_foreign
 from turnwise.errors import ConfigError, EnvError, RewardError, suggest_or_list
@@ -393,10 +393,7 @@ def _prompt(task: Task, model: Any, args: Any) -> Any:
 def _tools_of(task: Task) -> Sequence[Mapping[str, Any]]:
     """Return the schemas of the row's tools, which may be written as JSON."""
     tools = task.info.get("tools") or (task.info.get("metadata") or {}).get("tools") or ()
-    try:
-        return json.loads(tools) if isinstance(tools, str) else tools
-    except ValueError as error:
-        raise EnvError(f"task {task.id}: its tools are no JSON: {error}") from None
+    return read_tools(tools, f"task {task.id}")
 
 
 def _rows(samples: list[Any]) -> dict[str, Any]:

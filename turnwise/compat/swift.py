@@ -18,6 +18,7 @@ from turnwise.compat.common import TrainerState, attribute_config, derives_from,
 from turnwise.compat.swift_engine import PROTOCOL, Episode, InferEngine, given_image, set_weights
 from turnwise.compat.swift_scales import LossScales
 from turnwise.envs.base import Scores
+from turnwise.envs.datasets import MEDIA_COLUMNS
 from turnwise.envs.foreign import ForeignObject, Framework, Registered, refuse_faithful
 from turnwise.envs.user_code import as_number, describe_value, load_user_module, number_of
 from turnwise.envs.user_imports import STAND_INS, import_foreign
@@ -204,7 +205,8 @@ class SchedulerEpisodes:
 
     def _request(self, task: Task, uuid: str) -> Any:
         """Return the request of a row."""
-        columns = copy.deepcopy(dict(task.info))
+        other = {key: value for key, value in task.other_columns.items() if key not in MEDIA_COLUMNS}
+        columns = copy.deepcopy({**other, **task.info})
         if task.answer is not None and task.answer not in columns.values():  # `solution` and others stay as they are
             columns.setdefault("answer", task.answer)
         messages, images = _messages(task.messages)

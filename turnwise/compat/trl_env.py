@@ -142,10 +142,7 @@ class TrlEnv(ToolEnv):
 
     def _row(self, task: Task) -> dict[str, Any]:
         """Return the columns of the row."""
-        row = {"prompt": _prompt(task, self._options.conversational), **copy.deepcopy(dict(task.info))}
-        if task.answer is not None:
-            row.setdefault("answer", task.answer)
-        return row
+        return copy.deepcopy(task.columns) | {"prompt": _prompt(task, self._options.conversational)}
 
     async def step(self, action: Action) -> Step:
         """Run the calls of a reply."""

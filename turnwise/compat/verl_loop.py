@@ -13,6 +13,7 @@ from turnwise.compat.sampled_rows import EngineCall, read_output, sampling_optio
 from turnwise.compat.verl_tools import read_score
 from turnwise.config import Limits
 from turnwise.envs.base import Scores
+from turnwise.envs.datasets import MEDIA_COLUMNS
 from turnwise.envs.user_code import call_user, describe_value
 from turnwise.envs.user_imports import import_foreign
 from turnwise.errors import ConfigError, EnvError, suggest_or_list
@@ -97,7 +98,8 @@ def _rollout_config(limits: Limits, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _row(task: Task) -> dict[str, Any]:
     """Return the columns of a task's row, as verl's dataset gives them to a loop."""
-    row = dict(task.info)
+    other = {key: value for key, value in task.other_columns.items() if key not in MEDIA_COLUMNS}
+    row = {**other, **task.info}
     extra = dict(row.get("extra_info") or {})
     row.setdefault("reward_model", {"ground_truth": task.answer})
     for key in ("tools_kwargs", "interaction_kwargs"):

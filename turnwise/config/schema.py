@@ -349,6 +349,8 @@ class EnvConfig(EnvRules):
     """Held-out tasks, in the same forms; none asks the environment, or holds out about a fifth of `tasks`."""
     return_multi_modal_inputs: Annotated[bool, Needs("env.tasks given")] = True
     """Whether images are read with the dataset's rows; if false, each is read when an episode uses it."""
+    media_root: Annotated[str | None, PathKind.DIRECTORY, Needs("env.tasks given", "env.eval_tasks given")] = None
+    """Directory that paths of images in rows may lead to, besides the dataset's own; absolute paths must lie inside of it."""
     columns: Annotated[Mapping[str, Any], Needs("env.tasks given", "env.eval_tasks given")] = field(default_factory=dict)
     """Columns of `tasks` by content (`prompt`, `answer`, `id`, `images`, `videos`, `env`, `metadata`, `tools`):
     `{ answer = "meta.gold" }`."""

@@ -179,6 +179,10 @@ def _env_rules(config: RunConfig, envs: Collection[str] | None, file: str) -> Br
             yield use, f'name a built-in one ("hop") or "file.py:Name"{tasks}'
         if env.use.endswith(".py"):
             yield use, f"say which environment of the file: {env.use}:Name"
+        if env.media_root is not None and (env.tasks or env.eval_tasks) and not Path(env.media_root).is_dir():
+            is_file = Path(env.media_root).exists()
+            problem = "is a file; name the directory of the pictures" if is_file else _no_such_file(env.media_root)
+            yield f"env.{index}.media_root", problem
         for ours, column in env.columns.items():
             if ours not in COLUMNS:
                 yield f"env.{index}.columns.{ours}", f"a column holds one of {', '.join(COLUMNS)}"

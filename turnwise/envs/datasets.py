@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
+from turnwise.envs.row_messages import read_conversation_column, read_tool_schemas, without_reference
+from turnwise.envs.rows import plain_row, row_mapping, rows_of_table
 from turnwise.errors import TaskError, did_you_mean, suggest_or_list
-from turnwise.types import Image, ImageRef, Task, Video, VideoRef, is_image_object, read_part
+from turnwise.types import Image, ImageRef, Message, Task, Video, VideoRef, is_image_object, read_part
+from turnwise.types.messages import as_messages
 
 _MARKER = re.compile("<(image|video)>")
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
@@ -23,8 +26,16 @@ class ImageSource:
     """Location of the images of a dataset."""
 
     folder: Path | None = None
-    """Directory of image paths in rows; None for rows that do not come from a file, which have no paths."""
+    """Directory of image paths in rows; None for rows that do not come from a file."""
     read: bool = True  # whether to read images with their row; otherwise when an episode renders them
+    media_root: Path | None = None
+    """Another directory of image paths, which may be absolute; relative ones are looked up in `folder` first."""
+
+    @property
+    def roots(self) -> list[tuple[Path, bool]]:
+        """The directories without links, each with whether paths into it may be absolute."""
+        given = ((self.folder, False), (self.media_root, True))
+        return [(root.resolve(), absolute) for root, absolute in given if root is not None]
 
 
 def with_images(rest: dict[str, Any], prompt: Any, source: ImageSource, where: str) -> tuple[Any, tuple[Any, ...]]:
@@ -113,8 +124,8 @@ def _content(content: Any, kinds: set[str], next_of: Any, source: ImageSource, w
             made.append(next_of(part["type"]))
         elif part.get("type") in ("image", "image_url", "input_image"):
             made.append(_of_part(part, source, where))
-        else:  # columns of Arrow files have all keys in all rows
-            made.append({key: value for key, value in part.items() if value is not None})
+        else:
+            made.append(part)
     return content if isinstance(content, str) and made == [content] else made
 
 
@@ -172,29 +183,54 @@ def _image(value: Any, source: ImageSource, where: str) -> Image:
 
 
 def _file(name: str, source: ImageSource, where: str) -> Image:
-    """Read a file in the dataset's folder."""
+    """Read a file in the dataset's folder, or in the directory of media."""
     if "://" in name:
         raise TaskError(f"{where}: {name!r:.100} is a URL, which is not fetched; save the image in the dataset's folder")
-    if source.folder is None:
+    roots = source.roots
+    if not roots:
         raise TaskError(
-            f"{where}: {name!r:.100} is text; rows not read from a file must give a pathlib.Path, bytes or tw.Image"
+            f"{where}: {name!r:.100} is text; rows not read from a file must give a pathlib.Path, bytes or tw.Image, or [env] "
+            "media_root the directory of its pictures"
         )
-    path = PurePosixPath(name)
-    outside = path.is_absolute() or PureWindowsPath(name).anchor or ".." in path.parts or "\\" in name or "\0" in name
-    folder = source.folder.resolve()
-    found = None if outside else (folder / path).resolve()
-    if found is None or not found.is_relative_to(folder):
-        raise TaskError(f"{where}: {name!r:.100} leads out of the dataset's folder {folder}; give paths relative to it, inside")
-    if not found.is_file():
-        raise TaskError(f"{where}: no file {name!r:.100} in {folder}")
+    candidates = [_within(root, name, absolute) for root, absolute in roots]
+    inside = [candidate for candidate in candidates if candidate is not None]
+    if not inside:
+        raise TaskError(f"{where}: {name!r:.100} leads out of {_named_roots(source)}")
+    path = next((candidate for candidate in inside if candidate.is_file()), None)
+    if path is None:
+        places = " or ".join(str(root) for root, _ in roots)
+        outside = "" if len(inside) == len(roots) else "; a path or a link that leads out of them is not followed"
+        raise TaskError(f"{where}: no file {name!r:.100} in {places}{outside}")
     if not source.read:
-        return Image(found, name=name)
+        return Image(path, name=name)
     try:
-        return Image(found.read_bytes(), name=name)
+        return Image(path.read_bytes(), name=name)
     except OSError as error:
-        raise TaskError(f"{where}: {found} cannot be read ({error.strerror})") from error
+        raise TaskError(f"{where}: {path} cannot be read ({error.strerror})") from error
 
 
+def _within(root: Path, name: str, absolute: bool) -> Path | None:
+    """Return the file that a path names within a resolved directory; None for one that leads out of it, also by a link."""
+    path = PurePosixPath(name)
+    if ".." in path.parts or "\\" in name or "\0" in name or PureWindowsPath(name).drive:
+        return None
+    if path.is_absolute() and not absolute:
+        return None
+    found = (root / path).resolve()
+    return found if found.is_relative_to(root) else None
+
+
+def _named_roots(source: ImageSource) -> str:
+    if source.folder is None:
+        return f"media_root {source.media_root}; give paths inside of it"
+    folder = f"the dataset's folder {source.folder.resolve()}"
+    if source.media_root is None:
+        return f"{folder}; give paths relative to it, inside, or set [env] media_root"
+    return f"{folder} and media_root {source.media_root}; give paths inside of one"
+
+
+MEDIA_COLUMNS = ("image", "images", "video", "videos")
+"""Columns of media, see `with_images`."""
 PROMPTS = ("messages", "prompt", "question", "problem", "query")
 """Columns of the prompt; the first one present is used."""
 ANSWERS = ("answer", "reward_model.ground_truth", "reward_spec.ground_truth", "ground_truth", "label", "solution", "response")
@@ -206,10 +242,14 @@ _ROWS_SUFFIXES = (".jsonl", ".parquet", ".arrow")
 def task_from_row(
     row: Mapping[str, Any], where: str, source: ImageSource | None = None, columns: Mapping[str, str] | None = None
 ) -> Task:
-    """Read one row: the prompt from one of `PROMPTS`, the answer from one of `ANSWERS`, and `id`; the rest is info.
+    """Read one row: the prompt from one of `PROMPTS`, the answer from one of `ANSWERS`, `id` and `env`.
 
-    A conversation in `messages` or in a mapped column that ends with the assistant's text ends with a reference reply: it is no
-    part of the prompt, and the answer of a row without one.
+    All columns but the prompt, `answer` and media are in `Task.info`, without empty values (see `turnwise.envs.rows`);
+    `Task.columns` has the others too.
+
+    A conversation in `messages` or in a mapped column that ends with the assistant's message ends with a reference reply: it
+    is no part of the prompt, and the answer of a row without one. One in `prompt` does so if the message has calls. Messages
+    are read as in `turnwise.envs.row_messages`.
 
     For columns of images and their positions in the prompt see `turnwise.envs.datasets.with_images`.
 
@@ -219,45 +259,71 @@ def task_from_row(
         columns: column names by content, `{"prompt": "instruction", "answer": "meta.gold"}`; a dot selects a nested value.
             They take precedence over all other columns. See `turnwise.config.schema.COLUMNS`.
     """
+    row = row_mapping(row)
     if not isinstance(row, Mapping):
         raise TaskError(f'{where}: a row is an object with a prompt, not {type(row).__name__}; write {{"prompt": ...}}')
-    rest = dict(row)
-    mapped = {ours: _mapped_column(rest, column, ours, where) for ours, column in (columns or {}).items()}
-    for column in (columns or {}).values():
+    named = columns or {}
+    given = plain_row(row)
+    rest = dict(given)
+    mapped = {ours: plain_row({"": _mapped_column(row, column, ours, where)}).get("") for ours, column in named.items()}
+    for column in named.values():
         rest.pop(column, None)
-    rest |= {ours: mapped[ours] for ours in mapped if ours not in ("prompt", "answer")}
+    rest |= {ours: mapped[ours] for ours in mapped if ours not in ("prompt", "answer") and mapped[ours] is not None}
+
     column = next((column for column in PROMPTS if rest.get(column) is not None), "")
     prompt = mapped["prompt"] if "prompt" in mapped else rest.pop(column, None)
-    reference = None
-    if "prompt" in mapped or column == "messages":
-        prompt, reference = _without_reference(prompt)
+    prompt = read_conversation_column(prompt, where)
+    is_conversation = "prompt" in mapped or column == "messages"
+    prompt, reference = without_reference(prompt, only_calls=not is_conversation)
     if prompt is None or prompt == "" or prompt == []:
         near = next((f"; {column}: {hint}" for column in rest if (hint := did_you_mean(str(column), PROMPTS, 0.6))), "")
         have = ", ".join(map(str, rest)) or "none"
         raise TaskError(f"{where}: no prompt; give the row one of the columns {', '.join(PROMPTS)} (it has {have}){near}")
-    name, env = rest.pop("id", None), rest.pop("env", None)
+
+    read = {key: rest.pop(key) for key in ("id", "env") if key in rest}
     answer = next((found for column in ANSWERS if (found := _at(rest, column)) is not None), None)
     answer = reference if answer is None else answer
     if "answer" in mapped:
         answer = mapped["answer"]
     else:
         rest.pop("answer", None)
+    name, env = read.get("id"), read.get("env")
     if isinstance(name, bool) or not isinstance(name, (str, int, type(None))):
         raise TaskError(f"{where}: 'id' is a string or an integer, not {type(name).__name__}; change or leave out the column")
     prompt, images = with_images(rest, prompt, source or ImageSource(), where)
+
     label = "" if name is None else str(name)
+    env_name = env if isinstance(env, str) else ""
     try:
-        return Task(prompt, answer, id=label, images=images, info=rest, env=env if isinstance(env, str) else "")
+        task = Task(prompt, answer, id=label, images=images, info=rest, env=env_name)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise TaskError(f"{where}: the prompt is not a string or a list of chat messages: {error}") from error
 
+    info = rest | {key: value for key, value in read.items() if key not in mapped}
+    prompts: tuple[str, ...] = (named["prompt"],) if "prompt" in mapped else (column,)
+    prompts += ("answer",) if answer is not None else ()
+    other = {key: given.get(key) for key in row if key not in info and key not in prompts}
+    if not other and info == rest:
+        return task
+    return replace(task, info=info, other_columns=other)  # with the id that the task had without them
 
-def _without_reference(prompt: Any) -> tuple[Any, Any]:
-    """Return a conversation without the reference reply that ends it, and that reply's content."""
-    last = prompt[-1] if isinstance(prompt, (list, tuple)) and len(prompt) > 1 else None
-    if not isinstance(last, Mapping) or last.get("role") != "assistant" or last.get("tool_calls"):
-        return prompt, None
-    return prompt[:-1], last.get("content")
+
+def read_messages(
+    row: Any, where: str, images: ImageSource | None = None
+) -> tuple[tuple[Message, ...], tuple[Mapping[str, Any], ...]]:
+    """Return the messages and the tools of a row, read like those of tasks; raise `TaskError` when it is no conversation."""
+    columns = plain_row(row) if isinstance(row, Mapping) else {}
+    messages = columns.get("messages", columns.get("conversations"))
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise TaskError(f'{where}: a conversation is a row with "messages", a list of objects with role and content')
+
+    messages = read_conversation_column(messages, where)
+    tools = read_tool_schemas(columns.get("tools"), where)
+    messages, _ = with_images(columns, messages, images or ImageSource(), where)
+    try:
+        return as_messages(messages), tools
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise TaskError(f"{where}: contains invalid chat messages: {error}") from error
 
 
 def _mapped_column(row: Mapping[str, Any], column: str, ours: str, where: str) -> Any:
@@ -335,7 +401,7 @@ def _read_columns(path: Path) -> Iterator[tuple[Any, str]]:
         batches: Any = pq.ParquetFile(path).iter_batches() if path.suffix == ".parquet" else _arrow_batches(pa, path)
         number = 0
         for batch in batches:
-            for row in batch.to_pylist():
+            for row in rows_of_table(batch):
                 yield row, f"{path} row {number}"
                 number += 1
     except (OSError, pa.ArrowInvalid) as error:

@@ -64,6 +64,7 @@ def resolve_env(config: EnvConfig | str, *, base: Path | str = ".", play: str | 
         play=named,
         return_multi_modal_inputs=config.return_multi_modal_inputs,
         columns=config.columns,
+        media_root=None if config.media_root is None else base / config.media_root,
         base=base,
         faithful=config.faithful,
     )
@@ -82,6 +83,7 @@ def as_env_spec(
     play: Play | None = None,
     return_multi_modal_inputs: bool = True,
     columns: Mapping[str, str] | None = None,
+    media_root: Path | None = None,
     base: Path | str = ".",
     faithful: bool = False,
 ) -> EnvSpec:
@@ -112,7 +114,7 @@ def as_env_spec(
         if adapted is None:
             _check_play(target, where)
         given = tasks if tasks is not None else getattr(target, "tasks", None)
-        source = make_task_source(given, eval_tasks, where, return_multi_modal_inputs, columns)
+        source = make_task_source(given, eval_tasks, where, return_multi_modal_inputs, columns, media_root)
         return EnvSpec(name or where, None, target, source, weight=weight)
     factory = _factory(target, dict(args or {}), where)
     prototype = _prototype(factory, where)
@@ -122,7 +124,7 @@ def as_env_spec(
         return owned if owned is not None else getattr(prototype, key, None)
 
     given = tasks if tasks is not None else hook("tasks")
-    source = make_task_source(given, eval_tasks, name or where, return_multi_modal_inputs, columns)
+    source = make_task_source(given, eval_tasks, name or where, return_multi_modal_inputs, columns, media_root)
     hooks = {key: hook(key) for key in ENV_ATTRIBUTES}
     return EnvSpec(name or where, factory, play, source, weight=weight, texts_function=hook("texts"), **hooks)
 

@@ -9,11 +9,13 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from turnwise.envs.datasets import ImageSource, read_rows, task_from_row
+from turnwise.envs.rows import rows_of
 from turnwise.errors import TaskError
 from turnwise.types import Task
 
@@ -38,11 +40,13 @@ def load_tasks(
     seed: int = 0,
     return_multi_modal_inputs: bool = True,
     columns: Mapping[str, str] | None = None,
+    media_root: Path | str | None = None,
 ) -> list[Task]:
     """Read tasks from a file, a Hugging Face dataset directory, a Python function or an iterable of rows.
 
     A function is called with those of `split`, `n` and `seed` that its signature names. Rows are tasks, or mappings as in
-    `turnwise.envs.datasets.task_from_row`. Duplicate rows are dropped.
+    `turnwise.envs.datasets.task_from_row`; a pandas DataFrame, a pyarrow Table and a `datasets.Dataset` are rows too.
+    Duplicate rows are dropped.
 
     Args:
         source: a `.jsonl`, `.parquet` or `.arrow` file, a directory of them or of `datasets.save_to_disk`; a function; or rows.
@@ -52,14 +56,15 @@ def load_tasks(
         return_multi_modal_inputs: read images together with their rows; otherwise rows keep paths, and an image is read when
             an episode renders it. The tasks are the same, ids included.
         columns: column names by content, as in `turnwise.envs.datasets.task_from_row`.
+        media_root: a directory that paths of images in rows may lead to, besides the dataset's own.
 
     Raises:
         TaskError: when the source or a row cannot be read, the source is empty, or two different tasks have the same id.
     """
-    images = ImageSource(None, return_multi_modal_inputs)
+    root = None if media_root is None else Path(media_root)
+    folder: Path | None = None
     if isinstance(source, (str, Path)):
         folder = Path(source) if Path(source).is_dir() else Path(source).parent
-        images = ImageSource(folder, return_multi_modal_inputs)
         rows: Iterable[tuple[Any, str]] = read_rows(Path(source))
         name = str(source)
     else:
@@ -67,18 +72,32 @@ def load_tasks(
         if callable(source):
             name = f"{getattr(source, '__name__', type(source).__name__)}()"
             source = _call(source, name, split, n, seed)
-        rows = ((row, f"{name} row {number}") for number, row in enumerate(source))
+        rows = ((row, f"{name} row {number}") for number, row in enumerate(rows_of(source, name)))
+
+    images = ImageSource(folder, return_multi_modal_inputs, root)
     tasks: dict[str, tuple[Task, str]] = {}
+    known_columns: dict[str, None] = {}
     for row, where in rows:
-        if isinstance(row, Task) and columns:
-            raise TaskError(f"{where}: is a tw.Task already; columns = {dict(columns)} maps rows, so leave it out")
-        task = row if isinstance(row, Task) else task_from_row(row, where, images, columns)
+        if isinstance(row, Task):
+            if columns:
+                raise TaskError(f"{where}: is a tw.Task already; columns = {dict(columns)} maps rows, so leave it out")
+            task = row
+        else:
+            task = task_from_row(row, where, images, columns)
+            known_columns |= dict.fromkeys([*task.info, *task.other_columns])
         known = tasks.setdefault(task.id, (task, where))
         if known[0] is not task and content_key(known[0]) != content_key(task):
             raise TaskError(f"{where}: the id {task.id!r} belongs to another task at {known[1]}; give each task its own id")
     if not tasks:
         raise TaskError(f"{name}: no tasks in it; give at least one row")
-    return [task for task, _ in tasks.values()]
+    return [_with_empty_columns(task, known_columns) for task, _ in tasks.values()]
+
+
+def _with_empty_columns(task: Task, known: Iterable[str]) -> Task:
+    """Return a task with the columns that other rows have and its own lacks, as Parquet and Arrow have them."""
+    own = task.columns
+    empty = {column: None for column in known if column not in own}
+    return replace(task, other_columns={**task.other_columns, **empty}) if empty else task
 
 
 def make_task_source(
@@ -87,6 +106,7 @@ def make_task_source(
     name: str,
     return_multi_modal_inputs: bool = True,
     columns: Mapping[str, str] | None = None,
+    media_root: Path | None = None,
 ) -> Callable[[str, int, int], list[Task]]:
     """Combine the sources of an environment into one function `(split, n, seed) -> tasks`.
 
@@ -99,7 +119,9 @@ def make_task_source(
             f"{name}: a task function that takes {' and '.join(_parameters(train))} takes split too ('train' or 'eval')"
         )
 
-    read = functools.partial(load_tasks, return_multi_modal_inputs=return_multi_modal_inputs, columns=columns)
+    read = functools.partial(
+        load_tasks, return_multi_modal_inputs=return_multi_modal_inputs, columns=columns, media_root=media_root
+    )
 
     @functools.cache
     def rows(split: str) -> tuple[Task, ...]:
@@ -141,6 +163,7 @@ def _call(source: Callable[..., Iterable[Any]], name: str, split: str, n: int, s
         ) from error
     finally:
         watch.cancel()
+    result = rows_of(result, name) if not isinstance(result, Mapping) else result
     if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Iterable):
         raise TaskError(f"{name}: returned {type(result).__name__}; a task function returns a list of tasks or rows")
     return result
@@ -155,8 +178,8 @@ def _parameters(source: Callable[..., Any]) -> list[str]:
 
 
 def content_key(task: Task) -> str:
-    """Return a hash of a task's content: everything except its id and its index and split in a dataset."""
-    info = {key: value for key, value in task.info.items() if key not in ("index", "split")}
+    """Return a hash of a task's content: everything except its id, its environment, and its index and split in a dataset."""
+    info = {key: value for key, value in task.info.items() if key not in ("index", "split", "id", "env")}
     if isinstance(extra := info.get("extra_info"), Mapping):
         info["extra_info"] = {key: value for key, value in extra.items() if key not in ("index", "split")}
     images = [image.to_dict()["image"] for image in task.images]

@@ -301,7 +301,7 @@ class Episodes:
         """
         name = row.get(TASK)
         if name is None:
-            return task_from_row({key: value for key, value in row.items() if value is not None}, where)
+            return task_from_row(row, where)
         task = self.tasks.get(str(name)) or self.tasks_of("eval").get(str(name))
         if task is None:
             numbers = "n_tasks, n_eval and seed"

@@ -35,6 +35,7 @@ from turnwise.types import (
     Turn,
     VideoRef,
 )
+from turnwise.types.trajectory import is_json
 
 SCHEMA = 1  # version of the record format; raised whenever an old reader would misread a new record
 LOOP = 1  # version of the journal's data for replay: settings, tools, observations without a reply, scores
@@ -171,7 +172,11 @@ def turn_row(turn: Turn, *, routes: bool = True) -> dict[str, Any]:
 def task_row(task: Task) -> dict[str, Any]:
     """Return one task as JSON."""
     row = {"id": task.id, "messages": [message_row(m) for m in task.messages], "answer": task.answer, "info": task.info}
-    return row | {"env": task.env} if task.env else row
+    if task.env:
+        row["env"] = task.env
+    if task.other_columns:
+        row["other_columns"] = {key: value for key, value in task.other_columns.items() if is_json(value)}
+    return row
 
 
 def failure_row(failure: Failure | None) -> dict[str, Any] | None:
@@ -362,7 +367,8 @@ def read_trajectory(row: Mapping[str, Any]) -> Trajectory:
 def read_task(row: Mapping[str, Any]) -> Task:
     """Return the task of a record, without images that only its environment has."""
     messages = tuple(read_message(message) for message in row["messages"])
-    return Task(messages, id=row["id"], answer=row["answer"], info=row.get("info") or {}, env=row.get("env") or "")
+    given = {"id": row["id"], "answer": row["answer"], "info": row.get("info") or {}, "env": row.get("env") or ""}
+    return Task(messages, **given, other_columns=row.get("other_columns"))
 
 
 def read_trajectories(run: Path) -> Iterator[Trajectory]:

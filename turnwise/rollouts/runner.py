@@ -30,6 +30,7 @@ from turnwise.records.serialization import LOOP
 from turnwise.renderers import Renderer
 from turnwise.renderers.base import vision_of
 from turnwise.renderers.history import POLICIES, History, policy_name
+from turnwise.renderers.row_arguments import check_row_arguments
 from turnwise.renderers.vision import PixelCache
 from turnwise.rollouts.agent_function import AgentFunction, Model
 from turnwise.rollouts.conversation import parse_extras
@@ -259,7 +260,9 @@ class Rollout:
             TraceError: when the record cannot be written.
             UsageError: for an agent function where history is `inline`, or unknown extras.
             RepeatedUserError: when the same bug in user code broke too many episodes and `stop_on_bugs` is set.
+            TaskError: for a row whose `chat_template_kwargs` are not those of the renderer.
         """
+        check_row_arguments((episode.task for episode in episodes), self.renderer)
         given: dict[str, Any] = {"extras": extras, "min_version": min_version, "sampling": sampling, "blank": blank}
         if self._stream is not None and self._stream.loop is asyncio.get_running_loop():
             return await self._stream.submit(episodes, **given)

@@ -19,6 +19,7 @@ from turnwise.media import MediaStore
 from turnwise.records.serialization import key_row, message_row, read_media, read_message
 from turnwise.scale.base import GroupSpec, PlayedGroup
 from turnwise.types import ROUTES, EpisodeKey, ExpertRoutes, Image, ImageRef, MediaPlacement, Message, Task, VideoRef
+from turnwise.types.trajectory import is_json
 
 _TAG = "tuple"
 
@@ -56,7 +57,9 @@ def _task_row(task: Task, store: MediaStore) -> dict[str, Any]:
         if not isinstance(content, str):
             content = tuple(part if isinstance(part, str) else store.put(part) for part in content)
         messages.append(message_row(replace(message, content=content)))
+    other = {key: value for key, value in task.other_columns.items() if is_json(value)}
     row = {"id": task.id, "messages": messages, "answer": pack(task.answer, where), "info": pack(dict(task.info), where)}
+    row["other_columns"] = pack(other, where)
     images = [store.put(image).to_dict() | {"raw": isinstance(image, Image)} for image in task.images]
     return row | {"env": task.env, "images": images}
 
@@ -66,7 +69,10 @@ def _read_task(row: Mapping[str, Any], image: Callable[[ImageRef], Image]) -> Ta
     refs = [(read_media(part), part["raw"]) for part in row["images"]]
     images = [image(ref) if raw and isinstance(ref, ImageRef) else ref for ref, raw in refs]
     info, answer = unpack(row["info"]), unpack(row["answer"])
-    return Task(tuple(messages), answer, id=row["id"], images=images, info=info, env=row["env"])
+    other = unpack(row.get("other_columns") or {})
+    if images:
+        other.setdefault("images", [one.value if isinstance(one, Image) else one for one in images])
+    return Task(tuple(messages), answer, id=row["id"], images=images, info=info, env=row["env"], other_columns=other)
 
 
 def spec_row(spec: GroupSpec, store: MediaStore) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from turnwise.errors import TurnwiseError
 from turnwise.records import EpisodeListener, ProgressListener, RunDir, read_json_lines
 from turnwise.records.metrics import rollout_metrics
 from turnwise.renderers.history import History
+from turnwise.renderers.row_arguments import check_row_arguments
 from turnwise.rollouts import EpisodeSpec, Rollout
 from turnwise.rollouts.retries import backoff_s
 from turnwise.rollouts.runner import left_out, left_out_note, parse_history
@@ -208,6 +209,7 @@ class TrainingRun:
         return summary
 
     async def _apply_prompt_limit(self) -> None:
+        check_row_arguments((choice.task for choice in (*self.plan.train, *self.plan.held_out)), self.parts.renderer)
         limit = self.config.limits.prompt_tokens
         if limit is None:
             return

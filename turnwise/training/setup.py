@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -23,9 +22,9 @@ from turnwise.config.schema import truncation_key
 from turnwise.engines import Engine, Sampling, SupportsSleep, SupportsWeightUpdate
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.local.adapters import AdapterShape
-from turnwise.envs.datasets import read_rows
+from turnwise.envs.datasets import read_messages, read_rows
 from turnwise.envs.spec import EnvSpec
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, TaskError
 from turnwise.media import MediaStore
 from turnwise.renderers.chat_renderer import ChatRenderer
 from turnwise.renderers.control_text import ControlText
@@ -61,7 +60,6 @@ from turnwise.training.trainer.leader import RankZeroTrainer, follow_rank_zero
 from turnwise.training.trainer.trainer import Trainer
 from turnwise.training.weight_transfer import GroupWeightPacker, RequestWeightPacker
 from turnwise.types import Message, Tools
-from turnwise.types.messages import as_messages
 
 if TYPE_CHECKING:
     from turnwise.engines.remote import Fleet, RemoteEngine
@@ -383,10 +381,10 @@ def dataset_texts(config: RunConfig, template: ChatTemplate) -> list[str]:
         return []
     found: list[str] = []
     for row, _ in islice(read_rows(Path(config.warmup.dataset)), TEXTS):
-        with suppress(TypeError, ValueError, KeyError, AttributeError):  # the warm-up names what is wrong
-            if tools := row.get("tools"):
-                schemas = json.loads(tools) if isinstance(tools, str) else tools
-                found.append(template.try_render(as_messages(row["messages"]), tuple(schemas)) or "")
+        with suppress(TaskError):  # the warm-up names what is wrong
+            messages, tools = read_messages(row, "")
+            if tools:
+                found.append(template.try_render(messages, tools) or "")
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections import Counter
@@ -16,18 +15,18 @@ from typing import Any
 from turnwise.config import Limits, RunConfig
 from turnwise.engines import Generation, Request, ScriptedEngine
 from turnwise.envs import Action, Env, Step
-from turnwise.envs.datasets import read_rows
+from turnwise.envs.datasets import ImageSource, read_messages, read_rows
 from turnwise.envs.spec import EnvSpec
 from turnwise.envs.tool_env import NO_REWARD, ToolEnvFactory
 from turnwise.errors import ConfigError, TaskError, TemplateError, TurnwiseError
 from turnwise.media import MediaStore
 from turnwise.renderers.chat_renderer import ChatRenderer
 from turnwise.renderers.history import History
+from turnwise.renderers.row_arguments import COLUMN, check_arguments_of_row
 from turnwise.rollouts import EpisodeSpec, Rollout
 from turnwise.training.evaluation import EvalResult
 from turnwise.training.task_plan import TaskPlan
 from turnwise.types import EpisodeKey, Message, StopReason, Task, Trajectory
-from turnwise.types.messages import as_messages
 
 LONGEST = 1 << 20
 """Maximum tokens of a recorded reply: replies are not truncated, but conversations over the context are skipped."""
@@ -96,14 +95,19 @@ async def conversations(
     lines: dict[str, list[str]] = {}
     skipped: Counter[str] = Counter()
     total = 0
+    images = ImageSource(path if path.is_dir() else path.parent)
     for row, where in read_rows(path):
         if limit and total == limit:
             break
         total += 1
-        conversation = read_conversation(row, where)
+        conversation = read_conversation(row, where, images)
+        if (arguments := row.get(COLUMN)) is not None:
+            check_arguments_of_row(arguments, where, renderer)
         if isinstance(conversation, str):
             skipped[conversation] += 1
             continue
+        replies = tuple(with_thinking_apart(renderer, reply) for reply in conversation.replies)
+        conversation = replace(conversation, replies=replies)
         try:
             texts = [encode_as_sampled(renderer, conversation, number) for number in range(len(conversation.replies))]
         except TemplateError:
@@ -131,17 +135,9 @@ async def conversations(
     return found
 
 
-def read_conversation(row: Any, where: str) -> DatasetConversation | str:
+def read_conversation(row: Any, where: str, images: ImageSource | None = None) -> DatasetConversation | str:
     """Read a row as a conversation, or return why it has no usable reply; raise `TaskError` when it is no conversation."""
-    messages = row.get("messages", row.get("conversations")) if isinstance(row, Mapping) else None
-    if not isinstance(messages, Sequence) or isinstance(messages, str):
-        raise TaskError(f'{where}: a conversation is a row with "messages", a list of objects with role and content')
-    tools = row.get("tools") or ()
-    try:
-        given = as_messages(messages)
-        schemas = tuple(json.loads(tools) if isinstance(tools, str) else tools)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise TaskError(f"{where}: contains invalid chat messages or tool schemas: {error}") from error
+    given, schemas = read_messages(row, where, images)
     places = [number for number, message in enumerate(given) if message.role == "assistant"]
     if not places:
         return "without an assistant message"
@@ -149,6 +145,16 @@ def read_conversation(row: Any, where: str) -> DatasetConversation | str:
         return "starting with an assistant message"
     answers = tuple(given[a + 1 : b] for a, b in pairwise(places))
     return DatasetConversation(given[: places[0]], tuple(given[place] for place in places), answers, schemas)
+
+
+def with_thinking_apart(renderer: ChatRenderer, reply: Message) -> Message:
+    """Return a reply with the thinking of its text in `reasoning`: rows of ms-swift write it into the content."""
+    if reply.reasoning is not None or not isinstance(reply.content, str) or "</" not in reply.content:
+        return reply
+    parsed = renderer.parse(renderer.encode_reply(reply.content))
+    if not parsed.reasoning or parsed.tool_calls or parsed.calls_in_thinking:
+        return reply
+    return replace(reply, content=parsed.text, reasoning=parsed.reasoning)
 
 
 def encode_as_sampled(renderer: ChatRenderer, conversation: DatasetConversation, number: int) -> str | None:

@@ -39,9 +39,11 @@ class Task:
     images: tuple[ImageRef | Image, ...] = ()
     """Images for the environment; the model receives only those in `messages`."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """All other columns of the row."""
+    """All other columns of the row, and its `id` and `env`."""
     env: str = ""
     """Name of the environment for this row, in runs with several."""
+    other_columns: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """Columns of the row that `info` lacks: its media, those that a recipe maps, and empty ones, which are None."""
 
     def __init__(
         self,
@@ -52,6 +54,7 @@ class Task:
         images: Sequence[Any] = (),
         info: Mapping[str, Any] | None = None,
         env: str = "",
+        other_columns: Mapping[str, Any] | None = None,
     ) -> None:
         set_field = object.__setattr__
         set_field(self, "messages", as_messages(messages))
@@ -59,7 +62,16 @@ class Task:
         set_field(self, "images", tuple(i if isinstance(i, (ImageRef, Image)) else Image(i) for i in images))
         set_field(self, "info", dict(info or {}))
         set_field(self, "env", env)
+        set_field(self, "other_columns", dict(other_columns or {}))
         set_field(self, "id", id or self._content_id())
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """All columns of the row but its prompt, as rewards and environments of other systems get them."""
+        columns = {**self.other_columns, **self.info}
+        if self.answer is not None:
+            columns.setdefault("answer", self.answer)
+        return columns
 
     def _content_id(self) -> str:
         messages, images = [m.to_dict() for m in self.messages], [i.to_dict()["image"] for i in self.images]
@@ -72,6 +84,15 @@ class Task:
 
     def __hash__(self) -> int:
         return hash(self.id)
+
+
+def is_json(value: Any) -> bool:
+    """Whether a value is JSON data, so that it can be recorded and sent."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and is_json(item) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(map(is_json, value))
+    return value is None or isinstance(value, (str, int, float, bool))
 
 
 def _stable_repr(value: Any) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from turnwise.envs.row_messages import read_tools
 from turnwise.envs.scripted_play import maybe_await
 from turnwise.envs.threads import run_in_thread
 from turnwise.envs.tools.results import Content, ResultLimit, ToolResult, join_content, read_content, read_result
@@ -129,13 +130,15 @@ def arguments_of(task: Task) -> RowArguments:
 
 
 def tool_names_of(task: Task) -> tuple[str, ...] | None:
-    """Read the tools named in a row's column `tools` (names or OpenAI schemas); None for all tools."""
+    """Read the tools named in a row's column `tools` (names or schemas, also as JSON text); None for all tools."""
     column = task.info.get("tools")
     if column is None:
         return None
-    names = [_name(item) for item in column] if isinstance(column, (list, tuple)) else [None]
+    names = [_name(item) for item in read_tools(column, f"task {task.id}")]
     if None in names:
-        raise TaskError(f"task {task.id}: the column tools is a list of names of tools, not {column!r:.80}")
+        raise TaskError(
+            f"task {task.id}: the column tools is a list of names of tools, not {column!r:.80}; or of their schemas"
+        )
     return tuple(dict.fromkeys(name for name in names if name is not None))
 
 
