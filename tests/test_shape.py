@@ -154,6 +154,7 @@ OTHERS = {
     ("cli/main.py", "warnings.formatwarning"): "the hook that Python has for it",
     ("config/load.py", "merged.origins"): "a copy, by the function that makes it",
     ("engines/local/engine.py", "self._finalizer.atexit"): "weakref",
+    ("compat/trl_script.py", "sys.argv"): "the command line of a script that runs",
     ("envs/thread_alarm.py", "timer.daemon"): "threading",
     ("engines/local/slots.py", "one.index"): "two slots change places, in the class that has them",
     ("engines/local/slots.py", "other.index"): "likewise",

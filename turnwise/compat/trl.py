@@ -184,7 +184,8 @@ def _environment(factory: Callable[[], Any], tools: list[Tool], where: str) -> E
     needs_row = any(one.default is one.empty and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL) for one in parameters)
     if "get_reward" in members and (wrong := _needs(members["get_reward"])):
         raise ConfigError(f"{where}: {name}.get_reward needs {wrong}; it is called without arguments")
-    return EnvironmentClass(factory, name, templates, "get_reward" in members, needs_row)
+    # TRL reads the methods of an instance that it uses, so this one is the first of the pool.
+    return EnvironmentClass(factory, name, templates, "get_reward" in members, needs_row, [instance])
 
 
 def _needs(method: Callable[..., Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,8 @@ from turnwise.envs.user_code import as_number, call_user, describe_value, number
 from turnwise.errors import EnvError, RewardError, TaskError, suggest_or_list, words
 from turnwise.types import Message, Task, ToolCall, Trajectory
 
+POOL_CHECK_S = 0.02
+"""Interval of checks for an instance that another episode gives back."""
 LIFETIME = ("reset", "get_reward")
 """Public methods that are no tools."""
 
@@ -119,8 +122,7 @@ class TrlEnv(ToolEnv):
         if chosen is None:
             self._open(())
             return self._factory.opening(task.messages)
-        pool = chosen.pool if self._options.faithful else []
-        self._environment = pool.pop() if pool else await call_user(chosen.make, {})
+        self._environment = await self._taken(chosen)
         bound = [replace(tool, function=getattr(self._environment, key)) for key, tool in chosen.templates.items()]
         self._open(bound)
         row = self._row(task)
@@ -129,6 +131,26 @@ class TrlEnv(ToolEnv):
         method = self._environment.reset
         observation = await call_user(method, accepted(method, row))
         return self._factory.opening(_appended(task.messages, observation, chosen.name))
+
+    async def _taken(self, chosen: EnvironmentClass) -> Any:
+        """Return an instance for this episode: with `faithful` one of the pool, else a new one.
+
+        A factory may make as many as a batch of TRL has, such as one for each address of a server; then the episode waits for
+        one that another gives back.
+        """
+        while True:
+            if self._options.faithful and chosen.pool:
+                return chosen.pool.pop()
+            try:
+                return await call_user(chosen.make, {})
+            except RuntimeError as error:
+                if words(error) != "StopIteration":
+                    raise
+            if not self._options.faithful:
+                raise EnvError(
+                    f"{chosen.name}: environment_factory makes no further instance; set env.faithful = true to use each again"
+                )
+            await asyncio.sleep(POOL_CHECK_S)
 
     def _class_of(self, task: Task) -> EnvironmentClass | None:
         known = self._options.environments

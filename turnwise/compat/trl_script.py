@@ -167,7 +167,7 @@ class _Parser:
 
     def parse_args_and_config(self, *args: Any, **options: Any) -> Any:
         """Return one object for each group of settings."""
-        given: dict[str, Any] = {}
+        given: dict[str, Any] = {"dataset_train_split": "train", "dataset_test_split": "test", "eval_strategy": "no"}
         left = list(sys.argv[1:])
         while left:
             name = left.pop(0).removeprefix("--")
