@@ -77,6 +77,10 @@ class Draft:
         self.values[key] = value
         self.origins[key] = self.source if origin is None else origin
 
+    def doubt_base(self) -> None:
+        """Take what is not set as unknown."""
+        self.base_known = False
+
     def number(self, key: str, default: float) -> float:
         """Return a number of the source, or the system's default."""
         value = self.given.get(key)
@@ -366,7 +370,7 @@ def _check_program(draft: Draft, system: System, program: str, name: str) -> Non
         draft.incomplete.append(
             f"the script starts {program}, a program of its own: what it sets, registers or replaces is not read"
         )
-        draft.base_known = False
+        draft.doubt_base()
 
 
 def _mark_guesses(draft: Draft) -> None:

@@ -28,6 +28,11 @@ class Composed:
     complete_base: bool = True
     """Whether all that it builds on was read or is the system's own."""
 
+    def lack(self, what: str) -> None:
+        """Account for a file that is not read."""
+        self.missing.append(what)
+        self.complete_base = False
+
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the table of a YAML file; raise `ConfigError` for one that cannot be read."""
@@ -75,8 +80,7 @@ def compose(path: Path, belongs: Belongs) -> Composed:
     try:
         _add(path, path.parent, "", found, belongs, 0)
     except ConfigError as error:
-        found.missing.append(str(error))
-        found.complete_base = False
+        found.lack(str(error))
     return found
 
 
@@ -174,9 +178,9 @@ def resolve_interpolations(settings: dict[str, Any]) -> None:
 
 
 def _resolved(text: str, settings: Mapping[str, Any]) -> Any:
-    whole = _INTERPOLATION.fullmatch(text)
-    if whole is not None:
-        return _lookup(whole[1], settings, text)
+    single = _INTERPOLATION.fullmatch(text)
+    if single is not None:
+        return _lookup(single[1], settings, text)
     return _INTERPOLATION.sub(lambda found: str(_lookup(found[1], settings, found[0])), text)
 
 

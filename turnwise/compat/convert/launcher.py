@@ -43,7 +43,7 @@ class Unknown:
 
     @property
     def placeholder(self) -> str:
-        """Text that stands for the value within a text."""
+        """Text in place of the value within a text."""
         return "${" + re.sub(r"\W+", "_", self.source)[:40].strip("_") + "}"
 
 
@@ -84,8 +84,11 @@ class Record:
     kind: str
     fields: dict[str, Any] = field(default_factory=dict)
     methods: dict[str, Function] = field(default_factory=dict)
-    known: bool = True
-    """Whether an attribute that it lacks does not exist."""
+
+    def put(self, fields: Mapping[str, Any]) -> None:
+        """Replace its fields."""
+        self.fields.clear()
+        self.fields.update(fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,7 @@ class Class:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class LauncherCall:
     """Call of a function that the launcher imports."""
 
     name: str
@@ -149,7 +152,7 @@ class Launcher:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise ConfigError(f"{name}: is no Python file ({error})") from None
         self.launches: list[Launch] = []
-        self.calls: list[Call] = []
+        self.calls: list[LauncherCall] = []
         self.unresolved: list[str] = []
         self.missing: list[str] = []
         self.decided: dict[str, Any] = {}
@@ -317,11 +320,11 @@ class Launcher:
             scope.names.update(before)
             scope.names.update({key: one.copy() for key, one in kept.items()})
             for one, own in zip(records, fields_before, strict=True):
-                one.fields = dict(own)
+                one.put(own)
             returned = self._body(body, scope)
             if returned is None:
                 ends.append(dict(scope.names))
-                endings.append([one.fields for one in records])
+                endings.append([dict(one.fields) for one in records])
             elif not (isinstance(returned.value, Unknown) and returned.value.source == _ERROR):
                 returns.append(returned)
         unknown = Unknown(f"if {condition}")
@@ -335,7 +338,7 @@ class Launcher:
             scope.names[name] = self._joined([end.get(name) for end in ends], unknown)
         for at, one in enumerate(records):
             keys = dict.fromkeys(key for end in endings for key in end[at])
-            one.fields = {key: self._joined([end[at].get(key) for end in endings], unknown) for key in keys}
+            one.put({key: self._joined([end[at].get(key) for end in endings], unknown) for key in keys})
         return None
 
     def _joined(self, values: Sequence[Any], unknown: Unknown) -> Any:
@@ -464,7 +467,7 @@ class Launcher:
                 return owner.fields[node.attr]
             if node.attr in owner.methods:
                 method = Function(owner.methods[node.attr].node, owner.methods[node.attr].scope, owner)
-                is_property = any("property" in ast.unparse(one) for one in getattr(method.node, "decorator_list", ()))
+                is_property = _is_property(method.node)
                 return self.call(method, (), {}) if is_property else method
         if isinstance(owner, Scope) and owner.has(node.attr):
             return owner.find(node.attr)
@@ -489,7 +492,7 @@ class Launcher:
             return str(value)
         if isinstance(value, list | tuple | dict) and _is_plain(value):
             return str(value)
-        # the name in the launcher says more to the user than what it comes from
+        # the name in the launcher tells the user more than what it comes from
         return self._place(Unknown(source))
 
     def _place(self, unknown: Unknown) -> str:
@@ -624,9 +627,9 @@ class Launcher:
             return self.call(target, args, kwargs)
         if isinstance(target, Class):
             return self._instance(target, args, kwargs)
-        self.calls.append(Call(name, args, kwargs, scope.function))
+        self.calls.append(LauncherCall(name, args, kwargs, scope.function))
         if last[:1].isupper():
-            return Record(last, dict(kwargs), known=False)
+            return Record(last, dict(kwargs))
         return Unknown(_short(node))
 
     def _execute_train(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -642,7 +645,7 @@ class Launcher:
         if isinstance(given, str):
             self.launches.append(Launch("", given))
         elif isinstance(given, list):
-            words = [self._text(one, getattr(one, "source", "?")) for one in given]
+            words = [self._text(one, source_of(one, "?")) for one in given]
             self.launches.append(Launch("", words=tuple(words)))
         return Unknown("the result of a command")
 
@@ -728,7 +731,7 @@ class Launcher:
 
     def _text_method(self, owner: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], node: ast.Call) -> Any:
         if name == "join" and len(args) == 1 and isinstance(args[0], list | tuple):
-            return owner.join(self._text(one, getattr(one, "source", "?")) for one in args[0])
+            return owner.join(self._text(one, source_of(one, "?")) for one in args[0])
         if name == "format":
             return self._format(owner, args, kwargs, node)
         if name in ("resolve", "absolute", "expanduser", "as_posix"):
@@ -763,8 +766,8 @@ class Launcher:
         return Unknown(_short(node))
 
     def _format(self, owner: str, args: Sequence[Any], kwargs: Mapping[str, Any], node: ast.Call) -> Any:
-        sources = [self._text(one, getattr(one, "source", "?")) for one in args]
-        named = {key: self._text(one, getattr(one, "source", key)) for key, one in kwargs.items()}
+        sources = [self._text(one, source_of(one, "?")) for one in args]
+        named = {key: self._text(one, source_of(one, key)) for key, one in kwargs.items()}
         if re.search(r"\{[^}]*[.\[!:]", owner):  # attributes and formats of arguments
             return Unknown(_short(node))
         try:
@@ -841,8 +844,6 @@ class Launcher:
             extended = self.value(base, made.scope)
             if isinstance(extended, Class) and depth < 10:
                 order += self._fields(extended, record, depth + 1)
-            elif not isinstance(extended, Class):
-                record.known = False
         for node in made.node.body:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 name = node.target.id
@@ -964,6 +965,15 @@ def _shared_start(texts: Sequence[str]) -> str:
 def _loaded(target: ast.expr) -> ast.expr:
     """Return the target of an assignment as the expression that reads it."""
     return ast.parse(ast.unparse(target), mode="eval").body
+
+
+def source_of(value: Any, default: str) -> str:
+    """Return the source of an unknown value, or a default for another one."""
+    return value.source if isinstance(value, Unknown) else default
+
+
+def _is_property(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef) and any("property" in ast.unparse(one) for one in node.decorator_list)
 
 
 def _is_number(value: Any) -> bool:

@@ -56,6 +56,11 @@ class Script:
     variables: dict[str, str] = field(default_factory=dict)
     """Variables with one value."""
 
+    def add(self, words: list[str], doubts: list[frozenset[str]] | None = None) -> None:
+        """Add a command."""
+        self.commands.append(words)
+        self.doubts.append([frozenset()] * len(words) if doubts is None else doubts)
+
 
 def read_script(text: str, folder: Path | None = None) -> Script:
     """Return the commands of a script; raise `ConfigError` for one that cannot be read.
@@ -88,6 +93,21 @@ class _Case:
     """Whether the current branch is read; None if that is unknown."""
     matched: bool = False
 
+    def start_branch(self) -> None:
+        """Decide about the branch of the patterns that were read."""
+        self.expects = False
+        if self.subject is None:
+            self.read = None
+            return
+        fits = any(fnmatchcase(self.subject, one) for one in self.patterns)
+        self.read = fits and not self.matched
+        self.matched = self.matched or fits
+
+    def end_branch(self) -> None:
+        """Expect the patterns of the next branch."""
+        self.expects, self.read = True, False
+        self.patterns.clear()
+
 
 @dataclass(slots=True)
 class _If:
@@ -99,6 +119,15 @@ class _If:
     """Whether one of its branches was."""
     source: str
 
+    def next_branch(self, found: bool | None) -> None:
+        """Decide about `elif`."""
+        self.read = None if self.read is None or found is None else found and not self.taken
+        self.taken = bool(self.taken or self.read)
+
+    def last_branch(self) -> None:
+        """Decide about `else`."""
+        self.read = None if self.read is None else not self.taken
+
 
 @dataclass(slots=True)
 class _Condition:
@@ -109,6 +138,22 @@ class _Condition:
     value: bool | None = None
     groups: list[tuple[bool | None, str]] = field(default_factory=list)
     """For each open `{`, the value before it and the operator between."""
+
+    def open_group(self, link: str) -> None:
+        """Follow `{`."""
+        self.groups.append((self.value, link))
+        self.value = None
+
+    def close_group(self) -> None:
+        """Follow `}`."""
+        before, between = self.groups.pop()
+        self.value = _combined(before, between, self.value)
+
+    def add(self, link: str, source: str, found: bool | None) -> None:
+        """Add one test."""
+        if link or self.groups:
+            self.source = f"{self.source} {link} {source}"
+        self.value = _combined(self.value, link, found)
 
 
 class _Reader:
@@ -155,18 +200,9 @@ class _Reader:
         if mark in ("&&", "||"):
             self._link = mark
         elif mark == ")" and case is not None and case.expects:
-            self._pattern(case)
+            case.start_branch()
         elif mark == ";;" and case is not None:
-            case.expects, case.patterns, case.read = True, [], False
-
-    def _pattern(self, case: _Case) -> None:
-        case.expects = False
-        if case.subject is None:
-            case.read = None
-        else:
-            fits = any(fnmatchcase(case.subject, one) for one in case.patterns)
-            case.read = fits and not case.matched
-            case.matched = case.matched or fits
+            case.end_branch()
 
     def _is_read(self) -> bool:
         return all(one.read is not False for one in self._ifs) and all(one.read is not False for one in self._cases)
@@ -220,8 +256,7 @@ class _Reader:
     def _closes(self, name: str) -> bool:
         """Follow `else`, `fi` and `esac`; return whether the word is one."""
         if name == "else" and self._ifs:
-            branch = self._ifs[-1]
-            branch.read = None if branch.read is None else not branch.taken
+            self._ifs[-1].last_branch()
         elif name == "fi" and self._ifs:
             self._ifs.pop()
         elif name == "esac" and self._cases:
@@ -238,7 +273,7 @@ class _Reader:
     def _add_patterns(self, words: Sequence[Word | str]) -> None:
         for word in words:
             if isinstance(word, tuple):
-                self._cases[-1].patterns += self._expand(word, split=False)
+                self._cases[-1].patterns.extend(self._expand(word, split=False))
 
     def _loop(self, words: Sequence[Word | str]) -> None:
         """Set the variable of a loop over one word; with several it has no single value."""
@@ -253,12 +288,12 @@ class _Reader:
         given = [one for word in words[:1] if isinstance(word, tuple) for one in self._expand(word)]
         path = None if self._folder is None or not given else self._folder / given[0]
         if path is None or not path.is_file() or self._sourced >= MAX_SOURCED:
-            self.script.not_found += given
+            self.script.not_found.extend(given)
             return
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, ValueError):
-            self.script.not_found += given
+            self.script.not_found.extend(given)
             return
         if len(text) <= MAX_CHARACTERS:
             self._sourced += 1
@@ -269,16 +304,12 @@ class _Reader:
         assert condition is not None
         name = _plain(words[0]) if words and isinstance(words[0], tuple) else ""
         if name == "{":
-            condition.groups.append((condition.value, link))
-            condition.value = None
+            condition.open_group(link)
             self._add_test(words[1:], "")
         elif name == "}" and condition.groups:
-            before, between = condition.groups.pop()
-            condition.value = _combined(before, between, condition.value)
+            condition.close_group()
         else:
-            if link or condition.groups:
-                condition.source = f"{condition.source} {link} {_source(words)}"
-            condition.value = _combined(condition.value, link, self._test(words))
+            condition.add(link, _source(words), self._test(words))
 
     def _branch(self, condition: _Condition) -> None:
         found = condition.value
@@ -287,9 +318,7 @@ class _Reader:
                 self.script.notes.append(f"both branches of `if {condition.source}` are read")
             self._ifs.append(_If(found, bool(found), condition.source))
         elif self._ifs:
-            branch = self._ifs[-1]
-            known = None if branch.read is None or found is None else found and not branch.taken
-            branch.read, branch.taken = known, bool(branch.taken or known)
+            self._ifs[-1].next_branch(found)
 
     def _known_words(self, words: Sequence[Word | str]) -> list[str] | None:
         """Return the expanded words; None if one of them holds something unknown."""
@@ -374,8 +403,7 @@ class _Reader:
         if flat[:1] == ["eval"]:
             self._commands(" ".join(flat[1:]))
         elif flat and flat[0] != ":" and not _is_test(flat):
-            self.script.commands.append(flat)
-            self.script.doubts.append(doubts)
+            self.script.add(flat, doubts)
 
     def _expand(self, word: Word, *, split: bool = True) -> list[str]:
         """Return the words that a word becomes: an unquoted variable is split at blanks, an array has one for each item."""

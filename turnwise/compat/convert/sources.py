@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from turnwise.compat.convert.hydra import compose, compose_table, parse_yaml, read_yaml, resolve_interpolations
+from turnwise.compat.convert.hydra import Composed, compose, compose_table, parse_yaml, read_yaml, resolve_interpolations
 from turnwise.compat.convert.launcher import Launch, Launcher
 from turnwise.compat.convert.shell import MAX_CHARACTERS, Script, read_script, split_words
 from turnwise.compat.convert.trainers import read_trainer, trainer_calls
@@ -48,6 +48,30 @@ class Source:
     """Whether what is not set has the system's defaults: false if a file of settings, or a part of them, was not read."""
     bases: list[str] = field(default_factory=list)
     """Configurations of a system by name (`ppo_megatron_trainer`), which no file beside the script has."""
+
+    def start(self, programs: Sequence[str], program: str) -> None:
+        """Set what is started."""
+        self.programs = list(programs)
+        self.program = program
+
+    def lack(self, what: str) -> None:
+        """Account for settings that are not read."""
+        self.missing.append(what)
+        self.doubt_base()
+
+    def doubt_base(self) -> None:
+        """Take what is not set as unknown."""
+        self.base_known = False
+
+    def add(self, composed: Composed) -> None:
+        """Add the settings of a configuration, with what of it was not read."""
+        self.settings.extend(_settings_of(composed.tree))
+        self.missing.extend(composed.missing)
+        self.base_known = self.base_known and composed.complete_base
+
+    def override(self, overrides: Sequence[Setting]) -> None:
+        """Apply overrides, of which `~key` takes a setting away."""
+        self.settings = _overridden(self.settings, overrides)
 
 
 def read_source(text: str, name: str, folder: Path | None = None) -> Source:
@@ -92,9 +116,8 @@ def _is_own_config(name: str) -> bool:
 def _from_yaml(text: str, name: str, folder: Path | None) -> Source:
     composed = compose_table(parse_yaml(text, name), folder, _is_own_config)
     source = Source()
-    source.settings, source.missing = _settings_of(composed.tree), composed.missing
-    source.base_known = composed.complete_base
-    source.unresolved = _interpolations(source.settings)
+    source.add(composed)
+    source.unresolved.extend(_interpolations(source.settings))
     return source
 
 
@@ -124,15 +147,15 @@ _SPACED = re.compile(r"^[ \t]*([A-Za-z_]\w*(?:\.\w+)+)[ \t]+=[ \t]+(\S+)[ \t]*$"
 
 
 def _from_script(text: str, name: str, folder: Path | None) -> Source:
-    source = Source()
+    notes = []
     if server := _commented_server(text):
         text = f"{server}\n{text}"
-        source.notes.append("the command `swift rollout` in its comments is read too: the server has the scheduler")
+        notes.append("the command `swift rollout` in its comments is read too: the server has the scheduler")
     try:
         script = read_script(_SPACED.sub(r"\1=\2", text), folder)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
-    source.variables = script.variables
+    source = Source(variables=script.variables, notes=notes)
     _add_commands(source, script, folder)
     used_files = [one for one in script.not_found if not one.rpartition("/")[2].startswith(("env", "activate", ".env"))]
     if used_files and any(one for one in source.unresolved):
@@ -177,11 +200,10 @@ def _add_commands(source: Source, script: Script, folder: Path | None) -> None:
     if len({tuple(one.words[one.start :]) for one in trainings}) > 1:
         others = ", ".join(dict.fromkeys(one.program or one.words[0] for one in trainings[1:]))
         source.missing.append(f"the script starts {len(trainings)} trainings; the first is read, not the others ({others})")
-    source.programs = [one.program for one in chosen]
-    source.program = (trainings or servers)[0].program
+    source.start([one.program for one in chosen], (trainings or servers)[0].program)
     for command in (*servers, *trainings[:1]):
         _add_command(source, command, script.unresolved, folder)
-    source.unresolved += _used(script.unresolved, source.settings)
+    source.unresolved.extend(_used(script.unresolved, source.settings))
 
 
 def _unwrapped(
@@ -311,7 +333,7 @@ def _add_command(source: Source, command: _Command, unresolved: Sequence[str], f
     if len(overrides) > flags or (not flags and any(_is_override(word) for word in rest)):
         options, values = _hydra_words(rest)
         _add_config(source, options, command.program, folder)
-        source.settings = _overridden(source.settings, list(_overrides(values, unresolved, hidden)))
+        source.override(list(_overrides(values, unresolved, hidden)))
     else:
         made = list(_flags(rest, unresolved, hidden))
         for one in made:
@@ -319,7 +341,7 @@ def _add_command(source: Source, command: _Command, unresolved: Sequence[str], f
                 _add_yaml(source, one.value, folder)
         if rest and rest[0].endswith((".yaml", ".yml")):
             _add_yaml(source, rest[0], folder)
-        source.settings += made
+        source.settings.extend(made)
     for word in hidden:
         _add_hidden(source, word)
     conditions: dict[str, list[str]] = {}
@@ -340,21 +362,18 @@ def _add_hidden(source: Source, word: str) -> None:
     if re.search(r"MODEL_(CONFIG_)?ARGS", word):
         source.notes.append(f"{word} is not read: the shape of the model comes from model.path")
         return
-    source.missing.append(f"{word} is not known here, and the settings in it are not read")
-    source.base_known = False
+    source.lack(f"{word} is not known here, and the settings in it are not read")
 
 
 def _add_yaml(source: Source, value: str, folder: Path | None) -> None:
     path = find_file(value, folder)
     if path is None:
-        source.missing.append(f"{value}, which --config names, was not found: its settings are not read")
-        source.base_known = False
+        source.lack(f"{value}, which --config names, was not found: its settings are not read")
         return
     try:
-        source.settings += _settings_of(read_yaml(path))
+        source.settings.extend(_settings_of(read_yaml(path)))
     except ConfigError as error:
-        source.missing.append(str(error))
-        source.base_known = False
+        source.lack(str(error))
 
 
 def find_file(name: str, folder: Path | None) -> Path | None:
@@ -406,8 +425,7 @@ def _add_config(source: Source, options: Mapping[str, str], program: str, folder
         return
     where = options.get("path") or options.get("dir") or ""
     if not name:
-        source.missing.append(f"the configuration in {where} is not named (--config-name): its settings are not read")
-        source.base_known = False
+        source.lack(f"the configuration in {where} is not named (--config-name): its settings are not read")
         return
     places = [f"{where}/{name}.yaml" if where else f"{name}.yaml"]
     if where and program and not program.endswith(".py"):  # relative to the program's module
@@ -421,13 +439,10 @@ def _add_config(source: Source, options: Mapping[str, str], program: str, folder
             f"{where}/{name}.yaml (--config-path) was not found; {path.name} beside the script is read: check it"
         )
     if path is None:
-        source.missing.append(f"{places[-1]}, which --config-name names, was not found: its settings are not read")
-        source.base_known = False
+        source.lack(f"{places[-1]}, which --config-name names, was not found: its settings are not read")
         return
     composed = compose(path, _is_own_config)
-    source.settings += _settings_of(composed.tree)
-    source.missing += composed.missing
-    source.base_known = source.base_known and composed.complete_base
+    source.add(composed)
     source.notes.append(f"the settings of {path.name} are read")
 
 
@@ -492,21 +507,21 @@ def _from_python(text: str, name: str, folder: Path | None) -> Source:
     script = Script(unresolved=list(launcher.unresolved))
     for launch in launcher.launches:
         _add_launch(script, launch, folder)
-    script.unresolved = list(dict.fromkeys([*script.unresolved, *launcher.unresolved]))
-    script.doubts = [[frozenset()] * len(words) for words in script.commands]
+    script.unresolved.extend(launcher.unresolved)
     trainings = [one for one in script.commands if _LAUNCH.search(_command(one, ()).program) or _swift(one) is not None]
     if trainings or not (calls := trainer_calls(launcher)):
         if not trainings:
-            script.commands += _assigned(launcher)
-            script.doubts = [[frozenset()] * len(words) for words in script.commands]
+            for words in _assigned(launcher):
+                script.add(words)
         _add_commands(source, script, folder)
     else:
         made = read_trainer(launcher, calls, name, folder)
-        source.settings = [Setting(key, value) for key, value in made.settings]
-        source.program, source.programs = made.program, [made.program]
-        source.missing += made.missing
-        source.base_known = made.base_known
-        source.unresolved += _used([*script.unresolved, *made.unresolved], source.settings)
+        source.settings.extend(Setting(key, value) for key, value in made.settings)
+        source.start([made.program], made.program)
+        source.missing.extend(made.missing)
+        if not made.base_known:
+            source.doubt_base()
+        source.unresolved.extend(_used([*script.unresolved, *made.unresolved], source.settings))
     if source.settings and launcher.defaults:
         decided = ", ".join(f"{key} = {str(value)[:30]}" for key, value in list(launcher.decided.items())[:12])
         source.notes.append(f"the launcher's own arguments have their defaults{f': {decided}' if decided else ''}")
@@ -518,16 +533,17 @@ def _from_python(text: str, name: str, folder: Path | None) -> Source:
 
 def _add_launch(script: Script, launch: Launch, folder: Path | None) -> None:
     if launch.program:
-        script.commands.append(["python", launch.program, *split_words(launch.text or "")])
+        script.add(["python", launch.program, *split_words(launch.text or "")])
     elif launch.text is None:
-        script.commands.append(list(launch.words))
+        script.add(list(launch.words))
     else:
         try:
             inner = read_script(launch.text, folder)
         except ConfigError:
             return
-        script.commands += inner.commands
-        script.unresolved += inner.unresolved
+        for words, doubts in zip(inner.commands, inner.doubts, strict=True):
+            script.add(words, doubts)
+        script.unresolved.extend(inner.unresolved)
 
 
 def _assigned(launcher: Launcher) -> list[list[str]]:

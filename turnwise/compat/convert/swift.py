@@ -176,10 +176,10 @@ def _teacher(draft: Draft) -> None:
     if (top := draft.number("gkd_logits_topk", 0)) > 0:
         draft.teacher["top"] = int(top)
         draft.incomplete.append(
-            f"gkd_logits_topk = {top:g} compares these ids alone there, renormalized; all others count as one here (teacher.top)"
+            f"gkd_logits_topk = {top:g} compares these ids alone, renormalized; here all others count as one (teacher.top)"
         )
     elif server is not None:
-        raise ConfigError("a teacher on a server needs gkd_logits_topk: servers do not send the whole vocabulary")
+        raise ConfigError("a teacher on a server needs gkd_logits_topk: servers do not send the vocabulary")
     draft.put("train.reward_weight", 0.0, origin="rlhf_type")
     draft.put("rollout.group_size", 1, origin="rlhf_type")
     draft.put("train.aggregation", "token", origin="rlhf_type")

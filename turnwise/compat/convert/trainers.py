@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from turnwise.compat.convert.launcher import Call, Class, Function, Launcher, Record, Unknown
+from turnwise.compat.convert.launcher import Class, Function, Launcher, LauncherCall, Record, Unknown, source_of
 
 ARGUMENT_CLASSES = {
     "RLHFArguments": "swift rlhf",
@@ -32,15 +32,20 @@ class TrainerSettings:
     """Texts that stand for values which only a run gives."""
     base_known: bool = True
 
+    def lack(self, what: str) -> None:
+        """Account for settings that are not read."""
+        self.missing.append(what)
+        self.base_known = False
 
-def trainer_calls(launcher: Launcher) -> list[Call]:
+
+def trainer_calls(launcher: Launcher) -> list[LauncherCall]:
     """Return the calls that make a trainer, or the arguments of one."""
     names = {call.name.rpartition(".")[2]: call for call in launcher.calls}
     found = [call for name, call in names.items() if re.fullmatch(r"[A-Z]\w*Trainer", name) or name in ARGUMENT_CLASSES]
     return sorted(found, key=lambda call: not call.name.endswith("GRPOTrainer"))
 
 
-def read_trainer(launcher: Launcher, calls: Sequence[Call], name: str, folder: Path | None) -> TrainerSettings:
+def read_trainer(launcher: Launcher, calls: Sequence[LauncherCall], name: str, folder: Path | None) -> TrainerSettings:
     """Return what the first trainer of a script is given."""
     call = calls[0]
     kind = call.name.rpartition(".")[2]
@@ -53,8 +58,7 @@ def read_trainer(launcher: Launcher, calls: Sequence[Call], name: str, folder: P
         _add_fields(made, config.fields, "")
     elif config is not None:
         source = config.source if isinstance(config, Unknown) else "args"
-        made.missing.append(f"the trainer's settings come from the command line ({source}): give them to convert as flags")
-        made.base_known = False
+        made.lack(f"the trainer's settings come from the command line ({source}): give them to convert as flags")
     here = str((folder or Path()) / name) if folder is not None else name
     for key, value in call.kwargs.items():
         if key in _OBJECTS:
@@ -66,10 +70,9 @@ def read_trainer(launcher: Launcher, calls: Sequence[Call], name: str, folder: P
         elif key == "peft_config":
             _add_adapter(made, value)
         elif key in _SERVED:
-            made.settings.append((key, getattr(value, "source", key)))
+            made.settings.append((key, source_of(value, key)))
         elif key == "**":
-            made.missing.append(f"{value.source} is not known here, and the arguments in it are not read")
-            made.base_known = False
+            made.lack(f"{value.source} is not known here, and the arguments in it are not read")
         elif key != "args":
             made.settings.append((key, _plain(value)))
     return made
@@ -78,8 +81,7 @@ def read_trainer(launcher: Launcher, calls: Sequence[Call], name: str, folder: P
 def _add_fields(made: TrainerSettings, fields: Mapping[str, Any], prefix: str) -> None:
     for key, value in fields.items():
         if key == "**":
-            made.missing.append(f"{value.source} is not known here, and the settings in it are not read")
-            made.base_known = False
+            made.lack(f"{value.source} is not known here, and the settings in it are not read")
         elif isinstance(value, Unknown):
             made.settings.append((f"{prefix}{key}", value.placeholder))
             made.unresolved.append(value.placeholder)
@@ -101,7 +103,7 @@ def _add_model(made: TrainerSettings, value: Any) -> None:
     if isinstance(value, str):
         made.settings.append(("model", value))
     else:
-        made.missing.append(f"the model is made by code ({getattr(value, 'source', 'model')}): set model.path")
+        made.missing.append(f"the model is made by code ({source_of(value, 'model')}): set model.path")
 
 
 def _add_data(made: TrainerSettings, key: str, value: Any) -> None:
@@ -110,7 +112,7 @@ def _add_data(made: TrainerSettings, key: str, value: Any) -> None:
     if isinstance(value, str):
         made.settings.append((key, value))
         return
-    source = getattr(value, "source", None) or key
+    source = source_of(value, key)
     part = "tasks" if key == "train_dataset" else "eval_tasks"
     made.missing.append(f"{key} is made by code ({source}): write its rows to a file, or a function (set [[env]] {part})")
 
@@ -120,7 +122,7 @@ def _add_adapter(made: TrainerSettings, value: Any) -> None:
         made.settings.append(("use_peft", True))
         _add_fields(made, value.fields, "lora.")
     elif value is not None:
-        made.missing.append(f"peft_config is known only when the script runs ({getattr(value, 'source', '')}): set [lora]")
+        made.missing.append(f"peft_config is known only when the script runs ({source_of(value, 'peft_config')}): set [lora]")
 
 
 def _add_objects(made: TrainerSettings, key: str, value: Any, here: str) -> None:
@@ -132,7 +134,7 @@ def _add_objects(made: TrainerSettings, key: str, value: Any, here: str) -> None
         if named is not None:
             names.append(named)
         elif one is not None:
-            what = one.name if isinstance(one, Class | Function) else getattr(one, "source", str(one))
+            what = one.name if isinstance(one, Class | Function) else source_of(one, str(one))
             where = one.scope.function if isinstance(one, Class | Function) else ""
             inside = f"is made inside {where}(): move it to the top of the file" if where else "is made by code: name it"
             made.missing.append(f"{key}: {what} {inside}, then set it in [[env]]")
