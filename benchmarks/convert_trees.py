@@ -229,6 +229,14 @@ EXPECTED: dict[str, dict[str, tuple[str, Transform]]] = {
 }
 
 
+SUPERSEDED = {
+    "num_train_epochs": ("max_steps", "train_iters"),
+    "trainer.epochs": ("trainer.max_training_steps",),
+    "trainer.algorithm.kl_loss_coef": ("trainer.algorithm.use_kl_loss",),
+}
+"""A flag -> others that decide in its place where they are given."""
+
+
 @dataclass(slots=True)
 class Judged:
     """One script."""
@@ -388,8 +396,12 @@ def named(flag: str, converted: Converted) -> bool:
 
 
 def dropped(flag: str, converted: Converted) -> bool:
-    """Return whether a flag is listed as not converted, or its value as one to replace."""
-    return any(one.key == flag and one.kind in ("none", "unknown") for one in converted.accounts) or any(
+    """Return whether a flag is listed as not converted for a reason, or its value as one to replace.
+
+    "No effect at this value" is no such reason: where the table here has a value, the flag has an effect.
+    """
+    listed = [one for one in converted.accounts if one.key == flag and one.kind in ("none", "unknown")]
+    return any(not one.text.startswith("no effect") for one in listed) or any(
         flag in line for line in (*converted.incomplete, *converted.notes)
     )
 
@@ -408,6 +420,8 @@ def judge(system: str, path: Path, source: str) -> Judged:
     given = flags(system, path, source)
     certain = always(path, source)
     for flag, values in given.items():
+        if any(other in given for other in SUPERSEDED.get(flag, ())):
+            continue
         if system == "trl" or named(flag, converted) or f"--{flag}" in certain or path.suffix != ".py":
             faults += judge_flag(system, flag, values, converted, recipe)
     faults += judge_minibatches(system, given, converted, recipe)

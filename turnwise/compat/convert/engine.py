@@ -338,9 +338,9 @@ def convert_source(source: Source, system: System, name: str, folder: Path | Non
     draft.notes.extend(source.notes)
     draft.incomplete.extend(source.missing)
     _check_program(draft, system, source.program, name)
-    accounts = [_account(draft, system, setting) for setting in settings]
-    draft.read("")
     try:
+        accounts = [_account(draft, system, setting) for setting in settings]
+        draft.read("")
         system.finish(draft)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
@@ -445,6 +445,8 @@ def _account(draft: Draft, system: System, setting: Setting) -> Account:
         before = dict(draft.values)
         try:
             reason = (same(rule) if isinstance(rule, str) else rule)(draft, value)
+        except ConfigError:
+            raise
         except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError):
             reason = f"a value of another form was expected, not {str(value)[:60]!r}"
         if reason is not None:

@@ -361,10 +361,21 @@ class _Reader:
 
     def _command(self, words: list[Word | str], unknown: str = "") -> None:
         conditions = self._unknown_conditions() | ({f"if {unknown}"} if unknown else set())
+        assigns = self._assignments(words, conditions)
+        flat, doubts = self._expanded(words, conditions)
+
+        self._status = True if assigns and not flat else self._test(words) if _is_test(flat) else True
+        self._status_source = _source(words)
+        if flat[:1] == ["eval"]:
+            self._commands(" ".join(flat[1:]))
+        elif flat and flat[0] != ":" and not _is_test(flat):
+            self.script.add(flat, doubts)
+
+    def _assignments(self, words: list[Word | str], conditions: set[str]) -> bool:
+        """Follow the assignments at the start of a command, and take them away; return whether there was one."""
         assigns = False
         while words and isinstance(words[0], tuple):
-            head = _plain(words[0])
-            if head in _PREFIXES:
+            if _plain(words[0]) in _PREFIXES:
                 words.pop(0)
                 while words and isinstance(words[0], tuple) and re.fullmatch(r"-[A-Za-z]+", _plain(words[0])):
                     words.pop(0)
@@ -387,23 +398,36 @@ class _Reader:
                 if adds and name in self.values:
                     values = ["".join((*self.values[name], *values))]
                     adds = ""
-            if self.values.get(name) != values:  # a branch that sets what is set already decides nothing
-                kept = self._doubts.get(name, frozenset()) if adds or conditions else frozenset()
-                self._doubts[name] = kept | frozenset(self._met)
-                self.values[name] = [*self.values.get(name, []), *values] if adds else values
-        flat, doubts = [], []
+            keeps = bool(found.group(2) or conditions)
+            self._set(name, [*self.values.get(name, []), *values] if adds else values, keeps=keeps)
+        return assigns
+
+    def _set(self, name: str, values: list[str], *, keeps: bool) -> None:
+        """Set a variable, and the conditions on which its value depends."""
+        if self.values.get(name) == values:  # a branch that sets what is set already decides nothing
+            return
+        kept = self._doubts.get(name, frozenset()) if keeps else frozenset()
+        self._doubts[name] = kept | frozenset(self._met)
+        self.values[name] = values
+
+    def _expanded(self, words: Sequence[Word | str], conditions: set[str]) -> tuple[list[str], list[frozenset[str]]]:
+        """Return the words of a command after expansion, each with the unknown conditions on which it depends."""
+        flat: list[str] = []
+        doubts: list[frozenset[str]] = []
+        pending: set[str] = set()
         for word in _without_redirections(words):
-            if isinstance(word, tuple):
-                self._met = set(conditions)
-                expanded = self._expand(word)
-                flat += expanded
-                doubts += [frozenset(self._met)] * len(expanded)
-        self._status = True if assigns and not flat else self._test(words) if _is_test(flat) else True
-        self._status_source = _source(words)
-        if flat[:1] == ["eval"]:
-            self._commands(" ".join(flat[1:]))
-        elif flat and flat[0] != ":" and not _is_test(flat):
-            self.script.add(flat, doubts)
+            if not isinstance(word, tuple):
+                continue
+            self._met = set(conditions)
+            expanded = self._expand(word)
+            flat += expanded
+            pending |= self._met
+            if expanded:
+                doubts += [frozenset(pending)] * len(expanded)
+                pending = set()
+        if pending and doubts:  # a word that is empty in the branch that is read
+            doubts[-1] |= pending
+        return flat, doubts
 
     def _expand(self, word: Word, *, split: bool = True) -> list[str]:
         """Return the words that a word becomes: an unquoted variable is split at blanks, an array has one for each item."""

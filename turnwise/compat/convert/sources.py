@@ -65,7 +65,7 @@ class Source:
 
     def add(self, composed: Composed) -> None:
         """Add the settings of a configuration, with what of it was not read."""
-        self.settings.extend(_settings_of(composed.tree))
+        self.settings.extend(_flat(composed.tree))
         self.missing.extend(composed.missing)
         self.base_known = self.base_known and composed.complete_base
 
@@ -117,6 +117,7 @@ def _from_yaml(text: str, name: str, folder: Path | None) -> Source:
     composed = compose_table(parse_yaml(text, name), folder, _is_own_config)
     source = Source()
     source.add(composed)
+    source.override(())
     source.unresolved.extend(_interpolations(source.settings))
     return source
 
@@ -158,7 +159,7 @@ def _from_script(text: str, name: str, folder: Path | None) -> Source:
     source = Source(variables=script.variables, notes=notes)
     _add_commands(source, script, folder)
     used_files = [one for one in script.not_found if not one.rpartition("/")[2].startswith(("env", "activate", ".env"))]
-    if used_files and any(one for one in source.unresolved):
+    if used_files and (source.unresolved or source.missing):
         source.missing.append(f"{', '.join(dict.fromkeys(used_files))}, which the script sources, was not found")
     return source
 
