@@ -151,6 +151,15 @@ def test_the_file_of_a_configuration_is_read_with_its_defaults(tmp_path, options
     assert recipe["env"][0]["args"]["reward"] == "score.py:compute_score"
 
 
+@pytest.mark.parametrize("place", ["$(pwd)/conf", "$PWD/conf", "${PWD}/conf", "$DIR/conf"])
+def test_a_configuration_under_the_working_folder_is_read(tmp_path, place):
+    script = 'DIR="$(pwd)"\n' + HYDRA.format(f'--config-path="{place}" --config-name=my', "data.train_files=t.parquet")
+    files = {"bin/run.sh": script, "conf/my.yaml": MY, "conf/tools/fast.yaml": FAST}
+    found, recipe = converted(tmp_path, files, "bin/run.sh")
+    assert found.complete
+    assert recipe["limits"]["turns"] == 5
+
+
 def test_overrides_change_add_and_take_away(tmp_path):
     words = (
         f"++{ROLLOUT}.n=3 ~{ROLLOUT}.multi_turn +algorithm.gamma=0.9 ~custom_reward_function data.max_prompt_length=50 "
@@ -595,6 +604,28 @@ def test_settings_of_trl_from_the_command_line_are_said(tmp_path):
     )
     found, _ = converted(tmp_path, {"run.py": text}, "run.py")
     assert says(found, "training_args", "command line")
+
+
+def test_flags_of_a_script_of_trl_are_read_with_the_script(tmp_path):
+    text = (
+        "from trl import GRPOConfig, GRPOTrainer, TrlParser\n\n\n"
+        "class Maze:\n    def reset(self, **kwargs):\n        return None\n\n\n"
+        "def score(environments, **kwargs):\n    return [0.0]\n\n\nparser = TrlParser((GRPOConfig,))\n"
+        "(training_args,) = parser.parse_args_and_config()\n"
+        'GRPOTrainer(model="m", args=training_args, reward_funcs=score, train_dataset="rows.jsonl", environment_factory=Maze)\n'
+    )
+    script = "accelerate launch --num_processes 2 maze.py --learning_rate 3e-6 --num_generations 4"
+    found, recipe = converted(tmp_path, {"run.sh": script, "maze.py": text})
+    assert found.system == "trl"
+    assert found.complete
+    assert (recipe["train"]["lr"], recipe["rollout"]["group_size"]) == (3e-6, 4)
+    assert recipe["rollout"]["groups"] == 4  # 8 completions of each of 2 processes
+    assert recipe["env"][0]["use"] == f"{tmp_path}/maze.py:Maze"
+    found, recipe = converted(
+        tmp_path, {"other.sh": f"{script} --model_name_or_path m".replace("maze.py", "gone.py")}, "other.sh"
+    )
+    assert says(found, "gone.py")
+    assert recipe["env"][0]["use"].startswith("REPLACE")
 
 
 @pytest.mark.parametrize("trainer", ["SFTTrainer", "DPOTrainer", "GKDTrainer", "KTOTrainer"])

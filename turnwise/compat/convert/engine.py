@@ -332,6 +332,8 @@ def convert_source(source: Source, system: System, name: str, folder: Path | Non
     last = {_known_key(system, one.key): plain_value(one.value) for one in source.settings}
     settings = [Setting(key, value) for key, value in last.items()]
     draft.given.update((f"${key}", plain_value(value)) for key, value in source.variables.items())
+    if source.processes is not None:
+        draft.given.update({"$num_processes": source.processes, "$NPROC_PER_NODE": source.processes})
     draft.given["$program"] = source.program
     draft.given["$programs"] = source.programs
     draft.given.update((one.key, one.value) for one in settings)

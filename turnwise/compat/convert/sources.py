@@ -46,6 +46,8 @@ class Source:
     """What could not be read, each a clause."""
     base_known: bool = True
     """Whether what is not set has the system's defaults: false if a file of settings, or a part of them, was not read."""
+    processes: int | None = None
+    """Processes that the command starts, where it tells."""
     bases: list[str] = field(default_factory=list)
     """Configurations of a system by name (`ppo_megatron_trainer`), which no file beside the script has."""
 
@@ -53,6 +55,12 @@ class Source:
         """Set what is started."""
         self.programs = list(programs)
         self.program = program
+
+    def launch_processes(self, words: Sequence[str]) -> None:
+        """Read the number of processes from the words before the program (`accelerate launch`, `torchrun`)."""
+        found = re.search(r"--(?:num[-_]processes|nproc[-_]per[-_]node)[= ](\d{1,6})\b", " ".join(words))
+        if found is not None:
+            self.processes = int(found[1])
 
     def lack(self, what: str) -> None:
         """Account for settings that are not read."""
@@ -68,6 +76,14 @@ class Source:
         self.settings.extend(_flat(composed.tree))
         self.missing.extend(composed.missing)
         self.base_known = self.base_known and composed.complete_base
+
+    def put_under(self, inner: Source) -> None:
+        """Take the settings of the program that is started, below those of its command."""
+        self.settings[:0] = inner.settings
+        self.missing.extend(one for one in inner.missing if "come from the command line" not in one)
+        self.unresolved.extend(inner.unresolved)
+        self.notes.extend(inner.notes)
+        self.start(inner.programs, inner.program)
 
     def override(self, overrides: Sequence[Setting]) -> None:
         """Apply overrides, of which `~key` takes a setting away."""
@@ -158,10 +174,28 @@ def _from_script(text: str, name: str, folder: Path | None) -> Source:
         raise ConfigError(f"{name}: {error}") from None
     source = Source(variables=script.variables, notes=notes)
     _add_commands(source, script, folder)
+    _add_trainer_script(source, folder)
     used_files = [one for one in script.not_found if not one.rpartition("/")[2].startswith(("env", "activate", ".env"))]
     if used_files and (source.unresolved or source.missing):
         source.missing.append(f"{', '.join(dict.fromkeys(used_files))}, which the script sources, was not found")
     return source
+
+
+def _add_trainer_script(source: Source, folder: Path | None) -> None:
+    """Add what the program gives to TRL's trainer, where it is a file beside the script; flags are above it."""
+    path = find_file(source.program, folder) if source.program.endswith(".py") else None
+    if path is None or path.stat().st_size > MAX_CHARACTERS:
+        return
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if re.search(r"\b(?:GRPO|RLOO)Trainer\(", text) is None:
+        return
+    try:
+        inner = _from_python(text, path.name, path.parent)
+    except ConfigError as error:
+        source.lack(str(error))
+        return
+    if inner.program.endswith("Trainer"):
+        source.put_under(inner)
 
 
 def _commented_server(text: str) -> str:
@@ -327,6 +361,7 @@ def _swift(command: Sequence[str]) -> int | None:
 
 def _add_command(source: Source, command: _Command, unresolved: Sequence[str], folder: Path | None) -> None:
     words, start = command.words, command.start
+    source.launch_processes(words[:start])
     rest = words[start:]
     overrides = [place for place, word in enumerate(rest, start) if _HYDRA.match(word)]
     flags = sum(word.startswith("--") for word in rest)
@@ -377,10 +412,14 @@ def _add_yaml(source: Source, value: str, folder: Path | None) -> None:
         source.lack(str(error))
 
 
+_WORKING_FOLDER = re.compile(r"^\$(?:PWD|\{PWD\}|\(pwd\.*\))/")
+
+
 def find_file(name: str, folder: Path | None) -> Path | None:
     """Return a file that a script names, from its folder or one of those above; None if it is not there."""
     if folder is None or not name or "\0" in name:
         return None
+    name = _WORKING_FOLDER.sub("", name)  # usually one of the folders above
     for one in (folder, *folder.parents)[:6]:
         path = one / name
         try:

@@ -298,5 +298,6 @@ SYSTEM = System(
         "seed": 42,
     },
     finish=_finish,
+    programs=r"Trainer$",
     normalize=lambda key: key.lstrip("-").replace("-", "_"),
 )
