@@ -367,6 +367,21 @@ def test_a_function_for_a_step_is_named_with_the_hooks_in_its_place():
 
 
 @pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--custom-agent-function-path mine.run", "custom-agent-function-path = mine.run"),
+        ("--generate-tool-specs-path mine.specs", "generate-tool-specs-path = mine.specs"),
+        ("--custom-reward-post-process-path mine.scale", "custom-reward-post-process-path = mine.scale"),
+        ("--data-source-path mine.Source", "data-source-path = mine.Source"),
+        ("--custom-rollout-log-function-path mine.log", None),
+    ],
+)
+def test_code_of_the_user_that_is_not_in_the_recipe_is_said(words, named):
+    found, _ = of(f"python3 train.py {SLIME} {words}")
+    assert found.complete if named is None else says(found, named)
+
+
+@pytest.mark.parametrize(
     "words",
     ["--rollout-function-path slime.rollout.sft_rollout.generate_rollout", "--loss-type sft_loss", "--advantage-estimator ppo"],
 )

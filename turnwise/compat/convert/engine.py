@@ -356,6 +356,7 @@ def convert_source(source: Source, system: System, name: str, folder: Path | Non
         draft.incomplete.append(f"the settings name no environment: set use, now {TO_DO}.py:Env")
     _fit_context(draft)
     accounts = _checked(draft, accounts)
+    _add_code(draft, accounts)
     _add_unresolved(draft, system, source.unresolved, accounts)
     found = Converted(
         system.name, "", tuple(accounts), tuple(dict.fromkeys(draft.notes)), tuple(dict.fromkeys(draft.incomplete))
@@ -386,6 +387,19 @@ def _mark_guesses(draft: Draft) -> None:
             del draft.values[key]
         else:
             draft.origins[key] += ", unless a part that was not read sets it"
+
+
+_CODE = re.compile(r"[-_.](path|func|fn)$")
+
+
+def _add_code(draft: Draft, accounts: Sequence[Account]) -> None:
+    """Name the user's code and files that are not in the recipe: without them it trains otherwise."""
+    for one in accounts:
+        if one.kind != "none" or one.text.startswith(NO_EFFECT) or not isinstance(one.value, str):
+            continue
+        named = any(line.startswith(f"{one.key} = ") for line in draft.incomplete)
+        if _CODE.search(one.key) and "log" not in one.key and not named:
+            draft.incomplete.append(f"{one.key} = {one.value} is not in the recipe: {one.text}")
 
 
 def _add_unresolved(draft: Draft, system: System, unresolved: Sequence[str], accounts: Sequence[Account]) -> None:
