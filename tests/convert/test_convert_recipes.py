@@ -1,5 +1,6 @@
 """`turnwise convert`: every setting is accounted for, and what comes out loads."""
 
+import importlib.util
 import re
 import shlex
 import tomllib
@@ -37,8 +38,23 @@ def files(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     for name in ("train", "test", "more"):
-        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 9)
-    (tmp_path / "search.py").write_text("def generate(args, sample, sampling_params):\n    return sample\n")
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "a", "answer": "b", "gold": "b", "images": []}\n' * 9)
+    (tmp_path / "search.py").write_text(
+        "async def generate(args, sample, sampling_params):\n    return sample\n\n"
+        "async def reward(args, sample, **kwargs):\n    return 0.0\n"
+    )
+    (tmp_path / "my_tool.py").write_text("from verl.tools.base_tool import BaseTool\n\n\nclass Look(BaseTool):\n    pass\n")
+    (tmp_path / "tools.yaml").write_text(
+        "tools:\n- class_name: my_tool.Look\n  config: {type: native}\n  tool_schema:\n    type: function\n"
+        "    function: {name: look, description: Look, parameters: {type: object, properties: {}, required: []}}\n"
+    )
+    (tmp_path / "score.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n"
+    )
+    (tmp_path / "plugin.py").write_text(
+        "from swift.rewards import ORM, orms\n\n\nclass Mine(ORM):\n"
+        "    def __call__(self, completions, **kwargs):\n        return [0.0 for _ in completions]\n\n\norms['mine'] = Mine\n"
+    )
     (tmp_path / "loop.yaml").write_text("max_turns: 3\nrollout_interaction_env_path: geo\n")
     (tmp_path / "geo.py").write_text("def build_env(sample=None, args=None):\n    return None\n")
     return tmp_path
@@ -76,7 +92,7 @@ def test_slime(files):
     assert (train["algorithm"], train["minibatches"], train["steps"]) == ("gspo", 2, 100)
     assert (train["kl"], train["kl_in"], train["kl_estimator"], train["reference_every"]) == (0.01, "loss", "k3", 5)
     assert (train["clip_low"], train["clip_high"], train["clip_cap"]) == (0.1, 0.1, 3)  # the upper bound is the lower one there
-    assert (train["entropy"], train["lr_warmup_steps"], train["betas"]) == (0.001, 4, [0.9, 0.98])
+    assert (train["entropy"], train["lr_warmup_steps"], train["betas"]) == (0.001, 2, [0.9, 0.98])  # 4 updates, 2 in a step
     assert (train["correction"], train["correction_high"], train["refill"]) == ("tis", 3, 3)
     assert recipe["env"][0]["use"] == f"{files / 'search.py'}:generate"
     assert recipe["env"][0]["columns"] == {"prompt": "prompt", "answer": "answer", "images": "images"}
@@ -161,7 +177,7 @@ def test_skyrl(files):
     assert found.system == "skyrl"
     train = recipe["train"]
     assert (train["algorithm"], train["kl"], train["entropy"], train["clip_cap"]) == ("rloo", 0.002, 0.02, 4)
-    assert (train["minibatches"], train["data_epochs"], train["lr_warmup_steps"]) == (4, 2.0, 3)
+    assert (train["minibatches"], train["data_epochs"], train["lr_warmup_steps"]) == (4, 2.0, 1)
     assert train["overlong_filter"] is True
     assert recipe["rollout"]["history"] == "inline"
     assert recipe["rollout"]["min_p"] == 0.05
@@ -213,7 +229,8 @@ def test_verl(files):
     assert recipe["model"] == {"path": "model", "parser": "hermes"}
     assert recipe["rollout"]["sanity"] == "ignore_strippable"
     assert recipe["env"][0]["use"] == "verl:tools"
-    assert recipe["env"][0]["args"] == {"tool_config_path": "tools.yaml", "reward": "score.py:compute_score"}
+    given = {"tool_config_path": "tools.yaml", "reward": "score.py:compute_score"}
+    assert recipe["env"][0]["args"] == given | {"max_parallel_calls": 1, "max_tool_response_length": 256}  # its defaults
     unknown = [(one.key, one.text) for one in found.accounts if one.kind == "unknown"]
     key = "actor_rollout_ref.rollout.multi_turn.max_assistant_turn"
     assert unknown == [(key, f"did you mean '{key}s'?")]
@@ -240,10 +257,10 @@ def test_swift(files):
     assert recipe["model"] == {"path": "model", "revision": "v1"}
     assert recipe["rollout"] == {"group_size": 8, "temperature": 1.0, "min_p": 0.1, "top_k": 0, "groups": 8}
     train = recipe["train"]
-    assert (train["minibatches"], train["steps"], train["lr_warmup_steps"]) == (4, 50, 5)
+    assert (train["minibatches"], train["steps"], train["lr_warmup_steps"]) == (4, 13, 1)  # 50 updates, 4 in a step
     assert (train["kl"], train["clip_low"], train["clip_high"], train["clip_cap"]) == (0.01, 0.2, 0.2, 2.0)
     assert (train["aggregation"], train["advantage"], train["refill"]) == ("fixed", "mean", 4)
-    assert (train["overlong_filter"], train["reference_every"], train["loss_scale"]) == (True, 20, "last_round")
+    assert (train["overlong_filter"], train["reference_every"], train["loss_scale"]) == (True, 5, "last_round")
     env = recipe["env"][0]
     assert (env["use"], env["tasks"], env["columns"]) == ("swift:math_tip_trick", "train.jsonl", {"answer": "gold"})
     assert env["args"] == {"reward_funcs": ["accuracy", "mine"], "reward_weights": [1, 0.5], "external_plugins": ["plugin.py"]}
@@ -302,14 +319,16 @@ def test_a_yaml_of_swift_with_groups_of_workers():
 
 
 @pytest.mark.parametrize("script", [SLIME, SKYRL, VERL, SWIFT])
-def test_what_comes_out_passes_the_dry_run(files, script, capsys):
-    (files / "snapshots").mkdir()
+def test_what_comes_out_passes_the_dry_run(files, script, capsys, monkeypatch):
+    monkeypatch.chdir(files)
     text = script.replace("--model_revision v1", "")
     (files / "launch.sh").write_text(text)
     recipe = files / "recipe.toml"
     assert main(["convert", str(files / "launch.sh"), "--out", str(recipe)]) == 0
     assert "unknown setting" in capsys.readouterr().err
-    assert main(["train", str(recipe), "--dry-run"]) == 0
+    without = script is SKYRL and importlib.util.find_spec("skyrl_gym") is None
+    assert main(["train", str(recipe), "--dry-run"]) == (2 if without else 0), capsys.readouterr().err
+    assert ("pip install skyrl-gym" in capsys.readouterr().err) == without
     assert main(["convert", str(files / "launch.sh"), "--out", str(recipe)]) == 2
     assert "name a new file" in capsys.readouterr().err
 
@@ -450,7 +469,7 @@ def test_every_setting_that_matters_is_in_a_table(name):
     ("text", "name", "said"),
     [
         ("echo hello", "a.sh", "no settings found"),
-        ("run --zzz 1 --yyy 2", "a.sh", "no known setting of slime, skyrl, verl, swift"),
+        ("run --zzz 1 --yyy 2", "a.sh", "no known setting of slime, skyrl, verl, swift, trl"),
         ("- 1\n- 2", "a.yaml", "holds no table"),
         ("a: [", "a.yaml", "is no YAML file"),
         ("a: &a [1, 2]\nb: *a", "a.yaml", "has aliases"),

@@ -1,11 +1,10 @@
-"""The settings of launch scripts that the four systems ship, by name: each is in a table, and the document's counts are theirs.
+"""The settings of launch scripts that the systems ship, by name: each is in a table.
 
-`shipped_scripts.json` has the names of a script's settings, by what `turnwise convert` made of them at the commits that
-docs/convert.md names; scripts themselves are not here.
+`shipped_scripts.json` has the names of a script's settings, by what `turnwise convert` made of them; scripts themselves are not
+here.
 """
 
 import json
-import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -18,7 +17,6 @@ SHIPPED = json.loads((HERE / "shipped_scripts.json").read_text())
 SCRIPTS = [(system, script) for system, scripts in SHIPPED.items() for script in scripts]
 KINDS = ("mapped", "machine", "none")
 SYSTEM_OF = {"slime": "slime", "Miles": "slime", "SkyRL": "skyrl", "verl": "verl", "ms-swift": "swift"}
-LINE = re.compile(r"^\| ([\w-]+) \| `(\S+)` \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (.*) \|$", re.MULTILINE)
 
 
 @pytest.mark.parametrize(("system", "script"), SCRIPTS)
@@ -32,11 +30,3 @@ def test_every_setting_of_a_shipped_script_is_in_a_table(system, script):
     assert [key for key in listed["none"] if key not in known and not any(fnmatchcase(key, one) for one in patterns)] == []
     dropped = [key for key in listed["machine"] if any(fnmatchcase(key, one) for one in table.machine)]
     assert dropped == listed["machine"]
-
-
-def test_the_document_has_the_counts():
-    text = (HERE.parents[1] / "docs/convert.md").read_text()
-    rows = {(system, script): [int(one) for one in counts] for system, script, *counts, _ in LINE.findall(text)}
-    assert rows.keys() == set(SCRIPTS)
-    for system, script in SCRIPTS:
-        assert rows[system, script] == [*(len(SHIPPED[system][script][kind].split()) for kind in KINDS), 0], script

@@ -19,6 +19,7 @@ from turnwise.errors import UsageError
 
 if TYPE_CHECKING:
     from turnwise.config import ResolvedConfig
+    from turnwise.config.schema import RunConfig
 
 DISPLAYS = ("auto", "rich", "plain", "none")
 OVERRIDES = "Any key of the recipe can be overridden: --section.key VALUE (--train.lr 1e-4, --env.args.depth 3)."
@@ -105,7 +106,9 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", nargs="?", type=Path, help="a TOML recipe")
     parser.add_argument("--seed", help="override the recipe's seed")
     parser.add_argument("--keys", action="store_true", help="list every recipe key with its default and help, and exit")
-    parser.add_argument("--dry-run", action="store_true", help="print every setting and its origin, and exit")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print every setting and its origin, make each environment once, and exit"
+    )
 
 
 def add_display(parser: argparse.ArgumentParser) -> None:
@@ -124,9 +127,26 @@ def requested(args: argparse.Namespace, read: Callable[[argparse.Namespace], Res
     if args.dry_run:
         print(to_toml(resolved), end="")
         print("\n# where it would run")
-        print("\n".join(f"# {line}" for line in placement(resolved.config)))
+        print("\n".join(f"# {line}" for line in placement(resolved.config)), flush=True)
+        make_environments(resolved.config)
         return None
     return resolved
+
+
+def make_environments(config: RunConfig) -> list[str]:
+    """Resolve each environment of a recipe and make it once; return their names.
+
+    Raises `ConfigError` for one that cannot be made, in one line.
+    """
+    from turnwise.envs.check import check_first_row
+    from turnwise.envs.resolve import resolve_env
+
+    names = []
+    for env in config.env:
+        spec = resolve_env(env, play=config.rollout.function)
+        check_first_row(spec)
+        names.append(spec.name)
+    return names
 
 
 def resolve(args: argparse.Namespace, *, training: bool) -> ResolvedConfig:

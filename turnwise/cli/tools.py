@@ -14,7 +14,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwise.cli.options import add_command, builtin_envs, import_training, stopped_by_signals
+from turnwise.cli.options import add_command, builtin_envs, import_training, make_environments, stopped_by_signals
 from turnwise.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 
 def add_convert(subparsers: Any) -> None:
     """Register the command."""
-    help = "turn a launch script of slime, SkyRL, verl or ms-swift into a recipe"
+    help = "turn a launch script of slime, SkyRL, verl, ms-swift or TRL into a recipe"
     epilog = (
         "Reads a shell script, an argument list, a Python launcher (.py) or YAML (.yaml), and runs nothing of it. The recipe\n"
-        "goes to the standard output or --out, and names every setting that it drops."
+        "goes to the standard output or --out, and names every setting that it drops. What could not be read is named as\n"
+        "incomplete; a training that no recipe does is refused (exit status 2)."
     )
     parser = add_command(subparsers, "convert", help, run_convert, epilog=epilog)
     parser.add_argument("source", metavar="FILE", type=Path, help="the script or configuration")
-    parser.add_argument("--system", metavar="NAME", help="slime, skyrl, verl or swift (default: by its settings)")
+    parser.add_argument("--system", metavar="NAME", help="slime, skyrl, verl, swift or trl (default: by its settings)")
     parser.add_argument("--out", metavar="RECIPE", type=Path, help="the recipe to write, which must not exist")
 
 
@@ -47,8 +48,7 @@ def run_convert(args: argparse.Namespace) -> int:
                 file.write(converted.recipe)
         except OSError as error:
             raise UsageError(f"--out {args.out}: cannot be written ({error.strerror}); name a new file") from None
-    unknown = [f"unknown setting {one.key}: {one.text}" for one in converted.accounts if one.kind == "unknown"]
-    for line in (converted.summary(), *converted.notes, *unknown):
+    for line in converted.lines():
         print("".join(one if one.isprintable() else " " for one in line), file=sys.stderr)
     return 0
 
@@ -125,16 +125,12 @@ def run_check(args: argparse.Namespace) -> int:
 def _recipe(recipe: Path, overrides: Sequence[str]) -> None:
     """Check a recipe and load its environments; raise `ConfigError` for what cannot be used."""
     from turnwise.config import load
-    from turnwise.envs.check import check_first_row
-    from turnwise.envs.resolve import resolve_env
 
     resolved = load(recipe, overrides, envs=builtin_envs())
     count = sum(origin != "default" for origin in resolved.origins.values())
     print(f"ok    {recipe}: {count} keys set, {len(resolved.origins) - count} defaults")
-    for env in resolved.config.env:
-        spec = resolve_env(env, play=resolved.config.rollout.function)
-        check_first_row(spec)
-        print(f"ok    environment {spec.name}")
+    for name in make_environments(resolved.config):
+        print(f"ok    environment {name}")
 
 
 def _engine(found: ServerCapabilities, *, as_json: bool) -> int:

@@ -1,16 +1,17 @@
-"""Recipes from the launch scripts and configurations of slime, SkyRL, verl and ms-swift."""
+"""Recipes from the launch scripts and configurations of slime, SkyRL, verl, ms-swift and TRL."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from turnwise.compat.convert import skyrl, slime, swift, verl
+from turnwise.compat.convert import skyrl, slime, swift, trl, verl
 from turnwise.compat.convert.engine import Account, Converted, System, convert_source
 from turnwise.compat.convert.sources import Source, read_source
 from turnwise.errors import ConfigError, did_you_mean
 
-SYSTEMS: Mapping[str, System] = {one.SYSTEM.name: one.SYSTEM for one in (slime, skyrl, verl, swift)}
+SYSTEMS: Mapping[str, System] = {one.SYSTEM.name: one.SYSTEM for one in (slime, skyrl, verl, swift, trl)}
 
 __all__ = ["SYSTEMS", "Account", "Converted", "convert", "convert_file"]
 
@@ -21,12 +22,12 @@ def convert(text: str, *, name: str = "arguments.txt", system: str | None = None
     Args:
         text: its content.
         name: its file name, whose ending tells the kind (`.yaml`, `.yml`, `.py`; anything else is a script or arguments).
-        system: `slime`, `skyrl`, `verl` or `swift`; None is the one that knows most of the settings.
+        system: `slime`, `skyrl`, `verl`, `swift` or `trl`; None is the one that knows most of the settings.
         folder: folder in which files of the user are looked for; None looks for none.
 
-    Raises `ConfigError` for a text without settings, or of an unknown system.
+    Raises `ConfigError` for a text without settings, for one of an unknown system, and for a training that no recipe does.
     """
-    source = read_source(text, name)
+    source = read_source(text, name, folder)
     if system is not None and system not in SYSTEMS:
         near = did_you_mean(system, SYSTEMS)
         raise ConfigError(f"{system}: unknown system; {near or 'there are ' + ', '.join(SYSTEMS)}")
@@ -47,11 +48,14 @@ def convert_file(path: Path, system: str | None = None) -> Converted:
 def _detect(source: Source, name: str) -> System:
     """Return the system that knows most settings; raise `ConfigError` if none knows one."""
 
-    def known(system: System) -> tuple[int, bool]:
+    def known(system: System) -> tuple[int, int]:
         keys = [system.normalize(setting.key) for setting in source.settings]
         endings = {one.rpartition(".")[2] for one in system.known()} if system.hydra else set()
         full = sum(key in system.rules or key in system.none for key in keys)
-        return 10 * full + sum(key.rpartition(".")[2] in endings for key in keys), system.name in source.launched
+        starts = any(re.search(one, source.program) for one in (system.programs, *system.refused))
+        distinct = re.match(r"swift |verl\.|skyrl|[A-Z]\w*Trainer$", source.program) is not None
+        score = 10 * full + sum(key.rpartition(".")[2] in endings for key in keys)
+        return score + (1_000_000 if starts and distinct else 0), int(starts)
 
     found = max(SYSTEMS.values(), key=known)
     if not known(found)[0]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,8 @@ Rule = Callable[["Draft", Any], str | None]
 """Puts a setting into the draft and returns None, or returns why it has no equivalent."""
 TO_DO = "REPLACE"
 """Start of values that the user must fill in."""
+NO_EFFECT = "no effect"
+"""Start of the reason of a setting that changes nothing at its value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,16 @@ class Draft:
     tasks: list[str] = field(default_factory=list)
     """Further training data, each an environment of its own."""
     notes: list[str] = field(default_factory=list)
+    incomplete: list[str] = field(default_factory=list)
+    """What could not be read or has to be decided by the user, each a clause."""
+    base_known: bool = True
+    """Whether what is not set has the system's defaults; false if a part of the settings was not read."""
+    teacher: dict[str, Any] = field(default_factory=dict)
+    """Keys of a `[[teacher]]`."""
+    teachers_of: set[str] = field(default_factory=set)
+    """Settings that it was made of."""
+    left_out: set[str] = field(default_factory=set)
+    """Recipe keys that have no default of the system, with the other settings."""
     reasons: dict[str, str] = field(default_factory=dict)
     """Setting -> why it has no equivalent, for those that `finish` reads."""
     folder: Path | None = None
@@ -64,6 +76,10 @@ class Draft:
         """Set a recipe key."""
         self.values[key] = value
         self.origins[key] = self.source if origin is None else origin
+
+    def doubt_base(self) -> None:
+        """Take what is not set as unknown."""
+        self.base_known = False
 
     def number(self, key: str, default: float) -> float:
         """Return a number of the source, or the system's default."""
@@ -96,6 +112,10 @@ class System:
     hydra: bool = False
     patterns: Sequence[tuple[str, Callable[[Draft, str, Any], str | None]]] = ()
     """Rules of all settings that a pattern matches; they receive the setting's key."""
+    programs: str = ""
+    """Regular expression of the programs that are the system's own trainers."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Regular expression of a program -> what it does, which no recipe does."""
 
     def known(self) -> list[str]:
         """Return every setting with a rule or a reason."""
@@ -110,6 +130,24 @@ class Converted:
     recipe: str
     accounts: tuple[Account, ...]
     notes: tuple[str, ...]
+    incomplete: tuple[str, ...] = ()
+    """What of the source is not in the recipe because it could not be read, each a clause."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every setting was read, and is in the recipe or in its account."""
+        return not self.incomplete and not self.count("unknown")
+
+    def dropped(self) -> list[Account]:
+        """Return the settings without an equivalent that have an effect at their value."""
+        return [one for one in self.accounts if one.kind == "none" and not one.text.startswith(NO_EFFECT)]
+
+    def lines(self) -> list[str]:
+        """Return the account for a terminal."""
+        unknown = [f"unknown setting {one.key}: {one.text}" for one in self.accounts if one.kind == "unknown"]
+        dropped = [f"not converted: {one.key} = {_short(one.key, one.value)}: {one.text}" for one in self.dropped()]
+        incomplete = [f"incomplete: {one}" for one in self.incomplete]
+        return [self.summary(), *incomplete, *unknown, *self.notes, *dropped]
 
     def count(self, kind: Kind) -> int:
         """Return the number of settings of a kind."""
@@ -156,6 +194,11 @@ def noted(draft: Draft, value: Any) -> None:
 def argument(name: str) -> Rule:
     """Return a rule: a setting of the environment, `[env.args]`."""
     return lambda draft, value: draft.put(f"env.args.{name}", value)
+
+
+def list_argument(name: str) -> Rule:
+    """Return a rule: a setting of the environment, a list also where it is one value."""
+    return lambda draft, value: draft.put(f"env.args.{name}", value if isinstance(value, list) else [value])
 
 
 def lists(key: str) -> Rule:
@@ -275,31 +318,106 @@ def minibatches(draft: Draft, size: float, batch: float, origin: str) -> None:
             draft.notes.append(f"{batch:g} is no multiple of {size:g}: train.minibatches = {steps} is rounded")
 
 
+def in_steps(draft: Draft, key: str, count: float, updates: int, origin: str) -> None:
+    """Set a number of steps from a number of optimizer steps, of which a step has `updates`."""
+    steps = max(1, math.ceil(count / updates))
+    draft.put(key, steps, origin=origin)
+    if updates > 1:
+        draft.notes.append(f"{origin} = {count:g} counts optimizer steps, {updates} in a step: {key} = {steps}")
+
+
 def convert_source(source: Source, system: System, name: str, folder: Path | None = None) -> Converted:
-    """Return the recipe of a source's settings in a system's table."""
-    draft, accounts = Draft(folder=folder), []
-    settings = [Setting(_known_key(system, one.key), plain_value(one.value)) for one in source.settings]
+    """Return the recipe of a source's settings in a system's table; raise `ConfigError` for one that would train otherwise."""
+    draft = Draft(folder=folder, base_known=source.base_known)
+    last = {_known_key(system, one.key): plain_value(one.value) for one in source.settings}
+    settings = [Setting(key, value) for key, value in last.items()]
     draft.given.update((f"${key}", plain_value(value)) for key, value in source.variables.items())
-    draft.given["$launched"] = source.launched
+    if source.processes is not None:
+        draft.given.update({"$num_processes": source.processes, "$NPROC_PER_NODE": source.processes})
+    draft.given["$program"] = source.program
+    draft.given["$programs"] = source.programs
     draft.given.update((one.key, one.value) for one in settings)
     draft.notes.extend(source.notes)
-    for setting in settings:
-        accounts.append(_account(draft, system, setting))
-    draft.read("")
-    system.finish(draft)
+    draft.incomplete.extend(source.missing)
+    _check_program(draft, system, source.program, name)
+    try:
+        accounts = [_account(draft, system, setting) for setting in settings]
+        draft.read("")
+        system.finish(draft)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
     accounts = [_without_effect(draft, one) for one in accounts]
     for key, value in system.defaults.items():
-        if key not in draft.values:
+        if key not in draft.values and key not in draft.left_out:
             draft.put(key, value, origin=f"{system.name}'s default")
+    _mark_guesses(draft)
     if "env.use" not in draft.values:
         draft.put("env.use", f"{TO_DO}.py:Env", origin=f"{TO_DO}: the environment, which these settings do not name")
-        draft.notes.append(f"the settings name no environment: set use, now {TO_DO}.py:Env")
+        draft.incomplete.append(f"the settings name no environment: set use, now {TO_DO}.py:Env")
     _fit_context(draft)
     accounts = _checked(draft, accounts)
-    for one in source.unresolved:
-        draft.notes.append(f"{one} is not set in the script; replace it in the recipe")
-    recipe = _write(draft, system, accounts, name)
-    return Converted(system.name, recipe, tuple(accounts), tuple(draft.notes))
+    _add_code(draft, accounts)
+    _add_unresolved(draft, system, source.unresolved, accounts)
+    found = Converted(
+        system.name, "", tuple(accounts), tuple(dict.fromkeys(draft.notes)), tuple(dict.fromkeys(draft.incomplete))
+    )
+    return replace(found, recipe=_write(draft, found, name))
+
+
+def _check_program(draft: Draft, system: System, program: str, name: str) -> None:
+    """Refuse a program that trains otherwise, and account for one of the user's own."""
+    for pattern, what in system.refused.items():
+        if re.search(pattern, program):
+            raise ConfigError(f"{name}: {program} {what}; recipes are for reinforcement: convert the script that starts that")
+    if program and not re.search(system.programs, program):
+        draft.incomplete.append(
+            f"the script starts {program}, a program of its own: what it sets, registers or replaces is not read"
+        )
+        draft.doubt_base()
+
+
+def _mark_guesses(draft: Draft) -> None:
+    """Where a part of the settings was not read, leave out an environment that nothing names, and mark other defaults."""
+    if draft.base_known:
+        return
+    for key in list(draft.values):
+        if any(one in draft.given for one in draft.origins[key].split(", ")):
+            continue
+        if key.startswith(("env.", "limits.turns")):
+            del draft.values[key]
+        else:
+            draft.origins[key] += ", unless a part that was not read sets it"
+
+
+_CODE = re.compile(r"[-_.](path|func|fn)$")
+
+
+def _add_code(draft: Draft, accounts: Sequence[Account]) -> None:
+    """Name the user's code and files that are not in the recipe: without them it trains otherwise."""
+    for one in accounts:
+        if one.kind != "none" or one.text.startswith(NO_EFFECT) or not isinstance(one.value, str):
+            continue
+        named = any(line.startswith(f"{one.key} = ") for line in draft.incomplete)
+        if _CODE.search(one.key) and "log" not in one.key and not named:
+            draft.incomplete.append(f"{one.key} = {one.value} is not in the recipe: {one.text}")
+
+
+def _add_unresolved(draft: Draft, system: System, unresolved: Sequence[str], accounts: Sequence[Account]) -> None:
+    """Account for variables that are in the recipe, or in a value that it lacks for them."""
+    texts = {one.key: str(one.value) for one in accounts if one.kind != "machine" and one.key not in system.none}
+    for one in dict.fromkeys(unresolved):
+        keys = [key for key, text in texts.items() if one in text]
+        if not keys:
+            continue
+        placed = [key for key, value in draft.values.items() if one in str(value)]
+        message = f"{one} is not set in the script; replace it in the recipe ({', '.join(placed or keys)})"
+        names_only = all(key == "out" or key.startswith("track.") for key in placed or _rule_keys(system, keys))
+        (draft.notes if names_only else draft.incomplete).append(message)
+
+
+def _rule_keys(system: System, keys: Sequence[str]) -> list[str]:
+    """Return the recipe keys of settings, as far as their rules name them."""
+    return [str(rule) if isinstance(rule := system.rules.get(key), str) else key for key in keys]
 
 
 def _fit_context(draft: Draft) -> None:
@@ -314,10 +432,12 @@ def _fit_context(draft: Draft) -> None:
 
 def _without_effect(draft: Draft, account: Account) -> Account:
     """Return the account of a setting that was read, but that gave the recipe nothing, as one without an equivalent."""
+    if account.key in draft.teachers_of:
+        return Account(account.key, account.value, "mapped", "teacher")
     used = account.key in ", ".join(draft.origins[key] for key in draft.values).split(", ")
     if account.kind != "mapped" or used or any(key in draft.values for key in account.text.split(", ")):
         return account
-    default = "no effect at this value, with the other settings"
+    default = f"{NO_EFFECT} at this value, with the other settings"
     return Account(account.key, account.value, "none", draft.reasons.get(account.key, default))
 
 
@@ -341,6 +461,8 @@ def _account(draft: Draft, system: System, setting: Setting) -> Account:
         before = dict(draft.values)
         try:
             reason = (same(rule) if isinstance(rule, str) else rule)(draft, value)
+        except ConfigError:
+            raise
         except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError):
             reason = f"a value of another form was expected, not {str(value)[:60]!r}"
         if reason is not None:
@@ -354,7 +476,7 @@ def _account(draft: Draft, system: System, setting: Setting) -> Account:
             return Account(key, value, "none" if reason else "mapped", reason or ", ".join(set(draft.values) - old))
     if (entry := system.none.get(key)) is not None:
         reason, neutral = entry
-        return Account(key, value, "none", f"no effect at this value ({reason})" if value in neutral else reason)
+        return Account(key, value, "none", f"{NO_EFFECT} at this value ({reason})" if value in neutral else reason)
     if _is_machine(system, key):
         return Account(key, value, "machine", "")
     near = did_you_mean(key, system.known())
@@ -381,6 +503,9 @@ def _checked(draft: Draft, accounts: list[Account]) -> list[Account]:
                 text = f"{key} = {toml_value(value)} {why}"
                 accounts[index] = Account(account.key, account.value, "mapped" if left else "none", left or text)
                 break
+        else:
+            if not origin.startswith(tuple(f"{one}'s default" for one in ("slime", "skyrl", "verl", "swift", "trl"))):
+                draft.notes.append(f"{key} = {toml_value(value)} ({origin}) is left out: it {why}")
     return accounts
 
 
@@ -393,7 +518,7 @@ def _type_error(draft: Draft, key: str) -> str:
 
 
 def _first_fault(draft: Draft) -> tuple[str, str] | None:
-    config: Any = _built(draft.values)
+    config: Any = _built(draft.values, draft.teacher)
     for name in sections():
         section = config.env[0] if name == "env" else getattr(config, name)
         if isinstance(section, tuple):  # tables that no setting is converted to
@@ -413,20 +538,21 @@ def _first_fault(draft: Draft) -> tuple[str, str] | None:
     return None
 
 
-def _built(values: Mapping[str, Any]) -> RunConfig:
+def _built(values: Mapping[str, Any], teacher: Mapping[str, Any] | None = None) -> RunConfig:
     merged = ConfigMerge()
-    merged.add({"env": [{}]}, "recipe", where="recipe")
+    merged.add({"env": [{}]} | ({"teacher": [dict(teacher)]} if teacher else {}), "recipe", where="recipe")
     for key, value in values.items():
         if value is not None:
             merged.set_value(key.replace("env.", "env.0.", 1).split(".", 3 if key.startswith("env.") else 2), value, "recipe")
     return build(merged.tree, {})
 
 
-def _write(draft: Draft, system: System, accounts: Sequence[Account], name: str) -> str:
+def _write(draft: Draft, found: Converted, name: str) -> str:
     """Return the recipe with its account as comments."""
-    found = Converted(system.name, "", tuple(accounts), ())
+    accounts = found.accounts
     lines = [f"# Converted from {_comment(name)} by `turnwise convert`.", f"# {found.summary()}."]
-    lines += [f"# Note: {_comment(note)}." for note in dict.fromkeys(draft.notes)]
+    lines += [f"# Incomplete: {_comment(one)}." for one in found.incomplete]
+    lines += [f"# Note: {_comment(note)}." for note in found.notes]
     order = ["", *(one for one in sections() if one != "env"), "env", "env.columns", "env.args", "model.template_args"]
     by_section: dict[str, list[tuple[str, str]]] = {}
     for key in draft.values:
@@ -437,6 +563,8 @@ def _write(draft: Draft, system: System, accounts: Sequence[Account], name: str)
         if head.startswith("env"):
             continue
         lines += ["", *([f"[{head}]"] if head else []), *(_line(draft, one, key) for one, key in by_section[head])]
+    if draft.teacher:
+        lines += ["", "[[teacher]]", *(f"{key} = {toml_value(value)}" for key, value in draft.teacher.items())]
     for index, tasks in enumerate([None, *draft.tasks]):
         lines += _environment(draft, by_section, index, tasks)
     for kind, title in (

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from typing import Any
 
 from turnwise.compat.convert.engine import (
     Draft,
     System,
     eval_data,
+    in_steps,
     linear_layers,
     lists,
     minibatches,
     noted,
+    python_name,
     same,
     switch,
     temperature_of_eval,
@@ -21,6 +25,8 @@ from turnwise.compat.convert.engine import (
     train_data,
     unless_off,
 )
+from turnwise.compat.convert.sources import find_file
+from turnwise.errors import ConfigError
 
 USE = "skyrl:{}"
 """How a registered environment is named (`turnwise.compat`)."""
@@ -65,8 +71,46 @@ def _correction(draft: Draft) -> None:
         draft.put("train.correction_high", draft.number(f"{OC}product_mask_high", 2.0), origin=f"{OC}product_mask_high")
 
 
+def _asynchronous(draft: Draft) -> None:
+    """Choose the schedule of SkyRL's asynchronous trainers."""
+    program = str(draft.given.get("$program"))
+    named = any(key.startswith(f"{T}fully_async.") for key in draft.given)
+    if "fully_async" in program or draft.isset(f"{T}fully_async.enabled") or (named and "async" in program):
+        origin = f"{T}fully_async.enabled, {T}fully_async.max_staleness_steps"
+        draft.put("schedule.mode", "async", origin=origin if named else program)
+        if f"{T}fully_async.max_staleness_steps" in draft.given:
+            staleness = int(draft.number(f"{T}fully_async.max_staleness_steps", 4))
+            draft.put("schedule.staleness", max(1, staleness), origin=f"{T}fully_async.max_staleness_steps")
+    elif re.search(r"(^|\.)async\.main_async$", program):
+        draft.put("schedule.mode", "one_step_off", origin=program)
+
+
+def _registered(draft: Draft) -> None:
+    """Name the class of an environment that the script's own program registers."""
+    name, program = draft.given.get("environment.env_class"), str(draft.given.get("$program"))
+    if name is None or draft.base_known:
+        return
+    path = find_file(program if program.endswith(".py") else program.replace(".", "/") + ".py", draft.folder)
+    if path is None:
+        return
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "register":
+            words = {one.arg: one.value.value for one in node.keywords if isinstance(one.value, ast.Constant)}
+            if words.get("id") == name and isinstance(words.get("entry_point"), str):
+                module, _, attribute = str(words["entry_point"]).partition(":")
+                draft.put("env.use", python_name(draft, f"{module}.{attribute}"), origin="environment.env_class")
+                draft.notes.append(f"{name} is the class that {path.name} registers")
+                return
+
+
 def _finish(draft: Draft) -> None:
     given = draft.given
+    _asynchronous(draft)
+    _registered(draft)
     groups, mini = draft.number(f"{T}train_batch_size", 1024), draft.number(f"{T}policy_mini_batch_size", 256)
     minibatches(draft, mini, groups, f"{T}policy_mini_batch_size")
     if given.get(f"{T}max_training_steps") is None:
@@ -84,6 +128,10 @@ def _finish(draft: Draft) -> None:
         draft.put("train.clip_cap", draft.number(f"{A}clip_ratio_c", 3.0), origin=f"{A}clip_ratio_c")
     if given.get(f"{A}grpo_norm_by_std") is False and draft.values.get("train.algorithm", "grpo") == "grpo":
         draft.put("train.advantage", "mean", origin=f"{A}grpo_norm_by_std")
+    warmup = f"{T}policy.optimizer_config.num_warmup_steps"
+    if draft.number(warmup, 0) > 0:
+        updates = draft.values.get("train.minibatches", 1) * int(draft.number(f"{T}update_epochs_per_batch", 1))
+        in_steps(draft, "train.lr_warmup_steps", draft.number(warmup, 0), updates, warmup)
     if draft.isset(f"{T}update_ref_every_epoch"):
         draft.reasons[f"{T}update_ref_every_epoch"] = "set train.reference_every to the steps of one epoch"
     _correction(draft)
@@ -106,6 +154,10 @@ def _loss(draft: Draft, value: Any) -> str | None:
 
 
 def _estimator(draft: Draft, value: Any) -> str | None:
+    if value == "gae":
+        raise ConfigError(
+            'advantage_estimator = "gae" trains with a critic, which is not here; choose grpo, rloo or reinforce++'
+        )
     names = {"grpo": "grpo", "rloo": "rloo", "reinforce++": "reinforce_pp"}
     if value not in names:
         return "no such estimator here (no critic); write your own (train.advantage)"
@@ -148,7 +200,7 @@ RULES: dict[str, Any] = {
     f"{T}policy.optimizer_config.adam_betas": "train.betas",
     f"{T}policy.optimizer_config.weight_decay": "train.weight_decay",
     f"{T}policy.optimizer_config.max_grad_norm": "train.max_grad_norm",
-    f"{T}policy.optimizer_config.num_warmup_steps": "train.lr_warmup_steps",
+    f"{T}policy.optimizer_config.num_warmup_steps": noted,
     f"{T}policy.optimizer_config.scheduler": same(
         "train.schedule", constant="constant", constant_with_warmup="constant", linear="linear", cosine="cosine"
     ),
@@ -168,6 +220,8 @@ RULES: dict[str, Any] = {
     f"{T}project_name": "track.project",
     f"{T}run_name": "track.name",
     f"{T}update_ref_every_epoch": noted,
+    f"{T}fully_async.enabled": noted,
+    f"{T}fully_async.max_staleness_steps": noted,
     f"{A}advantage_estimator": _estimator,
     f"{A}policy_loss_type": _loss,
     f"{A}use_kl_loss": noted,
@@ -241,9 +295,12 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     f"{T}eval_before_train": ("the policy is always evaluated before reinforcement", (True,)),
     f"{T}eval_batch_size": ("evaluations are not split into batches", ()),
     f"{T}resume_mode": ("a run continues with --resume", ("latest", None, "none")),
-    f"{T}fully_async.max_staleness_steps": ('see [schedule] mode = "async" and staleness', ()),
     f"{T}fully_async.num_parallel_generation_workers": ("see [schedule]", ()),
-    f"{T}fully_async.enabled": ('see [schedule] mode = "async"', (False,)),
+    f"{G}rate_limit.enabled": ("see rollout.concurrency", (False,)),
+    f"{G}rate_limit.trajectories_per_second": ("see rollout.concurrency", ()),
+    f"{G}rate_limit.max_concurrency": ("see rollout.concurrency", ()),
+    f"{A}overlong_buffer_len": ("see train.overlong_tokens", ()),
+    f"{A}overlong_buffer_penalty_factor": ("see train.overlong_tokens", ()),
     f"{T}tags": ("see [track]", ()),
     f"{T}use_sample_packing": ("rows are always packed (train.batching)", (True,)),
 }
@@ -295,6 +352,11 @@ SYSTEM = System(
     },
     finish=_finish,
     hydra=True,
+    programs=r"^skyrl(_train|\.train)?\.entrypoints\.main_base$|^skyrl$|entrypoints/main_base\.py$|^skyrl(_train|\.train)?\.main$",
+    refused={
+        r"(^|\.)main_sft|\.sft\b": "trains on given replies (see [warmup] dataset)",
+        r"^skyrl[\w.]*\.(main_generate|serve)$|^skyrl\.tinker": "trains nothing",
+    },
     patterns=(
         ("environment.skyrl_gym.*.*", _environment_setting),
         (f"{G}chat_template_kwargs.*", template_argument),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from turnwise.compat.convert.engine import (
+    NO_EFFECT,
+    TO_DO,
     Draft,
     System,
     argument,
     data_path,
+    in_steps,
     lists,
     minibatches,
     noted,
@@ -22,7 +26,8 @@ from turnwise.compat.convert.engine import (
     train_data,
     unless_off,
 )
-from turnwise.compat.convert.sources import plain_value
+from turnwise.compat.convert.sources import find_file, plain_value
+from turnwise.errors import ConfigError
 
 ALGORITHMS = {
     "grpo": "grpo",
@@ -31,6 +36,14 @@ ALGORITHMS = {
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
 }
+
+
+def _estimator(draft: Draft, value: Any) -> str | None:
+    if value == "ppo":
+        raise ConfigError(f"advantage-estimator = ppo trains with a critic, which is not here; choose {', '.join(ALGORITHMS)}")
+    return same("train.algorithm", **ALGORITHMS)(draft, value)
+
+
 NONZERO_STD = "check_reward_nonzero_std"
 
 
@@ -48,10 +61,9 @@ def _generate(draft: Draft, value: Any) -> None:
 def _custom_config(draft: Draft, value: Any) -> None:
     """Read the file of a custom loop, if it is near the script: its turns, and its environment for our loop."""
     draft.put("env.args.custom_config_path", value)
-    folders = [] if draft.folder is None else [draft.folder, *draft.folder.parents][:6]
-    path = next((folder / str(value) for folder in folders if (folder / str(value)).is_file()), None)
+    path = find_file(str(value), draft.folder)
     if path is None:
-        draft.notes.append(f"{value} was not found; set limits.turns to its max_turns")
+        draft.incomplete.append(f"{value} (custom-config-path) was not found: set limits.turns to its max_turns")
         return
     draft.put("env.args.custom_config_path", str(path))
     table = dict(
@@ -97,11 +109,101 @@ def _filter(draft: Draft, value: Any) -> str | None:
     return None
 
 
+FULLY_ASYNC = re.compile(r"(?:^|\.)fully_async_rollout\.(?:generate_rollout_fully_async|FullyAsyncRolloutFn)$")
+"""The systems' own rollouts that sample all the time, also a copy of their file."""
+OWN_ROLLOUTS = re.compile(
+    r"^(?:slime|miles)\.rollout\.(?:sglang_rollout\.generate_rollout|inference_rollout\.[\w.]*|[\w.]*InferenceRolloutFn)$"
+)
+"""The systems' own rollouts that our loop is."""
+SUPERVISED = re.compile(r"(?:^|\.)sft_rollout\.")
+_HOOKS = (
+    "write what it does as a custom generate function (use), a reward (custom_rm_path), a filter of groups "
+    "(train.group_filter) or tasks (file.py:function)"
+)
+
+
+def _rollout(draft: Draft) -> None:
+    """Choose the schedule by the program and by the function for a step; name one that is the user's."""
+    function, program = str(draft.given.get("rollout-function-path") or ""), str(draft.given.get("$program"))
+    if SUPERVISED.search(function) or draft.given.get("loss-type") in ("sft_loss", "sft"):
+        raise ConfigError(
+            f"trains on given replies ({function or 'loss-type sft_loss'}); see [warmup] dataset in docs/training.md"
+        )
+    if draft.isset("fully-async"):
+        draft.put("schedule.mode", "async", origin="fully-async")
+    elif FULLY_ASYNC.search(function):
+        draft.put("schedule.mode", "async", origin="rollout-function-path")
+    elif program.endswith("train_async.py"):
+        draft.put("schedule.mode", "one_step_off", origin=program)
+    if draft.values.get("schedule.mode") == "async" and draft.number("max-weight-staleness", 0) >= 1:
+        draft.put("schedule.staleness", int(draft.number("max-weight-staleness", 0)), origin="max-weight-staleness")
+    if function and not FULLY_ASYNC.search(function) and not OWN_ROLLOUTS.search(function):
+        draft.reasons["rollout-function-path"] = f"a function for a step is not run here: {_HOOKS}"
+        draft.incomplete.append(f"rollout-function-path = {function} plays a step by itself, which is not run here: {_HOOKS}")
+    elif function:
+        draft.reasons["rollout-function-path"] = f"{NO_EFFECT} at this value: our loop plays what it plays"
+
+
+def _teacher(draft: Draft) -> None:
+    """Make the teacher of on-policy distillation: its log probabilities are added to the advantages there too."""
+    given = draft.given
+    if not draft.isset("use-opd"):
+        return
+    draft.teacher["signal"] = "advantage"
+    draft.teacher["weight"] = draft.number("opd-kl-coef", 1.0)
+    draft.teachers_of.update(("use-opd", "opd-kl-coef", "opd-type"))
+    urls = given.get("opd-teacher-urls", given.get("rm-url"))
+    if given.get("opd-type") == "megatron" or "opd-teacher-load" in given:
+        draft.teacher["path"] = f"{TO_DO}/teacher"
+        load = given.get("opd-teacher-load")
+        draft.incomplete.append(
+            f"opd-teacher-load = {load} is a checkpoint of Megatron: set the path of [[teacher]] to its directory"
+        )
+        draft.teachers_of.add("opd-teacher-load")
+    elif urls:
+        several = urls if isinstance(urls, list) else [urls]
+        draft.teacher["urls"] = [re.sub(r"/generate/?$", "", str(one)) for one in several]
+        draft.teachers_of.update(("rm-url", "opd-teacher-urls"))
+        draft.values.pop("env.args.rm_url", None)
+    else:
+        raise ConfigError("use-opd names no teacher (opd-teacher-load or rm-url); write a [[teacher]] with its path")
+    if "on_policy_distillation.reward_func" in str(given.get("custom-rm-path")):  # it asks the teacher, and rewards nothing
+        draft.values.pop("env.args.custom_rm_path", None)
+        draft.teachers_of.update(("custom-rm-path", "custom-reward-post-process-path"))
+        draft.put("train.reward_weight", 0.0, origin="custom-rm-path")
+
+
+def _lora(draft: Draft) -> None:
+    """Set the adapter of Miles' flags."""
+    rank = int(draft.number("lora-rank", 0))
+    if rank <= 0:
+        for key in ("alpha", "dropout", "targets", "rank"):
+            draft.values.pop(f"lora.{key}", None)
+        return
+    draft.put("lora.rank", rank, origin="lora-rank")
+    draft.put("lora.alpha", draft.number("lora-alpha", 16), origin="lora-alpha")
+
+
+def _targets(draft: Draft, value: Any) -> str | None:
+    if value in ("all-linear", None):
+        return None
+    names = [one.strip() for one in str(value).split(",") if one.strip()]
+    if megatron := [one for one in names if one.startswith("linear_")]:
+        draft.incomplete.append(f"target-modules has names of Megatron ({', '.join(megatron)}): set lora.targets (q_proj, ...)")
+        return "names of Megatron: set lora.targets"
+    draft.put("lora.targets", names)
+    return None
+
+
 def _finish(draft: Draft) -> None:
+    _rollout(draft)
+    _teacher(draft)
+    _lora(draft)
     given, batch = draft.given, draft.number("rollout-batch-size", 0) * draft.number("n-samples-per-prompt", 1)
     if "num-steps-per-rollout" not in given and "global-batch-size" in given:
         minibatches(draft, draft.number("global-batch-size", 0), batch, "global-batch-size")
-    if "env.use" not in draft.values and "rollout-function-path" not in given:
+    replaced = given.get("rollout-function-path")
+    if "env.use" not in draft.values and not (replaced and "rollout-function-path" in " ".join(draft.incomplete)):
         draft.put("env.use", "slime:generate", origin="no custom-generate-function-path")
     if "num-epoch" in given and "num-rollout" not in given:
         draft.put("train.data_epochs", given["num-epoch"], origin="num-epoch")
@@ -114,6 +216,14 @@ def _finish(draft: Draft) -> None:
         draft.put("train.kl_estimator", "k1", origin="kl-coef")
     if "eps-clip-high" not in given:
         draft.put("train.clip_high", draft.number("eps-clip", 0.2), origin="eps-clip")
+    if draft.number("lr-warmup-iters", 0) > 0:
+        in_steps(
+            draft,
+            "train.lr_warmup_steps",
+            draft.number("lr-warmup-iters", 0),
+            draft.values.get("train.minibatches", 1),
+            "lr-warmup-iters",
+        )
     betas = [draft.number("adam-beta1", 0.9), draft.number("adam-beta2", 0.999)]
     draft.put("train.betas", betas, origin="adam-beta1, adam-beta2")
     if "use-tis" not in given:
@@ -155,7 +265,7 @@ RULES: dict[str, Any] = {
     "max-seq-len": "limits.context",
     "generate-max-turns": "limits.turns",
     "dynamic-sampling-filter-path": _filter,
-    "advantage-estimator": same("train.algorithm", **ALGORITHMS),
+    "advantage-estimator": _estimator,
     "disable-grpo-std-normalization": switch("train.advantage", "mean"),
     "calculate-per-token-loss": switch("train.aggregation", "token"),
     "eps-clip": "train.clip_low",
@@ -170,7 +280,14 @@ RULES: dict[str, Any] = {
     "ref-update-interval": unless_off("train.reference_every"),
     "lr": "train.lr",
     "lr-decay-style": same("train.schedule", constant="constant", linear="linear", cosine="cosine"),
-    "lr-warmup-iters": "train.lr_warmup_steps",
+    "lr-warmup-iters": noted,
+    "rollout-function-path": noted,
+    "fully-async": noted,
+    "max-weight-staleness": noted,
+    "lora-rank": noted,
+    "lora-alpha": noted,
+    "lora-dropout": "lora.dropout",
+    "target-modules": _targets,
     "weight-decay": "train.weight_decay",
     "adam-beta1": noted,
     "adam-beta2": noted,
@@ -205,6 +322,7 @@ RULES: dict[str, Any] = {
     "custom-loss-function-path": own_function("train.algorithm"),
 }
 
+_TEACHER = "see [[teacher]], with its path or urls"
 _TRAINED = "each sampled token of a group counts by its rules; see train.group_filter, train.advantage and train.loss_scale"
 NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "apply-chat-template": ("the model's template is always applied", (True,)),
@@ -226,9 +344,7 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "session-server-ip": ("see use-session-server", ()),
     "session-server-port": ("see use-session-server", ()),
     "tito-model": ("contexts keep the sampled ids with every template", ()),
-    "fully-async": ('see [schedule] mode = "async"', (False,)),
     "pause-generation-mode": ('see [schedule] mode = "async", which keeps replies across weight updates', ()),
-    "rollout-function-path": ("a rollout function for all samples is no recipe: write an environment or a play function", ()),
     "eval-function-path": ("evaluations play the same loop", ()),
     "data-source-path": ("write [[env]] tasks = file.py:function", ()),
     "buffer-filter-path": (_TRAINED, ()),
@@ -258,11 +374,46 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "disable-rewards-normalization": ("see train.advantage", (False,)),
     "loss-mask-type": ("what was sampled is trained, whatever the template", ()),
     "loss-type": ("see train.algorithm", ("policy_loss",)),
-    "use-opd": ("see [[teacher]], with its path or urls", (False,)),
-    "opd-kl-coef": ("see [[teacher]], with its path or urls", ()),
-    "opd-type": ("see [[teacher]], with its path or urls", ()),
-    "opd-teacher-load": ("see [[teacher]], with its path or urls", ()),
-    "opd-teacher-ckpt-step": ("see [[teacher]], with its path or urls", ()),
+    "lora-type": ("adapters are plain LoRA", ("lora",)),
+    "exclude-modules": ("name the layers in lora.targets", (None,)),
+    "lora-adapter-path": ("merge it into the model first", (None,)),
+    "lora-train-only": ("the trained policy is the one that samples", (False,)),
+    "experts-shared-outer-loras": ("each layer has an adapter of its own", (False,)),
+    "multi-lora-n-adapters": ("see [[policy]]", (0, None)),
+    "multi-lora-adapter": ("see [[policy]]", ()),
+    "custom-async-data-buffer-path": ("see schedule.selection", (None,)),
+    "async-unused-samples-handler": ("see schedule.selection", (None,)),
+    "async-max-concurrent-samples": ("see rollout.concurrency", (None,)),
+    "async-data-buffer-capacity-factor": ("see schedule.staleness", ()),
+    "rollout-submission-granularity": ("see [schedule]", (None,)),
+    "disable-compute-advantages-and-returns": ("only reinforcement", (False,)),
+    "disable-rollout-global-dataset": ("write [[env]] tasks = file.py:function", (False,)),
+    "disable-rollout-trim-samples": ("a step has the groups of rollout.groups", (False,)),
+    "allow-partial-train-step": ("a step has the groups of rollout.groups", (False,)),
+    "use-dynamic-global-batch-size": ("a step has the groups of rollout.groups", (False,)),
+    "chat-template-path": ("set model.template", (None,)),
+    "session-message-matcher": ("see use-session-server", (None,)),
+    "session-sample-picker-path": ("see use-session-server", (None,)),
+    "session-sample-postprocessor-path": ("see use-session-server", (None,)),
+    "true-on-policy-mode": ("trainer and engine are compared at every step (train.max_mismatch)", (False,)),
+    "eval-overflow-policy": ("evaluations have the limits of training episodes", (None,)),
+    "critic-lr": ("no critic", ()),
+    "critic-load": ("no critic", ()),
+    "critic-save": ("no critic", ()),
+    "critic-lr-warmup-iters": ("no critic", ()),
+    "use-indexer-replay": ("only routing is replayed", (False,)),
+    "use-rollout-indexer-replay": ("only routing is replayed", (False,)),
+    "opd-teacher-urls": (_TEACHER, ()),
+    "opd-log-prob-top-k": (_TEACHER, (0, None)),
+    "opd-reward-weight-mode": (_TEACHER, (None,)),
+    "opd-teacher-key": (_TEACHER, (None,)),
+    "opd-top-k-strategy": (_TEACHER, (None,)),
+    "opd-topk-per-position": (_TEACHER, (None,)),
+    "use-opd": (_TEACHER, (False,)),
+    "opd-kl-coef": (_TEACHER, ()),
+    "opd-type": (_TEACHER, ()),
+    "opd-teacher-load": (_TEACHER, ()),
+    "opd-teacher-ckpt-step": (_TEACHER, ()),
     "keep-old-actor": ("the denominator's policy is scored before the first update", (False,)),
     "use-rollout-entropy": ("the entropy is exact and always measured", (False,)),
     "get-mismatch-metrics": ("always measured", (True,)),
@@ -300,7 +451,15 @@ MACHINE = (
     *("lr-decay-iters", "num-experts", "use-gated-attention", "apply-layernorm-1p", "attention-output-gate"),
     *("multi-latent-attention", "q-lora-rank", "kv-lora-rank", "qk-*", "v-head-dim", "expert-*", "prefill-*"),
     *("ray-*", "yaml-cfg", "attn-implementation", "use-miles-dashboard", "dashboard-*", "use-prometheus", "prometheus-*"),
-    *("grad-reduce-*", "router-health-*", "save-retain-interval"),
+    *("grad-reduce-*", "router-health-*", "save-retain-interval", "check-*", "dumper-*", "mlflow-*", "use-mlflow"),
+    *("lora-sync-from-tensor", "lora-base-cpu-backup", "multi-lora-*", "miles-router-*", "use-miles-router"),
+    *("mooncake-*", "mini-ft-*", "ft-components", "indep-dp", "witness-*", "enable-witness", "enable-event-analyzer"),
+    *("env-report", "eval-hf-dir", "eval-keep-snapshots", "eval-max-in-flight", "eval-num-gpus*", "extra-high-precision-*"),
+    *("low-memory-resume", "mfu-*", "observe-training-entropy", "p2p-transfer-*", "pin-rollout-manager-to-head", "qkv-format"),
+    *("rematerialize-*", "rollout-external", "save-local-weight-checksum", "save-trigger-sentinel", "skip-actor-forward-only"),
+    *("stream-optimizer-*", "train-memory-margin-bytes", "control-server-port", "delay-split-train-data-by-dp"),
+    *("decoder-*", "router-*", "finetune", "exp-avg-*", "main-params-dtype", "main-grads-dtype", "ref-micro-batch-size"),
+    *("load-forge-rollout-data", "log", "cp-comm-type", "calculate-per-layer-*"),
 )
 
 SYSTEM = System(
@@ -320,5 +479,6 @@ SYSTEM = System(
         "seed": 1234,
     },
     finish=_finish,
+    programs=r"(^|/)train(_async)?\.py$",
     normalize=lambda key: key.lstrip("-").replace("_", "-"),
 )

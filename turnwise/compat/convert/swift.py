@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.compat.convert.engine import (
+    NO_EFFECT,
     Draft,
     System,
     argument,
     eval_data,
+    in_steps,
     linear_layers,
+    list_argument,
     lists,
     noted,
     same,
@@ -20,6 +23,8 @@ from turnwise.compat.convert.engine import (
     train_data,
     unless_off,
 )
+from turnwise.compat.convert.sources import find_file
+from turnwise.errors import ConfigError
 
 USE = "swift:{}"
 """How a registered scheduler is named (`turnwise.compat`); the user's plugins are settings of the environment."""
@@ -36,14 +41,8 @@ COLUMNS = {
 def _plugins(draft: Draft, value: Any) -> None:
     found = []
     for one in value if isinstance(value, list) else [value]:
-        folders = [] if draft.folder is None else [draft.folder, *draft.folder.parents][:6]
-        near = next((folder / str(one) for folder in folders if (folder / str(one)).is_file()), Path(str(one)))
-        found.append(str(near))
+        found.append(str(find_file(str(one), draft.folder) or Path(str(one))))
     draft.put("env.args.external_plugins", found)
-
-
-def _list_argument(name: str) -> Any:
-    return lambda draft, value: draft.put(f"env.args.{name}", value if isinstance(value, list) else [value])
 
 
 def _columns(draft: Draft, value: Any) -> str | None:
@@ -90,9 +89,14 @@ def _loss_scale(draft: Draft, value: Any) -> str | None:
 CORRECTIONS = {"token_truncate": "tis", "token_mask": "icepop", "sequence_mask": "sequence_mis"}
 
 
-def _batch(draft: Draft) -> None:
-    """Prompts of a step: completions of all processes and of all optimizer steps of a generation, over the group."""
-    group, accumulation = draft.number("num_generations", 8), draft.number("gradient_accumulation_steps", 1)
+def _batch(draft: Draft) -> int:
+    """Prompts of a step: completions of all processes and of all optimizer steps of a generation, over the group.
+
+    Returns the optimizer steps of one step.
+    """
+    distills = draft.given.get("rlhf_type") == "gkd"
+    group = 1 if distills else draft.number("num_generations", 8)
+    accumulation = draft.number("gradient_accumulation_steps", 1)
     steps = draft.number("steps_per_generation", accumulation)
     processes = draft.number("$NPROC_PER_NODE", 1) * draft.number("$NNODES", 1)
     origin = "per_device_train_batch_size, gradient_accumulation_steps, steps_per_generation"
@@ -109,20 +113,143 @@ def _batch(draft: Draft) -> None:
         if "$NPROC_PER_NODE" not in draft.given:
             draft.notes.append("the number of processes is not known: rollout.groups is for one (NPROC_PER_NODE)")
     else:
-        return
+        return 1
     draft.put("rollout.groups", max(1, round(size / group)), origin=origin)
     draft.put("train.minibatches", max(1, round(steps_per_update)), origin=origin)
     if size % group:
         draft.notes.append(f"{size:g} completions are no multiple of num_generations = {group:g}: rollout.groups is rounded")
+    return max(1, round(steps_per_update))
+
+
+def _kind(draft: Draft) -> None:
+    """Refuse trainings that are no reinforcement; name a type that is left to its default."""
+    kind = draft.given.get("rlhf_type")
+    if kind is None:
+        if str(draft.given.get("$program")) == "swift rlhf":
+            draft.incomplete.append("rlhf_type is not set, and its default is dpo; the settings are read as those of grpo")
+        return
+    if kind not in ("grpo", "gkd"):
+        raise ConfigError(f"rlhf_type = {kind} is a training that no recipe does; only grpo, and gkd from its own replies")
+
+
+def _self_teacher(draft: Draft) -> None:
+    raise ConfigError(
+        "the policy is its own teacher (OPSD), after a prompt of its rows that the settings do not name; "
+        "write [[teacher]] with self = true and hint = file.py:function (docs/reference/teachers.md)"
+    )
+
+
+def _server_urls(draft: Draft, value: Any) -> None:
+    if not isinstance(value, str):
+        raise ConfigError("teacher_model_server names several teachers by tags of rows; write a [[teacher]] for each")
+    draft.teacher["urls"] = [value]
+
+
+def _teacher(draft: Draft) -> None:
+    """Make the teacher of GKD or of a GRPO with one; refuse what would be another training."""
+    given = draft.given
+    model, server = given.get("teacher_model"), given.get("teacher_model_server")
+    if given.get("rlhf_type") == "gkd":
+        _refuse_distillation(draft)
+    elif model is None and server is None:
+        return
+    if model is not None and model == given.get("model"):
+        _self_teacher(draft)
+    if server is not None:
+        _server_urls(draft, server)
+    else:
+        draft.teacher["path"] = str(model)
+    draft.teachers_of.update(("teacher_model", "teacher_model_server", "teacher_kl_coef", "lmbda", "gkd_logits_topk"))
+    if given.get("teacher_adapters"):
+        raise ConfigError(
+            "teacher_adapters are merged into the teacher there; merge them first, and set the path of [[teacher]]"
+        )
+    if given.get("rlhf_type") != "gkd":
+        draft.teacher["signal"] = "advantage"
+        draft.teacher["weight"] = draft.number("teacher_kl_coef", 1.0)
+        if not given.get("reward_funcs") and not draft.isset("use_gym_env"):
+            draft.put("train.reward_weight", 0.0, origin="teacher_model")
+        return
+    draft.teachers_of.update(("rlhf_type", "beta"))
+    draft.teacher["signal"] = "loss"
+    draft.teacher["divergence"] = DIVERGENCES[draft.number("beta", 0.5)]
+    if (top := draft.number("gkd_logits_topk", 0)) > 0:
+        draft.teacher["top"] = int(top)
+        draft.incomplete.append(
+            f"gkd_logits_topk = {top:g} compares these ids alone, renormalized; here all others count as one (teacher.top)"
+        )
+    elif server is not None:
+        raise ConfigError("a teacher on a server needs gkd_logits_topk: servers do not send the vocabulary")
+    draft.put("train.reward_weight", 0.0, origin="rlhf_type")
+    draft.put("rollout.group_size", 1, origin="rlhf_type")
+    draft.put("train.aggregation", "token", origin="rlhf_type")
+    for key in (
+        "train.kl",
+        "train.kl_in",
+        "train.clip_low",
+        "train.clip_high",
+        "train.clip_cap",
+        "train.advantage",
+        "train.refill",
+    ):
+        draft.values.pop(key, None)
+        draft.left_out.add(key)  # all of them are about advantages and ratios
+
+
+DIVERGENCES = {0.0: "forward", 0.5: "js", 1.0: "reverse"}
+"""beta -> the divergence that it is; others lie between."""
+
+
+def _refuse_distillation(draft: Draft) -> None:
+    """Refuse a distillation that no recipe does."""
+    given = draft.given
+    plugins = " ".join(str(one) for one in draft.values.get("env.args.external_plugins", ()))
+    if draft.isset("seq_kd"):
+        raise ConfigError("seq_kd trains on replies of the teacher; only replies of the policy are trained (lmbda = 1)")
+    if draft.number("lmbda", 0.5) != 1.0:
+        share = f"lmbda = {draft.number('lmbda', 0.5):g}"
+        raise ConfigError(
+            f"gkd with {share} trains on given replies too; only replies of the policy are trained: set lmbda = 1"
+        )
+    if draft.number("sft_alpha", 0) > 0:
+        raise ConfigError(
+            "sft_alpha adds a supervised term, which is not here during reinforcement; set it to 0 or see [warmup]"
+        )
+    if draft.number("beta", 0.5) not in DIVERGENCES:
+        raise ConfigError(
+            f"beta = {given['beta']} is a divergence that is not here; choose 0 (forward), 0.5 (js) or 1 (reverse)"
+        )
+    if given.get("teacher_model") is None and given.get("teacher_model_server") is None:
+        _self_teacher(draft)
+    if _sets_teacher_prompt(draft, plugins):
+        raise ConfigError(
+            "external_plugins give the teacher a prompt of its own (teacher_prompt); "
+            "write [[teacher]] with hint = file.py:function (docs/reference/teachers.md)"
+        )
+
+
+def _sets_teacher_prompt(draft: Draft, plugins: str) -> bool:
+    for one in plugins.split():
+        try:
+            if "teacher_prompt" in Path(one).read_text(encoding="utf-8"):
+                return True
+        except (OSError, ValueError):
+            draft.incomplete.append(
+                f"{one} (external_plugins) was not found; if it sets teacher_prompt, write it as the teacher's hint"
+            )
+    return False
 
 
 def _finish(draft: Draft) -> None:
     given = draft.given
-    _batch(draft)
+    _kind(draft)
+    updates = _batch(draft) * int(draft.number("num_iterations", 1))
     steps = given.get("max_steps", given.get("train_iters"))
     if not (isinstance(steps, int) and steps > 0):
         draft.put("train.data_epochs", draft.number("num_train_epochs", 3), origin="num_train_epochs")
         steps = None
+    _in_steps(draft, updates)
+    steps = None if steps is None else draft.values["train.steps"]
     if ratio := draft.number("warmup_ratio", draft.number("lr_warmup_fraction", 0)):
         if steps is None:
             why = "the number of steps is known when the tasks are: set train.lr_warmup_steps to that share of them"
@@ -139,15 +266,33 @@ def _finish(draft: Draft) -> None:
         "train.betas", [draft.number("adam_beta1", 0.9), draft.number("adam_beta2", 0.95)], origin="adam_beta1, adam_beta2"
     )
     _loss_terms(draft)
+    _teacher(draft)
     if "rollout_importance_sampling_mode" not in given:
         draft.values.pop("train.correction_high", None)
     _lora(draft)
-    draft.reasons["use_gym_env"] = "the scheduler decides"
+    draft.reasons["use_gym_env"] = f"{NO_EFFECT}: the scheduler decides"
     if draft.isset("use_gym_env") and "env.use" not in draft.values:
         draft.put("env.use", USE.format("gym_scheduler"), origin="use_gym_env")
-    served = given.get("vllm_mode") == "server" and "rollout" not in str(given.get("$launched")).split()
+    served = given.get("vllm_mode") == "server" and "swift rollout" not in given.get("$programs", ())
     if "env.use" not in draft.values and not served:  # a server has the scheduler
         draft.put("env.use", USE.format("single_turn"), origin="no multi_turn_scheduler")
+
+
+def _in_steps(draft: Draft, updates: int) -> None:
+    """Set the numbers of steps, which count optimizer steps there."""
+    pairs = (
+        *(("train.steps", "max_steps"), ("train.steps", "train_iters"), ("checkpoint.every", "save_steps")),
+        *(
+            ("eval.every", "eval_steps"),
+            ("train.lr_warmup_steps", "warmup_steps"),
+            ("train.lr_warmup_steps", "lr_warmup_iters"),
+        ),
+    )
+    for key, name in pairs:
+        if draft.number(name, 0) >= 1:
+            in_steps(draft, key, draft.number(name, 0), updates, name)
+    if draft.isset("sync_ref_model") and draft.number("ref_model_mixup_alpha", 0.6) == 1.0:
+        in_steps(draft, "train.reference_every", draft.number("ref_model_sync_steps", 512), updates, "ref_model_sync_steps")
 
 
 def _loss_terms(draft: Draft) -> None:
@@ -164,8 +309,6 @@ def _loss_terms(draft: Draft) -> None:
         draft.put(
             "train.overlong_buffer", draft.number("soft_cache_length", 0.2 * longest) / longest, origin="soft_cache_length"
         )
-    if draft.isset("sync_ref_model") and draft.number("ref_model_mixup_alpha", 0.6) == 1.0:
-        draft.put("train.reference_every", int(draft.number("ref_model_sync_steps", 512)), origin="ref_model_sync_steps")
 
 
 def _lora(draft: Draft) -> None:
@@ -175,6 +318,11 @@ def _lora(draft: Draft) -> None:
     if "lora.rank" not in draft.values:
         for key in ("alpha", "dropout", "targets"):
             draft.values.pop(f"lora.{key}", None)
+
+
+def _steps(draft: Draft, value: Any) -> str | None:
+    draft.put("train.steps", value)  # `_finish` brings it into steps; here its form is checked
+    return None
 
 
 def _reference(draft: Draft, value: Any) -> str | None:
@@ -194,8 +342,8 @@ RULES: dict[str, Any] = {
     "external_plugins": _plugins,
     "gym_env": argument("gym_env"),
     "use_gym_env": noted,
-    "reward_funcs": _list_argument("reward_funcs"),
-    "reward_weights": _list_argument("reward_weights"),
+    "reward_funcs": list_argument("reward_funcs"),
+    "reward_weights": list_argument("reward_weights"),
     "max_turns": "limits.turns",
     "max_completion_length": noted,
     "completion_length_limit_scope": noted,
@@ -239,8 +387,8 @@ RULES: dict[str, Any] = {
     "lr_decay_style": same("train.schedule", linear="linear", cosine="cosine", constant="constant"),
     "warmup_ratio": noted,
     "lr_warmup_fraction": noted,
-    "warmup_steps": "train.lr_warmup_steps",
-    "lr_warmup_iters": "train.lr_warmup_steps",
+    "warmup_steps": noted,
+    "lr_warmup_iters": noted,
     "weight_decay": "train.weight_decay",
     "adam_beta1": noted,
     "adam_beta2": noted,
@@ -248,8 +396,14 @@ RULES: dict[str, Any] = {
     "max_grad_norm": "train.max_grad_norm",
     "clip_grad": "train.max_grad_norm",
     "num_train_epochs": noted,
-    "max_steps": unless_off("train.steps"),
-    "train_iters": unless_off("train.steps"),
+    "max_steps": _steps,
+    "train_iters": _steps,
+    "rlhf_type": noted,
+    "teacher_model": noted,
+    "teacher_model_server": noted,
+    "teacher_kl_coef": noted,
+    "lmbda": noted,
+    "gkd_logits_topk": noted,
     "sync_ref_model": _reference,
     "ref_model_sync_steps": noted,
     "tuner_type": _tuner,
@@ -266,9 +420,9 @@ RULES: dict[str, Any] = {
     ),
     "output_dir": "out",
     "save": "out",
-    "save_steps": "checkpoint.every",
+    "save_steps": noted,
     "save_total_limit": "checkpoint.keep",
-    "eval_steps": "eval.every",
+    "eval_steps": noted,
     "num_generations_eval": "eval.samples",
     "seed": "seed",
     "report_to": trackers,
@@ -279,7 +433,6 @@ RULES: dict[str, Any] = {
 
 _OWN_LOSS = "write your own (train.algorithm)"
 NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "rlhf_type": ("only reinforcement on groups", ("grpo",)),
     "template": ("the model's template is used; see model.template", ()),
     "agent_template": ("see model.parser", ()),
     "response_prefix": ("see model.template_args", ()),
@@ -312,8 +465,11 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "advantage_reweight": ("write your own (train.advantage)", (None,)),
     "rlsd_lambda": ("write your own (train.advantage)", ()),
     "sdar_loss_coef": (_OWN_LOSS, (0, 0.0)),
-    "teacher_kl_coef": ("see [[teacher]], with its path or urls", ()),
-    "teacher_model": ("see [[teacher]], with its path or urls", (None,)),
+    "seq_kd": ("only replies of the policy are trained", (False,)),
+    "sft_alpha": ("no supervised term during reinforcement; see [warmup]", (0, 0.0)),
+    "teacher_adapters": ("see the path of [[teacher]]", (None, [])),
+    "teacher_model_revision": ("see the path of [[teacher]]", (None,)),
+    "teacher_tag_key": ("write a [[teacher]] for each environment", (None,)),
     "off_policy_sequence_mask_delta": ("see train.correction = sequence_mis_mean", (None,)),
     "vf_coef": ("no critic", ()),
     "min_lr": ("the rate decays to 0", (0, 0.0)),
@@ -340,7 +496,16 @@ MACHINE = (
     *("model_type", "hub_*", "push_to_hub", "tensorboard_*", "wandb_*", "swanlab_*", "create_checkpoint_*"),
     *("add_version", "*interval", "use_liger_kernel", "max_pixels", "enable_flattened_*", "merge_lora"),
     *("manual_gc*", "model_author", "model_name", "loss_weights", "use_chat_template", "torch_compile", "gpus"),
-    *("apply_wd_*", "megatron_*", "no_*"),
+    *(
+        "apply_wd_*",
+        "megatron_*",
+        "no_*",
+        "teacher_deepspeed",
+        "offload_teacher_model",
+        "teacher_model_type",
+        "teacher_*parallel*",
+    ),
+    *("teacher.*", "remove_unused_columns", "ddp_timeout"),
 )
 
 
@@ -348,6 +513,8 @@ def _normalize(key: str) -> str:
     """Return a flag with `_`; a key of a group of workers (`train.lora_rank`) without the group."""
     key = key.lstrip("-").replace("-", "_")
     group, dot, name = key.partition(".")
+    if group == "teacher" and name == "model":
+        return "teacher_model"
     return name if dot and group in ("train", "rollout") and name != "gpus" else key
 
 
@@ -368,5 +535,10 @@ SYSTEM = System(
         "seed": 42,
     },
     finish=_finish,
+    programs=r"^swift (rlhf|rollout)$",
+    refused={
+        r"^swift (sft|pt)$": "trains on given replies (see [warmup] dataset)",
+        r"^swift (?!rlhf$|rollout$)": "trains nothing",
+    },
     normalize=_normalize,
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from turnwise.compat.convert.engine import (
+    NO_EFFECT,
+    TO_DO,
     Draft,
     System,
     argument,
@@ -12,6 +14,7 @@ from turnwise.compat.convert.engine import (
     lists,
     minibatches,
     noted,
+    python_name,
     same,
     switch,
     temperature_of_eval,
@@ -21,6 +24,9 @@ from turnwise.compat.convert.engine import (
     train_data,
     unless_off,
 )
+from turnwise.compat.convert.hydra import read_document
+from turnwise.compat.convert.sources import find_file
+from turnwise.errors import ConfigError
 
 USE = "verl:tools"
 """How tools of verl are named (`turnwise.compat`); their files are settings of the environment."""
@@ -36,11 +42,15 @@ def _template_args(draft: Draft, value: Any) -> str | None:
     return None
 
 
-def _agent_loop(draft: Draft, value: Any) -> str | None:
-    return None if value in ("single_turn_agent", "tool_agent") else f"{value}: an agent loop of your own; set env.use to it"
+OWN_LOOPS = ("single_turn_agent", "tool_agent")
+"""verl's own agent loops."""
 
 
 def _estimator(draft: Draft, value: Any) -> str | None:
+    if value == "gae":
+        raise ConfigError(
+            'adv_estimator = "gae" trains with a critic, which is not here; choose grpo, rloo or reinforce_plus_plus'
+        )
     names = {
         "grpo": "grpo",
         "rloo": "rloo",
@@ -98,6 +108,13 @@ def _finish(draft: Draft) -> None:
             draft.reasons[f"{AC}optim.lr_warmup_steps_ratio"] = why
     _loss_terms(draft)
     _environment(draft)
+    _tool_defaults(draft)
+    _distillation(draft)
+    _asynchronous(draft)
+    if f"{AL}adv_estimator" not in given:
+        draft.incomplete.append(
+            "adv_estimator is not set: verl's default is gae, with a critic, which is not here; grpo is written"
+        )
     if not (draft.number(f"{MO}lora_rank", 0) or draft.number(f"{MO}lora.rank", 0)):
         for key in ("lora.alpha", "lora.targets", "lora.rank"):
             draft.values.pop(key, None)
@@ -140,14 +157,142 @@ def _environment(draft: Draft) -> None:
         names = (given.get(f"{one}custom_reward_function.name") for one in ("reward.", ""))
         origin = ", ".join(f"{one}custom_reward_function.{key}" for one in ("reward.", "") for key in ("path", "name"))
         draft.put("env.args.reward", f"{path}:{next(filter(None, names), 'compute_score')}", origin=origin)
-    multi_turn = given.get(f"{M}enable", given.get("actor_rollout_ref.rollout.multi_turn"))
-    draft.reasons.update(dict.fromkeys((f"{M}enable", f"{R}multi_turn"), "turns and tools need no switch here"))
-    if multi_turn is not True and given.get(f"{R}agent.default_agent_loop") != "tool_agent":
-        draft.put("limits.turns", 1, origin=f"{M}enable")
-    if "limits.turns" not in draft.values:
-        draft.notes.append("max_assistant_turns is not set, so turns are unlimited there: set limits.turns")
+    draft.reasons.update(dict.fromkeys((f"{M}enable", f"{R}multi_turn"), f"{NO_EFFECT}: turns and tools need no switch here"))
+    own_loop = _agent_loop(draft)
+    _turns(draft, own_loop)
     length = draft.number(f"{D}max_response_length", 512)
     draft.put("limits.turn_tokens", int(length), origin=f"{D}max_response_length")
+
+
+def _agent_loop(draft: Draft) -> bool:
+    """Name the agent loop of the user, if the settings do; return whether there is one."""
+    named, config = draft.given.get(f"{R}agent.default_agent_loop"), draft.given.get(f"{R}agent.agent_loop_config_path")
+    own = named not in (None, *OWN_LOOPS)
+    if not own and config is None:
+        return False
+    origin = f"{R}agent.agent_loop_config_path, {R}agent.default_agent_loop"
+    loops = _loops_of(draft, config)
+    if own and named in loops:
+        _use_loop(draft, loops[named], origin)
+    elif named == "tool_agent" or (named == "single_turn_agent" and loops is not None):
+        pass  # the settings decide for a loop of verl, whatever others the file has
+    elif len(loops) == 1 and not own:
+        ((name, target),) = loops.items()
+        draft.notes.append(f"rows name their loop there (agent_name); {name} is the one of the file, and plays all rows here")
+        _use_loop(draft, target, origin)
+    elif config is None or loops or own:
+        listed = f"; the file has {', '.join(loops)}" if loops else ""
+        draft.incomplete.append(f"the agent loop {named or 'of each row'} is not read{listed}: set [[env]] use = file.py:Class")
+        draft.put("env.use", f"{TO_DO}.py:Loop", origin=origin)
+    else:
+        draft.put("env.use", f"{TO_DO}.py:Loop", origin=origin)
+    return True
+
+
+def _use_loop(draft: Draft, target: str, origin: str) -> None:
+    draft.put("env.use", python_name(draft, target), origin=origin)
+    prefix = "env.args."
+    kept = {"max_parallel_calls", "max_tool_response_length", "tool_response_truncate_side", "tool_config_path"}
+    settings = {key: draft.values.pop(f"{prefix}{key}") for key in sorted(kept) if f"{prefix}{key}" in draft.values}
+    if settings:  # a loop reads them in its configuration
+        draft.put("env.args.rollout", {"multi_turn": settings}, origin=", ".join(f"{M}{key}" for key in settings))
+
+
+def _loops_of(draft: Draft, config: Any) -> dict[str, str]:
+    """Return the classes of a file of agent loops, by their names."""
+    if config is None:
+        return {}
+    path = find_file(str(config), draft.folder)
+    if path is None:
+        draft.incomplete.append(
+            f"{config} (agent_loop_config_path) was not found, so the agent loop is not known: set [[env]] use = file.py:Class"
+        )
+        return {}
+    try:
+        found = read_document(path)
+    except ConfigError as error:
+        draft.incomplete.append(str(error))
+        return {}
+    rows = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    return {str(one.get("name")): str(one["_target_"]) for one in rows if one.get("_target_")}
+
+
+def _turns(draft: Draft, own_loop: bool) -> None:
+    """Set the replies of an episode: as many as either bound allows, else all that fit, and one without tools and loops."""
+    given = draft.given
+    bounds = {f"{M}max_assistant_turns": given.get(f"{M}max_assistant_turns")}
+    if isinstance(users := given.get(f"{M}max_user_turns"), int) and users > 0:
+        bounds[f"{M}max_user_turns"] = users + 1  # a last reply follows the last result
+    known = {key: value for key, value in bounds.items() if isinstance(value, int) and value > 0}
+    if known:
+        least = min(known, key=lambda key: known[key])
+        draft.put("limits.turns", known[least], origin=", ".join(dict.fromkeys([least, *known])))
+        return
+    several = given.get(f"{M}enable", given.get(f"{R}multi_turn")) is True
+    if several or own_loop or given.get(f"{R}agent.default_agent_loop") == "tool_agent":
+        length = int(draft.number(f"{D}max_response_length", 512))
+        draft.put("limits.turns", length, origin=f"{M}max_assistant_turns, {M}enable, {R}agent.default_agent_loop")
+        draft.notes.append(
+            "max_assistant_turns is not set, so turns are unlimited there: limits.turns is the tokens of an episode"
+        )
+        return
+    draft.put("limits.turns", 1, origin=f"{M}enable")
+
+
+def _tool_defaults(draft: Draft) -> None:
+    """Set verl's limits of tool results where tools are given."""
+    tools = ("tool_config_path", "function_tool_path", "interaction_config_path")
+    if not any(f"env.args.{one}" in draft.values for one in tools) or draft.values.get("env.use", USE) != USE:
+        return
+    for key, value in (("max_parallel_calls", 1), ("max_tool_response_length", 256)):
+        if f"env.args.{key}" not in draft.values:
+            draft.put(f"env.args.{key}", value, origin="verl's default")
+
+
+def _distillation(draft: Draft) -> None:
+    """Make the teacher of verl's distillation by policy gradients; refuse its other losses."""
+    given = draft.given
+    if given.get("distillation.enabled") is not True:
+        return
+    loss = "distillation.distillation_loss."
+    mode = given.get(f"{loss}loss_mode", "k3")
+    models = [
+        (key, one)
+        for key, one in given.items()
+        if key.startswith("distillation.teacher_models.") and key.endswith(".model_path")
+    ]
+    if mode != "k1" or given.get(f"{loss}use_policy_gradient") is not True:
+        raise ConfigError(
+            f"distillation_loss.loss_mode = {mode} without use_policy_gradient is a loss that is not here; "
+            'use k1 with policy gradients, or write the recipe with [[teacher]] signal = "loss" (docs/reference/teachers.md)'
+        )
+    if len(models) != 1:
+        raise ConfigError(
+            "distillation of several teachers by a column of rows; write a [[teacher]] for each, with environments"
+        )
+    draft.teacher["path"] = str(models[0][1])
+    draft.teacher["signal"] = "advantage"
+    draft.teacher["weight"] = float(draft.number(f"{loss}distillation_loss_coef", 1.0))
+    if draft.number(f"{loss}loss_max_clamp", 0):
+        draft.teacher["bound"] = float(draft.number(f"{loss}loss_max_clamp", 0))
+    draft.teachers_of.update(key for key in given if key.startswith("distillation."))
+    if given.get(f"{loss}use_task_rewards") is False:
+        draft.put("train.reward_weight", 0.0, origin=f"{loss}use_task_rewards")
+
+
+def _asynchronous(draft: Draft) -> None:
+    """Choose the schedule of verl's asynchronous trainers."""
+    program = str(draft.given.get("$program"))
+    if "fully_async" in program:
+        draft.put("schedule.mode", "async", origin=program)
+        batch = draft.number(f"{AC}ppo_mini_batch_size", 256) * draft.number("async_training.require_batches", 1)
+        draft.put("rollout.groups", int(batch), origin=f"{AC}ppo_mini_batch_size, async_training.require_batches")
+        if (total := draft.number("rollout.total_rollout_steps", 0)) > 0:
+            steps = max(1, int(total / batch))
+            draft.put("train.steps", steps, origin="rollout.total_rollout_steps")
+            draft.values.pop("train.data_epochs", None)
+    elif "one_step_off" in program:
+        draft.put("schedule.mode", "one_step_off", origin=program)
 
 
 def _sanity(draft: Draft, value: Any) -> str | None:
@@ -232,7 +377,8 @@ RULES: dict[str, Any] = {
     f"{R}val_kwargs.top_k": top_k("eval.top_k"),
     f"{R}multi_turn": noted,
     f"{M}enable": noted,
-    f"{M}max_assistant_turns": unless_off("limits.turns"),
+    f"{M}max_assistant_turns": noted,
+    f"{M}max_user_turns": noted,
     f"{M}tool_config_path": argument("tool_config_path"),
     f"{M}function_tool_path": argument("function_tool_path"),
     f"{M}interaction_config_path": argument("interaction_config_path"),
@@ -243,7 +389,8 @@ RULES: dict[str, Any] = {
     f"{M}use_inference_chat_template": switch("rollout.history", "template"),
     f"{M}tokenization_sanity_check_mode": _sanity,
     f"{M}format": same("model.parser", **PARSERS),
-    f"{R}agent.default_agent_loop": _agent_loop,
+    f"{R}agent.default_agent_loop": noted,
+    f"{R}agent.agent_loop_config_path": noted,
     f"{MO}path": "model.path",
     f"{MO}lora_rank": "lora.rank",
     f"{MO}lora_alpha": "lora.alpha",
@@ -258,6 +405,8 @@ RULES: dict[str, Any] = {
     "custom_reward_function.path": noted,
     "custom_reward_function.name": noted,
     f"{TR}total_training_steps": unless_off("train.steps"),
+    "rollout.total_rollout_steps": noted,
+    "async_training.require_batches": noted,
     f"{TR}total_epochs": noted,
     f"{TR}test_freq": lambda draft, value: draft.put("eval.every", max(0, int(value))),
     f"{TR}save_freq": lambda draft, value: draft.put("checkpoint.every", int(value)) if int(value) > 0 else None,
@@ -269,7 +418,17 @@ RULES: dict[str, Any] = {
 }
 
 _MANAGER = "the reward is the environment's: env.args.reward"
+_TEACHER = "see [[teacher]]"
 NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "distillation.enabled": (_TEACHER, (False,)),
+    **{
+        f"distillation.distillation_loss.{one}": (_TEACHER, ())
+        for one in (
+            *("loss_mode", "topk", "use_task_rewards", "distillation_loss_coef", "loss_max_clamp", "log_prob_min_clamp"),
+            *("use_policy_gradient", "policy_loss_mode", "clip_ratio", "clip_ratio_low", "clip_ratio_high"),
+        )
+    },
+    "distillation.teacher_key": (_TEACHER, ()),
     f"{D}reward_fn_key": ("every column of a row reaches the reward under its own name", ("data_source",)),
     f"{D}audio_key": ("no audio", ("audios",)),
     f"{D}shuffle": ("tasks are always shuffled, by the seed", (True,)),
@@ -312,15 +471,17 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     f"{R}do_sample": ("training samples", (True,)),
     f"{R}single_turn_response_length": ("a reply has the limit of the episode; set limits.turn_tokens", (None,)),
     f"{R}calculate_log_probs": ("logprobs of sampled ids are always returned", (True,)),
-    f"{M}max_user_turns": ("limits.turns counts replies", ()),
     f"{M}num_repeat_rollouts": ("see rollout.group_size", (None,)),
-    f"{R}agent.agent_loop_config_path": ("set env.use to the agent loop", (None,)),
     f"{R}skip_tokenizer_init": ("machine", (True,)),
     f"{MO}custom_chat_template": ("a template is a file here: write it to chat.jinja and set model.template", (None,)),
     f"{MO}trust_remote_code": ("no code of model directories is run", (False,)),
     "reward.reward_manager.name": (_MANAGER, ("naive",)),
     "reward_model.reward_manager": (_MANAGER, ("naive",)),
     "reward.reward_manager.module.path": (_MANAGER, ()),
+    "reward.reward_manager.module.name": (_MANAGER, (None,)),
+    f"{AL}filter_groups.max_inflight_gen_batches": ("see train.refill", ()),
+    f"{AL}pf_ppo.reweight_method": ("no sampling of trajectories by reward", ("pow",)),
+    f"{AL}pf_ppo.weight_pow": ("no sampling of trajectories by reward", (2.0, 2)),
     "reward.num_workers": ("rewards run beside the episodes; see env.reward_isolation", ()),
     "reward_model.enable": ("no reward model served by the trainer; call yours in the reward", (False,)),
     f"{TR}val_before_train": ("the policy is always evaluated before reinforcement", (True,)),
@@ -331,10 +492,8 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     f"{TR}rollout_data_dir": ("the run directory has every episode", ()),
     f"{TR}validation_data_dir": ("the run directory has every episode", ()),
     f"{TR}balance_batch": ("passes are packed by tokens", (True, False)),
-    "rollout.total_rollout_steps": ("see train.steps", ()),
     "async_training.staleness_threshold": ('see [schedule] mode = "async" and staleness', ()),
     "async_training.trigger_parameter_sync_step": ("weights are sent after every step", (1,)),
-    "async_training.require_batches": ("see [schedule]", (1,)),
     "async_training.partial_rollout": ('see [schedule] mode = "async" and engine.in_flight', ()),
 }
 
@@ -359,7 +518,15 @@ MACHINE = (
     *("reward.reward_model*", "reward_model.*", "reward.sandbox*", "hydra.*", "--*", f"{D}dataloader*"),
     *(f"{D}filter_overlong_prompts_workers", f"{D}use_shm", f"{D}return_*", f"{D}trust_remote*", f"{D}image_patch*"),
     *(f"{D}sampler*", f"{D}datagen*", f"{D}tokenizer", "transfer_queue*", "defaults", "async_training.*"),
-    *("model_engine", "distillation*"),
+    *(
+        "model_engine",
+        "distillation.*n_gpus*",
+        "distillation.nnodes",
+        "distillation.*.inference.*",
+        "distillation.*num_replicas",
+    ),
+    *("*._target_", "skip.*", f"{D}val_batch_size", f"{R}agent.custom_async_server*", f"{R}moe_*", f"{R}qat*"),
+    *(f"{AC}use_rollout_log_probs", "reward.reward_manager.source", "sandbox_fusion*", "custom_cls*"),
 )
 
 SYSTEM = System(
@@ -385,5 +552,13 @@ SYSTEM = System(
     },
     finish=_finish,
     hydra=True,
-    patterns=((f"{D}apply_chat_template_kwargs.*", template_argument),),
+    patterns=(
+        (f"{D}apply_chat_template_kwargs.*", template_argument),
+        ("distillation.teacher_models.*", lambda draft, key, value: "see [[teacher]]"),
+    ),
+    programs=r"^verl(\.trainer\.main_ppo\w*|\.experimental\.[\w.]*(main\w*|fully_async\w*))?$|(^|/)main_ppo\.py$|fully_async_main\.py$",
+    refused={
+        r"^verl\..*sft_trainer|fsdp_sft": "trains on given replies (see [warmup] dataset)",
+        r"^verl\.trainer\.main_(eval|generation)": "trains nothing",
+    },
 )
