@@ -137,7 +137,8 @@ def _add_objects(made: TrainerSettings, key: str, value: Any, here: str) -> None
             what = one.name if isinstance(one, Class | Function) else source_of(one, str(one))
             where = one.scope.function if isinstance(one, Class | Function) else ""
             inside = f"is made inside {where}(): move it to the top of the file" if where else "is made by code: name it"
-            made.missing.append(f"{key}: {what} {inside}, then set it in [[env]]")
+            script = f'; or set use = "{here}:{made.program}", which runs the script up to its trainer'
+            made.missing.append(f"{key}: {what} {inside}, then set it in [[env]]{script}")
     if names:
         made.settings.append((key, names if isinstance(value, list) else names[0]))
 
