@@ -314,6 +314,8 @@ def test_a_module_that_is_nowhere_is_named(tmp_path):
 
 PROMPTS = [
     ("3", str),
+    (3, str),
+    ([{"role": "user", "content": "3"}], list),
     ([{"role": "user", "content": "3"}, {"role": "assistant", "content": "4"}, {"role": "user", "content": "5"}], list),
 ]
 

@@ -50,7 +50,7 @@ BAD = [
     ),
     ({"promt": "a"}, "promt: did you mean 'prompt'?"),
     ({"prompt": ""}, "line 2: no prompt"),
-    ({"prompt": 3}, "line 2: the prompt is not a string or a list of chat messages"),
+    ({"prompt": True}, "line 2: the prompt is not a string or a list of chat messages"),
     ({"prompt": [{"content": "x"}]}, "a message needs a 'role'"),
     ({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, "a content part of audio"),
     ({"prompt": [{"role": "user", "content": [{"type": "smell"}]}]}, "a content part must be text, an image or a video"),

@@ -384,7 +384,7 @@ def _prompt(task: Task, model: Any, args: Any) -> Any:
     """Return `sample.prompt`: the rendered conversation; with `apply_chat_template = false` the row's text, or messages."""
     messages = [message.to_dict() for message in task.messages]
     if not args.apply_chat_template:
-        alone = task.messages[0].content if len(task.messages) == 1 and task.messages[0].role == "user" else None
+        alone = task.messages[0].content if task.is_text else None
         return alone if isinstance(alone, str) else messages
     tools = _tools_of(task)
     return model.tokenizer.apply_chat_template(messages, tokenize=False, tools=tools or None, add_generation_prompt=True)

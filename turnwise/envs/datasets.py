@@ -272,6 +272,8 @@ def task_from_row(
 
     column = next((column for column in PROMPTS if rest.get(column) is not None), "")
     prompt = mapped["prompt"] if "prompt" in mapped else rest.pop(column, None)
+    if isinstance(prompt, (int, float)) and not isinstance(prompt, bool):
+        prompt = str(prompt)  # the number of a task, as some environments have it
     prompt = read_conversation_column(prompt, where)
     is_conversation = "prompt" in mapped or column == "messages"
     prompt, reference = without_reference(prompt, only_calls=not is_conversation)

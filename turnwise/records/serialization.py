@@ -174,6 +174,8 @@ def task_row(task: Task) -> dict[str, Any]:
     row = {"id": task.id, "messages": [message_row(m) for m in task.messages], "answer": task.answer, "info": task.info}
     if task.env:
         row["env"] = task.env
+    if task.is_text:
+        row["is_text"] = True
     if task.other_columns:
         row["other_columns"] = {key: value for key, value in task.other_columns.items() if is_json(value)}
     return row
@@ -368,7 +370,7 @@ def read_task(row: Mapping[str, Any]) -> Task:
     """Return the task of a record, without images that only its environment has."""
     messages = tuple(read_message(message) for message in row["messages"])
     given = {"id": row["id"], "answer": row["answer"], "info": row.get("info") or {}, "env": row.get("env") or ""}
-    return Task(messages, **given, other_columns=row.get("other_columns"))
+    return Task(messages, **given, other_columns=row.get("other_columns"), is_text=bool(row.get("is_text")))
 
 
 def read_trajectories(run: Path) -> Iterator[Trajectory]:

@@ -61,7 +61,7 @@ def _task_row(task: Task, store: MediaStore) -> dict[str, Any]:
     row = {"id": task.id, "messages": messages, "answer": pack(task.answer, where), "info": pack(dict(task.info), where)}
     row["other_columns"] = pack(other, where)
     images = [store.put(image).to_dict() | {"raw": isinstance(image, Image)} for image in task.images]
-    return row | {"env": task.env, "images": images}
+    return row | {"env": task.env, "images": images, "is_text": task.is_text}
 
 
 def _read_task(row: Mapping[str, Any], image: Callable[[ImageRef], Image]) -> Task:
@@ -72,7 +72,8 @@ def _read_task(row: Mapping[str, Any], image: Callable[[ImageRef], Image]) -> Ta
     other = unpack(row.get("other_columns") or {})
     if images:
         other.setdefault("images", [one.value if isinstance(one, Image) else one for one in images])
-    return Task(tuple(messages), answer, id=row["id"], images=images, info=info, env=row["env"], other_columns=other)
+    given = {"id": row["id"], "images": images, "info": info, "env": row["env"], "other_columns": other}
+    return Task(tuple(messages), answer, **given, is_text=bool(row.get("is_text")))
 
 
 def spec_row(spec: GroupSpec, store: MediaStore) -> dict[str, Any]:

@@ -44,6 +44,8 @@ class Task:
     """Name of the environment for this row, in runs with several."""
     other_columns: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """Columns of the row that `info` lacks: its media, those that a recipe maps, and empty ones, which are None."""
+    is_text: bool = field(default=False, compare=False, repr=False)
+    """Whether the prompt was one text, which user code of other systems gets as it is, not a list of messages."""
 
     def __init__(
         self,
@@ -55,6 +57,7 @@ class Task:
         info: Mapping[str, Any] | None = None,
         env: str = "",
         other_columns: Mapping[str, Any] | None = None,
+        is_text: bool | None = None,
     ) -> None:
         set_field = object.__setattr__
         set_field(self, "messages", as_messages(messages))
@@ -63,6 +66,7 @@ class Task:
         set_field(self, "info", dict(info or {}))
         set_field(self, "env", env)
         set_field(self, "other_columns", dict(other_columns or {}))
+        set_field(self, "is_text", isinstance(messages, str) if is_text is None else is_text)
         set_field(self, "id", id or self._content_id())
 
     @property
