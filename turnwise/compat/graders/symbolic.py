@@ -187,7 +187,7 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
-_READ_TEXT = ("Symbol", "Integer", "Float", "Rational", "Function")
+_READ_TEXT = ("Symbol", "Integer", "Float", "Number", "Rational", "Function")
 """What SymPy's parser makes of names and numbers; other functions would read a text as code."""
 
 

@@ -28,7 +28,7 @@ import orjson
 
 from turnwise.errors import ProcessDied
 
-SECONDS = 4
+SECONDS = 3
 """Processor time of a call, which takes milliseconds unless it does not end."""
 MEMORY = 768 * 2**20
 """Bytes that a call may allocate beyond what its imports take."""
