@@ -27,12 +27,12 @@ class UnreadableError(ValueError):
     """The rewriting does not apply to a text: it breaks off in the middle of a command."""
 
 
-def same_text(given: str | None, truth: str | None) -> bool:
+def same_text(given: str | None, truth: str | None, *, percent: bool = False) -> bool:
     """Whether two answers are equal after rewriting."""
-    return normalize(given) == normalize(truth)
+    return normalize(given, percent=percent) == normalize(truth, percent=percent)
 
 
-def normalize(answer: str | None) -> str | None:
+def normalize(answer: str | None, *, percent: bool = False) -> str | None:
     r"""Return an answer without an enclosing ``\text{}``, rewritten; as it is where the rewriting does not apply."""
     if answer is None:
         return None
@@ -41,13 +41,15 @@ def normalize(answer: str | None) -> str | None:
     if enclosed is not None:
         answer = enclosed["text"].strip()
     try:
-        return rewrite(answer)
+        return rewrite(answer, percent=percent)
     except UnreadableError:
         return answer
 
 
-def rewrite(text: str) -> str:
-    """Return a text in the checker's form: no spaces, units, percent or degree signs; fractions and roots with braces.
+def rewrite(text: str, *, percent: bool = False) -> str:
+    """Return a text in the checker's form: no spaces, units or degree signs; fractions and roots with braces.
+
+    A percent sign goes with its backslash, and with `percent` (mathruler) also without one.
 
     Raises:
         UnreadableError: for a text that ends after a command, or has several units.
@@ -55,6 +57,8 @@ def rewrite(text: str) -> str:
     for old, new in _REMOVED:
         text = text.replace(old, new)
     text = _without_units(text).replace("\\%", "")
+    if percent:
+        text = text.replace("%", "")
 
     text = text.replace(" .", " 0.").replace("{.", "{0.")
     if text.startswith("."):

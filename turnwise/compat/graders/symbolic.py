@@ -30,7 +30,24 @@ _WORDS = (
     ("billion", "*10^9"),
     ("trillion", "*10^12"),
 )
-_UNITS = "degree cm centimeter meter mile second minute hour day week month year foot feet inch yard".split()
+_UNITS = (
+    "degree",
+    "cm",
+    "centimeter",
+    "meter",
+    "mile",
+    "second",
+    "minute",
+    "hour",
+    "day",
+    "week",
+    "month",
+    "year",
+    "foot",
+    "feet",
+    "inch",
+    "yard",
+)
 _UNIT = tuple(re.compile(rf"{unit}(es)?(s)? *(\^[0-9]+)?") for unit in _UNITS)  # one after another: `centimeter` loses `meter`
 _SIGNS = {"√": "sqrt", "π": "pi", "∞": "inf", "∪": "U", "·": "*", "×": "*"}
 _THOUSANDS = re.compile(r"(\d)(,)(\d\d\d)($|\D)")
@@ -42,9 +59,9 @@ _LETTERS = 2
 """Different letters that an expression may have, those of `sqrt` and `frac` aside; other text is not evaluated."""
 
 
-def equal(given: str, truth: str | None) -> bool:
-    """Whether an answer is the right one by the text (`hendrycks`) or by SymPy."""
-    return hendrycks.same_text(given, truth) or equal_by_sympy(given, truth)
+def equal(given: str, truth: str | None, *, percent: bool = False) -> bool:
+    """Whether an answer is the right one by the text (`hendrycks`; `percent` as there) or by SymPy."""
+    return hendrycks.same_text(given, truth, percent=percent) or equal_by_sympy(given, truth)
 
 
 def equal_by_sympy(given: str, truth: str | None) -> bool:
@@ -113,7 +130,7 @@ def normalize(text: str) -> str:
 def _latex_as_text(latex: str) -> str:
     from pylatexenc import latex2text
 
-    text = latex.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac").replace("\\frac", " \\frac")
+    text: str = latex.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac").replace("\\frac", " \\frac")
     try:
         text = latex2text.LatexNodes2Text().latex_to_text(text)
     except Exception:  # the parser may raise anything for malformed LaTeX, which is then compared as it is

@@ -1,4 +1,4 @@
-"""Answers compared by math-verify, with the settings of ms-swift's `accuracy`, TRL's `accuracy_reward` and verl's `math_verify`.
+"""Answers compared by math-verify, as ms-swift's `accuracy`, TRL's `accuracy_reward` and verl's `math_verify` do.
 
 The library limits its time by a signal, which works in the main thread alone; here it runs in a helper process with bounds
 (`turnwise.envs.isolation.bounded`), and what exceeds them is wrong.

@@ -21,6 +21,7 @@ import re
 import unicodedata
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from turnwise.envs.isolation.bounded import BoundExceeded, call_bounded
 from turnwise.errors import EnvError
@@ -102,7 +103,9 @@ def read(text: str) -> Answer:
     return Answer(number, name=name, unit=unit)
 
 
-_WRAPPERS = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|mbox|operatorname|boxed|fbox)\s*\{")
+_WRAPPERS = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|mbox|operatorname|boxed|fbox)\s*\{"
+)
 _SIGNS = {
     "\u2212": "-",
     "\u2013": "-",
@@ -217,9 +220,12 @@ _UNIT_TEXT = re.compile(
     r")",
     re.DOTALL,
 )
-_LETTER_UNITS = frozenset("m s g h l L N J W V A K C F".split())
+_LETTER_UNITS = frozenset("msghlLNJWVAKCF")
 """Letters that are units after a space; others are unknowns."""
-_FUNCTIONS = "arcsin arccos arctan sinh cosh tanh sin cos tan cot sec csc log ln exp sqrt pi min max gcd lcm det inf infty".split()
+_FUNCTIONS = (
+    *("arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "sin", "cos", "tan", "cot", "sec", "csc"),
+    *("log", "ln", "exp", "sqrt", "pi", "min", "max", "gcd", "lcm", "det", "inf", "infty"),
+)
 _SAME_UNITS = {
     "centimeter": "cm",
     "centimetre": "cm",
@@ -438,11 +444,12 @@ def _same_as_percent(given: Answer, right: Answer) -> bool:
 
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})", re.ASCII)
-_COMMANDS = set(_FUNCTIONS) | set(
-    "frac cdot times div le ge lt gt ne pm cup cap emptyset circ alpha beta gamma delta epsilon varepsilon zeta eta theta "
-    "iota kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega binom "
-    "begin end pmatrix bmatrix in".split()
+_GREEK = (
+    r"alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|(?:var)?phi|chi|psi|omega|"
+    r"Gamma|Delta|Theta|Lambda|Xi|Sigma|Phi|Psi|Omega"
 )
+_OPERATORS = r"frac|cdot|times|div|le|ge|lt|gt|ne|pm|cup|cap|emptyset|circ|binom|begin|end|in"
+_KNOWN = re.compile(rf"{_GREEK}|{_OPERATORS}|{'|'.join(_FUNCTIONS)}")
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _UNREADABLE = re.compile(r"\d\s+\d|!\s*!|\d{16,}|\d_")
 _GROWS = re.compile(r"!|\\binom")
@@ -453,7 +460,7 @@ _LARGE = re.compile(r"\d{3,}|[\^!]")
 
 def _is_bounded(latex: str) -> bool:
     """Whether an expression is one to evaluate: commands of mathematics alone, no towers of powers, no large ones."""
-    if len(latex) > READ or any(name not in _COMMANDS for name in _COMMAND.findall(latex)):
+    if len(latex) > READ or not all(map(_KNOWN.fullmatch, _COMMAND.findall(latex))):
         return False
     if _UNREADABLE.search(latex) or (_GROWS.search(latex) and re.search(r"\d{4}", latex)):
         return False
@@ -509,11 +516,11 @@ def _are_equal(given: str, right: str) -> bool:
     return all(bool(verify(*pair, timeout_seconds=None)) for pair in ((one, other), (other, one)))
 
 
-def _parsed(latex: str) -> list[object]:
+def _parsed(latex: str) -> list[Any]:
     from math_verify import LatexExtractionConfig, parse
 
     # The library's timeout uses a signal; the helper process has bounds of its own.
-    parsed: list[object] = parse(
+    parsed: list[Any] = parse(
         f"\\boxed{{{latex}}}",
         extraction_config=[LatexExtractionConfig(boxed_match_priority=0)],
         fallback_mode="no_fallback",

@@ -21,8 +21,8 @@ def compute_ifbench_reward(response: str | None, label: Any, metadata: Mapping[s
         library = importlib.import_module("evaluation_lib")
     except ImportError as error:
         raise ImportError(
-            f"rm_type = ifbench needs IFBench's evaluation_lib ({error}); clone https://github.com/allenai/IFBench, install its "
-            "requirements, and add its folder to PYTHONPATH"
+            f"rm_type = ifbench needs IFBench's evaluation_lib ({error}); clone https://github.com/allenai/IFBench, install "
+            "its requirements, and add its folder to PYTHONPATH"
         ) from error
 
     prompt = "" if info.get("prompt_text") is None else str(info["prompt_text"])

@@ -6,7 +6,8 @@ from typing import Any
 
 MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
 DAPO = ("math_dapo", "math", "math_dapo_reasoning")
-SEARCH = tuple(f"searchR1_{name}" for name in "nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle".split())
+_QUESTIONS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+SEARCH = tuple(f"searchR1_{name}" for name in _QUESTIONS)
 
 
 def default_compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **kwargs: Any) -> Any:

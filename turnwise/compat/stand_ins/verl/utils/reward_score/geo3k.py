@@ -21,7 +21,7 @@ def acc_reward(predict_str: str, ground_truth: str, use_boxed: bool = True) -> f
     if use_boxed:
         content = content_of(last_box(predict_str, (BOX,)))
         answer = "None" if content is None else content.strip()
-    return float(equal(answer, ground_truth))
+    return float(equal(answer, ground_truth, percent=True))
 
 
 def compute_score(predict_str: str, ground_truth: str, use_boxed: bool = True, format_score: float = 0.1) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def last_boxed_only_string(string: str) -> str | None:
-    r"""Return the last ``\boxed{...}`` or ``\fbox{...}`` of a text, or what follows ``\boxed`` and a space; None without one."""
+    r"""Return the last ``\boxed{...}`` or ``\fbox{...}`` of a text, or what follows ``\boxed`` and a space."""
     from turnwise.compat.graders.boxes import last_box
 
     if "\\boxed " in string:
