@@ -58,10 +58,7 @@ def test_no_limit_is_ever_exceeded_and_the_stop_reason_is_right(
         assert trajectory.error is None
         assert len(trajectory.turns) <= turns
         used = trajectory.sampled_tokens + trajectory.observed_tokens
-        last = trajectory.spans[-1]
-        # The last observation may be what ends the episode: what was sampled stays within the budget.
-        behind = 0 if last.sampled else sum(len(s.ids) for s in trajectory.spans[-2:] if s.origin in ("env", "template"))
-        assert episode_tokens is None or used - behind <= episode_tokens
+        assert episode_tokens is None or used <= episode_tokens
         for turn in trajectory.turns:
             assert sum(len(trajectory.spans[i].ids) for i in turn.spans) <= turn_tokens
         check_stop(trajectory, limits, most, used, text)
@@ -83,7 +80,8 @@ def check_stop(trajectory, limits, most, used, text):
     elif stop == "context":
         assert size >= most
     elif stop == "episode_tokens":
-        assert used >= limits.episode_tokens
+        left_out = trajectory.metrics.get("observation_tokens_left_out", 0)
+        assert used == limits.episode_tokens or used + left_out > limits.episode_tokens
     else:
         assert stop in ("done", "invalid_token")
 

@@ -28,7 +28,7 @@ ARGUMENTS = ("custom_config_path", "custom_rm_path", "rm_type", "reward_key", "e
 """Keys of `[env.args]`; `args` has further arguments of the run, over those of the file."""
 IDS = ("generate",)
 """`slime:generate`: one reply, as slime samples it without a function of the user."""
-RM_TYPES = ("deepscaler", "dapo", "math", "f1", "gpqa", "remote_rm")
+RM_TYPES = ("deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "gemma_math", "random", "deterministic_random", "remote_rm")
 """Each may have the prefix `boxed_`."""
 ROLLOUT_PARAMETERS = ("args", "rollout_id")
 UNLIMITED = 1 << 20

@@ -415,7 +415,8 @@ class Limits:
     """Handling of a reply without an end token: `stop` ends the episode, `continue` closes the reply and passes it to the
     environment. A play function gets the reply with `finish == "length"`; with `stop`, its conversation cannot go on."""
     episode_tokens: PositiveInt | None = None
-    """Maximum tokens after the opening prompt, sampled and observed, all agents together; none is unlimited."""
+    """Maximum tokens after the opening prompt, sampled and observed, all agents together; none is unlimited. An observation
+    that does not fit is left out, and ends the episode."""
     context: PositiveInt | None = None
     """Maximum tokens of prompt and reply in one request; none asks the engine."""
     prompt_tokens: PositiveInt | None = None

@@ -94,7 +94,7 @@ def validate(
     rules += [] if has_objects else [_env_rules(config, envs, file)]
     rules += [_policy_rules(config, training), _file_rules(config), _engine_rules(config, training)]
     rules += [_play_rules(config), _quant_rules(config, training)]
-    rules += [_training_rules(config)] if training else []
+    rules += [_training_rules(config, has_objects)] if training else []
     for key, why in chain.from_iterable(rules):
         value = _value(config, key)
         raise error(key, list(value) if isinstance(value, tuple) else value, why)
@@ -441,8 +441,11 @@ def _served_teacher_rules(config: RunConfig, teacher: TeacherConfig) -> Broken:
         yield "urls", f"are servers, which score the vocabulary, but rollout.{cut[0]} cuts it; name a path, or leave that out"
 
 
-def _training_rules(config: RunConfig) -> Broken:
+def _training_rules(config: RunConfig, has_objects: bool) -> Broken:
     rollout, train = config.rollout, config.train
+    if rollout.adapt is not None and len(config.env) < 2 and not has_objects:
+        why = "has no effect with one environment: it moves weight between several; add another [[env]], or leave this out"
+        yield "rollout.adapt", why
     if found := conflicting_keys(train):
         yield f"train.{found[0]}", found[1]
     yield from _schedule_rules(config)

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from turnwise._old_names import Renamed
-from turnwise.envs.user_code import as_flag, as_number, describe_value
+from turnwise.envs.user_code import LARGEST, as_flag, as_number, describe_value
 from turnwise.errors import EnvError
 from turnwise.types import ContentPart, Message, Messages, StopReason, Task, ToolCall, Trajectory, read_part
 
@@ -191,8 +191,11 @@ class Scores:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Counters: judge calls, parts that were not computed."""
     status: Literal["completed", "truncated", "aborted", "failed"] | StopReason = "completed"
-    """How an agent function's episode ended, or the limit that it met; one that aborted or failed is not trained. Environments
-    say it by `Step`."""
+    """How an agent function's episode ended, or the limit that it met; environments say it by `Step`.
+
+    `completed` and `truncated` are rewarded and trained alike, and counted apart. `aborted` (given up for a reason outside the
+    episode) has no reward, whatever `own` is, and is not trained. `failed` is a failure like an exception: no reward, not
+    trained."""
     rows: tuple[tuple[float, tuple[Any, ...]], ...] = ()
     """Reward of each training row of an agent function, with the replies (of `Model.generate`) that it trains. The episode's
     reward is `own` plus their mean; what is trained in a row is compared by `own` plus the row's."""
@@ -206,7 +209,8 @@ class Scores:
         return None if self.own is None else self.own + math.fsum(self.turns) + mean
 
     def checked(self, what: str) -> Scores:
-        """Return a copy with every number as a float; raise `RewardError` for one that is not finite."""
+        """Return a copy with every number as a float; raise `RewardError` for one that is not finite or
+        too large."""
         return Scores(
             as_number(self.own, what),
             tuple(as_number(one, f"{what} by turn") or 0.0 for one in self.turns),
@@ -362,14 +366,15 @@ def check_size(observation: Any, where: str) -> None:
 
 
 def as_step(value: Any) -> Step:
-    """Convert a return value of `Env.step`; raise `EnvError` for another form, `RewardError` for a non-finite reward."""
+    """Convert a return value of `Env.step`; raise `EnvError` for another form, `RewardError` for a reward that is not finite or
+    too large."""
     if not isinstance(value, tuple) or len(value) != 5:
         raise EnvError(f"step returned {describe_value(value)}; return tw.Step(...) or a Gymnasium 5-tuple")
     observation, reward, terminated, truncated, info = value
     check_size(observation, "step")
     plain_info = type(info) is dict or type(info) is MappingProxyType
     flags = type(terminated) is type(truncated) is bool
-    if type(value) is Step and plain_info and flags and type(reward) is float and math.isfinite(reward):
+    if type(value) is Step and plain_info and flags and type(reward) is float and -LARGEST <= reward <= LARGEST:
         return value  # nearly every step
     if not plain_info and not isinstance(info, Mapping):
         raise EnvError(f"step returned the info {describe_value(info)}; info is a dict")

@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from decimal import Decimal
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -53,6 +54,9 @@ _BUGS = (
     ValueError,
 )
 """Built-in exceptions that the same code raises again. Exceptions of libraries and of the system (OSError) may be transient."""
+
+LARGEST = 1e15
+"""Largest size of a reward: squares and sums over the episodes of a run stay in the range of float32."""
 
 USER_MODULE = "turnwise_user_"  # prefix of the names of modules that `load_user_module` makes
 
@@ -102,8 +106,16 @@ def passing(failure: Failure) -> bool:
     return failure.kind in _PASSING and failure.type != RewardError.__name__
 
 
-def failure_of(error: BaseException, phase: str, turn: int = -1) -> Failure:
-    """Convert an exception to a `Failure`. Never raises, even if methods of the exception do."""
+def failure_of(error: BaseException, phase: str, turn: int = -1, env: str = "") -> Failure:
+    """Convert an exception to a `Failure`, whose message names the environment of a reward that is refused. Never raises, even
+    if methods of the exception do."""
+    failure = _failure_of(error, phase, turn)
+    if env and failure.type == RewardError.__name__:
+        return replace(failure, message=f"environment {env!r}: {failure.message}")
+    return failure
+
+
+def _failure_of(error: BaseException, phase: str, turn: int) -> Failure:
     try:
         if issubclass(type(error), RemoteException):
             remote = cast(RemoteException, error).failure  # mypy does not narrow by type()
@@ -164,8 +176,8 @@ def as_number(value: Any, what: str) -> float | None:
     """Convert a number returned by user code (reward, score, metric) to a float; None (not computed) stays None.
 
     Accepts ints, floats, other real numbers (NumPy scalars, fractions, decimals) and zero-dimensional arrays and tensors.
-    Raises `RewardError`, with the name `what`, for anything else and for a number that is not finite: "1", b"1" and True are
-    mistakes more often than rewards.
+    Raises `RewardError`, with the name `what`, for anything else and for a number that is not finite or above `LARGEST`: "1",
+    b"1" and True are mistakes more often than rewards.
     """
     if value is None:
         return None
@@ -177,6 +189,11 @@ def as_number(value: Any, what: str) -> float | None:
         if isinstance(scalar(value), int):
             raise RewardError(f"{what} is {describe_value(value)}, which no float can hold; rewards are finite")
         raise RewardError(f"{what} is {number}; rewards are finite, None where there is none")
+    if abs(number) > LARGEST:
+        raise RewardError(
+            f"{what} is {number:g}; rewards are at most {LARGEST:g} in size, since statistics of a group and float32 have to "
+            "hold them: scale it down"
+        )
     return number
 
 

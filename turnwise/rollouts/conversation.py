@@ -277,6 +277,15 @@ class Budget:
             raise LimitReached(cause, f"no token is left for a reply after {context} tokens of context")
         return budget, cause
 
+    def check_observation(self, turns: int, tokens: int) -> None:
+        """Raise `LimitReached` if so many observed tokens, after `turns` replies, are more than the episode has left."""
+        limit = self._limits.episode_tokens
+        if limit is None or self.used + self._reserved + tokens <= limit:
+            return
+        if turns - self.rejected + self._running_calls >= self._turns:
+            raise LimitReached(StopReason.MAX_TURNS, f"the episode had all its {self._turns} turns")
+        raise LimitReached(StopReason.EPISODE_TOKENS, f"{tokens} observed tokens are over limits.episode_tokens = {limit}")
+
     def reserve(self, tokens: int) -> None:
         """Reserve the tokens that a starting call may sample."""
         self._running_calls += 1

@@ -108,7 +108,7 @@ def complete_groups(keys: Sequence[EpisodeKey], recorded: Sequence[T | None], gr
 
 
 def _fail(trajectory: Trajectory, error: Exception) -> None:
-    failure = failure_of(error, "reward", len(trajectory.turns) - 1)
+    failure = failure_of(error, "reward", len(trajectory.turns) - 1, trajectory.task.env)
     trajectory.error = trajectory.error or failure
     trajectory.reward = None
     trajectory.stop = StopReason.TIMEOUT if failure.kind == FailureKind.TIMEOUT else StopReason.REWARD_ERROR

@@ -280,7 +280,12 @@ class Recorder:
         return messages, rendered
 
     def append(self, path: ConversationPath, rendered: Extend | Branch, messages: tuple[Message, ...] = ()) -> None:
-        """Append rendered ids to a path, or branch off at an earlier position."""
+        """Append rendered ids to a path, or branch off at an earlier position.
+
+        Raises `LimitReached` for an observation over `limits.episode_tokens`, which is not recorded, and counted.
+        """
+        if path.ids:
+            self._check_observation(len(rendered.ids))
         ids, close, replies, media = rendered.ids, 0, rendered.replies, rendered.media
         count_rendered(self.trajectory, rendered)
         if isinstance(rendered, Branch):
@@ -333,6 +338,13 @@ class Recorder:
         self.append(path, Branch(keep, prompt.ids[keep:], "rewritten", *met, starts, media, prompt.tool_images_moved))
         path.messages, path.new_messages, path.turn, path.inserted = messages, tuple(messages), -1, None
         self.journal.observation_changed = True
+
+    def _check_observation(self, tokens: int) -> None:
+        try:
+            self._budget.check_observation(len(self.trajectory.turns), tokens)
+        except LimitReached:
+            add_counts(self.trajectory, "observation_tokens_left_out", by=tokens)
+            raise
 
     def record_step(self, turn: int, reward: float | None, info: Mapping[str, Any], env_s: float) -> None:
         """Record the environment's reward and info for a turn; the journal has them before the next turn."""

@@ -495,7 +495,7 @@ class Rollout:
             trajectory.reward = await compute_reward(session, recorder)
             trajectory.reward_s = time.monotonic() - began
         except BaseException as error:
-            self._fail(recorder, error, deadline)
+            self._fail(recorder, error, deadline, getattr(make, "__name__", type(make).__name__))
         finally:
             await self._close(session, recorder, deadline)
 
@@ -521,9 +521,11 @@ class Rollout:
             except LimitReached as limit:
                 trajectory.stop, reward = StopReason(limit.reason), None
             recorder.enter_phase("reward")
-            trajectory.reward = reward_value(reward, recorder, "the agent function's return value")
+            found = reward_value(reward, recorder, "the agent function's return value")
+            # An aborted episode was given up, so what it earned until then says nothing.
+            trajectory.reward = None if trajectory.stop.failed else found
         except BaseException as error:
-            self._fail(recorder, error, deadline)
+            self._fail(recorder, error, deadline, getattr(play, "__name__", type(play).__name__))
         finally:
             await model.close()
 
@@ -534,13 +536,14 @@ class Rollout:
             raise TraceError(broken) from error
         return deadline.passes(error)
 
-    def _fail(self, recorder: Recorder, error: BaseException, deadline: Deadline) -> None:
-        """Record an exception as the episode's error; the episode has no reward then."""
+    def _fail(self, recorder: Recorder, error: BaseException, deadline: Deadline, name: str) -> None:
+        """Record an exception as the episode's error; the episode has no reward then. `name` is that of an environment without
+        one in its task."""
         if self._ends_rollout(error, deadline):
             raise error
         deadline.clear()
         trajectory = recorder.trajectory
-        trajectory.error = failure_of(error, recorder.phase, len(trajectory.turns) - 1)
+        trajectory.error = failure_of(error, recorder.phase, len(trajectory.turns) - 1, trajectory.task.env or name)
         trajectory.reward = None
         if trajectory.error.kind == FailureKind.TIMEOUT:
             over = deadline.expired or is_over(error)

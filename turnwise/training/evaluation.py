@@ -23,8 +23,8 @@ class EvalResult:
     successes: int
     turns: float
     """Mean turns."""
-    reward: float
-    """Mean reward."""
+    reward: float | None
+    """Mean reward; None if no episode has one."""
     failed: int
     """Episodes without a reward; not in `n`."""
     counts: tuple[tuple[int, int], ...]
@@ -38,9 +38,9 @@ class EvalResult:
     """Images and videos in the trajectories."""
 
     @property
-    def success(self) -> float:
-        """Share of successes."""
-        return self.successes / self.n if self.n else 0.0
+    def success(self) -> float | None:
+        """Share of successes; None if no episode has a reward."""
+        return self.successes / self.n if self.n else None
 
     @property
     def ci(self) -> tuple[float, float]:
@@ -49,10 +49,10 @@ class EvalResult:
 
     def row(self) -> dict[str, Any]:
         """Return the result as a row for metrics.jsonl and tables."""
-        row = {
+        row: dict[str, Any] = {
             "n": self.n,
             "success": self.success,
-            "ci": list(self.ci),
+            "ci": list(self.ci) if self.n else None,
             "turns": self.turns,
             "reward": self.reward,
             "failed": self.failed,
@@ -61,7 +61,7 @@ class EvalResult:
         if self.images:
             row["images"] = self.images
         if len(self.by_env) > 1:
-            row["by_env"] = {name: {"n": n, "success": won / max(n, 1)} for name, (n, won) in self.by_env.items()}
+            row["by_env"] = {name: {"n": n, "success": won / n} for name, (n, won) in self.by_env.items()}
         return row
 
 
@@ -80,7 +80,7 @@ def summarize(trajectories: Sequence[Trajectory], threshold: float = 1.0) -> Eva
         n=len(rewards),
         successes=sum(reward >= threshold for reward in rewards),
         turns=sum(len(t.turns) for t in trajectories) / max(len(trajectories), 1),
-        reward=sum(rewards) / max(len(rewards), 1),
+        reward=sum(rewards) / len(rewards) if rewards else None,
         failed=len(trajectories) - len(rewards),
         counts=tuple((len(row), sum(reward >= threshold for reward in row)) for row in by_task.values()),
         stops=dict(Counter(str(t.stop) for t in trajectories)),

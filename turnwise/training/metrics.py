@@ -70,14 +70,13 @@ def step_row(
     """Build a step's metrics row from its rollouts and the trainer's metrics."""
     rewards = [t.reward for t in trajectories if t.reward is not None]
     sampled = sum(t.sampled_tokens for t in trajectories)
-    n = max(len(rewards), 1)
     untrained = {name[7:]: value for name, value in trained.items() if name.startswith("tokens_") and value}
     for name in ("trained", "sampled", "per_s"):
         untrained.pop(name, None)
     rejected = {name.removeprefix(REJECTED): value for name, value in trained.items() if name.startswith(REJECTED)}
     return {name: value for name, value in trained.items() if not name.startswith(("tokens_", REJECTED))} | {
-        "reward": sum(rewards) / n,
-        "success": sum(reward >= success for reward in rewards) / n,
+        "reward": sum(rewards) / len(rewards) if rewards else None,
+        "success": sum(reward >= success for reward in rewards) / len(rewards) if rewards else None,
         "turns": sum(len(t.turns) for t in trajectories) / max(len(trajectories), 1),
         "trajectories_trained_share": trained.get("trajectories_trained", 0.0) / max(trained.get("trajectories", 1.0), 1.0),
         "sampled_tokens": sampled,
@@ -153,7 +152,13 @@ def no_signal_reason(rows: Sequence[Mapping[str, Any]]) -> str:
     """Explain why nothing was learned if no training step had a group with signal; else return an empty text."""
     if not rows or any(row.get("trajectories_trained") for row in rows):
         return ""
-    reward = sum(row["reward"] for row in rows) / len(rows)
+    rewards = [row["reward"] for row in rows if row["reward"] is not None]
+    if not rewards:
+        return (
+            f"nothing was learned: no episode of {len(rows)} steps had a reward, each was None. Find out why the environment "
+            "or its reward function returned None (trajectories.jsonl has the episodes)"
+        )
+    reward = sum(rewards) / len(rewards)
     stops: Counter[str] = Counter()
     for row in rows:
         stops.update(row["stops"])

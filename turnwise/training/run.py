@@ -242,15 +242,16 @@ class TrainingRun:
         best, name = self.checkpoints.best(), f"step-{step:05d}" if step else "warmed"
         if not self.config.checkpoint.keep_best or "sampled" not in scores or not (step or self.cursor["warmed"]):
             return
-        if best is None or scores["sampled"].success >= best[1]:
+        success = scores["sampled"].success
+        if success is not None and (best is None or success >= best[1]):
             if step and not (self.checkpoints.root / name).exists():
                 self._save(name, phase="reinforce", step=step)
-            self.checkpoints.mark_best(name, scores["sampled"].success)
+            self.checkpoints.mark_best(name, success)
 
     def _roll_back(self, after: Mapping[str, EvalResult]) -> str:
         """Make the best checkpoint the policy of the run where the last one is worse by more than chance; return its name."""
         best, last = self.checkpoints.best(), after.get("sampled")
-        if best is None or last is None:
+        if best is None or last is None or last.success is None:
             return ""
         name, score = best
         if score <= last.ci[1]:
@@ -276,13 +277,14 @@ class TrainingRun:
         store = self.rollout.media_intake.store
         renderer, note = self.parts.renderer, self.watch.note
         demos = await demonstrations(self.env_specs, self.plan, renderer, config, self.history, store, note)
-        demo_reward = sum(t.reward or 0.0 for t in demos) / len(demos)
+        rewards = [t.reward for t in demos if t.reward is not None]
+        demo_reward = sum(rewards) / len(rewards) if rewards else None
         gate = Gate.of(config, demos)
         if gate.demo_success is not None:
             note(f"{gate.demo_success:.0%} of {len(demos)} demonstrations succeed; the warm-up's goal is {gate.success:.0%}")
         if cut := cut_note(config, demos):
             note(cut)
-        missing, differing = "the gate was not evaluated yet", 0.0
+        missing, result = "the gate was not evaluated yet", summarize([])
         losses: list[float] = list(self.cursor.get("losses", ()))
         while step < warmup.steps:
             await release_engine_memory(self.parts.engine, config)
@@ -293,28 +295,33 @@ class TrainingRun:
             self.record.row({"phase": "warmup", "step": step, "demo_reward": demo_reward} | figures)
             self.watch.progress(step, figures)
             if step % warmup.gate_every == 0 or step == warmup.steps:
-                missing, differing = await self._check_gate(gate, step, sum(losses) / len(losses))
+                missing, result = await self._check_gate(gate, step, sum(losses) / len(losses))
                 if not missing or step == warmup.steps:
                     break
                 self._save("warmup", phase="warmup", step=step, losses=losses)
-        if missing and (gate.demo_success is None or differing < SIGNAL):
+        if missing and result.success is None:
+            raise TurnwiseError(
+                f"the warm-up ended after {step} steps without meeting its gate, since {missing}: training longer changes "
+                "nothing. Find out why the environment or its reward function returned None for each of them (episodes are in "
+                f"{self.run.path / 'trajectories.jsonl'}), mend it, and resume with --resume {self.run.path}"
+            )
+        if missing and (gate.demo_success is None or result.differing < SIGNAL):
             raise TurnwiseError(
                 f"the warm-up ended after {step} steps without meeting its gate: {missing}. Reinforcement would have nothing "
                 f"to build on: resume with --resume {self.run.path} --warmup.steps {2 * warmup.steps} if the loss still falls, "
                 "or raise warmup.demos, or lower the gate if the demonstrations allow no more"
             )
         if missing:
-            note(f"warm-up ended below its goal ({missing}); training goes on, since {differing:.0%} of rewards differ")
+            note(f"warm-up ended below its goal ({missing}); training goes on, since {result.differing:.0%} of rewards differ")
         # Reinforcement starts with fresh moments: those of cross entropy have another scale.
         self.policies.reset_optimizer()
         self.policies.reference()
         self._save("warmed", phase="reinforce", step=0, warmed=step, losses=[])
 
-    async def _check_gate(self, gate: Gate, step: int, loss: float) -> tuple[str, float]:
-        """Play some training tasks; return the unmet gate conditions, empty when the gate is met twice, and the share of
-        episodes whose reward differs from the others'."""
+    async def _check_gate(self, gate: Gate, step: int, loss: float) -> tuple[str, EvalResult]:
+        """Play some training tasks; return the unmet gate conditions, empty when the gate is met twice, and the last result."""
         await self._sync(step)
-        missing, differing = "", 0.0
+        missing, result = "", summarize([])
         for name in ("gate", "gate-again"):
             if missing:
                 break
@@ -322,11 +329,11 @@ class TrainingRun:
             tasks = self.plan.preview(episodes)
             samples = math.ceil(episodes / len(tasks))
             result = await self._score(tasks, name, step, samples, sampling_of(self.config.rollout))
-            missing, differing = gate.unmet(result, loss), result.differing
+            missing = gate.unmet(result, loss)
             row = {"phase": "gate", "step": step, "loss": loss, "gate_passed": not missing} | dict(self.measured)
             row |= {"name": "again"} if name == "gate-again" else {}
             self.record.row(row | result.row() | self.record.failed_plays(name, step))
-        return missing, differing
+        return missing, result
 
     # Reinforcement
 

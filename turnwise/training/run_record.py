@@ -62,7 +62,9 @@ class RunRecord:
         """Take notice of a row; return whether it is new."""
         name = row.get("phase"), row.get("name"), row.get("mode"), row.get("step")
         if row.get("phase") == "train":
-            self.steps[row["step"]] = row["success"], row.get("lr", math.nan)
+            # A step without a reward is no evidence of success.
+            success = 0.0 if row["success"] is None else row["success"]
+            self.steps[row["step"]] = success, row.get("lr", math.nan)
         known = name in self._rows
         self._rows.add(name)
         return not known

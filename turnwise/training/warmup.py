@@ -331,7 +331,9 @@ class Gate:
     def unmet(self, score: EvalResult, loss: float) -> str:
         """Describe the unmet conditions; empty if the gate is met."""
         missing = []
-        if score.success < self.success:
+        if score.success is None:
+            missing.append(f"no episode had a reward, all {score.failed} were None")
+        elif score.success < self.success:
             of = "" if self.demo_success is None else f" ({GATE_SHARE:g} of the demonstrations' {self.demo_success:.2f})"
             missing.append(f"success is {score.success:.2f}, the gate {self.success:.2g}{of}")
         if self.loss is not None and loss > self.loss:

@@ -187,7 +187,13 @@ def warmup_gate_unmet(rows: DiagnosisInput) -> Diagnosis | None:
     """The warmup gate is not met: at least `GATE_EVALS` gate evaluations, none passed, and no reinforcement that helps."""
     if len(rows.gate) < GATE_EVALS or any(row.get("gate_passed") for row in rows.gate) or (rows.train and not _unchanged(rows)):
         return None
-    successes = [number(row.get("success")) or 0.0 for row in rows.gate]
+    successes = [success for row in rows.gate if (success := number(row.get("success"))) is not None]
+    if not successes:
+        return Diagnosis(
+            "no episode of the warmup gate had a reward",
+            f"In {len(rows.gate)} gate evaluations the reward of every episode was None, so nothing is known about success.",
+            "Find out why the environment or its reward function returned None; more steps change nothing.",
+        )
     losses = [loss for row in rows.gate if (loss := number(row.get("loss"))) is not None]
     trend = f" while its loss went from {losses[0]:.3g} to {losses[-1]:.3g}" if len(losses) > 1 else ""
     return Diagnosis(

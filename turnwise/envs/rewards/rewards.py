@@ -17,7 +17,7 @@ from turnwise.envs.base import Scores
 from turnwise.envs.rewards.workers import Isolation, mark_running, run_isolated
 from turnwise.envs.spec import FactoryOptions
 from turnwise.envs.threads import run_in_thread
-from turnwise.envs.user_code import as_number
+from turnwise.envs.user_code import LARGEST, as_number
 from turnwise.errors import ConfigError, RewardError, first_exception, words
 from turnwise.types import Task, Trajectory
 
@@ -241,8 +241,9 @@ def _part(name: str, given: Any, isolation: Isolation = "thread") -> RewardPart:
                 f'the reward {name!r}: isolation = "process", and no other process can find its function ({error}); define it '
                 "at the top level of a file"
             ) from error
-    if isinstance(part.weight, bool) or not isinstance(part.weight, (int, float)) or not math.isfinite(part.weight):
-        raise ConfigError(f"the reward {name!r} has the weight {part.weight!r}; a weight is a finite number")
+    is_number = isinstance(part.weight, (int, float)) and not isinstance(part.weight, bool)
+    if not is_number or not abs(part.weight) <= LARGEST:
+        raise ConfigError(f"the reward {name!r} has the weight {part.weight!r}; a weight is a number of at most {LARGEST:g}")
     if part.range is not None:
         _check_range(f"the reward {name!r}", part.range)
     if part.of != "episode":

@@ -23,28 +23,13 @@ class AsyncORM(ORM):
         raise NotImplementedError
 
 
-def _answer(text: str) -> str:
-    found = re.search(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    return found.group(1).strip() if found else text
-
-
 class MathAccuracy(ORM):
     """1 if the answer, between `<answer>` tags or boxed, equals that of `solution`; 0 for a solution that cannot be read."""
 
     def __call__(self, completions: list[str], solution: list[str], **kwargs: Any) -> list[float]:
-        from math_verify import LatexExtractionConfig, parse, verify
+        from turnwise.compat.graders.verified import by_swift
 
-        boxed = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
-        read: dict[str, Any] = {"extraction_mode": "first_match", "parsing_timeout": None}
-        rewards = []
-        for content, expected in zip(completions, solution, strict=True):
-            gold, answer = parse(_answer(expected), **read), _answer(content)
-            found = parse(answer, **read) if "<answer>" in content else parse(answer, extraction_config=boxed, **read)
-            try:
-                rewards.append(float(verify(gold, found, timeout_seconds=None)) if gold else 0.0)
-            except Exception:  # the comparison may raise anything
-                rewards.append(0.0)
-        return rewards
+        return [by_swift(content, expected) for content, expected in zip(completions, solution, strict=False)]
 
 
 class Format(ORM):

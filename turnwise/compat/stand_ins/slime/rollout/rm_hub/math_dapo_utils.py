@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-from slime.rollout.rm_hub.math_utils import extract_answer
 
-LAST = 300
-"""Characters of a reply that are read."""
+def normalize_final_answer(final_answer: Any) -> str:
+    """Return an answer as `compute_score` compares it."""
+    from turnwise.compat.graders.minerva import END_TOKENS, normalize
+
+    return normalize(str(final_answer), END_TOKENS)
 
 
 def compute_score(
@@ -16,14 +17,13 @@ def compute_score(
 ) -> dict[str, Any]:
     """Return `score`, 1 or -1, with `acc` and `pred`: of the last line after `Answer:`, or with `strict_box_verify` of the last
     box, whose content must be the text of the answer."""
-    from turnwise.envs.builtin.answers import is_correct
+    from turnwise.compat.graders.minerva import END_TOKENS, LAST, after_answer, strict_box
 
+    reply = solution_str[-LAST:]
+    correct: bool
+    pred: str | None
     if strict_box_verify:
-        pred = extract_answer(solution_str[-100:])
-        correct = pred == ground_truth
+        correct, pred = strict_box(reply, ground_truth)
     else:
-        lines = re.findall(r"(?i)answer\s*:\s*([^\n]+)", solution_str[-LAST:])
-        pred = lines[-1].strip().strip("$").strip() if lines else "[INVALID]"
-        pred = extract_answer(pred) or pred
-        correct = bool(lines) and is_correct(pred, str(int(float(ground_truth))))
+        correct, pred = after_answer(reply, ground_truth, END_TOKENS, integer=True)
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}
