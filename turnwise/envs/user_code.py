@@ -110,7 +110,8 @@ def failure_of(error: BaseException, phase: str, turn: int = -1, env: str = "") 
     """Convert an exception to a `Failure`, whose message names the environment of a reward that is refused. Never raises, even
     if methods of the exception do."""
     failure = _failure_of(error, phase, turn)
-    if env and failure.type == RewardError.__name__:
+    is_named = failure.message.startswith("environment ")  # a recorded failure, in a replay
+    if env and failure.type == RewardError.__name__ and not is_named:
         return replace(failure, message=f"environment {env!r}: {failure.message}")
     return failure
 
