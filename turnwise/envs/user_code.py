@@ -57,6 +57,8 @@ _BUGS = (
 LARGEST = 1e15
 """Largest size of a reward: squares and sums over the episodes of a run stay in the range of float32."""
 
+_FINITE = f"rewards are finite and at most {LARGEST:g} in size"
+
 USER_MODULE = "turnwise_user_"  # prefix of the names of modules that `load_user_module` makes
 
 _RETRIED = (FailureKind.ENVIRONMENT, FailureKind.TOOL, FailureKind.TIMEOUT)
@@ -109,9 +111,10 @@ def failure_of(error: BaseException, phase: str, turn: int = -1, env: str = "") 
     """Convert an exception to a `Failure`, whose message names the environment of a reward that is refused. Never raises, even
     if methods of the exception do."""
     failure = _failure_of(error, phase, turn)
-    if env and failure.type == RewardError.__name__:
-        return replace(failure, message=f"environment {env!r}: {failure.message}")
-    return failure
+    is_named = failure.message.startswith("environment ")  # a replayed failure is raised with its recorded message
+    if not env or is_named or failure.type != RewardError.__name__:
+        return failure
+    return replace(failure, message=f"environment {env!r}: {failure.message}")
 
 
 def _failure_of(error: BaseException, phase: str, turn: int) -> Failure:
@@ -186,13 +189,10 @@ def as_number(value: Any, what: str) -> float | None:
         raise RewardError(f"{what} is {describe_value(value)}, not a number; None where there is none{hint}")
     if not math.isfinite(number):
         if isinstance(scalar(value), int):
-            raise RewardError(f"{what} is {describe_value(value)}, which no float can hold; rewards are finite")
-        raise RewardError(f"{what} is {number}; rewards are finite, None where there is none")
+            raise RewardError(f"{what} is {describe_value(value)}, which no float can hold; {_FINITE}")
+        raise RewardError(f"{what} is {number}; {_FINITE}, None where there is none")
     if abs(number) > LARGEST:
-        raise RewardError(
-            f"{what} is {number:g}; rewards are at most {LARGEST:g} in size, since statistics of a group and float32 have to "
-            "hold them: scale it down"
-        )
+        raise RewardError(f"{what} is {number:g}; {_FINITE}, for sums and float32 to hold them: scale it down")
     return number
 
 

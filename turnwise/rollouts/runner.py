@@ -519,7 +519,7 @@ class Rollout:
                 trajectory.stop, reward = StopReason(limit.reason), None
             recorder.enter_phase("reward")
             found = reward_value(reward, recorder, "the agent function's return value")
-            # An aborted episode was given up, so what it earned until then says nothing.
+            # An aborted episode was given up: what it earned until then is no reward.
             trajectory.reward = None if trajectory.stop.failed else found
         except BaseException as error:
             self._fail(recorder, error, deadline, getattr(play, "__name__", type(play).__name__))
