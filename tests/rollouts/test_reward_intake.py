@@ -128,10 +128,12 @@ def test_what_is_taken_in_is_held_by_statistics_sums_and_float32(advantage):
 def test_an_aborted_episode_has_no_reward():
     async def play(task, model):
         await model.generate(task.messages)
-        return tw.Scores(1.0, parts={"part": 1.0}, status="aborted")
+        return tw.Scores(1.0, (1.0,), {"part": 1.0}, {"calls": 2.0}, "aborted", agents={"main": 1.0})
 
     (trajectory,) = tw.rollout(play, [tw.Task("Go.")], Sampler(), limits=LIMITS)
     assert (trajectory.stop, trajectory.reward, trajectory.error) == ("aborted", None, None)
+    assert (trajectory.rewards, trajectory.agent_rewards, trajectory.turns[0].reward) == ({}, {}, None)
+    assert trajectory.metrics["calls"] == 2.0
 
 
 class Floods(tw.Env):

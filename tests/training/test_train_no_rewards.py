@@ -142,3 +142,11 @@ def test_a_reward_of_1e308_is_an_error_of_its_episode_and_the_run_goes_on(tmp_pa
     assert [row["step"] for row in steps] == [1, 2]
     assert all(0.0 <= row["reward"] <= 1.0 for row in steps)
     assert all(row["errors"] == {"reward/RewardError": 2} for row in steps)
+
+
+def test_the_table_of_an_evaluation_without_rewards_has_no_figures():
+    from turnwise.cli.training import evaluation_lines
+
+    lines = evaluation_lines({"sampled": summarize(played(None, None)).row()})
+    assert "0%" not in "\n".join(lines)
+    assert "2 sampled episodes failed and are not counted" in lines
