@@ -65,6 +65,18 @@ SAME = [
     ("2^{10}", "1024"),
     ("3.14159", "3.14"),
     ("3:4", "3:4"),
+    ("1.5e3", "1500"),
+    (r"\frac{1}{2}x", "x/2"),
+    ("2ab", "2ba"),
+    ("xy+1", "1+xy"),
+    ("y=mx+b", "y=b+mx"),
+    ("5cm", "5 cm"),
+    (r"x \in [1,2)", "[1,2)"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+    (r"6\times 10^{5}", "600000"),
+    ("A and C", r"\text{C, A}"),
+    ("3 hours", r"3\text{ h}"),
+    ("x=1, y=2", "x=1,y=2"),
 ]
 OTHER = [
     (r"\text{B}", r"\text{A}"),
@@ -98,6 +110,14 @@ OTHER = [
     ("3:4", "4:3"),
     ("101_2", "101_3"),
     (r"\frac{1}{0}", r"\frac{1}{2}"),
+    ("2ab", "2"),
+    ("3xy", "3"),
+    ("3!", "3"),
+    ("|x|", "x"),
+    ("H2O", "HO2"),
+    ("no-go", "go-no"),
+    ("(A, B)", "(B, A)"),
+    (r"\sqrt{2}", r"\sqrt[3]{2}"),
     ("9**9**9**9", "5"),
     ("9^{9^{9}}", "9^{9^{8}}"),
     ("99999999999999999998", "99999999999999999999"),
@@ -183,6 +203,32 @@ def test_the_checker_is_symmetric_and_the_same_in_a_thread(one, other):
     thread.start()
     thread.join()
     assert found == [verdict]
+
+
+COEFFICIENTS = st.tuples(st.integers(1, 20), st.integers(1, 20), st.integers(1, 20))
+FORMS = [
+    "{}x^2+{}x+{}",
+    r"\frac{{{}x+{}}}{{{}}}",
+    r"{}\sqrt{{{}x}}+{}",
+    "{}ab+{}a+{}",
+    r"{}\sin({}x)+{}",
+    r"x \le {}y+{}-{}",
+    r"({}x,{}y,{})",
+    r"\{{{}a,{}b,{}c\}}",
+    r"{}\pi x+{}+{}y",
+]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(FORMS), COEFFICIENTS, COEFFICIENTS)
+@example("{}ab+{}a+{}", (2, 1, 1), (3, 1, 1))
+def test_expressions_with_other_numbers_are_different(form, one, other):
+    assume(one[0] * other[2] != other[0] * one[2] or one[1] * other[2] != other[1] * one[2])
+    assume("le" not in form or one[1] - one[2] != other[1] - other[2])
+    assume("sqrt" not in form or one[2] != other[2])
+    assume("pi" not in form or one != other)
+    assert not is_correct(form.format(*one), form.format(*other))
+    assert is_correct(form.format(*one), form.format(*one).replace("+", " + "))
 
 
 HOSTILE = [

@@ -152,7 +152,7 @@ def test_a_function_says_how_its_episode_ended(status, stop):
     found = play_with(play)
     assert found.stop is stop
     assert found.stop.status is Status(status)
-    assert found.reward == (None if status in ("failed", "aborted") else 1.0)
+    assert found.reward == (None if status in ("aborted", "failed") else 1.0)
     other = play_with(talk([None]))
     config = TrainConfig(min_group=1)
     credits = Objective(config, resolve_settings(config)).step_credits([Group("0", [found, other])])

@@ -7,7 +7,6 @@ import hashlib
 import importlib.util
 import inspect
 import math
-import re
 import sys
 import sysconfig
 import traceback
@@ -57,6 +56,8 @@ _BUGS = (
 
 LARGEST = 1e15
 """Largest size of a reward: squares and sums over the episodes of a run stay in the range of float32."""
+
+_FINITE = f"rewards are finite and at most {LARGEST:g} in size"
 
 USER_MODULE = "turnwise_user_"  # prefix of the names of modules that `load_user_module` makes
 
@@ -110,10 +111,10 @@ def failure_of(error: BaseException, phase: str, turn: int = -1, env: str = "") 
     """Convert an exception to a `Failure`, whose message names the environment of a reward that is refused. Never raises, even
     if methods of the exception do."""
     failure = _failure_of(error, phase, turn)
-    is_named = failure.message.startswith("environment ")  # a recorded failure, in a replay
-    if env and failure.type == RewardError.__name__ and not is_named:
-        return replace(failure, message=f"environment {env!r}: {failure.message}")
-    return failure
+    is_named = failure.message.startswith("environment ")  # a replayed failure is raised with its recorded message
+    if not env or is_named or failure.type != RewardError.__name__:
+        return failure
+    return replace(failure, message=f"environment {env!r}: {failure.message}")
 
 
 def _failure_of(error: BaseException, phase: str, turn: int) -> Failure:
@@ -188,13 +189,10 @@ def as_number(value: Any, what: str) -> float | None:
         raise RewardError(f"{what} is {describe_value(value)}, not a number; None where there is none{hint}")
     if not math.isfinite(number):
         if isinstance(scalar(value), int):
-            raise RewardError(f"{what} is {describe_value(value)}, which no float can hold; rewards are finite")
-        raise RewardError(f"{what} is {number}; rewards are finite, None where there is none")
+            raise RewardError(f"{what} is {describe_value(value)}, which no float can hold; {_FINITE}")
+        raise RewardError(f"{what} is {number}; {_FINITE}, None where there is none")
     if abs(number) > LARGEST:
-        raise RewardError(
-            f"{what} is {number:g}; rewards are at most {LARGEST:g} in size, since statistics of a group and float32 have to "
-            "hold them: scale it down"
-        )
+        raise RewardError(f"{what} is {number:g}; {_FINITE}, for sums and float32 to hold them: scale it down")
     return number
 
 
@@ -259,13 +257,13 @@ def load_user_module(path: Path, name_in_errors: str) -> ModuleType:
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent))
     try:
-        with user_imports.registrations_of_a_load(path.read_text(encoding="utf-8", errors="replace")):
-            spec.loader.exec_module(module)
+        spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
         if not isinstance(error, (Exception, SystemExit)):
             raise
-        raise ConfigError(f"{name_in_errors}: {_place(error, path)}{_why(error)}") from error
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{name_in_errors}: {_place(error, path)}{message}{_missing(error)}") from error
     finally:
         sys.path.remove(str(path.parent))
     return module
@@ -299,14 +297,11 @@ class UserModules(MetaPathFinder, Loader):
         """Do nothing: `create_module` executed it."""
 
 
-def _why(error: BaseException) -> str:
-    """Describe why a file cannot be loaded, with the remedy for a module that is missing; its own modules by their names."""
-    missing = user_imports.missing_module(error)
-    if missing is not None:
-        return f"ModuleNotFoundError: No module named {missing[0]!r}; {missing[1]}"
-    message = " ".join(f"{type(error).__name__}: {error}".split())
-    private = rf"{re.escape(user_imports.PACKAGE)}[0-9a-f]+\.|{re.escape(user_imports.STAND_INS)}\."
-    return re.sub(private, "", message)
+def _missing(error: BaseException) -> str:
+    """Return the remedy for a module that is missing."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return ""
+    return f"; install {error.name.partition('.')[0]}, or place it beside the file"
 
 
 def _place(error: BaseException, path: Path) -> str:

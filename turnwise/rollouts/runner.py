@@ -521,9 +521,9 @@ class Rollout:
             except LimitReached as limit:
                 trajectory.stop, reward = StopReason(limit.reason), None
             recorder.enter_phase("reward")
-            found = reward_value(reward, recorder, "the agent function's return value")
-            # An aborted episode was given up, so what it earned until then says nothing.
-            trajectory.reward = None if trajectory.stop.failed else found
+            if trajectory.stop is StopReason.ABORTED and isinstance(reward, Scores):
+                reward = Scores(None, metrics=reward.metrics)  # given up: what it earned until then is no reward
+            trajectory.reward = reward_value(reward, recorder, "the agent function's return value")
         except BaseException as error:
             self._fail(recorder, error, deadline, getattr(play, "__name__", type(play).__name__))
         finally:

@@ -132,13 +132,13 @@ def success_figures(
     for name, scores in (("before", before), ("after", after)):
         sampled, greedy = scores.get("sampled"), scores.get("greedy")
         metrics[f"success_{name}"] = sampled.success if sampled else None
-        metrics[f"success_{name}_ci"] = list(sampled.ci) if sampled else None
+        metrics[f"success_{name}_ci"] = list(sampled.ci) if sampled and sampled.n else None
         metrics[f"greedy_{name}"] = greedy.success if greedy else None
         metrics[f"turns_{name}"] = sampled.turns if sampled else None
         if sampled and len(sampled.by_env) > 1:
             metrics[f"success_{name}_by_env"] = sampled.row()["by_env"]
     if (blind := after.get("blind")) is not None:
-        metrics |= {"success_blind": blind.success, "success_blind_ci": list(blind.ci)}
+        metrics |= {"success_blind": blind.success, "success_blind_ci": list(blind.ci) if blind.n else None}
     known = [(env_spec.single_turn_best, env_spec.weight) for env_spec in env_specs if env_spec.single_turn_best is not None]
     best = None
     if len(known) == len(env_specs):

@@ -70,11 +70,24 @@ def diagnose(rows: Sequence[Row], summary: Mapping[str, Any] | None = None) -> l
     return [found for diagnosis in DIAGNOSES if (found := diagnosis(read)) is not None]
 
 
+def unrewarded(rows: DiagnosisInput) -> Diagnosis | None:
+    """No rewards: in the last `LAST` steps no episode had one."""
+    if len(rows.last) < LAST or any(row.get("reward", 0.0) is not None for row in rows.last):
+        return None
+    return Diagnosis(
+        "no episode had a reward",
+        f"In the last {LAST} steps the reward of every episode was None, so nothing was learned.",
+        "Find out why the environment or its reward function returned None.",
+    )
+
+
 def tied(rows: DiagnosisInput) -> Diagnosis | None:
     """All groups tie: `TIED` of the groups in the last `LAST` steps have no signal, and the tasks are not solved."""
     groups, without = _sum(rows.last, "groups"), _sum(rows.last, "groups_no_signal")
     if any(name.startswith("teacher.") for row in rows.last for name in row):
         return None  # a teacher trains such groups
+    if unrewarded(rows) is not None:
+        return None
     if len(rows.last) < LAST or not groups or without / groups < TIED or _mean(rows.last, "success") >= UNSOLVED:
         return None
     solved, unsolved = _sum(rows.last, "groups_solved"), _sum(rows.last, "groups_unsolved")
@@ -288,7 +301,7 @@ def malformed(rows: DiagnosisInput) -> Diagnosis | None:
 def flat(rows: DiagnosisInput) -> Diagnosis | None:
     """Nothing changes: over `FLAT_STEPS` steps, success of training episodes rose by no more than chance, tasks unsolved."""
     means = _unchanged(rows)
-    if means is None or tied(rows) is not None or truncated(rows) is not None:
+    if means is None or any(cause(rows) is not None for cause in (unrewarded, tied, truncated)):
         return None
     recent = rows.train[-FLAT_STEPS:]
     agreement = max(_mean(recent, key) for key in ("gradient_agreement", "gradient_agreement_scaled"))
@@ -330,6 +343,7 @@ DIAGNOSES = (
     worse,
     not_carried,
     blind,
+    unrewarded,
     tied,
     truncated,
     tool_unused,

@@ -56,7 +56,7 @@ _BRACKETS = "()[]"
 _TOO_HARD = re.compile(r"\^\{|\^\(|\^[0-9]+\^|\^[0-9][0-9]+")
 """Powers that are not evaluated."""
 _LETTERS = 2
-"""Different letters that an expression may have, those of `sqrt` and `frac` aside; other text is not evaluated."""
+"""Different letters that an expression may have besides those of `sqrt` and `frac`; other text is not evaluated."""
 
 
 def equal(given: str, truth: str | None, *, percent: bool = False) -> bool:

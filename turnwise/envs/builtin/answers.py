@@ -86,6 +86,7 @@ class Answer:
 @lru_cache(maxsize=4096)
 def read(text: str) -> Answer:
     """Read an answer that `_plain` returned."""
+    text = _MEMBER.sub("", text)
     several = _several(text)
     if several is not None:
         brackets, members = several
@@ -139,11 +140,11 @@ _SPELLINGS = (
     (re.compile(r"\\lbrace(?![a-zA-Z])"), r"\\{"),
     (re.compile(r"\\rbrace(?![a-zA-Z])"), r"\\}"),
     (re.compile(r"(?<=\d)(?:\\[,!;]|\{,\}|,\\!)\s*(?=\d{3}(?!\d))"), ""),
-    (re.compile(r"\\[,;:! ]|\\q?quad(?![a-zA-Z])|~|&nbsp;"), " "),
+    (re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad(?![a-zA-Z])|~|&nbsp;"), " "),
     (re.compile(r"\\[$]|[$\u20ac\u00a3]|\\[()\[\]]"), " "),
     (re.compile(r"\*\*"), "^"),
 )
-_PERIOD = re.compile(r"(?<!\\)[\s.;:,!?]+$")
+_PERIOD = re.compile(r"(?<!\\)[\s.;:,?]+$")
 
 
 def _plain(text: str) -> str:
@@ -211,17 +212,22 @@ def _as_text(text: str) -> str:
 
 
 _LETTER = re.compile(r"[(\[]?\s*([A-Za-z])\s*[)\].:]?")
+_MEMBER = re.compile(r"^[A-Za-z]\s*\\in(?![a-zA-Z])\s*")
 _NAME = re.compile(r"(\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\(\w\))?)\s*=\s*([^=<>]+)")
 _UNIT_TEXT = re.compile(
     r"(?P<number>.*(?:[\d)}]|\\pi(?![a-zA-Z])))\s*(?:"
     r"(?P<percent>\\?%|percent)"
     r"|(?P<degrees>\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z])|degrees?|deg)"
-    r"|(?:(?<=[\s}])|(?<=\d)(?=[A-Za-z]{2}))(?P<unit>[A-Za-z][A-Za-z]*(?:\s*/\s*[A-Za-z]+|\s+[A-Za-z]+)*(?:\s*\^\s*\{?\s*-?\d\s*\}?)?)"
+    r"|(?P<unit>[A-Za-z][A-Za-z]*(?:\s*/\s*[A-Za-z]+|\s+[A-Za-z]+)*(?:\s*\^\s*\{?\s*-?\d\s*\}?)?)"
     r")",
     re.DOTALL,
 )
 _LETTER_UNITS = frozenset("msghlLNJWVAKCF")
 """Letters that are units after a space; others are unknowns."""
+_SHORT_UNITS = re.compile(
+    r"(?:[cmkd]?m|km|in|ft|yd|mi|[mk]?g|lb|oz|[cm]?l|mL|min|sec|hr|mph|kph|k?Hz|k?Pa|k?W|deg|rad)s?(?![a-zA-Z])"
+)
+"""Units that may follow a number without a space; other letters there are unknowns. Other short ones need three letters."""
 _FUNCTIONS = (
     *("arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "sin", "cos", "tan", "cot", "sec", "csc"),
     *("log", "ln", "exp", "sqrt", "pi", "min", "max", "gcd", "lcm", "det", "inf", "infty"),
@@ -274,9 +280,16 @@ def _without_unit(text: str) -> tuple[str, str]:
     unit = found["unit"]
     letters = re.sub(r"\s*\^.*", "", unit)
     is_function = any(word in _FUNCTIONS or word in _JOINING for word in letters.split())
-    if is_function or (len(letters) == 1 and letters not in _LETTER_UNITS):
+    if is_function or not _is_unit(letters, apart=text[found.start("unit") - 1] in " }"):
         return text, ""
     return found["number"], _unit(unit)
+
+
+def _is_unit(letters: str, *, apart: bool) -> bool:
+    """Whether letters after a number are a unit; `apart` if a space or a brace is between them."""
+    if len(letters) == 1:
+        return apart and letters in _LETTER_UNITS
+    return _SHORT_UNITS.match(letters) is not None or (apart and len(letters) > 2)
 
 
 def _unit(text: str) -> str:
@@ -292,6 +305,7 @@ def _unit(text: str) -> str:
     return f"{unit}^{power.strip()}" if power.strip() and unit else unit
 
 
+_SCIENTIFIC = re.compile(r"(?<![\dA-Za-z])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,2})(?![\dA-Za-z.])")
 _MIXED = re.compile(r"(?<![\d.^_/}{])(\d+)\s*\\frac\s*(?:\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)(\d))")
 _MIXED_SLASH = re.compile(r"(?<![\d.^_/])(\d+) (\d+) ?/ ?(\d+)")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?")
@@ -302,6 +316,7 @@ _PLAIN_FUNCTION = re.compile(rf"(?<![\\A-Za-z])({'|'.join(_FUNCTIONS)})(?![A-Za-
 def _as_latex(text: str) -> str:
     r"""Return an expression as LaTeX: `sqrt(3)` as ``\sqrt{3}``, `1 1/2` as a sum, `1,000` without the comma."""
     text = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
+    text = _SCIENTIFIC.sub(r"\1 \\cdot 10^{\2}", text)
     text = _MIXED.sub(lambda m: rf"({m[1]}+\frac{{{m[2] or m[4]}}}{{{m[3] or m[5]}}})", text)
     text = _MIXED_SLASH.sub(r"(\1+\\frac{\2}{\3})", text)
     text = _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2]}}}", text)
@@ -310,13 +325,15 @@ def _as_latex(text: str) -> str:
 
 
 _WORD = re.compile(r"(?<![\\A-Za-z])[^\W\d_]{2,}|[^\W\d_a-zA-Z]")
+_PRODUCT = re.compile(r"(?<=[\d+*^=(])[a-z]{2,3}(?![A-Za-z])|(?<![A-Za-z])[a-z]{2,3}(?=[+*^=])")
+"""Unknowns beside each other, as in `2ab` and `xy+1`; without a number or sign they are a word."""
 _JOINING = ("and", "or")
 
 
 def _has_words(latex: str) -> bool:
     """Whether a text has words, or letters that are no unknowns; commands and names of functions are none."""
-    without_commands = re.sub(r"\\[A-Za-z]+", " ", latex)
-    return _WORD.search(without_commands) is not None
+    letters = re.sub(r"\\(?:begin|end)\{[a-z]+\}|\\[A-Za-z]+", " ", latex)
+    return _WORD.search(_PRODUCT.sub(" ", letters)) is not None
 
 
 _OPEN, _CLOSE = "([{", ")]}"
@@ -517,12 +534,17 @@ def _are_equal(given: str, right: str) -> bool:
 
 
 def _parsed(latex: str) -> list[Any]:
+    from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
 
+    # By default the library takes unknowns after a number for a unit, and drops them.
+    reading = NormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="last", equations=False
+    )
     # The library's timeout uses a signal; the helper process has bounds of its own.
     parsed: list[Any] = parse(
         f"\\boxed{{{latex}}}",
-        extraction_config=[LatexExtractionConfig(boxed_match_priority=0)],
+        extraction_config=[LatexExtractionConfig(boxed_match_priority=0, normalization_config=reading)],
         fallback_mode="no_fallback",
         parsing_timeout=None,
     )

@@ -9,13 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
 from typing import Any, overload
 
 from turnwise.envs.tools.results import ResultLimit, ToolResult, read_result
 from turnwise.envs.tools.schema import InvalidArguments, ToolSchemaError, ToolSignature, parameters_of, tool_signature
-from turnwise.envs.user_code import call_user
-from turnwise.errors import RewardError, ToolFailure, UsageError, class_name, suggest_or_list, words
+from turnwise.envs.user_code import as_number, call_user
+from turnwise.errors import ToolFailure, UsageError, class_name, suggest_or_list, words
 from turnwise.types import Message, ToolCall
 
 
@@ -218,8 +217,10 @@ class Tools:
         if returned.error and isinstance(returned.content, str):
             return _error_result(returned.content), "raised"
         for what, value in (("reward", returned.reward), *((f"metric {key!r}", n) for key, n in returned.metrics.items())):
-            if isinstance(value, (int, float)) and not isfinite(value):  # it would count as 0 or corrupt every mean
-                raise RewardError(f"the tool {call.name!r} gave the {what} {value}; such numbers are finite")
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                as_number(
+                    value, f"the tool {call.name!r} gave the {what}, which"
+                )  # one that is not finite would corrupt every mean
         return returned, "raised" if returned.error else None
 
 
