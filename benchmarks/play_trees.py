@@ -38,6 +38,8 @@ from turnwise.config.schema import EnvConfig
 from turnwise.envs.resolve import resolve_env
 from turnwise.errors import ConfigError, TurnwiseError
 
+MOST_TASKS = 4
+"""Rows that are played of an example that brings its own."""
 SYSTEMS = ("slime", "miles", "skyrl", "verl", "swift", "trl")
 
 
@@ -133,7 +135,7 @@ def _rollout(example: Example, home: Path, rows: Path) -> list[tw.Trajectory]:
     config = EnvConfig(
         use=example.use,
         args=dict(example.args),
-        tasks=str(rows),
+        tasks=str(rows) if example.rows else None,
         faithful=example.faithful,
         columns=dict(example.columns),
     )
@@ -142,7 +144,14 @@ def _rollout(example: Example, home: Path, rows: Path) -> list[tw.Trajectory]:
     renderer = example.renderer() if example.renderer is not None else tw.byte_renderer()
     engine = tw.ScriptedEngine(example.replies if callable(example.replies) else list(example.replies))
     play = spec.agent_function or spec.factory
-    return tw.rollout(play, spec.tasks("train"), engine, samples=example.samples, renderer=renderer, limits=tw.Limits(**limits))
+    return tw.rollout(
+        play,
+        spec.tasks("train", 0, 0)[:MOST_TASKS],
+        engine,
+        samples=example.samples,
+        renderer=renderer,
+        limits=tw.Limits(**limits),
+    )
 
 
 def _place(tree: Path, home: Path, files: Mapping[str, str]) -> None:
@@ -181,6 +190,7 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path)
     given = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))
+    sys.modules["play_trees"] = sys.modules["__main__"]  # the lists below have the classes of this file
 
     found: list[Result] = []
     for system in given.only.split(","):
