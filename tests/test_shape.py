@@ -59,7 +59,7 @@ FOREIGN = {
     "compat/skyrl.py": "get_metrics",
     "compat/slime.py": "close format_observation reset response_length samples step",
     "compat/slime_filter.py": "keep keep_when_insufficient reason",
-    "compat/swift.py": "messages response rollout_infos step",
+    "compat/swift.py": "_build_messages messages response rollout_infos step",
     "compat/verl.py": "execute tool_schema",
     "compat/verl_loop.py": "response_ids",
     "compat/verl_tools.py": "image model_dump",

@@ -21,12 +21,23 @@ from turnwise.envs.base import Scores
 from turnwise.envs.datasets import MEDIA_COLUMNS
 from turnwise.envs.foreign import ForeignObject, Framework, Registered, refuse_faithful
 from turnwise.envs.user_code import as_number, describe_value, load_user_module, number_of
-from turnwise.envs.user_imports import STAND_INS, import_foreign
-from turnwise.errors import ConfigError, EnvError, LimitReached, suggest_or_list
+from turnwise.envs.user_imports import STAND_INS, import_foreign, public_name
+from turnwise.errors import ConfigError, EnvError, LimitReached, did_you_mean, suggest_or_list
 from turnwise.types import Message, Task
 
 OWN = ("external_plugins", "reward_funcs", "reward_weights", "gym_env", "use_gym_env", "system", "loss_scale")
 """`[env.args]` that are flags of ms-swift; others are arguments of the scheduler."""
+REWARD_DEFAULTS: dict[str, Any] = {
+    "cosine_min_len_value_wrong": -0.5,
+    "cosine_max_len_value_wrong": 0.0,
+    "cosine_min_len_value_correct": 1.0,
+    "cosine_max_len_value_correct": 0.5,
+    "repetition_n_grams": 3,
+    "repetition_max_penalty": -1.0,
+}
+"""Defaults of flags that the registered rewards read from their `args`."""
+MEDIA = ("images", "audios", "videos")
+"""Lists of a request; one that `rollout_infos` has replaces the row's for the reward."""
 
 
 def adapt(found: ForeignObject) -> SchedulerEpisodes | None:
@@ -45,15 +56,21 @@ def adapt(found: ForeignObject) -> SchedulerEpisodes | None:
         target = _registered("multi_turns", "swift.rollout.multi_turn", "gym_scheduler", found.where)
     scheduler = _complete(target, found.where)
     missing = sorted(getattr(scheduler, "__abstractmethods__", ()))
-    if missing or (_is_base(scheduler.run) and _is_base(getattr(scheduler, "step", None))):
+    own_run = not _is_base(scheduler.run)
+    if missing or (not own_run and _is_base(getattr(scheduler, "step", None))):
         raise ConfigError(f"{found.where} lacks {' and '.join(missing) or 'step'}; a scheduler has step, or its own run")
-    for hook, count in (("step", 3), ("check_finished", 3), ("run", 2)):
+
+    # A run of the class's own calls its hooks as it likes.
+    hooks = [("run", 2)] if own_run else [("step", 3), ("check_finished", 3), ("run", 2)]
+    for hook, count in hooks:
         try:
             if hasattr(scheduler, hook):
                 inspect.signature(getattr(scheduler, hook)).bind(*range(count + 1))
         except TypeError as error:
             raise ConfigError(f"{found.where}.{hook}: {error}; ms-swift calls it with {count} arguments") from None
-    return SchedulerEpisodes(scheduler, args, _rewards(args, found), _scales(args, found))
+    _check_flags(args, scheduler, found)
+    rewards = _rewards(args, found)
+    return SchedulerEpisodes(scheduler, args, rewards, _scales(args, found), _environment_weight(scheduler, args, rewards))
 
 
 def _is_scheduler(target: Any) -> bool:
@@ -90,6 +107,35 @@ def _load_plugins(args: Mapping[str, Any], found: ForeignObject) -> None:
         load_user_module(path if path.is_absolute() else found.base / path, str(name))
 
 
+def _check_flags(args: Mapping[str, Any], scheduler: Any, found: ForeignObject) -> None:
+    """Refuse flags that a scheduler would take for arguments of its own and ignore."""
+    for key in args:
+        if key in inspect.signature(scheduler).parameters:
+            continue
+        if key.startswith("reward_model"):
+            raise ConfigError(
+                f"{found.where}: {key}: no trainer holds a reward model here; serve it (swift deploy, vllm serve) and ask it "
+                "in an AsyncORM, which reward_funcs names"
+            )
+        meant = None if key in OWN else did_you_mean(key, OWN, 0.85)
+        if meant:
+            raise ConfigError(f"{found.where}: [env.args] {key}: {meant}")
+
+
+def _environment_weight(scheduler: Any, args: Mapping[str, Any], rewards: Sequence[Any]) -> float | None:
+    """Return the weight of the environment's `total_reward`, as `use_gym_env` decides; None where it is no reward."""
+    weights = list(args.get("reward_weights") or ())
+    given = len(weights) > len(rewards)
+    chosen = args.get("use_gym_env")
+    if chosen is None:
+        # ms-swift follows gym_env here, and has no run without any reward.
+        is_gym = any(base.__name__ == "GYMScheduler" for base in scheduler.__mro__)
+        chosen = given or is_gym or not rewards or args.get("gym_env") is not None
+    if not chosen:
+        return None
+    return float(weights[-1]) if given else 1.0
+
+
 def _registry(name: str, module: str) -> dict[str, Any]:
     """Return a registry, that of the framework or ours."""
     found: dict[str, Any] = getattr(import_foreign(module), name)
@@ -124,7 +170,7 @@ def _rewards(args: Mapping[str, Any], found: ForeignObject) -> list[tuple[str, A
         else:
             target = _registered("orms", "swift.rewards.orm", name, found.where)
         if inspect.isclass(target):
-            own = attribute_config({key: value for key, value in args.items() if key not in OWN})
+            own = attribute_config(_reward_settings(args))
             try:
                 target = _made_reward(target, own)
             except Exception as error:
@@ -133,6 +179,16 @@ def _rewards(args: Mapping[str, Any], found: ForeignObject) -> list[tuple[str, A
             raise ConfigError(f"{found.where}: {name} is {describe_value(target)}; a reward is called with completions")
         made.append((name.rpartition(":")[2], target, float(weight)))
     return made
+
+
+def _reward_settings(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `args` of rewards: flags of the recipe, and ms-swift's defaults of those that its rewards read."""
+    found = REWARD_DEFAULTS | {key: value for key, value in args.items() if key not in OWN}
+    longest = found.get("max_completion_length")
+    if longest is not None:
+        for key in ("cosine_max_len", "soft_max_length"):
+            found.setdefault(key, longest)
+    return found
 
 
 def _made_reward(target: Any, args: Any) -> Any:
@@ -169,6 +225,8 @@ class SchedulerEpisodes:
     args: Mapping[str, Any]
     rewards: Sequence[tuple[str, Any, float]]
     scales: LossScales | None = None
+    environment_weight: float | None = 1.0
+    """Weight of `total_reward` of the rollout's infos; None where it is no reward."""
     _made: dict[int, Any] = field(default_factory=dict)
     _engine: InferEngine = field(default_factory=InferEngine)
 
@@ -179,12 +237,17 @@ class SchedulerEpisodes:
         scheduler = self._shared(model.limits.turns)
         request = self._request(task, episode.id)
         columns = dict(request.data_dict)
+        for key in (*MEDIA, "objects", "tools"):
+            if value := getattr(request, key):
+                columns[key] = list(value) if isinstance(value, list) else value
         try:
             made = await scheduler.run(request, import_foreign(PROTOCOL).RequestConfig())
         except LimitReached:
             made = episode.cut()
             if not made:
                 raise
+        finally:
+            await _close_environment(scheduler, episode.id)
         outputs = list(made) if isinstance(made, (list, tuple)) else [made]
         if not outputs or not all(hasattr(one, "response") and hasattr(one, "rollout_infos") for one in outputs):
             raise EnvError(f"run returned {describe_value(made)}; return a RolloutOutput, or a list of them")
@@ -231,18 +294,21 @@ class SchedulerEpisodes:
             {**one, "content": decode(one["content"])} if isinstance(one["content"], list) and _ids(one["content"]) else one
             for one in messages
         ]
-        media = {key: getattr(request, key) for key in ("images", "audios", "videos", "objects", "tools")}
+        infos = output.rollout_infos
+        ids = output.response_token_ids
+        if not ids and output.messages is None:
+            ids = list(choice.token_ids or ())  # one turn without a scheduler: not a list for each turn
         return {
             **columns,
-            **{key: value for key, value in media.items() if value},
+            **{key: infos[key] for key in MEDIA if key in infos},
             "messages": texts,
             "prompt_id": str(request.uuid),
             "request_id": str(request.uuid),
             "finish_reason": choice.finish_reason,
             "is_truncated": choice.finish_reason == "length",
-            "rollout_infos": output.rollout_infos,
-            "response_token_ids": output.response_token_ids,
-            "multi_turn_infos": {**episode.infos, "num_turns": output.rollout_infos.get("num_turns")},
+            "rollout_infos": infos,
+            "response_token_ids": ids,
+            "multi_turn_infos": {**episode.infos, "num_turns": infos.get("num_turns")},
         }
 
     async def _score(
@@ -273,10 +339,9 @@ class SchedulerEpisodes:
         infos, truncated = rows[-1]["rollout_infos"], rows[-1]["is_truncated"]
         metrics = {f"environment/{key}": float(value) for key, one in infos.items() if (value := number_of(one)) is not None}
         status: Literal["truncated", "completed"] = "truncated" if truncated else "completed"
-        weights = list(self.args.get("reward_weights") or ())
-        gym = float(weights[-1]) if len(weights) > len(self.rewards) else 1.0
-        played = bool(self.args.get("use_gym_env", True))
-        totals = [number_of(row["rollout_infos"].get("total_reward")) if played else None for row in rows]
+        gym = self.environment_weight
+        totals = [None if gym is None else number_of(row["rollout_infos"].get("total_reward")) for row in rows]
+        gym = 1.0 if gym is None else gym
         if len(rows) > 1:
             own = [one + gym * (total or 0.0) for one, total in zip(own, totals, strict=True)]
             return Scores(0.0, (), parts, metrics, status, tuple(zip(own, replies, strict=True)))
@@ -285,6 +350,12 @@ class SchedulerEpisodes:
         # The total is the reward. Steps only divide it among the turns, where they add up to it.
         divided = totals[0] is not None and len(steps) == turns and math.isclose(sum(steps), total, abs_tol=1e-9)
         return Scores(own[0] + (0.0 if divided else total), tuple(steps) if divided else (), parts, metrics, status)
+
+
+async def _close_environment(scheduler: Any, uuid: str) -> None:
+    """Close the environment that a Gym scheduler still has for an episode: a limit ended it, or an error."""
+    if uuid in vars(scheduler).get("_envs", ()):
+        await scheduler._close_and_remove(uuid)
 
 
 def make_scheduler(target: Any, engine: InferEngine, turns: int, args: Mapping[str, Any]) -> Any:
@@ -301,11 +372,23 @@ def make_scheduler(target: Any, engine: InferEngine, turns: int, args: Mapping[s
         made.infer_engine = engine
     if not made.max_turns:
         made.max_turns = turns
+    build = getattr(target, "_build_messages", None)
+    if build is not None and public_name(build.__module__) == "swift.rollout.multi_turn":
+        made._build_messages = _with_last_thoughts  # ms-swift's needs a template, and returns texts without one
     if _is_base(target.run):
         made.step = partial(_dict_of_step, made.step, engine)
         made.on_turn_end = _recorded(_awaitable(made.on_turn_end), engine)
         made.on_trajectory_start = _awaitable(made.on_trajectory_start)
     return made
+
+
+def _with_last_thoughts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages of which the last alone has its thoughts."""
+    rows = copy.deepcopy([dict(message) for message in messages])
+    for row in rows[:-1]:
+        if row["role"] == "assistant" and isinstance(row["content"], str):
+            row["content"] = row["content"].rpartition("</think>")[2].strip()
+    return rows
 
 
 def _dict_of_step(

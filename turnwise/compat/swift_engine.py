@@ -6,7 +6,7 @@ import re
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ PROTOCOL = "swift.infer_engine.protocol"
 
 
 class InferEngine:
-    """`infer_engine` of a scheduler, which is one object for all episodes: each call goes to the episode that makes it."""
+    """`infer_engine` of a scheduler, which is one object for all episodes: each call goes to the episode that makes it.
 
-    engine = None
+    It has no `engine` and no `template`: ms-swift's schedulers look for unknown attributes there, and default without them.
+    """
 
     def __init__(self) -> None:
         self._episode: ContextVar[Episode] = ContextVar("episode")
@@ -59,6 +60,8 @@ class Episode:
         """Ids of the message before each reply, and the reply."""
         self.queries: list[tuple[int, Any]] = []
         """For each call, the number of messages of the user, and the last one."""
+        self.contexts: list[list[tuple[str, str]]] = []
+        """Roles and texts of the messages before each reply."""
         self.infos: dict[str, list[Any]] = {}
         """What each `step` of release 3.6 returned besides its request."""
         self.rollout_infos: dict[str, Any] = {}
@@ -94,6 +97,7 @@ class Episode:
         self.calls.append((opened, reply))
         asked = [message["content"] for message in request.messages if message["role"] == "user"]
         self.queries.append((len(asked), asked[-1] if asked else None))
+        self.contexts.append(self.texts(request.messages))
         self._known.append((before + text, [*opened, *reply.ids], None if opened else reply))
         response = _response(reply, text, self.id)
         self._last = request, response
@@ -122,6 +126,27 @@ class Episode:
             else:
                 rows.append((ids, [0] * len(opened) + sampled))
         return rows
+
+    def texts(self, messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+        """Return roles and texts of messages; contents that are ids are decoded."""
+        found = []
+        for message in messages:
+            content = message["content"]
+            if isinstance(content, list) and content and isinstance(content[0], int):
+                content = self.model.tokenizer.decode(self._without_end(content))
+            found.append((str(message["role"]), content if isinstance(content, str) else repr(content)))
+        return found
+
+    def leads_to(self, number: int, texts: Sequence[tuple[str, str]]) -> bool:
+        """Return whether the context of a call is the beginning of a conversation."""
+        context = self.contexts[number]
+        if not context or context[-1][0] != "assistant":
+            return list(texts[: len(context)]) == context
+        *before, (role, opened) = context  # a message that goes on
+        size = len(before)
+        return (
+            list(texts[:size]) == before and len(texts) > size and texts[size][0] == role and texts[size][1].startswith(opened)
+        )
 
     def scaled(self, scales: LossScales) -> Iterator[list[float]]:
         """Yield the loss scales of each reply's ids."""
@@ -186,48 +211,93 @@ class Episode:
 def set_weights(outputs: Sequence[Any], episode: Episode, scales: LossScales | None = None) -> list[tuple[Any, ...]]:
     """Set the weights of the replies by `response_token_ids` and `response_loss_mask`, times the loss scales.
 
-    Ids that the outputs lack are not trained. Return the replies that each output trains; one that several outputs have is
-    trained in the first.
+    Ids that the outputs lack are not trained. Return the replies that each output trains; one that several outputs have, as
+    the paths of a tree do, is in all of them.
 
     Raises:
         EnvError: for a mask of another length than its ids, or one that trains an id which the engine did not sample.
     """
-    by_output = [list(_rows_of(output)) for output in outputs]
+    paths = []
+    for output in outputs:
+        rows = list(_rows_of(output))
+        if not rows and len(outputs) > 1:
+            rows = [(list(output.response.choices[0].token_ids or ()), None)]
+        paths.append(_Path(rows or list(episode.rows())))
+
+    texts: dict[int, list[tuple[str, str]]] = {}
     if len(outputs) > 1:
-        by_output = [
-            rows or [(list(one.response.choices[0].token_ids or ()), None)]
-            for rows, one in zip(by_output, outputs, strict=True)
-        ]
-    given = [row for rows in by_output for row in rows] or list(episode.rows())
-    owners = [number for number, rows in enumerate(by_output) for _ in rows] or [0] * len(given)
-    trained: list[list[Any]] = [[] for _ in outputs]
+        texts = {at: episode.texts(output.messages) for at, output in enumerate(outputs) if output.messages is not None}
     weights = [[0.0] * len(reply.ids) for _, reply in episode.calls]
-    sampled: list[set[int]] = [set() for _ in given]
-    last = -1
+    trained: list[list[Any]] = [[] for _ in outputs]
     for number, (opened, reply) in enumerate(episode.calls):
-        start, ids = len(opened), list(reply.ids)
-        order = [*range(last if start else last + 1, len(given)), *range(len(given))]
-        row = next((row for row in order if row >= 0 and _continues(given[row][0], opened, ids)), None)
-        if row is None:
-            continue
-        last = row
-        trained[owners[row]].append(reply)
-        kept, mask = given[row]
-        for at in range(_shared(kept[start:], ids)):
-            sampled[row].add(start + at)
-            weights[number][at] = max(weights[number][at], float(1 if mask is None else mask[start + at]))
-    for row, (_, mask) in enumerate(given):
-        for at, one in enumerate(mask or ()):
-            if one and at not in sampled[row]:
-                raise EnvError(
-                    f"response_loss_mask[{row}][{at}] is {one}, and the engine did not sample that id there; write 0"
-                )
+        found = [path.find(opened, list(reply.ids)) for path in paths]
+        most = max((match.size for match in found if match is not None), default=0)
+        # A path that has less of the reply has another one, which begins alike; of equal ones, the context tells.
+        owners = [at for at, match in enumerate(found) if match is not None and match.size == most]
+        owners = [at for at in owners if at in texts and episode.leads_to(number, texts[at])] or owners
+        for at in owners:
+            match = found[at]
+            assert match is not None
+            trained[at].append(reply)
+            mask = paths[at].take(match)
+            for place in range(match.size):
+                weight = 1.0 if mask is None else float(mask[len(opened) + place])
+                weights[number][place] = max(weights[number][place], weight)
+
+    first_row = 0
+    for path in paths:
+        path.check_masks(first_row)
+        first_row += len(path.rows)
     if scales is not None:
         weights = [[a * b for a, b in zip(*pair, strict=True)] for pair in zip(weights, episode.scaled(scales), strict=True)]
-    for (_, reply), found in zip(episode.calls, weights, strict=True):
-        if any(one != 1.0 for one in found):
-            episode.model.weigh(reply, found)
+    for (_, reply), of_reply in zip(episode.calls, weights, strict=True):
+        if any(one != 1.0 for one in of_reply):
+            episode.model.weigh(reply, of_reply)
     return [tuple(replies) for replies in trained]
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """Where an output has a reply: the row, and the number of its ids that are there."""
+
+    row: int
+    size: int
+
+
+class _Path:
+    """The rows of ids and masks of one output, in which the episode's replies are found in order."""
+
+    def __init__(self, rows: Sequence[tuple[list[int], list[int] | None]]) -> None:
+        self.rows = rows
+        self.last = -1
+        """Row of the last reply."""
+        self._sampled: set[tuple[int, int]] = set()
+
+    def find(self, opened: list[int], ids: list[int]) -> _Match | None:
+        """Find a reply: after the last one, or in its row if it goes on there; else anywhere."""
+        start = len(opened)
+        order = [*range(self.last if start else self.last + 1, len(self.rows)), *range(len(self.rows))]
+        row = next((row for row in order if row >= 0 and _continues(self.rows[row][0], opened, ids)), None)
+        if row is None:
+            return None
+        size = _shared(self.rows[row][0][start:], ids)
+        self._sampled |= {(row, start + at) for at in range(size)}
+        return _Match(row, size)
+
+    def take(self, match: _Match) -> list[int] | None:
+        """Go on after a reply that was found; return its row's mask."""
+        self.last = match.row
+        return self.rows[match.row][1]
+
+    def check_masks(self, first_row: int) -> None:
+        """Check that masks train sampled ids alone; `first_row` is the number of this path's first row among all."""
+        for row, (_, mask) in enumerate(self.rows):
+            for at, one in enumerate(mask or ()):
+                if one and (row, at) not in self._sampled:
+                    raise EnvError(
+                        f"response_loss_mask[{first_row + row}][{at}] is {one}, and the engine did not sample that id there; "
+                        "write 0"
+                    )
 
 
 def _rows_of(output: Any) -> Iterator[tuple[list[int], list[int] | None]]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from base64 import b64encode
 from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -113,3 +117,24 @@ class RolloutOutput:
             found = getattr(self, name)
             if found and isinstance(found[0], (int, float)):
                 setattr(self, name, [found])
+
+        # Rewards get media that the scheduler hands on as text, as they are sent from ms-swift's server.
+        for key in ("images", "audios", "videos"):
+            if key in self.rollout_infos:
+                given = self.rollout_infos[key]
+                self.rollout_infos[key] = [_as_text(one) for one in (given if isinstance(given, list) else [given])]
+
+
+def _as_text(value: Any) -> Any:
+    """Return an image, bytes or a file as base64; any other value, such as a list of frames, as it is."""
+    if isinstance(value, dict) and "bytes" in value:
+        value = value["bytes"] or value["path"]
+    if isinstance(value, str):
+        if not os.path.isfile(value):
+            return value
+        value = Path(value).read_bytes()
+    elif hasattr(value, "save"):
+        file = BytesIO()
+        value.save(file, format="png")
+        value = file.getvalue()
+    return b64encode(value).decode() if isinstance(value, bytes) else value

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
+import json
+import re
 from typing import Any
 
 from swift.infer_engine.protocol import RolloutInferRequest, RolloutOutput
@@ -11,9 +14,19 @@ from swift.rewards.orm import MathAccuracy
 from swift.template import Messages
 from swift.utils import remove_response
 
-from .gym_env import Env, envs
+from .gym_env import envs
+from .openenv_wrapper import OpenEnvWrapper
 
-__all__ = ["MathTipsMultiTurnScheduler", "MathTipsScheduler", "Messages", "MultiTurnScheduler", "multi_turns"]
+__all__ = [
+    "GYMScheduler",
+    "MathTipsMultiTurnScheduler",
+    "MathTipsScheduler",
+    "Messages",
+    "MultiTurnScheduler",
+    "OpenEnvScheduler",
+    "RolloutScheduler",
+    "multi_turns",
+]
 
 Request, Choice = RolloutInferRequest, Any
 
@@ -264,7 +277,8 @@ class GYMScheduler(MultiTurnScheduler):
     def __init__(self, infer_engine: Any = None, max_turns: int | None = None, **kwargs: Any) -> None:
         super().__init__(infer_engine, max_turns, **kwargs)
         self.gym_env_name = kwargs.get("gym_env")
-        self._envs: dict[Any, Env] = {}
+        self._envs: dict[Any, Any] = {}
+        self._total_rewards: dict[Any, float] = {}
         self._step_rewards: dict[Any, list[float]] = {}
         self._pending_obs: dict[Any, Any] = {}
 
@@ -272,30 +286,53 @@ class GYMScheduler(MultiTurnScheduler):
         for request in requests:
             env = self._create_env((request.data_dict or {}).get("env_config") or {})
             observation, _, system = await _awaited(env.reset(request))
-            request.messages = [{"role": "system", "content": system}] if system else []
-            request.messages.append({"role": "user", "content": observation})
-            self._envs[request.uuid], self._step_rewards[request.uuid] = env, []
+            self._begin(request, env, observation, system)
+
+    def _begin(self, request: Request, env: Any, observation: Any, system: str | None) -> None:
+        """Set the messages and the state of a trajectory."""
+        request.messages = [{"role": "system", "content": system}] if system else []
+        request.messages.append({"role": "user", "content": observation})
+        uuid = request.uuid
+        self._envs[uuid], self._total_rewards[uuid] = env, 0.0
+        self._step_rewards[uuid], self._pending_obs[uuid] = [], None
 
     async def on_turn_end(self, infer_request: Request, response_choice: Choice, current_turn: int) -> dict[str, Any]:
-        uuid = infer_request.uuid
-        observation, reward, done, _ = await _awaited(self._envs[uuid].step(copy.deepcopy(infer_request.messages)))
-        rewards = self._step_rewards[uuid]
-        rewards.append(float(reward))
-        self._pending_obs[uuid] = observation
-        infos = {"total_reward": sum(rewards), "step_rewards": list(rewards), "gym_done": done}
+        env = self._envs.get(infer_request.uuid)
+        if env is None:
+            return {"done": True, "rollout_infos": {}}
+        observation, reward, done, _ = await _awaited(env.step(copy.deepcopy(infer_request.messages)))
+        return await self._end_turn(infer_request.uuid, observation, reward, done)
+
+    async def _end_turn(self, uuid: Any, observation: Any, reward: Any, done: bool) -> dict[str, Any]:
+        """Add a reward and keep the observation; at the end, close the environment."""
+        self._total_rewards[uuid] += float(reward)
+        self._step_rewards[uuid].append(float(reward))
+        self._pending_obs[uuid] = None if done else observation
+        infos = {
+            "total_reward": self._total_rewards[uuid],
+            "step_rewards": list(self._step_rewards[uuid]),
+            "gym_done": done,
+        }
         if done:
             await self._close_and_remove(uuid)
         return {"done": done, "rollout_infos": infos}
 
     async def _close_and_remove(self, uuid: Any) -> None:
+        """Forget a trajectory and close its environment."""
         env = self._envs.pop(uuid, None)
-        self._step_rewards.pop(uuid, None)
-        self._pending_obs.pop(uuid, None)
+        for state in (self._total_rewards, self._step_rewards, self._pending_obs):
+            state.pop(uuid, None)
         if env is not None:
-            await _awaited(env.close())
+            await self._close(env)
+
+    async def _close(self, env: Any) -> None:
+        await _awaited(env.close())
 
     def step(self, infer_request: Request, response_choice: Choice, current_turn: int) -> dict[str, Any]:
-        infer_request.messages.append({"role": "user", "content": self._pending_obs.pop(infer_request.uuid)})
+        observation = self._pending_obs.get(infer_request.uuid)
+        if observation is not None:
+            infer_request.messages.append({"role": "user", "content": observation})
+            self._pending_obs[infer_request.uuid] = None
         return {"infer_request": infer_request}
 
     def _create_env(self, env_config: dict[str, Any]) -> Any:
@@ -305,20 +342,60 @@ class GYMScheduler(MultiTurnScheduler):
         return envs[name](env_config)
 
 
+class OpenEnvScheduler(GYMScheduler):
+    """Turns of an environment on an OpenEnv server, which `env_config` of the row names."""
+
+    async def on_trajectory_start(self, requests: list[Request]) -> None:
+        defaults = getattr(self, "env_config_defaults", {})
+        for request in requests:
+            config = {**defaults, **((request.data_dict or {}).get("env_config") or {})}
+            env = self._create_env(config)
+            observation, _ = await asyncio.to_thread(env.reset)
+            self._begin(request, env, self.format_observation(observation), config.get("system_message"))
+
+    async def on_turn_end(self, infer_request: Request, response_choice: Choice, current_turn: int) -> dict[str, Any]:
+        env = self._envs.get(infer_request.uuid)
+        if env is None:
+            return {"done": True, "rollout_infos": {}}
+        action = self.parse_action(response_choice.message.content)
+        observation, reward, done, _ = await asyncio.to_thread(env.step, action)
+        text = None if done else self.format_observation(observation)
+        return await self._end_turn(infer_request.uuid, text, reward, done)
+
+    def parse_action(self, text: str) -> dict[str, Any] | None:
+        """Return the action of a reply: a JSON object, also in a fence, else the text as `message`."""
+        fenced = re.fullmatch(r"```[^\n]*\n(.*?)\n?```", text.strip(), re.DOTALL)
+        text = (fenced[1] if fenced else text).strip()
+        try:
+            found = json.loads(text)
+        except ValueError:
+            return {"message": text}
+        return found if isinstance(found, dict) else {"message": str(found)}
+
+    def format_observation(self, observation: Any) -> Any:
+        """Return an observation as text for the model."""
+        return json.dumps(observation, ensure_ascii=False, default=str)
+
+    def _create_env(self, env_config: dict[str, Any]) -> Any:
+        return OpenEnvWrapper(env_config)
+
+    async def _close(self, env: Any) -> None:
+        await asyncio.to_thread(env.close)
+
+
 class SingleTurnScheduler(MultiTurnScheduler):
-    """One reply, as ms-swift samples it without a scheduler."""
+    """One reply, as ms-swift samples it without a scheduler: ids and messages are the response's."""
 
-    def check_finished(self, infer_request: Request, response_choice: Choice, current_turn: int) -> bool:
-        return True
-
-    def step(self, infer_request: Request, response_choice: Choice, current_turn: int) -> dict[str, Any]:
-        raise NotImplementedError("there is one turn")
+    async def run(self, infer_request: Request, request_config: Any, **kwargs: Any) -> Any:
+        remove_response(infer_request.messages)
+        return RolloutOutput(response=await self.infer_engine.infer_async(infer_request, request_config, **kwargs))
 
 
 multi_turns: dict[str, Any] = {
     "math_tip_trick": MathTipsScheduler,
     "math_tip_trick_multi_turn": MathTipsMultiTurnScheduler,
     "gym_scheduler": GYMScheduler,
+    "openenv_scheduler": OpenEnvScheduler,
     "thinking_tips_scheduler": ThinkingModelTipsScheduler,
     "single_turn": SingleTurnScheduler,
 }
