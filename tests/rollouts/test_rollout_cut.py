@@ -244,3 +244,22 @@ def test_an_aborted_function_after_a_cut_reply_stays_aborted():
         return tw.Scores(0.0, status="aborted")
 
     assert str(episode(play, [LONG]).stop) == "aborted"
+
+
+def test_ids_that_a_function_appends_count_as_observed():
+    """Loops of other systems pass ids at each call; `limits.episode_tokens` had counted their replies alone."""
+    seen = {}
+
+    async def play(task, model):
+        ids = list(await model.render([{"role": "user", "content": "Go."}], {}))
+        reply = await model.generate(ids)
+        long = list(b"an observation that is much too long for the episode")
+        seen["long"] = await reason_of(model.generate([*ids, *reply.ids, *long]))
+        reply = await model.generate([*ids, *reply.ids, *b"short"])
+        return float(len(reply.ids))
+
+    found = episode(play, ["ok", "fine"], episode_tokens=20)
+    assert seen["long"][0] == "episode_tokens"
+    assert found.metrics["observation_tokens_left_out"] > 20
+    assert found.reward == 5.0
+    assert found.sampled_tokens + found.observed_tokens <= 20

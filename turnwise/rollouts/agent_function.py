@@ -529,6 +529,8 @@ class Model:
                 self._check_open(ended[found])
             leaf, shared, sampled = found, shared + used, sampled or trajectory.spans[found].sampled
         if shared < len(ids):
+            if sampled:
+                self._recorder.observe(len(ids) - shared)
             origin = Origin.ENV if sampled else Origin.PROMPT
             if self._edits(leaf, shared, sampled):
                 branch, origin = branch or "edited", Origin.PROMPT

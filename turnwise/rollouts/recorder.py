@@ -285,7 +285,7 @@ class Recorder:
         Raises `LimitReached` for an observation over `limits.episode_tokens`, which is not recorded, and counted.
         """
         if path.ids:
-            self._check_observation(len(rendered.ids))
+            self.observe(len(rendered.ids))
         ids, close, replies, media = rendered.ids, 0, rendered.replies, rendered.media
         count_rendered(self.trajectory, rendered)
         if isinstance(rendered, Branch):
@@ -304,7 +304,6 @@ class Recorder:
             origin = Origin.ENV if path.ids else Origin.PROMPT
             path.leaf = self._add(Span(origin, tuple(ids), path.leaf, len(path.ids), media=media, agent=path.agent))
             path.append(ids, media)
-        self._budget.used += len(rendered.ids)
         path.messages.extend(messages)
         path.new_messages = messages
 
@@ -339,12 +338,14 @@ class Recorder:
         path.messages, path.new_messages, path.turn, path.inserted = messages, tuple(messages), -1, None
         self.journal.observation_changed = True
 
-    def _check_observation(self, tokens: int) -> None:
+    def observe(self, tokens: int) -> None:
+        """Count observed tokens as used; raise `LimitReached`, and count them as left out, if the episode has fewer left."""
         try:
             self._budget.check_observation(len(self.trajectory.turns), tokens)
         except LimitReached:
             add_counts(self.trajectory, "observation_tokens_left_out", by=tokens)
             raise
+        self._budget.used += tokens
 
     def record_step(self, turn: int, reward: float | None, info: Mapping[str, Any], env_s: float) -> None:
         """Record the environment's reward and info for a turn; the journal has them before the next turn."""
