@@ -15,6 +15,7 @@ import importlib.machinery
 import importlib.util
 import re
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -246,18 +247,30 @@ def _import(
         if not _lacks(error, name):
             raise
         _forget_folder(name, new)
-        if _has_stand_in(name):
-            found = _named(f"{STAND_INS}.{name}", STAND_INS, names)
-            return found if names or top not in sys.modules else _Overlay(sys.modules[top], found)
-        package = _around(globals, name)
-        if package is None:
-            error.__dict__["asked"] = name  # Python names only the first package that is missing
-            raise
-        return _named(f"{package}.{name}", package, names)
+        return _not_installed(name, globals, names, error)
     if top == "importlib" and found in (importlib, importlib.util):
         return _ImportlibOfUserCode(found, globals)
     if any(not hasattr(found, one) for one in names if one != "*") and _has_stand_in(name):
         return _Overlay(found, _named(f"{STAND_INS}.{name}", STAND_INS, names))
+    return found
+
+
+def _not_installed(
+    name: str, globals: Mapping[str, Any], names: tuple[str, ...], error: ModuleNotFoundError
+) -> ModuleType | _Overlay:
+    """Import a stand-in or a module around the file, for user code."""
+    package, top = _around(globals, name), _top(name)
+    found: ModuleType
+    if _has_stand_in(name):
+        found = _named(f"{STAND_INS}.{name}", STAND_INS, names)
+        lacks = any(one != "*" and not _offers(found, name, one) for one in names)
+        if package is None or not lacks:
+            return found if names or top not in sys.modules else _Overlay(sys.modules[top], found)
+        # The framework's own source is around the file, and has more.
+    if package is None:
+        error.__dict__["asked"] = name  # Python names only the first package that is missing
+        raise error
+    found = _named(f"{package}.{name}", package, names)
     return found
 
 
@@ -311,7 +324,12 @@ def _own_package(globals: Mapping[str, Any], name: str) -> str | None:
     top = _top(name)
     if inner.partition(".")[0] == top:
         return root
-    folder = Path(str(globals.get("__file__") or "")).parent
+    file = Path(str(globals.get("__file__") or ""))
+    # A folder without __init__.py may lie between a file and the package that it is part of, a framework's own among them.
+    for above in file.parents:
+        if above.name == top and (above / "__init__.py").is_file() and not (above.parent / "__init__.py").is_file():
+            return _register(above.parent)
+    folder = file.parent
     for place in (folder, Path(sys.modules[root].__path__[0])):
         if place in _HOMES and ((place / f"{top}.py").is_file() or (place / top / "__init__.py").is_file()):
             return _register(place)
@@ -321,7 +339,8 @@ def _own_package(globals: Mapping[str, Any], name: str) -> str | None:
 def _around(globals: Mapping[str, Any], name: str) -> str | None:
     """Return the private package of the nearest directory above a file that has a module, up to the root of its project.
 
-    Beyond that root only directories on the path of the file itself are found, such as `examples` of `examples.game.env`.
+    The root's `src`, and the projects beside each other in it, are searched too. Beyond that root only directories on the path
+    of the file itself are found, such as `examples` of `examples.game.env`.
     """
     if not str(globals.get("__package__") or "").startswith(PACKAGE):
         return None
@@ -336,15 +355,32 @@ def _around_file(file: Path, name: str) -> str | None:
         on_path = folder / _top(name) in file.parents
         if (inside or on_path) and _places(folder, name):
             return _register(folder)
-        inside = inside and not any((folder / mark).exists() for mark in _PROJECT)
+        if inside and any((folder / mark).exists() for mark in _PROJECT):
+            member = next((one for one in _members(folder) if _places(one, name)), None)
+            if member is not None:
+                return _register(member)
+            inside = False
         if folder == Path.home() or folder == folder.parent:
             break
     return None
 
 
+def _members(root: Path) -> Iterator[Path]:
+    """Yield the directories that the projects of a repository are installed from: its own `src`, and those of a workspace."""
+    yield root / "src"
+    for entry in sorted(root.iterdir()):
+        if (entry / "pyproject.toml").is_file() or (entry / "setup.py").is_file():
+            yield from (entry, entry / "src")
+
+
 def _places(folder: Path, name: str) -> bool:
     place = folder.joinpath(*name.split("."))
     return place.with_suffix(".py").is_file() or place.is_dir()
+
+
+def _offers(stand_in: Any, name: str, attribute: str) -> bool:
+    """Whether a stand-in has an attribute, or a module of that name below it."""
+    return hasattr(stand_in, attribute) or _has_stand_in(f"{name}.{attribute}")
 
 
 def _has_stand_in(name: str) -> bool:
@@ -384,9 +420,34 @@ class _PrivateFinder:
 
 
 class _PrivateLoader(importlib.machinery.SourceFileLoader):
+    """Executes a private module.
+
+    The `__init__.py` of a package may import what a module below it does not need, such as a framework's trainer. If such an
+    import fails, the package is there without the names that its file did not reach; asking for one of them is the error.
+    """
+
     def exec_module(self, module: ModuleType) -> None:
         prepare(module)
-        super().exec_module(module)
+        try:
+            super().exec_module(module)
+        except Exception as error:
+            if not self.is_package(module.__name__) or not _of_an_import(error, self.path):
+                raise
+            reason = error
+
+            def missing(name: str) -> Any:
+                if name.startswith("__"):
+                    raise AttributeError(name)
+                raise reason
+
+            module.__dict__["__getattr__"] = missing
+
+
+def _of_an_import(error: Exception, path: str) -> bool:
+    """Whether an error that ended the execution of a file is one of what the file imported, not of its own code."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inner = files[max(at for at, file in enumerate(files) if file == path) + 1 :] if path in files else []
+    return any(file == __file__ for file in inner)
 
 
 class _UserFileLoader(importlib.machinery.SourceFileLoader):
