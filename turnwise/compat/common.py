@@ -97,7 +97,7 @@ def import_object(name: str, where: str, near: Path | None = None) -> Any:
     if not module:
         raise ConfigError(f"{where}: {name!r} names no module; write package.module.Name")
     try:
-        found = import_foreign(module, near)
+        found = import_foreign(module, near, attribute)
     except Exception as error:
         raise ConfigError(f"{where}: {name} cannot be imported ({type(error).__name__}: {error})") from error
     if not hasattr(found, attribute):

@@ -11,7 +11,8 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from decimal import Decimal
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -239,18 +240,32 @@ def load_user_module(path: Path, name_in_errors: str) -> ModuleType:
     module.__package__ = user_imports.private_package(path)
     user_imports.prepare(module)
     sys.modules[name] = module
-    sys.path.insert(0, str(path.parent))
     try:
-        with user_imports.registrations_of_a_load(path.read_text(encoding="utf-8", errors="replace")):
+        with user_imports.registrations_of_a_load(path.read_text(encoding="utf-8", errors="replace")), _on_path(path.parent):
             spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
         if not isinstance(error, (Exception, SystemExit)):
             raise
         raise ConfigError(f"{name_in_errors}: {_place(error, path)}{_why(error)}") from error
-    finally:
-        sys.path.remove(str(path.parent))
+    source = f"from turnwise.envs.user_code import load_again\n\nload_again(__name__, {str(path)!r})\n"
+    user_imports.publish(name, source)
     return module
+
+
+@contextmanager
+def _on_path(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def load_again(name: str, file: str) -> None:
+    """Load the file of a module, in place of the module that asks for it, in a process that knows only its name."""
+    del sys.modules[name]
+    UserModules({name: file}).create_module(ModuleSpec(name, None))
 
 
 def _module_name(path: Path) -> str:

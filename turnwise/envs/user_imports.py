@@ -6,6 +6,7 @@ stand-in for an installed framework. User code sees them through its own `__impo
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import functools
 import hashlib
@@ -13,8 +14,11 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import re
+import shutil
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -29,8 +33,10 @@ _HOMES: dict[Path, None] = {}
 """Folders of the files that recipes name, in the order of their first use."""
 
 
-def import_foreign(name: str, near: Path | None = None) -> ModuleType:
+def import_foreign(name: str, near: Path | None = None, attribute: str = "") -> ModuleType:
     """Import a module of a framework, else our stand-in, else one around `near` or around a file that is loaded.
+
+    Of a stand-in without `attribute` and a module around a file it is the latter, which is newer.
 
     Raises:
         ImportError: the framework's, where none of them has it.
@@ -42,18 +48,26 @@ def import_foreign(name: str, near: Path | None = None) -> ModuleType:
         if not _lacks(error, name):
             raise
         _forget_folder(name, new)
-        names = [f"{STAND_INS}.{name}"] if _has_stand_in(name) else []
+        stand_in = f"{STAND_INS}.{name}" if _has_stand_in(name) else None
+        if stand_in is not None and (not attribute or _offers(importlib.import_module(stand_in), name, attribute)):
+            return importlib.import_module(stand_in)
         files = [near] if near is not None else []
         files += [home / "_" for home in _HOMES]
-        names += [f"{package}.{name}" for file in files if (package := _around_file(file, name)) is not None]
+        names = [f"{package}.{name}" for file in files if (package := _around_file(file, name)) is not None]
+        names += [] if stand_in is None else [stand_in]
         if not names:
             raise
         return importlib.import_module(names[0])
 
 
-def loaded_foreign(name: str) -> ModuleType | None:
-    """Return a module of a framework, or its stand-in, that something imported already."""
-    return sys.modules.get(name) or sys.modules.get(f"{STAND_INS}.{name}")
+def loaded_foreign(name: str) -> list[ModuleType]:
+    """Return what something imported already of a framework's module: the installed one, its stand-in, those of trees."""
+    suffix = f".{name}"
+    return [
+        module
+        for full, module in list(sys.modules.items())
+        if full == name or (full.endswith(suffix) and public_name(full) == name)
+    ]
 
 
 REGISTRIES = (
@@ -99,8 +113,8 @@ def registrations_of_a_load(source: str) -> Iterator[None]:
 
 def _registries() -> Iterator[dict[Any, Any]]:
     for module, name in REGISTRIES:
-        for full in (module, f"{STAND_INS}.{module}"):
-            found = vars(sys.modules[full]).get(name) if full in sys.modules else None
+        for loaded in loaded_foreign(module):
+            found = vars(loaded).get(name)
             if isinstance(found, dict):
                 yield found
 
@@ -209,7 +223,31 @@ def _register(folder: Path) -> str:
         spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
         spec.submodule_search_locations = [str(folder)]
         sys.modules.setdefault(name, importlib.util.module_from_spec(spec))
+        publish(name, f"import turnwise.envs.user_imports\n\n__path__ = [{str(folder)!r}]\n")
     return name
+
+
+_PUBLISHED: list[Path] = []
+"""The directory of published modules; none before the first."""
+
+
+def publish(name: str, source: str) -> None:
+    """Make a private module importable in the processes that user code spawns: they get this one's `sys.path`, not its modules.
+
+    `source` makes the module there. Here it is in `sys.modules` and the file is never read.
+    """
+    with suppress(OSError):  # without room for temporary files, functions of the module cannot be sent to such a process
+        if not _PUBLISHED:
+            folder = Path(tempfile.mkdtemp(prefix="turnwise-modules-"))
+            _PUBLISHED.append(folder)
+            sys.path.append(str(folder))
+            atexit.register(_unpublish, folder, os.getpid())
+        (_PUBLISHED[0] / f"{name}.py").write_text(source, encoding="utf-8")
+
+
+def _unpublish(folder: Path, process: int) -> None:
+    if os.getpid() == process:  # not a fork of it
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _installed() -> set[Path]:
