@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import io
 import json
 import os
 import shutil
@@ -66,8 +65,8 @@ class Example:
     limits: Mapping[str, Any] = field(default_factory=dict)
     faithful: bool = False
     columns: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, str] = field(default_factory=dict)
-    """Further files, below the copy of the tree: data that a preparation script would have made."""
+    files: Mapping[str, str] | Callable[[Path], Mapping[str, str]] = field(default_factory=dict)
+    """Further files, below the copy of the tree: data that a preparation script would have made. Or a function of the tree."""
     samples: int = 1
     names: tuple[str, ...] = ()
     """Further candidates that this example plays: its reward, its tools."""
@@ -99,13 +98,12 @@ def play(example: Example, tree: Path) -> Result:
     system = tree.name
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder) / system
-        _place(tree, home, example.files)
+        _place(tree, home, example.files(tree) if callable(example.files) else example.files)
         rows = Path(folder) / "rows.jsonl"
         rows.write_text("".join(json.dumps(row) + "\n" for row in example.rows))
-        sink = io.StringIO()
         services = example.services() if example.services is not None else contextlib.nullcontext()
         try:
-            with contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink), services:
+            with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink), services:
                 found = _rollout(example, home, rows)
         except ConfigError as error:
             return Result(system, example.use, "refused", str(error))

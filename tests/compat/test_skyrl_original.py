@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import originals
 import pytest
+import test_skyrl_conventions as conventions
 import typing_extensions
 from rollout_kit import bpe, renderer
 from stand_ins_kit import USERS
@@ -348,3 +349,200 @@ def test_a_users_own_generator(skyrl, tokenizer):
     assert (out["prompt_token_ids"][0], out["response_ids"][0]) == (sample.ids[:opening], sample.ids[opening:])
     assert [float(one) for one in out["loss_masks"][0]] == sample.weights[opening:]
     assert out["rewards"][0] == (sample.token_rewards or [])[opening:]
+
+
+# Conventions: lists changed in place, several samples, pictures of rows, replies that are cut, masks of a generator
+
+
+@pytest.fixture
+def user_env(skyrl, tmp_path):
+    """Returns the id under which SkyRL-Gym's own registry has a class of a file that is written here."""
+    import skyrl_gym
+
+    def add(source, name):
+        path = tmp_path / f"written_{tmp_path.name}.py"
+        path.write_text(conventions.HEAD + source)
+        made = load_object(f"{path.name}:{name}", base=tmp_path)
+        assert issubclass(made, skyrl_gym.Env)
+        skyrl_gym.register(id=path.stem, entry_point=made)
+        return path.stem
+
+    return add
+
+
+@pytest.mark.parametrize("change", sorted(conventions.CHANGES))
+def test_a_list_that_is_changed_in_place(skyrl, tokenizer, user_env, change):
+    """SkyRL renders its list again for each step where trajectories are step-wise, and so shows what an environment changed."""
+    code, _ = conventions.CHANGES[change]
+    source = conventions.HISTORY + f"\n    def change(self):\n        {code}\n"
+    if change == "an earlier one goes":
+        source = source.replace("self.turns == 3", "self.turns == 2")
+    name = user_env(source, "Env")
+    generation = skyrl.GeneratorConfig(max_turns=8, max_input_length=4096, step_wise_trajectories=True)
+    client = Client("abc", ())
+    generator = skyrl.SkyRLGymGenerator(generation, skyrl.SkyRLGymConfig(), client, tokenizer)
+    out = asyncio.run(generator.agent_loop([{"role": "user", "content": "Go."}], name, {}, 1024, 4096))
+    made = as_env_spec(FRAMEWORK.find(name), where=f"skyrl:{name}", args={})
+    limits = tw.Limits(turns=8, turn_tokens=1024)
+    (found,) = tw.rollout(
+        made.factory, [tw.Task("Go.")], tw.ScriptedEngine(list("abc")), renderer=renderer("bpe"), limits=limits
+    )
+    assert found.error is None, found.error
+    assert [found.prompt_ids(n) for n in range(len(found.turns))] == client.contexts
+    assert found.reward == sum(sum(one.reward) for one in out.step_outputs)
+    trained = sum(sum(one.loss_mask) for one in out.step_outputs)
+    assert sum(sum(1 for weight in row.weights if weight) for row in found.samples()) == trained
+
+
+def test_several_samples_of_a_row(skyrl, tokenizer, registered):
+    """Each sample of a row has an environment of its own."""
+    from skyrl.train.generators.base import BatchMetadata, TrajectoryID
+
+    name, row, replies = registered("guess.py:GuessEnv"), truth("7"), ["5", "9", "7"]
+
+    class ByTurn(Client):
+        async def generate(self, batch, model=None):
+            (ids,) = batch["prompt_token_ids"]
+            self.replies = replies[renderer("bpe").decode(ids).count("<|im_start|>assistant\n") - 1 :]
+            self.contexts.clear()
+            return await super().generate(batch, model)
+
+    generation = skyrl.GeneratorConfig(max_turns=4, max_input_length=4096)
+    generator = skyrl.SkyRLGymGenerator(generation, skyrl.SkyRLGymConfig(), ByTurn(replies, ()), tokenizer)
+    batch = {
+        "prompts": [[{"role": "user", "content": "Go."}] for _ in range(3)],
+        "env_classes": [name] * 3,
+        "env_extras": [dict(row) for _ in range(3)],
+        "sampling_params": None,
+        "trajectory_ids": [TrajectoryID("one", number) for number in range(3)],
+        "batch_metadata": BatchMetadata(0, "train"),
+    }
+    out = asyncio.run(generator.generate(batch, disable_tqdm=True))
+    made = as_env_spec(FRAMEWORK.find(name), where=f"skyrl:{name}", args={})
+    found = tw.rollout(
+        made.factory,
+        [tw.Task("Go.", info=row)],
+        tw.ScriptedEngine(replies),
+        samples=3,
+        renderer=renderer("bpe"),
+        limits=tw.Limits(turns=4, turn_tokens=1024),
+    )
+    for number, one in enumerate(found):
+        (sample,) = one.samples()
+        opening = one.turns[0].context
+        assert out["response_ids"][number] == sample.ids[opening:]
+        assert out["loss_masks"][number] == sample.mask[opening:]
+        assert sum(out["rewards"][number]) == pytest.approx(one.reward)
+
+
+def test_a_picture_of_a_row(skyrl, user_env, tmp_path):
+    from transformers import AutoTokenizer
+
+    directory = tiny_vlm_directory(tmp_path / "vlm")
+    sees, reads = tw.load_renderer(directory), AutoTokenizer.from_pretrained(directory)
+    parts = "part.type == 'image'"
+    reads.chat_template = reads.chat_template.replace(parts, "part.type in ('image', 'image_url')")
+    (prompt,) = conventions.rows(tmp_path)["a data URL"].values()
+    name = user_env(conventions.PICTURE, "Look")
+    client = Client(["green"], (), encode=sees.encode_reply)
+    generation = skyrl.GeneratorConfig(max_turns=2, max_input_length=4096)
+    generator = skyrl.SkyRLGymGenerator(generation, skyrl.SkyRLGymConfig(), client, reads)
+    out = asyncio.run(generator.agent_loop(json.loads(json.dumps(prompt)), name, {}, 1024, 4096))
+    made = as_env_spec(FRAMEWORK.find(name), where=f"skyrl:{name}", args={})
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt}))
+    (found,) = tw.rollout(
+        made.factory,
+        tw.load_tasks(tmp_path / "rows.jsonl"),
+        tw.ScriptedEngine(["green"]),
+        renderer=sees,
+        limits=tw.Limits(turns=2, turn_tokens=1024),
+    )
+    assert found.error is None, found.error
+    pad = reads.convert_tokens_to_ids("<|image_pad|>")
+    (row,) = found.samples()
+    once = [one for at, one in enumerate(row.ids) if one != pad or row.ids[at - 1] != pad]
+    assert len(row.media) == 1
+    assert [*out.prompt_ids, *out.response_ids] == once
+    assert sum(out.reward) == found.reward == 1.0
+
+
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_a_reply_that_is_cut(skyrl, tokenizer, size):
+    """The environment sees what there is of it; it is rewarded and trained."""
+
+    class Cuts(Client):
+        async def generate(self, batch, model=None):
+            out = await super().generate(batch, model)
+            ids = out["response_ids"][0][:size]
+            text = renderer("bpe").decode(ids)
+            return out | {
+                "responses": [text],
+                "response_ids": [ids],
+                "stop_reasons": ["length"],
+                "response_logprobs": [[0.0] * len(ids)],
+            }
+
+    reply, row = "#### 12 and then much more", truth("12")
+    generation = skyrl.GeneratorConfig(max_turns=1, max_input_length=4096)
+    client = Cuts([reply], ())
+    generator = skyrl.SkyRLGymGenerator(generation, skyrl.SkyRLGymConfig(), client, tokenizer)
+    out = asyncio.run(generator.agent_loop([{"role": "user", "content": "Go."}], "gsm8k", dict(row), 1024, 4096))
+    made = as_env_spec(FRAMEWORK.find("gsm8k"), where="skyrl:gsm8k", args={})
+    (found,) = tw.rollout(
+        made.factory,
+        [tw.Task("Go.", info=row)],
+        tw.ScriptedEngine([reply]),
+        renderer=renderer("bpe"),
+        limits=tw.Limits(turns=1, turn_tokens=size),
+    )
+    assert found.error is None, found.error
+    (sample,) = found.samples()
+    opening = found.turns[0].context
+    assert out.response_ids == sample.ids[opening:]
+    assert out.loss_mask == sample.mask[opening:]
+    assert sum(out.reward) == found.reward
+    assert out.stop_reason == found.turns[0].finish == "length"
+
+
+def test_masks_metrics_and_settings_are_skyrls(skyrl, tokenizer):
+    """Our stand-ins of what generators make their rows with, against SkyRL's own."""
+    import dataclasses
+    import importlib
+    import random
+
+    from skyrl.backends.skyrl_train.inference_servers import engine_utils
+    from skyrl.train.config import config
+    from skyrl.train.generators import utils
+
+    from turnwise.envs.user_imports import STAND_INS
+
+    ours_utils = importlib.import_module(f"{STAND_INS}.skyrl.train.generators.utils")
+    ours_config = importlib.import_module(f"{STAND_INS}.skyrl.train.config.config")
+    ours_engine = importlib.import_module(f"{STAND_INS}.skyrl.backends.skyrl_train.inference_servers.engine_utils")
+    rng = random.Random(0)
+    words = ["so", "it", "is", "#### 12", "\nnext", " 7"]
+    for _ in range(50):
+        roles = [rng.choice(["user", "assistant", "tool"]) for _ in range(rng.randint(1, 4))]
+        messages = [{"role": role, "content": " ".join(rng.choices(words, k=rng.randint(1, 5)))} for role in roles]
+        theirs_rows = utils.get_response_ids_and_loss_mask_from_messages(messages, tokenizer)
+        assert ours_utils.get_response_ids_and_loss_mask_from_messages(messages, tokenizer) == theirs_rows
+        masks = [[rng.randint(0, 1) for _ in range(5)] for _ in range(3)]
+        reasons = rng.choices(["stop", "length"], k=3)
+        assert ours_utils.apply_overlong_filtering(masks, reasons) == utils.apply_overlong_filtering(masks, reasons)
+        rewards = [rng.choice([0.0, 1.0, [0.0, 0.5]]) for _ in range(3)]
+        own = ours_utils.get_rollout_metrics(masks, rewards)
+        for key, value in utils.get_rollout_metrics(masks, rewards).items():
+            assert own[key] == pytest.approx(value), key
+    assert ours_utils.get_generation_prompt_ids(tokenizer) == utils.get_generation_prompt_ids(tokenizer)
+
+    for name in ("SamplingParams", "ChatTemplateConfig", "GeneratorConfig", "InferenceEngineConfig"):
+        own, original = getattr(ours_config, name)(), getattr(config, name)()
+        known = {field.name for field in dataclasses.fields(original)}
+        for field in dataclasses.fields(own):
+            value = getattr(own, field.name)
+            if field.name in known and not dataclasses.is_dataclass(value) and field.name != "eval_sampling_params":
+                assert value == getattr(original, field.name), (name, field.name)
+    params = config.SamplingParams(temperature=0.5, stop=["x"])
+    assert ours_engine.get_sampling_params_for_backend("vllm", params) == engine_utils.get_sampling_params_for_backend(
+        "vllm", params
+    )

@@ -11,7 +11,7 @@ from stand_ins_kit import USERS
 
 import turnwise as tw
 from turnwise.compat.verl import FRAMEWORK
-from turnwise.envs.resolve import as_env_spec
+from turnwise.envs.resolve import as_env_spec, load_object
 from turnwise.renderers import CHATML
 
 pytestmark = pytest.mark.compat
@@ -276,3 +276,150 @@ def test_loops_on_verls_own_base_class_with_a_real_model(verl, use, tmp_path):
         (sample,) = trajectory.samples()
         end = trajectory.turns[0].context + 3 * 24  # where the loop cuts its response
         assert sum(sample.weights) == sum(sample.mask[:end]) or trajectory.reward is None, "it ended by a control token"
+
+
+# Conventions: several samples over one tool object, replies that are cut, how a score is called, pictures of tools
+
+
+def test_several_samples_over_one_object_of_a_tool(verl, tokenizer, monkeypatch):
+    """verl plays all samples of a step with the same tool objects; what a tool keeps is by instance."""
+    row = {"tools_kwargs": {"count": {"create_kwargs": {"start": 3, "goal": 9}}}}
+    replies = [call("count", by=1), call("count", by=2), "done"]
+    single = {"settings": {}, "paths": ("counter.yaml", None), "turns": 8}
+    out, contexts = theirs(verl, tokenizer, replies, row, monkeypatch=monkeypatch, **single)
+    spec = as_env_spec(
+        FRAMEWORK.find("tools"), where="verl:tools", args={"tool_config_path": "counter.yaml"}, base=HOME, faithful=True
+    )
+    found = tw.rollout(
+        spec.factory,
+        [tw.Task("Go.", info={"extra_info": row})],
+        tw.ScriptedEngine(replies),
+        samples=3,
+        renderer=renderer("bpe"),
+        limits=tw.Limits(turns=8, turn_tokens=2048),
+    )
+    for one in found:
+        assert one.error is None, one.error
+        (sample,) = one.samples()
+        assert [one.prompt_ids(n) for n in range(len(one.turns))] == contexts
+        assert (out.response_ids, out.response_mask) == (
+            sample.ids[one.turns[0].context :],
+            sample.mask[one.turns[0].context :],
+        )
+
+
+@pytest.mark.parametrize("size", [1, 4, 9])
+def test_a_reply_that_is_cut(verl, tokenizer, monkeypatch, size):
+    """A cut reply has no call, so verl's loop ends with it; it is scored and trained like any other."""
+
+    class Cuts(Server):
+        async def generate(self, *args, **kwargs):
+            out = await super().generate(*args, **kwargs)
+            return self.verl.TokenOutput(token_ids=out.token_ids[:size], log_probs=[0.0] * size)
+
+    monkeypatch.setattr("test_verl_original.Server", Cuts)
+    replies = ["#### 12 and then much more to say"]
+    out, contexts = theirs(
+        verl, tokenizer, replies, {}, turns=8, settings={}, paths=(None, "functions.py"), monkeypatch=monkeypatch
+    )
+    args = {"function_tool_path": "functions.py", "reward": "verl.utils.reward_score.gsm8k:compute_score"}
+    spec = as_env_spec(FRAMEWORK.find("tools"), where="verl:tools", args=args, base=HOME, faithful=True)
+    (found,) = tw.rollout(
+        spec.factory,
+        [tw.Task("Go.", "12", info={"extra_info": {}})],
+        tw.ScriptedEngine(replies),
+        renderer=renderer("bpe"),
+        limits=tw.Limits(turns=8, turn_tokens=size),
+    )
+    assert found.error is None, found.error
+    (sample,) = found.samples()
+    opening = found.turns[0].context
+    assert [found.prompt_ids(0)] == contexts
+    assert (out.response_ids, out.response_mask) == (sample.ids[opening:], sample.mask[opening:])
+    from verl.utils.reward_score import gsm8k
+
+    text = renderer("bpe").decode(out.response_ids)
+    assert found.reward == gsm8k.compute_score(text, "12")
+
+
+SCORE = """
+SEEN = []
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, scale=1.0):
+    SEEN.append((data_source, solution_str, ground_truth, dict(extra_info), scale))
+    return {"score": scale * float(ground_truth in solution_str), "acc": True, "text": "t"}
+
+
+async def later(data_source, solution_str, ground_truth, extra_info, **kwargs):
+    SEEN.append((data_source, solution_str, ground_truth, dict(extra_info), kwargs.get("scale", 1.0)))
+    return 0.5
+"""
+
+
+@pytest.mark.parametrize("name", ["compute_score", "later"])
+@pytest.mark.parametrize("scale", [None, 0.25])
+def test_a_score_is_called_as_by_verls_reward_manager(verl, tokenizer, tmp_path, name, scale):
+    import functools
+    import inspect
+
+    import numpy as np
+    import torch
+    from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
+    from verl.protocol import DataProto
+
+    from turnwise.config.schema import EnvConfig
+    from turnwise.envs.resolve import resolve_env
+
+    (tmp_path / "scores.py").write_text(SCORE)
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps(
+            {
+                "prompt": [{"role": "user", "content": "2+5?"}],
+                "data_source": "sums",
+                "reward_model": {"ground_truth": "7"},
+                "extra_info": {"index": 3, "split": "train"},
+            }
+        )
+    )
+    args = {} if scale is None else {"reward_kwargs": {"scale": scale}}
+    spec = resolve_env(EnvConfig(use=f"scores.py:{name}", args=args, tasks="rows.jsonl"), base=tmp_path)
+    (found,) = tw.rollout(
+        spec.factory,
+        spec.tasks("train"),
+        tw.ScriptedEngine(["It is 7"]),
+        renderer=renderer("bpe"),
+        limits=tw.Limits(turns=2, turn_tokens=99),
+    )
+    assert found.error is None, found.error
+    (sample,) = found.samples()
+    response = sample.ids[found.turns[0].context :]
+
+    space: dict = {}
+    exec(SCORE, space)  # the same text as verl's loader would execute it
+    function = space[name]
+    if scale is not None:
+        function = functools.partial(function, scale=scale)
+    data = DataProto.from_dict(
+        tensors={"responses": torch.tensor([response]), "attention_mask": torch.ones(1, len(sample.ids), dtype=torch.long)},
+        non_tensors={
+            "data_source": np.array(["sums"], dtype=object),
+            "reward_model": np.array([{"ground_truth": "7"}], dtype=object),
+            "extra_info": np.array([{"index": 3, "split": "train"}], dtype=object),
+            "__num_turns__": np.array([2], dtype=object),
+        },
+    )
+
+    async def scored():
+        manager = NaiveRewardManager({}, tokenizer, function)
+        manager.is_async_reward_score = inspect.iscoroutinefunction(space[name])
+        return await manager.run_single(data)
+
+    out = asyncio.run(scored())
+    assert found.reward == out["reward_score"]
+    ours_seen = load_object("scores.py:SEEN", base=tmp_path)
+    (ours_call,), (their_call,) = ours_seen, space["SEEN"]
+    assert ours_call[:3] == their_call[:3]
+    assert ours_call[4] == their_call[4]
+    assert {key: value for key, value in ours_call[3].items() if key in their_call[3]} == their_call[3]
+    assert set(ours_call[3]) - set(their_call[3]) == {"tool_rewards", "turn_scores"}, "what verl's tool loop adds"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import keyword
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,23 @@ class TrainerState:
         raise AttributeError(f"trainer_state has no {key!r} here: a rollout knows global_step alone")
 
 
+def settings(name: str, values: Mapping[str, Any]) -> Any:
+    """Return a configuration that is a dataclass too: user code reads it by keys, by attributes, and with `asdict`."""
+    fields = [key for key in values if key.isidentifier() and not keyword.iskeyword(key)]
+
+    def reduced(self: AttributeConfig) -> tuple[Any, ...]:
+        return settings, (name, dict(self))
+
+    typed = [(key, Any) for key in fields]
+    methods = {"__reduce__": reduced}
+    made = make_dataclass(name, typed, bases=(AttributeConfig,), namespace=methods, eq=False, repr=False, init=False)
+    return made({key: attribute_config(value) for key, value in values.items()})
+
+
 def attribute_config(value: Any) -> Any:
     """Convert mappings, also nested ones, to `AttributeConfig`."""
+    if isinstance(value, AttributeConfig):
+        return value
     if isinstance(value, Mapping):
         return AttributeConfig({str(key): attribute_config(inner) for key, inner in value.items()})
     return [attribute_config(item) for item in value] if isinstance(value, list) else value
@@ -81,7 +97,7 @@ def import_object(name: str, where: str, near: Path | None = None) -> Any:
     if not module:
         raise ConfigError(f"{where}: {name!r} names no module; write package.module.Name")
     try:
-        found = import_foreign(module, near)
+        found = import_foreign(module, near, attribute)
     except Exception as error:
         raise ConfigError(f"{where}: {name} cannot be imported ({type(error).__name__}: {error})") from error
     if not hasattr(found, attribute):

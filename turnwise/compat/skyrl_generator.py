@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import importlib
 import inspect
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from typing import Any, get_args, get_type_hints
 
-from turnwise.compat.common import attribute_config, constructor_parameters
+from turnwise.compat.common import attribute_config, constructor_parameters, settings
 from turnwise.compat.sampled_rows import EngineCall, read_output, sampling_options
 from turnwise.config import Limits
 from turnwise.envs.base import Scores
-from turnwise.envs.user_imports import import_foreign, public_name
-from turnwise.errors import ConfigError, suggest_or_list
+from turnwise.envs.user_imports import STAND_INS, import_foreign, public_name
+from turnwise.errors import ConfigError, EnvError, suggest_or_list
 from turnwise.media.messages import media_as_bytes
 from turnwise.types import Image, Message, Task, Video
 
 CONFIGS = ("generator_cfg", "skyrl_gym_cfg")
 GIVEN = (*CONFIGS, "inference_engine_client", "tokenizer", "model_name", "policy_model_name")
+
+
+_defaults = importlib.import_module(f"{STAND_INS}.skyrl.train.config.config")
+_engine = importlib.import_module(f"{STAND_INS}.skyrl.backends.skyrl_train.inference_servers.engine_utils")
 
 
 def extras_of(task: Task, limits: Limits) -> dict[str, Any]:
@@ -64,39 +70,72 @@ def make_agent_function(target: Any, args: Mapping[str, Any], where: str) -> Cal
     async def play(task: Task, model: Any) -> Scores:
         client = EngineClient(model)
         given = {
-            "generator_cfg": _generator_config(model.limits, args.get("generator_cfg") or {}),
+            "generator_cfg": _generator_config(target, model, args.get("generator_cfg") or {}),
             "skyrl_gym_cfg": attribute_config({"max_env_workers": 0, **(args.get("skyrl_gym_cfg") or {})}),
             "inference_engine_client": client,
             "tokenizer": model.tokenizer,
             "model_name": None,
             "policy_model_name": None,
         }
-        own = {key: value for key, value in args.items() if key not in CONFIGS}
+        own = {key: copy.deepcopy(attribute_config(value)) for key, value in args.items() if key not in CONFIGS}
         taken = {key: value for key, value in {**given, **own}.items() if takes_any or key in named}
         generator = target(**taken)
-        output = await generator.generate(_batch(target, task, model.limits))
+        output = await generator.generate(_batch(target, task, model.limits, given["generator_cfg"]))
         return read_output(output, client.calls, model.weigh)
 
     return play
 
 
-def _generator_config(limits: Limits, given: Mapping[str, Any]) -> Any:
-    sampling = {"max_generate_length": limits.turn_tokens, "logprobs": 1, "stop": None, **(given.get("sampling_params") or {})}
-    config: dict[str, Any] = {
+def _generator_config(target: Any, model: Any, given: Mapping[str, Any]) -> Any:
+    """Return SkyRL's configuration of generators by our limits, with the fields of the user's own where it has one."""
+    limits, sampling = model.limits, model.sampling
+    own = {
         "max_turns": limits.turns,
-        "max_input_length": limits.context,
-        "batched": False,
-        "use_conversation_multi_turn": True,
-        "chat_template_kwargs": {},
-        "step_wise_trajectories": False,
-        "zero_reward_on_non_stop": False,
-        "apply_overlong_filtering": False,
-        "append_eos_token_after_stop_str_in_multi_turn": True,
+        "max_input_length": limits.context or 1 << 20,
+        "sampling_params": {
+            "max_generate_length": limits.turn_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
+        },
     }
-    return attribute_config({**config, **given, "sampling_params": sampling})
+    config = _merged(_merged(asdict(_defaults.GeneratorConfig()), _defaults_of(target)), own)
+    config["eval_sampling_params"] = None
+    config = _merged(config, given)
+    for key in ("sampling_params", "chat_template", "inference_engine"):
+        if isinstance(config[key], Mapping):
+            config[key] = settings(key.title().replace("_", ""), config[key])
+    return settings("GeneratorConfig", config)
 
 
-def _batch(target: Any, task: Task, limits: Limits) -> dict[str, Any]:
+def _defaults_of(target: Any) -> dict[str, Any]:
+    """Return the defaults of the dataclass that a constructor annotates `generator_cfg` with."""
+    for base in inspect.getmro(target):
+        try:
+            hint = get_type_hints(vars(base).get("__init__")).get("generator_cfg")
+        except Exception:  # an annotation of a type that is not installed, or no constructor
+            continue
+        for one in (hint, *get_args(hint)):
+            if inspect.isclass(one) and is_dataclass(one):
+                made = {field.name: field.default for field in fields(one) if field.default is not MISSING}
+                made |= {field.name: field.default_factory() for field in fields(one) if field.default_factory is not MISSING}
+                return {
+                    key: asdict(value) if hasattr(type(value), "__dataclass_fields__") else value for key, value in made.items()
+                }
+    return {}
+
+
+def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values with changes, those of nested tables one by one."""
+    found = dict(values)
+    for key, value in changes.items():
+        before = found.get(key)
+        found[key] = _merged(before, value) if isinstance(before, Mapping) and isinstance(value, Mapping) else value
+    return found
+
+
+def _batch(target: Any, task: Task, limits: Limits, config: Any) -> dict[str, Any]:
     """Return the input of one episode."""
     homes = (public_name(base.__module__) for base in target.__mro__ if base.__name__ == "GeneratorInterface")
     home = next(homes, "skyrl.train.generators.base")
@@ -106,7 +145,7 @@ def _batch(target: Any, task: Task, limits: Limits) -> dict[str, Any]:
         "prompts": [given_messages(task.messages)],
         "env_classes": [str(extras.get("env_class", ""))],
         "env_extras": [extras],
-        "sampling_params": None,
+        "sampling_params": _engine.get_sampling_params_for_backend("vllm", config.sampling_params),
         "trajectory_ids": [module.TrajectoryID(task.id, 0)],
         "batch_metadata": module.BatchMetadata(0, "train"),
     }
@@ -134,6 +173,13 @@ class EngineClient:
             "stop_reasons": [reply.finish for reply in replies],
             "response_logprobs": [[one or 0.0 for one in reply.logprobs] for reply in replies],
         }
+
+    def get_endpoint_url(self) -> str:
+        """Raise: the replies of an agent that has its own HTTP client are recorded by the proxy."""
+        raise EnvError(
+            'get_endpoint_url: the engine has no HTTP endpoint here; play an agent with its own client by use = "program", '
+            'with [env.args] agent = "file.py:function", which gets the URL of its episode'
+        )
 
     async def finish_session(self, session_id: Any) -> None:
         """Do nothing: the episode ends its own session."""

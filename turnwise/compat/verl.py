@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -54,8 +55,13 @@ def adapt(found: ForeignObject) -> Any:
     target, args = found.target, dict(found.args)
     if derives_from(target, "verl", "AgentLoopBase"):
         refuse_faithful(found)
-        reward = _reward_function(args.pop("reward", None), found)
-        return make_agent_function(target, args, reward, found.where)
+        reward = _reward_function(args.pop("reward", None), args.pop("reward_kwargs", None), found)
+        own = inspect.signature(target).parameters
+        paths = {key: args.pop(key) for key in PATHS[:2] if key in args and key not in own}
+        return make_agent_function(target, args, reward, found.where, _tools_of_loop(paths, found))
+    if _is_reward(target):
+        args = {"reward": target, **args}
+        target = TOOLS
     registered = _registered(target)
     if isinstance(target, Path) and target.suffix in (".yaml", ".yml"):
         key = "interaction_config_path" if "interaction" in _yaml(target, found.where) else "tool_config_path"
@@ -76,8 +82,8 @@ def adapt(found: ForeignObject) -> Any:
         interactions[made.name] = Interaction(made)
     tools += options.tools()
     interactions |= options.interactions()
-    if not tools and not interactions:
-        raise ConfigError(f"{found.where} has no tools; give {' or '.join(PATHS)} under [env.args]")
+    if not tools and not interactions and args.get("reward") is None:
+        raise ConfigError(f"{found.where} has no tools; give {' or '.join(PATHS)} under [env.args], or a reward for one reply")
     return options.factory(tools, interactions)
 
 
@@ -87,6 +93,7 @@ class _Arguments:
     known = (
         *PATHS,
         "reward",
+        "reward_kwargs",
         "lifetime",
         "max_parallel_calls",
         "max_user_turns",
@@ -111,7 +118,7 @@ class _Arguments:
     def tools(self) -> list[Any]:
         """Return the tools of both paths; two with one name are an error."""
         where, faithful = self._found.where, self._found.faithful
-        native, functions = self._path("tool_config_path"), self._path("function_tool_path")
+        native, functions = self.path("tool_config_path"), self.path("function_tool_path")
         tools: list[Any] = [] if native is None else _tools_of_yaml(native, self.lifetime, where, faithful)
         added = [] if functions is None else [function_tool(one) for one in _function_tools(functions, where)]
         tools += map(FunctionSource, added) if tools else added
@@ -126,7 +133,7 @@ class _Arguments:
 
     def interactions(self) -> dict[str, Interaction]:
         """Return the interactions of the path by name."""
-        path, where = self._path("interaction_config_path"), self._found.where
+        path, where = self.path("interaction_config_path"), self._found.where
         found: dict[str, Interaction] = {}
         if path is None:
             return found
@@ -156,7 +163,7 @@ class _Arguments:
         cut = ResultLimit(32_768, "start") if length is None else ResultLimit(length, KEEPS[side])
         options = VerlOptions(
             faithful=faithful,
-            reward=_reward_function(args.get("reward"), self._found),
+            reward=_reward_function(args.get("reward"), args.get("reward_kwargs"), self._found),
             interactions=dict(interactions),
             max_parallel_calls=numbers["max_parallel_calls"] or (1 if faithful else None),
             max_user_turns=numbers["max_user_turns"],
@@ -165,7 +172,8 @@ class _Arguments:
         )
         return VerlFactory(args.get("system"), None, None, None, None, None, None, parse_tools(tools, None, cut), options)
 
-    def _path(self, key: str) -> Path | None:
+    def path(self, key: str) -> Path | None:
+        """Return the file that an argument names; None without the argument."""
         named = self._args.get(key)
         if named is None:
             return None
@@ -175,11 +183,42 @@ class _Arguments:
         return path
 
 
-def _reward_function(named: Any, found: ForeignObject) -> Callable[..., Any] | None:
-    """Return the reward function that `[env.args]` names."""
+def _tools_of_loop(paths: dict[str, Any], found: ForeignObject) -> list[Any]:
+    """Return verl's own objects of tools, which a loop calls itself."""
+    options = _Arguments(found, paths)
+    made: list[Any] = []
+    for source in options.tools():
+        if isinstance(source, McpTools):
+            raise ConfigError(f"{found.where}: an agent loop has no MCP tools here; give native tools and function tools")
+        made += [source.tool] if isinstance(source, SharedTool) else []
+    functions = options.path("function_tool_path")
+    return [*made, *(() if functions is None else _function_tools(functions, found.where))]
+
+
+def _is_reward(target: Any) -> bool:
+    """Whether a function takes what verl passes to a reward function by name."""
+    if not inspect.isroutine(target):
+        return False
+    return {"solution_str", "ground_truth"} <= set(inspect.signature(target).parameters)
+
+
+def _reward_function(named: Any, given: Any, found: ForeignObject) -> Callable[..., Any] | None:
+    """Return the reward function that `[env.args]` names, with the keywords of `reward_kwargs`."""
     use = f"{named}:compute_score" if isinstance(named, str) and named.endswith(".py") else named
     function: Callable[..., Any] | None = load_named(use, found, "reward")
-    return function
+    if given is None or function is None:
+        return function
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{found.where}: reward_kwargs is {type(given).__name__}; write a table of keywords")
+    # A judge's function takes the tokenizer of the judge beside its address; here it has none.
+    judge = {"reward_model_tokenizer": None} if "reward_router_address" in given else {}
+    keywords = {**judge, **given}
+    parameters = inspect.signature(function).parameters
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    for key in given:
+        if key not in parameters and not takes_any:
+            raise ConfigError(f"{found.where}: reward_kwargs: {suggest_or_list(key, parameters) or 'the function takes none'}")
+    return partial(function, **{key: value for key, value in keywords.items() if takes_any or key in parameters})
 
 
 def _yaml(path: Path, where: str) -> Mapping[str, Any]:
@@ -292,25 +331,28 @@ def function_tool(entry: Any) -> Tool:
     return Tool(entry.fn, signature, source=f"{entry.fn.__module__}.{entry.fn.__name__}")
 
 
-def _registry() -> dict[str, Any]:
-    """Return the registry of function tools; empty where no file imported it."""
-    module = loaded_foreign("verl.tools.function_tool")
-    registry: dict[str, Any] = {} if module is None else module.FUNCTION_TOOL_REGISTRY
-    return registry
+def _registries() -> list[dict[str, Any]]:
+    """Return the registries of function tools that files registered in: one of each verl that some file imported."""
+    return [module.FUNCTION_TOOL_REGISTRY for module in loaded_foreign("verl.tools.function_tool")]
+
+
+def _entries() -> list[Any]:
+    return [entry for registry in _registries() for entry in registry.values()]
 
 
 def _registered(target: Any) -> Any:
-    return next((entry for entry in _registry().values() if entry.fn is target), None) if callable(target) else None
+    return next((entry for entry in _entries() if entry.fn is target), None) if callable(target) else None
 
 
 def _function_tools(path: Path, where: str) -> tuple[Any, ...]:
-    before = dict(_registry())
-    _registry().clear()  # verl has one registry for all files, and refuses the names of another file
+    before = [(registry, dict(registry)) for registry in _registries()]
+    for registry, _ in before:
+        registry.clear()  # verl has one registry for all files, and refuses the names of another file
     try:
         name = load_user_module(path, str(path)).__name__
     finally:
-        registry = _registry()
-        registry.update({**before, **registry})
+        for registry, known in before:
+            registry.update({**known, **registry})
     found = _tools_of_module(name)
     if not found:
         raise ConfigError(f"{where}: {path} has no @function_tool; decorate a function")
@@ -320,7 +362,7 @@ def _function_tools(path: Path, where: str) -> tuple[Any, ...]:
 @functools.cache
 def _tools_of_module(name: str) -> tuple[Any, ...]:
     """Return the function tools of a module in verl's order, by name. Cached: a later file may register the same names."""
-    entries = [entry for entry in _registry().values() if entry.fn.__module__ == name]
+    entries = [entry for entry in _entries() if entry.fn.__module__ == name]
     return tuple(sorted(entries, key=lambda entry: str(entry.name)))
 
 

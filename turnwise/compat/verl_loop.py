@@ -26,16 +26,23 @@ SETTINGS = ("rollout", "data", "hf_model_type")
 
 
 def make_agent_function(
-    target: Any, args: Mapping[str, Any], reward: Callable[..., Any] | None, where: str
+    target: Any, args: Mapping[str, Any], reward: Callable[..., Any] | None, where: str, tools: list[Any]
 ) -> Callable[[Task, Any], Awaitable[Scores]]:
-    """Make an agent function of a loop class; arguments of its constructor that verl does not give come from `args`."""
+    """Make an agent function of a loop class; arguments of its constructor that verl does not give come from `args`.
+
+    `tools`: verl's objects, which the loop calls.
+    """
     parameters = inspect.signature(target).parameters
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     named = [key for key, one in parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     own = {key: value for key, value in args.items() if key not in SETTINGS}
     for key in own:
         if key in GIVEN or (key not in named and not takes_any):
-            known = [one for one in (*named, *SETTINGS, "reward") if one not in GIVEN or one in SETTINGS]
+            known = [
+                one
+                for one in (*named, *SETTINGS, "reward", "reward_kwargs", "tool_config_path", "function_tool_path")
+                if one not in GIVEN or one in SETTINGS
+            ]
             raise ConfigError(f"{where} has no argument {key!r}; {suggest_or_list(key, known)}")
     for key in named:
         if key not in (*GIVEN, *own) and parameters[key].default is inspect.Parameter.empty:
@@ -55,26 +62,43 @@ def make_agent_function(
             "dataset_cls": None,
             "data_config": module.DictConfigWrap(attribute_config(dict(args.get("data") or {}))),
             "hf_model_type": args.get("hf_model_type"),
-            "tools": module.ToolListWrap([]),
+            "tools": module.ToolListWrap(list(tools)),
         }
         loop = target(**({key: value for key, value in given.items() if takes_any or key in named} | own))
-        output = await loop.run({"logprobs": True}, **_row(task))
-        ids = getattr(output, "response_ids", None)  # of a class of verl
-        if not ids:
-            raise EnvError(f"run returned {describe_value(output)}; return an AgentLoopOutput with response_ids")
-        score = output.reward_score
-        scores = Scores(score) if score is not None else await _computed(reward, task, model, output, where)
+        returned = await loop.run(_sampling_params(model.sampling), **_row(task))
+        outputs = list(returned) if isinstance(returned, (list, tuple)) else [returned]
+        if not outputs or not all(getattr(one, "response_ids", None) for one in outputs):  # of a class of verl
+            raise EnvError(f"run returned {describe_value(returned)}; return an AgentLoopOutput with response_ids, or several")
+
+        # The last of several outputs is what verl scores; its score is that of all.
+        last = outputs[-1]
+        score = last.reward_score
+        scores = Scores(score) if score is not None else await _computed(reward, task, model, last, where)
+        logprobs = [one.response_logprobs or None for one in outputs]
+        if None in logprobs and any(logprobs):
+            raise EnvError("run returned response_logprobs for some of its outputs; give them for all, or for none")
         rows = {
-            "prompt_token_ids": [output.prompt_ids],
-            "response_ids": [ids],
-            "loss_masks": [output.response_mask],
-            "rewards": [0.0],
-            "rollout_logprobs": [output.response_logprobs] if output.response_logprobs else None,
+            "prompt_token_ids": [one.prompt_ids for one in outputs],
+            "response_ids": [one.response_ids for one in outputs],
+            "loss_masks": [one.response_mask for one in outputs],
+            "rewards": [0.0] * len(outputs),
+            "rollout_logprobs": logprobs if all(logprobs) else None,
         }
         found = read_output(rows, server.calls, model.weigh, "response_mask", "response_logprobs")
         return replace(found.with_added(scores.own), parts=scores.parts)
 
     return play
+
+
+def _sampling_params(sampling: Any) -> dict[str, Any]:
+    """Return what verl gives to `run`: how the run samples, and that logprobs are wanted."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "repetition_penalty": 1.0,
+        "logprobs": True,
+    }
 
 
 def _rollout_config(limits: Limits, given: Mapping[str, Any]) -> dict[str, Any]:

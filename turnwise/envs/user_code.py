@@ -7,10 +7,12 @@ import hashlib
 import importlib.util
 import inspect
 import math
+import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from decimal import Decimal
 from importlib.abc import Loader, MetaPathFinder
@@ -255,18 +257,32 @@ def load_user_module(path: Path, name_in_errors: str) -> ModuleType:
     module.__package__ = user_imports.private_package(path)
     user_imports.prepare(module)
     sys.modules[name] = module
-    sys.path.insert(0, str(path.parent))
     try:
-        spec.loader.exec_module(module)
+        with user_imports.registrations_of_a_load(path.read_text(encoding="utf-8", errors="replace")), _on_path(path.parent):
+            spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
         if not isinstance(error, (Exception, SystemExit)):
             raise
-        message = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"{name_in_errors}: {_place(error, path)}{message}{_missing(error)}") from error
-    finally:
-        sys.path.remove(str(path.parent))
+        raise ConfigError(f"{name_in_errors}: {_place(error, path)}{_why(error)}") from error
+    source = f"from turnwise.envs.user_code import load_again\n\nload_again(__name__, {str(path)!r})\n"
+    user_imports.publish(name, source)
     return module
+
+
+@contextmanager
+def _on_path(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def load_again(name: str, file: str) -> None:
+    """Load the file of a module, in place of the module that asks for it, in a process that knows only its name."""
+    del sys.modules[name]
+    UserModules({name: file}).create_module(ModuleSpec(name, None))
 
 
 def _module_name(path: Path) -> str:
@@ -297,11 +313,14 @@ class UserModules(MetaPathFinder, Loader):
         """Do nothing: `create_module` executed it."""
 
 
-def _missing(error: BaseException) -> str:
-    """Return the remedy for a module that is missing."""
-    if not isinstance(error, ModuleNotFoundError) or not error.name:
-        return ""
-    return f"; install {error.name.partition('.')[0]}, or place it beside the file"
+def _why(error: BaseException) -> str:
+    """Describe why a file cannot be loaded, with the remedy for a module that is missing; its own modules by their names."""
+    missing = user_imports.missing_module(error)
+    if missing is not None:
+        return f"ModuleNotFoundError: No module named {missing[0]!r}; {missing[1]}"
+    message = " ".join(f"{type(error).__name__}: {error}".split())
+    private = rf"{re.escape(user_imports.PACKAGE)}[0-9a-f]+\.|{re.escape(user_imports.STAND_INS)}\."
+    return re.sub(private, "", message)
 
 
 def _place(error: BaseException, path: Path) -> str:

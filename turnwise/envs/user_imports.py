@@ -6,6 +6,7 @@ stand-in for an installed framework. User code sees them through its own `__impo
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import functools
 import hashlib
@@ -13,9 +14,13 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import re
+import shutil
 import signal
 import sys
+import tempfile
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,8 +36,10 @@ _HOMES: dict[Path, None] = {}
 """Folders of the files that recipes name, in the order of their first use."""
 
 
-def import_foreign(name: str, near: Path | None = None) -> ModuleType:
+def import_foreign(name: str, near: Path | None = None, attribute: str = "") -> ModuleType:
     """Import a module of a framework, else our stand-in, else one around `near` or around a file that is loaded.
+
+    Of a stand-in without `attribute` and a module around a file it is the latter, which is newer.
 
     Raises:
         ImportError: the framework's, where none of them has it.
@@ -44,18 +51,26 @@ def import_foreign(name: str, near: Path | None = None) -> ModuleType:
         if not _lacks(error, name):
             raise
         _forget_folder(name, new)
-        names = [f"{STAND_INS}.{name}"] if _has_stand_in(name) else []
+        stand_in = f"{STAND_INS}.{name}" if _has_stand_in(name) else None
+        if stand_in is not None and (not attribute or _offers(importlib.import_module(stand_in), name, attribute)):
+            return importlib.import_module(stand_in)
         files = [near] if near is not None else []
         files += [home / "_" for home in _HOMES]
-        names += [f"{package}.{name}" for file in files if (package := _around_file(file, name)) is not None]
+        names = [f"{package}.{name}" for file in files if (package := _around_file(file, name)) is not None]
+        names += [] if stand_in is None else [stand_in]
         if not names:
             raise
         return importlib.import_module(names[0])
 
 
-def loaded_foreign(name: str) -> ModuleType | None:
-    """Return a module of a framework, or its stand-in, that something imported already."""
-    return sys.modules.get(name) or sys.modules.get(f"{STAND_INS}.{name}")
+def loaded_foreign(name: str) -> list[ModuleType]:
+    """Return what something imported already of a framework's module: the installed one, its stand-in, those of trees."""
+    suffix = f".{name}"
+    return [
+        module
+        for full, module in list(sys.modules.items())
+        if full == name or (full.endswith(suffix) and public_name(full) == name)
+    ]
 
 
 REGISTRIES = (
@@ -101,8 +116,8 @@ def registrations_of_a_load(source: str) -> Iterator[None]:
 
 def _registries() -> Iterator[dict[Any, Any]]:
     for module, name in REGISTRIES:
-        for full in (module, f"{STAND_INS}.{module}"):
-            found = vars(sys.modules[full]).get(name) if full in sys.modules else None
+        for loaded in loaded_foreign(module):
+            found = vars(loaded).get(name)
             if isinstance(found, dict):
                 yield found
 
@@ -211,7 +226,31 @@ def _register(folder: Path) -> str:
         spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
         spec.submodule_search_locations = [str(folder)]
         sys.modules.setdefault(name, importlib.util.module_from_spec(spec))
+        publish(name, f"import turnwise.envs.user_imports\n\n__path__ = [{str(folder)!r}]\n")
     return name
+
+
+_PUBLISHED: list[Path] = []
+"""The directory of published modules; none before the first."""
+
+
+def publish(name: str, source: str) -> None:
+    """Make a private module importable in the processes that user code spawns: they get this one's `sys.path`, not its modules.
+
+    `source` makes the module there. Here it is in `sys.modules` and the file is never read.
+    """
+    with suppress(OSError):  # without room for temporary files, functions of the module cannot be sent to such a process
+        if not _PUBLISHED:
+            folder = Path(tempfile.mkdtemp(prefix="turnwise-modules-"))
+            _PUBLISHED.append(folder)
+            sys.path.append(str(folder))
+            atexit.register(_unpublish, folder, os.getpid())
+        (_PUBLISHED[0] / f"{name}.py").write_text(source, encoding="utf-8")
+
+
+def _unpublish(folder: Path, process: int) -> None:
+    if os.getpid() == process:  # not a fork of it
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _installed() -> set[Path]:
@@ -249,14 +288,7 @@ def import_for_user(
         if not _lacks(error, name):
             raise
         _forget_folder(name, new)
-        if _has_stand_in(name):
-            found = _named(f"{STAND_INS}.{name}", STAND_INS, names)
-            return found if names or top not in sys.modules else _Overlay(sys.modules[top], found)
-        package = _around(globals, name)
-        if package is None:
-            error.__dict__["asked"] = name  # Python names only the first package that is missing
-            raise
-        return _named(f"{package}.{name}", package, names)
+        return _not_installed(name, globals, names, error)
     if any(not hasattr(found, one) for one in names if one != "*") and _has_stand_in(name):
         return _Overlay(found, _named(f"{STAND_INS}.{name}", STAND_INS, names))
     return _as_user_code_sees(found, globals)
@@ -267,6 +299,25 @@ def _as_user_code_sees(module: ModuleType, globals: Mapping[str, Any]) -> Any:
     if module in (importlib, importlib.util):
         return _ImportlibOfUserCode(module, globals)
     return _SIGNAL if module is signal else module
+
+
+def _not_installed(
+    name: str, globals: Mapping[str, Any], names: tuple[str, ...], error: ModuleNotFoundError
+) -> ModuleType | _Overlay:
+    """Import a stand-in or a module around the file, for user code."""
+    package, top = _around(globals, name), _top(name)
+    found: ModuleType
+    if _has_stand_in(name):
+        found = _named(f"{STAND_INS}.{name}", STAND_INS, names)
+        lacks = any(one != "*" and not _offers(found, name, one) for one in names)
+        if package is None or not lacks:
+            return found if names or top not in sys.modules else _Overlay(sys.modules[top], found)
+        # The framework's own source is around the file, and has more.
+    if package is None:
+        error.__dict__["asked"] = name  # Python names only the first package that is missing
+        raise error
+    found = _named(f"{package}.{name}", package, names)
+    return found
 
 
 def _top(name: str) -> str:
@@ -319,7 +370,12 @@ def _own_package(globals: Mapping[str, Any], name: str) -> str | None:
     top = _top(name)
     if inner.partition(".")[0] == top:
         return root
-    folder = Path(str(globals.get("__file__") or "")).parent
+    file = Path(str(globals.get("__file__") or ""))
+    # A folder without __init__.py may lie between a file and the package that it is part of, a framework's own among them.
+    for above in file.parents:
+        if above.name == top and (above / "__init__.py").is_file() and not (above.parent / "__init__.py").is_file():
+            return _register(above.parent)
+    folder = file.parent
     for place in (folder, Path(sys.modules[root].__path__[0])):
         if place in _HOMES and ((place / f"{top}.py").is_file() or (place / top / "__init__.py").is_file()):
             return _register(place)
@@ -329,7 +385,8 @@ def _own_package(globals: Mapping[str, Any], name: str) -> str | None:
 def _around(globals: Mapping[str, Any], name: str) -> str | None:
     """Return the private package of the nearest directory above a file that has a module, up to the root of its project.
 
-    Beyond that root only directories on the path of the file itself are found, such as `examples` of `examples.game.env`.
+    The root's `src`, and the projects beside each other in it, are searched too. Beyond that root only directories on the path
+    of the file itself are found, such as `examples` of `examples.game.env`.
     """
     if not str(globals.get("__package__") or "").startswith(PACKAGE):
         return None
@@ -344,15 +401,32 @@ def _around_file(file: Path, name: str) -> str | None:
         on_path = folder / _top(name) in file.parents
         if (inside or on_path) and _places(folder, name):
             return _register(folder)
-        inside = inside and not any((folder / mark).exists() for mark in _PROJECT)
+        if inside and any((folder / mark).exists() for mark in _PROJECT):
+            member = next((one for one in _members(folder) if _places(one, name)), None)
+            if member is not None:
+                return _register(member)
+            inside = False
         if folder == Path.home() or folder == folder.parent:
             break
     return None
 
 
+def _members(root: Path) -> Iterator[Path]:
+    """Yield the directories that the projects of a repository are installed from: its own `src`, and those of a workspace."""
+    yield root / "src"
+    for entry in sorted(root.iterdir()):
+        if (entry / "pyproject.toml").is_file() or (entry / "setup.py").is_file():
+            yield from (entry, entry / "src")
+
+
 def _places(folder: Path, name: str) -> bool:
     place = folder.joinpath(*name.split("."))
     return place.with_suffix(".py").is_file() or place.is_dir()
+
+
+def _offers(stand_in: Any, name: str, attribute: str) -> bool:
+    """Whether a stand-in has an attribute, or a module of that name below it."""
+    return hasattr(stand_in, attribute) or _has_stand_in(f"{name}.{attribute}")
 
 
 def _has_stand_in(name: str) -> bool:
@@ -392,9 +466,34 @@ class _PrivateFinder:
 
 
 class _PrivateLoader(importlib.machinery.SourceFileLoader):
+    """Executes a private module.
+
+    The `__init__.py` of a package may import what a module below it does not need, such as a framework's trainer. If such an
+    import fails, the package is there without the names that its file did not reach; asking for one of them is the error.
+    """
+
     def exec_module(self, module: ModuleType) -> None:
         prepare(module)
-        super().exec_module(module)
+        try:
+            super().exec_module(module)
+        except Exception as error:
+            if not self.is_package(module.__name__) or not _of_an_import(error, self.path):
+                raise
+            reason = error
+
+            def missing(name: str) -> Any:
+                if name.startswith("__"):
+                    raise AttributeError(name)
+                raise reason
+
+            module.__dict__["__getattr__"] = missing
+
+
+def _of_an_import(error: Exception, path: str) -> bool:
+    """Whether an error that ended the execution of a file is one of what the file imported, not of its own code."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inner = files[max(at for at, file in enumerate(files) if file == path) + 1 :] if path in files else []
+    return any(file == __file__ for file in inner)
 
 
 class _UserFileLoader(importlib.machinery.SourceFileLoader):

@@ -333,6 +333,11 @@ class Model:
         return self._recorder.limits
 
     @property
+    def sampling(self) -> Sampling:
+        """How replies are sampled where a call does not choose otherwise."""
+        return self._sampling
+
+    @property
     def renderer(self) -> Renderer:
         """The run's renderer."""
         return self._recorder.renderer

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from turnwise.envs.user_imports import import_foreign
 
 from .. import error
 
@@ -61,9 +62,9 @@ def spec(env_id: str) -> EnvSpec:
 
 
 def load_env_creator(name: str) -> Any:
-    """Import `module:Class`."""
+    """Import `module:Class`, also of the user's own files."""
     module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return getattr(import_foreign(module), attribute)
 
 
 def make(id: str | EnvSpec, **kwargs: Any) -> Any:
