@@ -18,6 +18,8 @@ from typing import Any
 from play_trees import Example, Skip
 
 SCRIPTS = "examples/scripts"
+ROWS = 120
+"""Rows of a data set: scripts hold 100 of them out."""
 TRAINERS = ("GRPOTrainer", "AsyncGRPOTrainer", "RLOOTrainer")
 
 
@@ -245,7 +247,7 @@ def dataset(*rows: dict[str, Any]) -> Iterator[None]:
     """Answer `load_dataset` with rows of the columns that the script reads."""
     import datasets
 
-    made = datasets.Dataset.from_list([*rows] * 4)
+    made = datasets.Dataset.from_list([*rows] * ROWS)
     before = datasets.load_dataset
 
     def load(*args: Any, split: Any = None, **options: Any) -> Any:
@@ -300,7 +302,7 @@ ANSWER = "<think>\nTwo and two.\n</think>\nSo it is $\\boxed{4}$."
 
 
 def math_rows() -> Any:
-    return dataset({"prompt": [{"role": "user", "content": "2+2?"}], "problem": "2+2?", "solution": "$4$", "answer": "4"})
+    return dataset({"messages": [{"role": "user", "content": "2+2?"}], "problem": "2+2?", "solution": "$4$"})
 
 
 def gsm8k_rows() -> Any:
@@ -424,9 +426,9 @@ EXAMPLES = [
         for name, trainer, reward in (
             ("gspo.py", "GRPOTrainer", 2.0),
             ("rloo.py", "RLOOTrainer", 2.0),
-            ("async_grpo.py", "AsyncGRPOTrainer", 1.0),
         )
     ),
+    Example(f"{SCRIPTS}/async_grpo.py:AsyncGRPOTrainer", [], [ANSWER], {}, None, 1.0, services=gsm8k_rows, faithful=True),
     *(
         Example(
             f"{SCRIPTS}/{name}.py:{trainer}",

@@ -183,3 +183,27 @@ def test_a_factory_with_as_many_instances_as_addresses(tmp_path):
     spec = resolve_env(EnvConfig(**config), base=tmp_path)
     (found,) = tw.rollout(spec.factory, tasks[:1], tw.ScriptedEngine([drive, "end"]), limits=limits)
     assert "env.faithful = true" in found.error.message
+
+
+PICTURES = """
+from PIL import Image
+
+from trl import GRPOConfig, GRPOTrainer
+
+
+def judge(completions, image=None, **kwargs):
+    return [1.0 for _ in completions]
+
+
+if __name__ == "__main__":
+    prompt = [{"role": "system", "content": "Look."}, {"role": "user", "content": "How many?"}]
+    rows = [{"prompt": prompt, "image": Image.new("RGB", (56, 56), color)} for color in ("red", "blue")]
+    GRPOTrainer("m", judge, GRPOConfig(), rows).train()
+"""
+
+
+def test_pictures_of_a_scripts_rows_are_before_the_first_message_of_the_user(tmp_path):
+    tasks = made(write(tmp_path, PICTURES)).tasks("train", 0, 0)
+    system, user = tasks[0].messages
+    assert system.content == "Look."
+    assert [type(part).__name__ for part in user.content] == ["Image", "str"]

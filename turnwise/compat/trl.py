@@ -88,7 +88,24 @@ def _of_script(found: ForeignObject, script: Path, args: dict[str, Any]) -> TrlF
 
     factory = _factory(found, args)
     rows = given.get("train_dataset")
-    return factory if rows is None else replace(factory, tasks=lambda: [dict(row) for row in rows])
+    return factory if rows is None else replace(factory, tasks=lambda: [_row(dict(row)) for row in rows])
+
+
+def _row(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of a trainer's dataset whose images are in its prompt, before the first message of the user as in TRL."""
+    images = row.pop("images", None) or ([row.pop("image")] if row.get("image") is not None else [])
+    prompt = row.get("prompt")
+    if not images or not isinstance(prompt, (list, tuple)):
+        return row | ({"images": images} if images else {})
+
+    messages = [dict(message) for message in prompt]
+    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+    if not any(part.get("type") == "image" for part in parts):
+        user = next((message for message in messages if message.get("role") == "user"), None)
+        if user is not None:
+            text = [{"type": "text", "text": user["content"]}] if isinstance(user["content"], str) else list(user["content"])
+            user["content"] = [*({"type": "image"} for _ in images), *text]
+    return row | {"prompt": messages, "images": images}
 
 
 def _is_environment(target: Any) -> bool:

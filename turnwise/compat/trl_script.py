@@ -123,7 +123,7 @@ class _ModuleOfTrl(ModuleType):
             return _ModuleOfTrl(found, script)
         if is_stand_in and isinstance(found, type) and found.__mro__[1].__name__ == "_NotInstalled":
             return type(key, (_Kept,), {})
-        return found
+        return _tolerant(found) if isinstance(found, type) and key.endswith("Config") else found
 
 
 def _trainer_of(script: _Script, name: str) -> type:
@@ -157,6 +157,20 @@ class _Kept:
 
     def __call__(self, *args: Any, **options: Any) -> None:
         return None
+
+
+def _tolerant(config: type) -> type:
+    """Return a configuration of TRL that keeps what it is given where TRL refuses it, such as bfloat16 without a GPU."""
+
+    class Config(config):  # type: ignore[misc]  # of TRL
+        def __new__(cls, *args: Any, **options: Any) -> Any:
+            try:
+                return config(*args, **options)
+            except Exception:  # what it asks of the machine is the trainer's, which does not run
+                return _Kept(**options)
+
+    Config.__name__ = config.__name__
+    return Config
 
 
 class _Parser:
