@@ -282,10 +282,17 @@ def modelscope() -> Any:
 
 
 def tree_rows(found: Any) -> bool:
-    """Eight trajectories, each with the reward of its own answer; paths share replies."""
+    """Eight trajectories, each with the reward of its own answer; they share the first reply.
+
+    A trajectory has all replies that are equal and answer the same messages: of those the loop's rows do not say which.
+    """
     (one,) = found
-    rewards = [row.reward for row in one.row_rewards]
-    return len(rewards) == 8 and set(rewards) <= {0.0, 1.0} and 0 < sum(rewards) < 8 and len(one.turns) > 8
+    right = len(one.row_rewards) == 8
+    for row in one.row_rewards:
+        deepest = max(len(one.conversation(turn)) for turn in row.turns)
+        answers = {one.turns[turn].reply.text for turn in row.turns if len(one.conversation(turn)) == deepest}
+        right = right and 0 in row.turns and len(answers) == 1 and row.reward == float("boxed{4}" in answers.pop())
+    return right
 
 
 def tree_reply(messages: Any, rng: Any) -> str:
