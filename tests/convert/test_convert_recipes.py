@@ -270,6 +270,18 @@ def test_swift(files):
     assert kinds(found)["max_turnz"] == "unknown"
 
 
+def test_flags_of_registered_rewards_of_swift_are_arguments_of_the_environment():
+    flags = "--repetition_n_grams 4 --cosine_max_len_value_wrong -1.0 --soft_cache_length 50 --use_gym_env true"
+    named = SWIFT.replace("--reward_funcs accuracy mine", f"--reward_funcs repetition soft_overlong {flags}")
+    found = of(named)
+    args = table(found)["env"][0]["args"]
+    assert (args["repetition_n_grams"], args["soft_cache_length"], args["use_gym_env"]) == (4, 50, True)
+    assert args["soft_max_length"] == 256
+    assert "cosine_max_len_value_wrong" not in args  # reward_funcs does not name cosine
+    assert kinds(found)["cosine_max_len_value_wrong"] == "none"
+    assert "overlong_tokens" not in table(found)["train"]
+
+
 @pytest.mark.parametrize("scale", ["last_round+mine", "mine"])
 def test_a_loss_scale_of_swift_is_an_argument_of_the_scheduler(scale):
     found = of(SWIFT.replace("--loss_scale last_round", f"--loss_scale {scale}"))

@@ -270,7 +270,6 @@ def _finish(draft: Draft) -> None:
     if "rollout_importance_sampling_mode" not in given:
         draft.values.pop("train.correction_high", None)
     _lora(draft)
-    draft.reasons["use_gym_env"] = f"{NO_EFFECT}: the scheduler decides"
     if draft.isset("use_gym_env") and "env.use" not in draft.values:
         draft.put("env.use", USE.format("gym_scheduler"), origin="use_gym_env")
     served = given.get("vllm_mode") == "server" and "swift rollout" not in given.get("$programs", ())
@@ -304,11 +303,41 @@ def _loss_terms(draft: Draft) -> None:
         draft.put("train.algorithm", "gspo", origin="importance_sampling_level")
     if draft.isset("dynamic_sample"):
         draft.put("train.refill", int(draft.number("max_resample_times", 3)), origin="dynamic_sample, max_resample_times")
-    if (longest := draft.number("soft_max_length", 0)) and "soft_overlong" in str(given.get("reward_funcs")):
-        draft.put("train.overlong_tokens", int(longest), origin="soft_max_length")
-        draft.put(
-            "train.overlong_buffer", draft.number("soft_cache_length", 0.2 * longest) / longest, origin="soft_cache_length"
-        )
+    length = draft.number("max_completion_length", 512)
+    for reward, name in (("soft_overlong", "soft_max_length"), ("cosine", "cosine_max_len")):
+        if name not in given and reward in _rewards_of(draft):
+            draft.put(f"env.args.{name}", int(length), origin="max_completion_length")
+
+
+REWARD_FLAGS = {
+    "soft_overlong": ("soft_max_length", "soft_cache_length"),
+    "repetition": ("repetition_n_grams", "repetition_max_penalty"),
+    "cosine": (
+        "cosine_max_len",
+        "cosine_min_len_value_wrong",
+        "cosine_max_len_value_wrong",
+        "cosine_min_len_value_correct",
+        "cosine_max_len_value_correct",
+    ),
+}
+"""Flags that a registered reward reads."""
+
+
+def _rewards_of(draft: Draft) -> list[str]:
+    named = draft.given.get("reward_funcs")
+    return [str(one) for one in named] if isinstance(named, list) else [str(named)]
+
+
+def _reward_flag(reward: str, name: str) -> Any:
+    """Return a rule: a flag of a reward, without effect where the script does not name that reward."""
+
+    def rule(draft: Draft, value: Any) -> str | None:
+        if reward not in _rewards_of(draft):
+            return f"{NO_EFFECT}: reward_funcs does not name {reward}"
+        draft.put(f"env.args.{name}", value)
+        return None
+
+    return rule
 
 
 def _lora(draft: Draft) -> None:
@@ -341,7 +370,7 @@ RULES: dict[str, Any] = {
     "multi_turn_scheduler": lambda draft, value: draft.put("env.use", USE.format(value)),
     "external_plugins": _plugins,
     "gym_env": argument("gym_env"),
-    "use_gym_env": noted,
+    "use_gym_env": lambda draft, value: draft.put("env.args.use_gym_env", draft.isset("use_gym_env")),
     "reward_funcs": list_argument("reward_funcs"),
     "reward_weights": list_argument("reward_weights"),
     "max_turns": "limits.turns",
@@ -374,8 +403,7 @@ RULES: dict[str, Any] = {
     "dynamic_sample": noted,
     "max_resample_times": noted,
     "overlong_filter": switch("train.overlong_filter"),
-    "soft_max_length": noted,
-    "soft_cache_length": noted,
+    **{name: _reward_flag(reward, name) for reward, names in REWARD_FLAGS.items() for name in names},
     "rollout_importance_sampling_mode": same("train.correction", **CORRECTIONS),
     "rollout_importance_sampling_threshold": "train.correction_high",
     "loss_scale": _loss_scale,
@@ -455,9 +483,6 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "log_rollout_offpolicy_metrics": ("always measured", (True, False)),
     "reward_model": ("call it in a reward function", (None,)),
     "reward_model_plugin": ("call it in a reward function", (None,)),
-    "cosine_max_len": ("write it as a reward function", ()),
-    "repetition_n_grams": ("write it as a reward function", ()),
-    "repetition_max_penalty": ("write it as a reward function", ()),
     "ref_model": ("the reference policy is the model at the start of reinforcement", (None,)),
     "ref_model_mixup_alpha": ("the reference is replaced (train.reference_every), not mixed", (1, 1.0)),
     "chord_sft_dataset": ("no supervised term during reinforcement; see [warmup]", ()),
