@@ -603,3 +603,25 @@ def test_a_file_of_another_version_of_the_framework_has_its_modules(skyrl, tmp_p
     spec = as_env_spec(made, where="Env")
     (found,) = tw.rollout(spec.factory, [tw.Task("Go.")], tw.ScriptedEngine(["x"]), renderer=renderer("bpe"))
     assert found.reward == 0.5
+
+
+def test_groups_of_tools_answer_as_skyrl_gyms(skyrl, retriever):
+    """Our stand-ins of SkyRL-Gym's groups of tools, against its own."""
+    import importlib
+
+    from skyrl_gym.tools import PythonCodeExecutorToolGroup, SearchToolGroup
+
+    from turnwise.envs.user_imports import STAND_INS
+
+    own = importlib.import_module(f"{STAND_INS}.skyrl_gym.tools")
+    for code in ("print(2 + 2)", "x = 1", "1 / 0", "print(' a ')", "import time; time.sleep(9)"):
+        groups = [made(timeout=2.0) for made in (PythonCodeExecutorToolGroup, own.PythonCodeExecutorToolGroup)]
+        answers = {group.execute_tool("python", code) for group in groups}
+        assert len(answers) == 1, answers
+    for query in (" amber ", "", None):
+        groups = [made(search_url=retriever, topk=1) for made in (SearchToolGroup, own.SearchToolGroup)]
+        answers = {group.execute_tool("search", query) for group in groups}
+        assert len(answers) == 1, answers
+    for made in (SearchToolGroup, own.SearchToolGroup):
+        failed = made(search_url="http://127.0.0.1:9/retrieve", timeout=1).execute_tool("search", "x")
+        assert json.loads(failed)["result"].startswith("Search error: ")

@@ -168,6 +168,16 @@ def missing_module(error: BaseException) -> tuple[str, str] | None:
     return name, f"install {PROJECTS.get(top, top)}, or place it beside the file"
 
 
+def missing_name(error: BaseException) -> str | None:
+    """Return what a stand-in lacks and the remedy; None for another error."""
+    if not isinstance(error, ImportError) or not (error.name or "").startswith(f"{STAND_INS}."):
+        return None
+    name, top = re.search(r"cannot import name '(\w+)'", str(error)), _top(public_name(error.name or ""))
+    if name is None:
+        return None
+    return f"{name[1]} is not in our stand-in for {public_name(error.name or '')}; install {PROJECTS.get(top, top)}"
+
+
 def public_name(module: str) -> str:
     """Return the name of a module in its framework, also for a stand-in and for a file of the framework's source tree."""
     if module.startswith(PACKAGE):
