@@ -4,6 +4,7 @@ import asyncio
 import http.server
 import json
 import sqlite3
+import textwrap
 import threading
 import typing
 from types import SimpleNamespace
@@ -546,3 +547,81 @@ def test_masks_metrics_and_settings_are_skyrls(skyrl, tokenizer):
     assert ours_engine.get_sampling_params_for_backend("vllm", params) == engine_utils.get_sampling_params_for_backend(
         "vllm", params
     )
+
+
+def test_a_file_that_registers_is_executed_from_two_places(skyrl, tmp_path):
+    """SkyRL-Gym refuses an id that it has; a file may be the recipe's and another one's import, or lie in two copies."""
+    import skyrl_gym
+
+    source = conventions.HEAD + textwrap.dedent(
+        """
+        from skyrl_gym.envs import register
+
+
+        class Env(BaseTextEnv):
+            def __init__(self, env_config=None, extras={}):
+                super().__init__()
+
+            def step(self, action):
+                return out(done=True, reward=1.0)
+
+
+        register(id="of_two_places", entry_point=Env)
+        """
+    )
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "world.py").write_text(source)
+        (tmp_path / folder / "uses.py").write_text("from world import Env\n")
+        for name in ("world.py", "uses.py"):
+            made = load_object(f"{folder}/{name}:Env", base=tmp_path)
+            spec = as_env_spec(made, where=name)
+            (found,) = tw.rollout(spec.factory, [tw.Task("Go.")], tw.ScriptedEngine(["x"]), renderer=renderer("bpe"))
+            assert found.reward == 1.0
+    assert "gsm8k" in skyrl_gym.registry
+    assert "of_two_places" in skyrl_gym.registry
+
+
+def test_a_file_of_another_version_of_the_framework_has_its_modules(skyrl, tmp_path):
+    """A checkout beside an installed SkyRL-Gym: an environment of its tree is of its own base class."""
+    import shutil
+
+    import skyrl_gym
+
+    shutil.copytree(skyrl_gym.__path__[0], tmp_path / "skyrl_gym", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "skyrl_gym/tools/newer.py").write_text("REWARD = 0.5\n")
+    path = tmp_path / "skyrl_gym/envs/mine/env.py"
+    path.parent.mkdir()
+    path.write_text(
+        "from skyrl_gym.tools.newer import REWARD\n"
+        + conventions.HEAD
+        + "\n\nclass Env(BaseTextEnv):\n    def __init__(self, env_config=None, extras={}):\n        super().__init__()\n\n"
+        "    def step(self, action):\n        return out(done=True, reward=REWARD)\n"
+    )
+    made = load_object("skyrl_gym/envs/mine/env.py:Env", base=tmp_path)
+    assert not issubclass(made, skyrl_gym.Env)
+    spec = as_env_spec(made, where="Env")
+    (found,) = tw.rollout(spec.factory, [tw.Task("Go.")], tw.ScriptedEngine(["x"]), renderer=renderer("bpe"))
+    assert found.reward == 0.5
+
+
+def test_groups_of_tools_answer_as_skyrl_gyms(skyrl, retriever):
+    """Our stand-ins of SkyRL-Gym's groups of tools, against its own."""
+    import importlib
+
+    from skyrl_gym.tools import PythonCodeExecutorToolGroup, SearchToolGroup
+
+    from turnwise.envs.user_imports import STAND_INS
+
+    own = importlib.import_module(f"{STAND_INS}.skyrl_gym.tools")
+    for code in ("print(2 + 2)", "x = 1", "1 / 0", "print(' a ')", "import time; time.sleep(9)"):
+        groups = [made(timeout=2.0) for made in (PythonCodeExecutorToolGroup, own.PythonCodeExecutorToolGroup)]
+        answers = {group.execute_tool("python", code) for group in groups}
+        assert len(answers) == 1, answers
+    for query in (" amber ", "", None):
+        groups = [made(search_url=retriever, topk=1) for made in (SearchToolGroup, own.SearchToolGroup)]
+        answers = {group.execute_tool("search", query) for group in groups}
+        assert len(answers) == 1, answers
+    for made in (SearchToolGroup, own.SearchToolGroup):
+        failed = made(search_url="http://127.0.0.1:9/retrieve", timeout=1).execute_tool("search", "x")
+        assert json.loads(failed)["result"].startswith("Search error: ")

@@ -281,3 +281,17 @@ def test_a_generator_makes_environments_of_the_users_files(tmp_path):
     """
     files = {"worlds/one.py": "REWARD = 0.375\n" + ENV, "user.py": textwrap.dedent(source) + GENERATOR + textwrap.dedent(use)}
     assert rewarded(written(tmp_path, files), "user.py:Makes") == 0.375
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "project"),
+    [
+        ("from skyrl_gym.tools import SQLCodeExecutorToolGroup", "SQLCodeExecutorToolGroup", "SkyRL-Gym"),
+        ("from skyrl.train.config import make_config", "make_config", "SkyRL"),
+        ("from verl.tools.schemas import ABSENT", "ABSENT", "verl"),
+    ],
+)
+def test_a_name_that_no_stand_in_has_is_named_with_the_remedy(line, name, project, tmp_path):
+    written(tmp_path, {"user.py": f"{line}\nREWARD = 1.0\n{ENV}"})
+    with pytest.raises(ConfigError, match=rf"line 1: ImportError: {name} is not in our stand-in for \S+; install {project} \("):
+        rewarded(tmp_path, "user.py:Env")

@@ -345,14 +345,7 @@ def _registered(target: Any) -> Any:
 
 
 def _function_tools(path: Path, where: str) -> tuple[Any, ...]:
-    before = [(registry, dict(registry)) for registry in _registries()]
-    for registry, _ in before:
-        registry.clear()  # verl has one registry for all files, and refuses the names of another file
-    try:
-        name = load_user_module(path, str(path)).__name__
-    finally:
-        for registry, known in before:
-            registry.update({**known, **registry})
+    name = load_user_module(path, str(path)).__name__
     found = _tools_of_module(name)
     if not found:
         raise ConfigError(f"{where}: {path} has no @function_tool; decorate a function")

@@ -318,6 +318,9 @@ def _why(error: BaseException) -> str:
     missing = user_imports.missing_module(error)
     if missing is not None:
         return f"ModuleNotFoundError: No module named {missing[0]!r}; {missing[1]}"
+    name = user_imports.missing_name(error)
+    if name is not None:
+        return f"ImportError: {name}"
     message = " ".join(f"{type(error).__name__}: {error}".split())
     private = rf"{re.escape(user_imports.PACKAGE)}[0-9a-f]+\.|{re.escape(user_imports.STAND_INS)}\."
     return re.sub(private, "", message)

@@ -100,18 +100,31 @@ def registrations_of_a_load(source: str) -> Iterator[None]:
         if _top(module) in imported:
             with suppress(Exception):  # the file's own import tells what is wrong
                 import_foreign(module)
-    before: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-    for registry in _registries():
-        before.append((registry, dict(registry)))
+    before = [(registry, dict(registry)) for registry in _registries()]
+    for registry, _ in before:
+        # The file, or one that it imports, may have been executed before: under another name, or from a copy of its tree.
+        for key in [key for key, entry in registry.items() if _is_refused_twice(entry)]:
+            del registry[key]
     try:
         yield
     except BaseException:
-        for registry in _registries():
-            known = next((copy for one, copy in before if one is registry), None)
-            if known is not None:
-                registry.clear()
-                registry.update(known)
+        for registry, known in before:
+            registry.clear()
+            registry.update(known)
         raise
+    for registry, known in before:
+        registry.update({**known, **registry})
+
+
+def _is_refused_twice(entry: Any) -> bool:
+    """Whether an entry of a registry is the user's, in a framework that refuses a name that it has: SkyRL-Gym, verl's tools."""
+    try:
+        fields = vars(entry)
+    except TypeError:
+        return False
+    source = fields.get("entry_point") or fields.get("fn")
+    home = source.__module__ if callable(source) else source
+    return isinstance(home, str) and not public_name(home).startswith(("skyrl_gym.", "verl."))
 
 
 def _registries() -> Iterator[dict[Any, Any]]:
@@ -156,6 +169,16 @@ def missing_module(error: BaseException) -> tuple[str, str] | None:
         name = vars(error).get("asked", name)
         return name, f"it is not among our stand-ins for {top}; install {PROJECTS.get(top, top)}"
     return name, f"install {PROJECTS.get(top, top)}, or place it beside the file"
+
+
+def missing_name(error: BaseException) -> str | None:
+    """Return what a stand-in lacks and the remedy; None for another error."""
+    if not isinstance(error, ImportError) or not (error.name or "").startswith(f"{STAND_INS}."):
+        return None
+    name, top = re.search(r"cannot import name '(\w+)'", str(error)), _top(public_name(error.name or ""))
+    if name is None:
+        return None
+    return f"{name[1]} is not in our stand-in for {public_name(error.name or '')}; install {PROJECTS.get(top, top)}"
 
 
 def public_name(module: str) -> str:
@@ -278,8 +301,9 @@ def import_for_user(
         return _named(importlib.util.resolve_name("." * level + name, base), "", names)
     top = _top(name)
     new = top not in sys.modules
-    if top not in sys.stdlib_module_names and new:
-        own = _own_package(globals, name)
+    # A file of a framework's own source tree has that tree's modules, also where another version is installed.
+    if top not in sys.stdlib_module_names and (new or _has_stand_in(top)):
+        own = _own_package(globals, name) if new else _own_tree(globals, top)
         if own is not None:
             return _named(f"{own}.{name}", own, names)
     try:
@@ -364,21 +388,31 @@ def _lacks(error: ModuleNotFoundError, name: str) -> bool:
 
 def _own_package(globals: Mapping[str, Any], name: str) -> str | None:
     """Return the private package that comes before installed ones: the file's own, or the folder of a file in a recipe."""
-    root, _, inner = str(globals.get("__package__") or "").partition(".")
+    root = str(globals.get("__package__") or "").partition(".")[0]
     if not root.startswith(PACKAGE):
         return None
     top = _top(name)
-    if inner.partition(".")[0] == top:
-        return root
-    file = Path(str(globals.get("__file__") or ""))
-    # A folder without __init__.py may lie between a file and the package that it is part of, a framework's own among them.
-    for above in file.parents:
-        if above.name == top and (above / "__init__.py").is_file() and not (above.parent / "__init__.py").is_file():
-            return _register(above.parent)
-    folder = file.parent
+    tree = _own_tree(globals, top)
+    if tree is not None:
+        return tree
+    folder = Path(str(globals.get("__file__") or "")).parent
     for place in (folder, Path(sys.modules[root].__path__[0])):
         if place in _HOMES and ((place / f"{top}.py").is_file() or (place / top / "__init__.py").is_file()):
             return _register(place)
+    return None
+
+
+def _own_tree(globals: Mapping[str, Any], top: str) -> str | None:
+    """Return the private package above the package `top`, if the file is part of that."""
+    root, _, inner = str(globals.get("__package__") or "").partition(".")
+    if not root.startswith(PACKAGE):
+        return None
+    if inner.partition(".")[0] == top:
+        return root
+    # A folder without __init__.py may lie between a file and its package.
+    for above in Path(str(globals.get("__file__") or "")).parents:
+        if above.name == top and (above / "__init__.py").is_file() and not (above.parent / "__init__.py").is_file():
+            return _register(above.parent)
     return None
 
 
