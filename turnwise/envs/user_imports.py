@@ -39,12 +39,16 @@ _HOMES: dict[Path, None] = {}
 def import_foreign(name: str, near: Path | None = None, attribute: str = "") -> ModuleType:
     """Import a module of a framework, else our stand-in, else one around `near` or around a file that is loaded.
 
+    A module directly beside one of those files comes first, as for an import statement of the file.
     Of a stand-in without `attribute` and a module around a file it is the latter, which is newer.
 
     Raises:
         ImportError: the framework's, where none of them has it.
     """
     new = _top(name) not in sys.modules
+    beside = _beside(name, near) if new else None
+    if beside is not None:
+        return importlib.import_module(f"{beside}.{name}")
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -61,6 +65,23 @@ def import_foreign(name: str, near: Path | None = None, attribute: str = "") -> 
         if not names:
             raise
         return importlib.import_module(names[0])
+
+
+def _beside(name: str, near: Path | None) -> str | None:
+    """Return the private package of the folder of a user's file that has a module, whose name is not a framework's."""
+    top = _top(name)
+    if top in sys.stdlib_module_names or _has_stand_in(top):
+        return None
+    folders = [near.parent] if near is not None else []
+    for folder in (*folders, *_HOMES):
+        if (folder / f"{top}.py").is_file() or (folder / top / "__init__.py").is_file():
+            return _register(folder)
+    return None
+
+
+def stand_in_of(name: str) -> ModuleType | None:
+    """Return our stand-in for a module of a framework; None where there is none."""
+    return importlib.import_module(f"{STAND_INS}.{name}") if _has_stand_in(name) else None
 
 
 def loaded_foreign(name: str) -> list[ModuleType]:
