@@ -9,7 +9,14 @@ from slime.utils.processing_utils import build_processor_kwargs, encode_image_fo
 
 from turnwise.compat.slime_engine import GenerateState
 
-__all__ = ["GenerateState", "generate"]
+__all__ = ["GenerateState", "generate", "get_model_url"]
+
+
+def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
+    """Return the address of a model: that of `args.sglang_model_routers`, a table of hosts and ports, else the policy's."""
+    routers = getattr(args, "sglang_model_routers", None) or {}
+    host, port = routers.get(model_name, (args.sglang_router_ip, args.sglang_router_port))
+    return f"http://{host}:{port}{endpoint}"
 
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
