@@ -198,3 +198,38 @@ def test_a_dotted_use_of_a_framework_that_is_not_installed_is_our_stand_in():
         load_object("slime.rollout.nothing:generate")
     with pytest.raises(ConfigError, match=r"has no 'generat'; did you mean 'generate'"):
         load_object("slime.rollout.sglang_rollout:generat")
+
+
+STEPS = [
+    ("slime.rollout.fully_async_rollout:generate_rollout_fully_async", r'\[schedule\] mode = "async"'),
+    ("miles.rollout.fully_async_rollout:FullyAsyncRolloutFn", r'\[schedule\] mode = "async"'),
+    ("slime.rollout.sft_rollout:generate_rollout", r"\[warmup\] dataset"),
+    ("miles.rollout.inference_rollout.inference_rollout_common:InferenceRolloutFn", "name what it calls for each sample"),
+    ("slime.rollout.sglang_rollout:generate_rollout", "name what it calls for each sample"),
+    ("steps.py:generate_rollout", "train.group_filter"),
+    ("steps.py:evaluate", r"env\.eval_tasks"),
+    ("steps.py:Own", "name what it calls for each sample"),
+]
+STEP_FILE = """
+from miles.rollout.base_types import RolloutFnTrainInput, RolloutFnTrainOutput
+from miles.rollout.inference_rollout.inference_rollout_common import InferenceRolloutFn
+from slime.rollout.base_types import RolloutFnEvalOutput
+from slime.rollout.sglang_rollout import generate_rollout as base
+
+def generate_rollout(args, rollout_id, data_buffer, evaluation=False):
+    return base(args, rollout_id, data_buffer, evaluation)
+
+def evaluate(args, rollout_id, data_buffer, evaluation=False):
+    return RolloutFnEvalOutput({})
+
+class Own(InferenceRolloutFn):
+    async def _call_train(self, input: RolloutFnTrainInput) -> RolloutFnTrainOutput:
+        return await super()._call_train(input)
+"""
+
+
+@pytest.mark.parametrize(("use", "hook"), STEPS)
+def test_a_function_for_a_step_is_refused_with_what_replaces_it(use, hook, tmp_path):
+    (tmp_path / "steps.py").write_text(STEP_FILE)
+    with pytest.raises(ConfigError, match=rf"plays all samples of a step .*which our loop replaces; .*{hook}"):
+        resolve_env(EnvConfig(use=use), base=tmp_path)

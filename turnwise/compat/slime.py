@@ -30,7 +30,7 @@ from turnwise.envs.base import Action, Env, Scores, Step
 from turnwise.envs.foreign import ForeignObject, Framework, Registered, refuse_faithful
 from turnwise.envs.row_messages import read_tools
 from turnwise.envs.user_code import as_number, call_user, describe_value
-from turnwise.envs.user_imports import import_foreign
+from turnwise.envs.user_imports import import_foreign, public_name
 from turnwise.errors import ConfigError, EnvError, RewardError, suggest_or_list
 from turnwise.types import Message, StopReason, Task, Trajectory, join_texts
 
@@ -56,8 +56,7 @@ def adapt(found: ForeignObject) -> Any:
     names = parameter_names(target)
     if names[:2] == ROLLOUT_PARAMETERS or _is_rollout_class(target):
         raise ConfigError(
-            f"{found.where} plays all samples of a step (--rollout-function-path), which our loop replaces; name what it calls "
-            "for each sample: its generate function, or build_env"
+            f"{found.where} plays all samples of a step (--rollout-function-path), which our loop replaces; {_hook(target)}"
         )
     session = plays_session(target)
     miles = session or takes_one_input(target)
@@ -77,6 +76,25 @@ def adapt(found: ForeignObject) -> Any:
         made: Any = target() if inspect.isclass(target) else target
         return _agent_function(made, settings, miles, found.where, found.base)
     return SlimeFactory(target, settings, found.where)
+
+
+HOOKS_OF_STEPS = (
+    ("fully_async", 'set [schedule] mode = "async", and name the generate function in use'),
+    ("sft_rollout", "train on given replies with [warmup] dataset"),
+    ("eval", "give the rows as env.eval_tasks, and set when in [eval]; the environment or generate function in use plays them"),
+    ("verifiers", "make a factory of the environment with tw.verifiers_env, and name it in use"),
+)
+"""What replaces a function for a step, by a part of its module's or its own name."""
+HOOK_OF_A_STEP = (
+    "name what it calls for each sample: its generate function, or build_env. Rewards are custom_rm_path, a choice of groups "
+    "is train.group_filter, and tasks may come from file.py:function"
+)
+
+
+def _hook(target: Any) -> str:
+    """Return what replaces a function or class for a step."""
+    name = f"{public_name(target.__module__)}.{target.__qualname__}".lower()
+    return next((hook for part, hook in HOOKS_OF_STEPS if part in name), HOOK_OF_A_STEP)
 
 
 def _is_rollout_class(target: Any) -> bool:
