@@ -25,6 +25,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 SCHEMA = {"type": "object", "properties": {}}
 ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": SCHEMA}}
 CALL = '<tool_call>{"name": "add", "arguments": {"numbers": [2, 5]}}</tool_call>'
+SCORE = '<tool_call>{"name": "calc_score", "arguments": {"answer": "8"}}</tool_call>'
 INDEX = {"index": {"amber": "seven", "salt": "two"}}
 COLOURS = {"metadata": {"colours": ["red", "blue"]}}
 
@@ -42,6 +43,10 @@ class Played:
     system: str = "slime"
     picture: bool = False
     """Whether the prompt has a picture."""
+    reward: str = ""
+    """Function of the file that is the run's reward, for an episode whose rewards are compared."""
+    cut: int = 4096
+    """Most ids of a reply."""
 
 
 EPISODES = {
@@ -62,6 +67,20 @@ EPISODES = {
     ),
     "several samples": Played("others.py:fan_out", ("a", "b")),
     "a removed sample": Played("others.py:removed", ("a",)),
+    "lists in place": Played("ways.py:in_place", ("a", "bc"), {"label": "7"}, reward="length"),
+    "a sample's own method": Played("ways.py:appended", ("abc",), {"label": "8"}, reward="length"),
+    "a reply that is cut": Played("ways.py:appended", ("abcdefgh",), {"label": "7"}, reward="length", cut=3),
+    "a status as a text": Played("ways.py:worded", ("ab",), {"label": "7"}, reward="length"),
+    "a cut status as a text": Played("ways.py:worded", ("abcdefgh",), {"label": "7"}, reward="length", cut=3),
+    "samples rewarded together": Played("ways.py:several", ("a", "bcd", "e"), {"label": "7"}, reward="length"),
+    "a tool that scores": Played("scoring_env.py:build_env", (SCORE, SCORE.replace("8", "7"), "7"), {"label": "7"}),
+    "an environment that is cut": Played("guess_env.py:build_env", ("hm", "abcdefghijkl"), {"label": "7"}, cut=6),
+    "Miles, a reply that is cut": Played(
+        "miles_turns.py:generate", ("a", "abcdefgh"), {"label": "7"}, 2, system="miles", cut=3
+    ),
+    "Miles, an environment that is cut": Played(
+        "miles_env.py:build_env", ("hm", "abcdefghijkl"), {"label": "7"}, system="miles", cut=6
+    ),
     "Miles, an environment": Played("miles_env.py:build_env", ("hm", "\\boxed{7}"), {"label": "7"}, system="miles"),
     "Miles, of one input": Played("miles_generate.py:generate", ("\\boxed{7}",), {"label": "7"}, system="miles"),
     "Miles, of three arguments": Played("miles_turns.py:generate", ("a", "b"), {"label": "7"}, 2, system="miles"),
@@ -71,7 +90,8 @@ EPISODES = {
 class Servers:
     """Answers `post` with the replies of a script, and keeps the contexts."""
 
-    def __init__(self, replies, encode, decode):
+    def __init__(self, replies, encode, decode, cut):
+        self.cut = cut
         self.replies, self.encode, self.decode, self.contexts = list(replies), encode, decode, []
 
     async def post(self, url, payload, *_, **options):
@@ -79,10 +99,11 @@ class Servers:
         ids = list(self.encode(text))
         if text.endswith(tuple((payload.get("sampling_params") or {}).get("stop") or ())):
             ids.pop()  # before its end token
+        finish, ids = ("length" if len(ids) > self.cut else "stop"), ids[: self.cut]
         self.contexts.append(payload.get("input_ids", payload.get("text")))
         self.contexts[-1] = self.contexts[-1] if isinstance(self.contexts[-1], str) else [int(i) for i in self.contexts[-1]]
         rows = [[-0.5, one, None] for one in ids]
-        meta = {"id": "x", "finish_reason": {"type": "stop"}, "output_token_logprobs": rows, "completion_tokens": len(ids)}
+        meta = {"id": "x", "finish_reason": {"type": finish}, "output_token_logprobs": rows, "completion_tokens": len(ids)}
         return {"text": self.decode(ids), "output_ids": ids, "meta_info": meta | {"weight_version": "1", "prompt_tokens": 1}}
 
 
@@ -233,7 +254,7 @@ def theirs(one: Played, tree: str) -> dict[str, Any]:
     folder = tempfile.mkdtemp()
     tokenizer, processor = _tokenizer(one.vision, folder)
     render = _renderer(one.vision, folder)
-    servers = Servers(one.replies, render.encode_reply, tokenizer.decode)
+    servers = Servers(one.replies, render.encode_reply, tokenizer.decode, one.cut)
     servers.tokenizer, servers.processor = tokenizer, processor
     sys.path.insert(0, tree)
     Sample = _install(one.system, servers).Sample
@@ -262,7 +283,15 @@ def theirs(one: Played, tree: str) -> dict[str, Any]:
         made = asyncio.run(generate(base.GenerateFnInput(State(args), sample, params, False))).samples
     else:
         made = asyncio.run(generate(args, sample, params))
-    rows = [_row(one) for one in (made if isinstance(made, list) else [made])]
+    samples = made if isinstance(made, list) else [made]
+    if one.reward:
+        # As slime's `generate_and_rm` calls it: a list where generate returned one.
+        hub = importlib.import_module(f"{one.system}.rollout.rm_hub")
+        args.custom_rm_path, args.group_rm = f"user_file.{one.reward}", False
+        rewards = asyncio.run(hub.batched_async_rm(args, made) if isinstance(made, list) else hub.async_rm(args, made))
+        for sample, reward in zip(samples, rewards if isinstance(made, list) else [rewards], strict=True):
+            sample.reward = reward
+    rows = [_row(sample) | ({"reward": sample.reward} if one.reward else {}) for sample in samples]
     return {"contexts": [_context(one, rows) for one in servers.contexts], "samples": rows}
 
 
@@ -277,7 +306,7 @@ def _row(sample):
         "tokens": [int(one) for one in sample.tokens],
         "response_length": sample.response_length,
         "loss_mask": [1] * sample.response_length if sample.loss_mask is None else [int(one) for one in sample.loss_mask],
-        "status": sample.status.value,
+        "status": getattr(sample.status, "value", sample.status),
         "removed": bool(sample.remove_sample),
     }
 

@@ -5,6 +5,9 @@ after its last reply is in no call, so not in our record.
 """
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,11 +28,12 @@ COMMITS = {
 
 
 def ours(one, render, base=None):
-    spec = resolve_env(EnvConfig(use=one.use, args={"args": one.args, "rm_type": "math"}), base=base or HERE / "users/slime")
+    rule = {"custom_rm_path": f"{one.use.partition(':')[0]}:{one.reward}"} if one.reward else {"rm_type": "math"}
+    spec = resolve_env(EnvConfig(use=one.use, args={"args": one.args, **rule}), base=base or HERE / "users/slime")
     content = (tw.Image(picture()), "Which?") if one.picture else "Go."
     row = dict(one.row)
     task = tw.Task([tw.Message("user", content)], row.pop("label", None), info=row)
-    limits = tw.Limits(turns=one.turns, turn_tokens=4096)
+    limits = tw.Limits(turns=one.turns, turn_tokens=one.cut)
     play = spec.agent_function or spec.factory
     (found,) = tw.rollout(play, [task], tw.ScriptedEngine(list(one.replies)), renderer=render, limits=limits)
     return found
@@ -64,8 +68,13 @@ def compare(one, made, render, base=None):
         assert [render.decode(ids) for ids in contexts] == made["contexts"]
     else:
         assert [len(ids) for ids in contexts] == made["contexts"]
+    if one.reward:
+        rewards = [sample["reward"] for sample in made["samples"]]
+        assert sorted(row.reward for row in found.samples()) == sorted(rewards)
+        assert found.reward == sum(rewards) / len(rewards)
     over = len(found.turns) == one.turns and found.stop == "max_turns"
-    assert over or {sample["status"] for sample in made["samples"]} == {found.stop.status}
+    # A reply that was cut ends the episode as that, whatever status its function writes.
+    assert over or found.stop == "turn_length" or {sample["status"] for sample in made["samples"]} == {found.stop.status}
     return found
 
 
@@ -75,6 +84,17 @@ def test_ids_masks_contexts_and_ends_are_those_of_the_original_loop(name, tmp_pa
     render = load_renderer(tiny_vlm_directory(tmp_path / "vlm")) if one.vision else renderer("bpe")
     found = compare(one, ORACLE["episodes"][name], render)
     assert len(found.turns) == len(one.replies)
+
+
+@pytest.mark.compat
+@pytest.mark.skipif("TURNWISE_TREES" not in os.environ, reason="TURNWISE_TREES names no folder with slime and miles")
+@pytest.mark.parametrize("name", EPISODES)
+def test_the_original_loops_still_make_what_is_recorded(name):
+    tree = Path(os.environ["TURNWISE_TREES"]) / EPISODES[name].system
+    command = [sys.executable, str(HERE / "slime_episodes.py"), "--one", name, str(tree)]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr[-2000:]
+    assert json.loads(made.stdout.splitlines()[-1]) == ORACLE["episodes"][name]
 
 
 def test_the_oracle_is_of_these_commits_and_of_every_user_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,11 +71,16 @@ def read_output(
     logprobs_name: str = "rollout_logprobs",
     *,
     own_rewards: bool = False,
+    is_blank: Callable[[Sequence[int]], bool] | None = None,
 ) -> Scores:
     """Read the episode's rows of a `GeneratorOutput`: set the weights of the replies, return the rewards.
 
     Errors call masks and logprobs by the names that the user's code has for them. With `own_rewards` a row's number is the
     reward of that row; else the last row's is the episode's.
+
+    `is_blank` is for loops that build a row from the texts of its messages. A reply whose ids are in the row after other
+    ids than the engine received is trained where the engine sampled it. Blank ids after a reply, which the template wrote and
+    the loop masks as trained, are not trained. Both are counted in the metrics.
 
     Raises:
         EnvError: for rows of different lengths, a mask that trains ids which the engine did not sample, or logprobs other than
@@ -86,11 +92,13 @@ def read_output(
     turns, own = [0.0] * len(calls), 0.0
     rows = len(output["response_ids"])
     by_row: list[tuple[float, tuple[Any, ...]]] = []
+    counts: Counter[str] = Counter()
     for row in range(rows):
         prompt, response, mask, reward, logprobs = (_of_row(output, key, row) for key in _ROW)
         if mask is None or len(mask) != len(response):
             raise EnvError(f"row {row}: {len(response)} response_ids and {len(mask or ())} {mask_name}; give one for each id")
         placed = _places(calls, list(prompt or ()), list(response))
+        mask = _of_texts(calls, placed, list(response), mask, is_blank, counts)
         _check_mask(mask, logprobs, placed, calls, (f"row {row}: {mask_name}", f"row {row}: {logprobs_name}"))
         trained = _add_weights(weights, mask, placed, calls)
         if isinstance(reward, (list, tuple)):
@@ -109,7 +117,7 @@ def read_output(
             own += as_number(reward, "the reward") or 0.0
     for number, call in enumerate(calls):
         weigh(call.reply, weights.get(number, [0.0] * len(call.reply.ids)))
-    return Scores(own, tuple(turns), metrics=_metrics(output), rows=tuple(by_row))
+    return Scores(own, tuple(turns), metrics=_metrics(output, counts), rows=tuple(by_row))
 
 
 def _add_weights(
@@ -155,6 +163,60 @@ def _places(calls: Sequence[EngineCall], prompt: list[int], response: list[int])
     return placed
 
 
+def _of_texts(
+    calls: Sequence[EngineCall],
+    placed: dict[int, int],
+    response: list[int],
+    mask: Sequence[Any],
+    is_blank: Callable[[Sequence[int]], bool] | None,
+    counts: Counter[str],
+) -> Sequence[Any]:
+    """Place the replies of a row that was built from texts, and return its mask without blank ids; see `read_output`."""
+    if is_blank is None:
+        return mask
+    moved = _moved(calls, placed, response, mask)
+    placed |= moved
+    kept = _without_blanks(mask, response, placed, calls, is_blank)
+    counts["replies_in_other_contexts"] += len(moved)
+    counts["blank_ids_not_trained"] += sum(map(bool, mask)) - sum(map(bool, kept))
+    return kept
+
+
+def _moved(calls: Sequence[EngineCall], placed: Mapping[int, int], response: list[int], mask: Sequence[Any]) -> dict[int, int]:
+    """Return the positions of further replies, whose ids are in the response in order and masked as trained."""
+    found: dict[int, int] = {}
+    cursor = 0
+    for number, call in enumerate(calls):
+        ids = list(call.reply.ids)
+        if number in placed:
+            cursor = placed[number] + len(ids)
+            continue
+        for at in range(cursor, len(response) - len(ids) + 1):
+            if response[at : at + len(ids)] == ids and all(mask[at : at + len(ids)]):
+                found[number], cursor = at, at + len(ids)
+                break
+    return found
+
+
+def _without_blanks(
+    mask: Sequence[Any],
+    response: Sequence[int],
+    placed: Mapping[int, int],
+    calls: Sequence[EngineCall],
+    is_blank: Callable[[Sequence[int]], bool],
+) -> list[Any]:
+    """Return the mask without the blank ids that directly follow a reply."""
+    kept = list(mask)
+    starts = set(placed.values())
+    for number, start in placed.items():
+        first = last = start + len(calls[number].reply.ids)
+        while last < len(kept) and kept[last] and last not in starts:
+            last += 1
+        if last > first and is_blank(response[first:last]):
+            kept[first:last] = [0] * (last - first)
+    return kept
+
+
 def _check_mask(
     mask: Sequence[Any],
     logprobs: Sequence[Any] | None,
@@ -176,8 +238,8 @@ def _check_mask(
             raise EnvError(f"{names[1]}[{at}] is {logprobs[at]}, the engine's is {sampled[at]}; pass it on")
 
 
-def _metrics(output: Mapping[str, Any]) -> dict[str, float]:
-    found: dict[str, float] = {}
+def _metrics(output: Mapping[str, Any], counts: Mapping[str, int]) -> dict[str, float]:
+    found = {name: float(number) for name, number in counts.items() if number}
     groups = {"": output.get("rollout_metrics"), "environment/": next(iter(output.get("env_metrics") or ()), None)}
     for prefix, group in groups.items():
         for key, value in (group or {}).items():

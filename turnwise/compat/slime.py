@@ -8,19 +8,29 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from turnwise.compat.common import attribute_config, load_named, plain
 from turnwise.compat.sampled_rows import read_output
 from turnwise.compat.slime_engine import EPISODE, HOST, PORT, EngineServer, GenerateState
 from turnwise.compat.slime_processor import pictures
-from turnwise.compat.slime_shape import binds, builds_env, parameter_names, signature_of, takes_a_sample, takes_one_input
+from turnwise.compat.slime_session import generate as play_session
+from turnwise.compat.slime_shape import (
+    binds,
+    builds_env,
+    parameter_names,
+    plays_session,
+    signature_of,
+    takes_a_sample,
+    takes_one_input,
+)
 from turnwise.config import Limits
 from turnwise.envs.base import Action, Env, Scores, Step
 from turnwise.envs.foreign import ForeignObject, Framework, Registered, refuse_faithful
 from turnwise.envs.row_messages import read_tools
 from turnwise.envs.user_code import as_number, call_user, describe_value
-from turnwise.envs.user_imports import import_foreign
+from turnwise.envs.user_imports import import_foreign, public_name
 from turnwise.errors import ConfigError, EnvError, RewardError, suggest_or_list
 from turnwise.types import Message, StopReason, Task, Trajectory, join_texts
 
@@ -46,10 +56,10 @@ def adapt(found: ForeignObject) -> Any:
     names = parameter_names(target)
     if names[:2] == ROLLOUT_PARAMETERS or _is_rollout_class(target):
         raise ConfigError(
-            f"{found.where} plays all samples of a step (--rollout-function-path), which our loop replaces; name what it calls "
-            "for each sample: its generate function, or build_env"
+            f"{found.where} plays all samples of a step (--rollout-function-path), which our loop replaces; {_hook(target)}"
         )
-    miles = takes_one_input(target)
+    session = plays_session(target)
+    miles = session or takes_one_input(target)
     build = builds_env(target)
     if not (takes_a_sample(target) or miles or build):
         return None
@@ -59,10 +69,32 @@ def adapt(found: ForeignObject) -> Any:
             raise ConfigError(f"{found.where} has no argument {key!r}; {suggest_or_list(key, ARGUMENTS)}")
     _check_rule(found)
     settings = _settings(found)
+    if session:
+        settings["custom_agent_function_path"] = target
+        target = play_session
     if not build:
         made: Any = target() if inspect.isclass(target) else target
-        return _agent_function(made, settings, miles, found.where)
+        return _agent_function(made, settings, miles, found.where, found.base)
     return SlimeFactory(target, settings, found.where)
+
+
+HOOKS_OF_STEPS = (
+    ("fully_async", 'set [schedule] mode = "async", and name the generate function in use'),
+    ("sft_rollout", "train on given replies with [warmup] dataset"),
+    ("eval", "give the rows as env.eval_tasks, and set when in [eval]; the environment or generate function in use plays them"),
+    ("verifiers", "make a factory of the environment with tw.verifiers_env, and name it in use"),
+)
+"""What replaces a function for a step, by a part of its module's or its own name."""
+HOOK_OF_A_STEP = (
+    "name what it calls for each sample: its generate function, or build_env. Rewards are custom_rm_path, a choice of groups "
+    "is train.group_filter, and tasks may come from file.py:function"
+)
+
+
+def _hook(target: Any) -> str:
+    """Return what replaces a function or class for a step."""
+    name = f"{public_name(target.__module__)}.{target.__qualname__}".lower()
+    return next((hook for part, hook in HOOKS_OF_STEPS if part in name), HOOK_OF_A_STEP)
 
 
 def _is_rollout_class(target: Any) -> bool:
@@ -110,9 +142,11 @@ class RunArguments(argparse.Namespace):
         raise AttributeError(f"the configuration has no {key!r}; give it under [env.args] args")
 
 
-def _arguments(settings: Mapping[str, Any], limits: Limits, directory: str | None = None) -> Any:
-    """Return `args`: what our limits say in slime's names, then the user's. `directory` has the model's tokenizer."""
+def _arguments(settings: Mapping[str, Any], limits: Limits, server: EngineServer | None = None) -> Any:
+    """Return `args`: what our limits and the episode's servers are in slime's names, then the user's."""
     context = limits.context or UNLIMITED
+    host, port = (HOST, PORT) if server is None else server.address
+    sampling = {} if server is None else server.sampling_params()
     known: dict[str, Any] = {
         "max_turns": limits.turns,
         "generate_max_turns": limits.turns,
@@ -126,9 +160,9 @@ def _arguments(settings: Mapping[str, Any], limits: Limits, directory: str | Non
         "context_parallel_size": 1,
         "max_seq_len": context,
         "sglang_context_length": context,
-        "rollout_temperature": 1.0,
-        "rollout_top_p": 1.0,
-        "rollout_top_k": -1,
+        "rollout_temperature": sampling.get("temperature", 1.0),
+        "rollout_top_p": sampling.get("top_p", 1.0),
+        "rollout_top_k": sampling.get("top_k", -1),
         "rollout_stop": None,
         "rollout_stop_token_ids": None,
         "rollout_skip_special_tokens": False,
@@ -150,12 +184,12 @@ def _arguments(settings: Mapping[str, Any], limits: Limits, directory: str | Non
         "rm_type": None,
         "custom_rm_path": None,
         "custom_generate_function_path": None,
-        "hf_checkpoint": directory,
+        "hf_checkpoint": None if server is None else server.model.tokenizer.name_or_path or None,
         "use_rollout_routing_replay": False,
         "use_opd": False,
         "ci_test": False,
-        "sglang_router_ip": HOST,
-        "sglang_router_port": PORT,
+        "sglang_router_ip": host,
+        "sglang_router_port": port,
         "sglang_router_policy": None,
         "sglang_server_concurrency": 512,
         "sglang_speculative_algorithm": None,
@@ -338,13 +372,14 @@ def _read_reward(value: Any, args: Any) -> Scores:
 
 
 def _agent_function(
-    generate: Callable[..., Any], settings: Mapping[str, Any], miles: bool, where: str
+    generate: Callable[..., Any], settings: Mapping[str, Any], miles: bool, where: str, base: Path
 ) -> Callable[[Task, Any], Any]:
     """Make an agent function of a custom generate function."""
 
     async def play(task: Task, model: Any) -> Scores:
-        args = _arguments(settings, model.limits, model.tokenizer.name_or_path or None)
-        server = EngineServer(model, bool(args.rollout_skip_special_tokens))
+        server = EngineServer(model, bool(settings.get("rollout_skip_special_tokens")), base)
+        server.open()
+        args = _arguments(settings, model.limits, server)
         token = EPISODE.set(server)
         try:
             sample = new_sample(task, _prompt(task, model, args))
@@ -355,11 +390,20 @@ def _agent_function(
             rewards = await _rewards_of(samples, args, where, together=isinstance(found, (list, tuple)))
         finally:
             EPISODE.reset(token)
+            await server.close()
         several, missing = len(samples) > 1, any(one.own is None for one in rewards)
         for one in samples:
             server.check_train_inputs(one)
         rows = {**_rows(samples), "rewards": [one.own or 0.0 for one in rewards]}
-        scores = read_output(rows, server.calls, model.weigh, "loss_mask", "rollout_log_probs", own_rewards=several)
+        scores = read_output(
+            rows,
+            server.calls,
+            model.weigh,
+            "loss_mask",
+            "rollout_log_probs",
+            own_rewards=several,
+            is_blank=lambda ids: not model.tokenizer.decode(ids).strip(),
+        )
         statuses = [STATUSES[_status_of(one)] for one in samples]
         worst = max(statuses, key=list(STATUSES.values()).index)
         parts = {name: sum(one.parts.get(name, 0.0) for one in rewards) / len(rewards) for one in rewards for name in one.parts}

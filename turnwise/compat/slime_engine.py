@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Mapping
 from contextvars import ContextVar
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from turnwise.compat.sampled_rows import EngineCall, sampling_options
 from turnwise.compat.slime_processor import ProcessorFace
+from turnwise.compat.slime_router import LOOPBACK, RouterPort
 from turnwise.errors import EnvError
 
 HOST, PORT = "turnwise.invalid", 1
-"""Address of the rollout servers in `args`; no name of that domain is ever resolved."""
+"""Address of the rollout servers where an episode has no port of its own; no name of that domain is ever resolved."""
 EPISODE: ContextVar[EngineServer | None] = ContextVar("turnwise_slime_episode", default=None)
 """The servers of the episode that runs."""
 FINISH = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -22,7 +26,11 @@ FINISH = {"stop": "stop", "length": "length", "abort": "abort"}
 
 def server_of(url: str) -> EngineServer | None:
     """Return the engine that an address means; None for other addresses."""
-    return EPISODE.get() if urlsplit(url).hostname == HOST else None
+    server, asked = EPISODE.get(), urlsplit(url)
+    if server is None:
+        return None
+    own = (HOST, PORT), server.address
+    return server if (asked.hostname, asked.port) in own else None
 
 
 def current_server(what: str) -> EngineServer:
@@ -62,12 +70,32 @@ class GenerateState:
 class EngineServer:
     """The model of an episode, as a server with SGLang's `/generate`; keeps the calls in order."""
 
-    def __init__(self, model: Any, skip_special_tokens: bool = False) -> None:
+    def __init__(self, model: Any, skip_special_tokens: bool = False, base: Path | None = None) -> None:
         self.model = model
         self._skips = skip_special_tokens
+        self.base = base
+        """The recipe's directory, around which the functions that `args` names are found."""
+        self.address = HOST, PORT
+        """Host and port, while the servers are open."""
+        self._router: RouterPort | None = None
         self.calls: list[EngineCall] = []
         self._known: dict[str, list[int]] = {}
         """Ids of contexts with their replies, by text."""
+
+    def open(self) -> None:
+        """Take a port of this machine, for user code that brings its own HTTP client.
+
+        Without a free socket there is none, and `post` still reaches the engine.
+        """
+        router = RouterPort(self)
+        with contextlib.suppress(OSError):
+            self.address = LOOPBACK, router.open()
+            self._router = router
+
+    async def close(self) -> None:
+        """Give the port back."""
+        if self._router is not None:
+            await self._router.close()
 
     @cached_property
     def processor(self) -> ProcessorFace | None:
@@ -90,8 +118,12 @@ class EngineServer:
             raise EnvError(f"multimodal_train_inputs: {wrong}; the trainer computes its own, so leave it None")
 
     def sampling_params(self) -> dict[str, Any]:
-        """Return what slime gives to a generate function; the run's settings apply where a call has none."""
+        """Return what slime gives to a generate function, with the run's settings."""
+        sampling = self.model.sampling
         return {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
             "max_new_tokens": self.model.limits.turn_tokens,
             "stop": None,
             "stop_token_ids": None,
@@ -113,6 +145,7 @@ class EngineServer:
             raise EnvError("/generate needs input_ids or text")
         context = self._ids_of(str(text)) if ids is None else [int(one) for one in ids]
         options = sampling_options(payload.get("sampling_params") or {}, payload.get("image_data"))
+        started = time.monotonic()
         reply = await self.model.generate(context, **options)
         self.calls.append(EngineCall(context, reply))
         params = payload.get("sampling_params") or {}
@@ -127,6 +160,7 @@ class EngineServer:
             "prompt_tokens": len(context),
             "completion_tokens": len(reply.ids),
             "cached_tokens": 0,
+            "e2e_latency": time.monotonic() - started,
             "weight_version": "default",
         }
         if payload.get("return_logprob"):

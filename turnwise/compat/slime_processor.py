@@ -26,10 +26,15 @@ class ProcessorFace:
         assert vision is not None
         self._vision = vision
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProcessorFace:
+        """Return itself: user code copies settings that have it, and it never changes."""
+        return self
+
     def __call__(self, text: Any = None, images: Any = None, videos: Any = None, **options: Any) -> dict[str, Any]:
         """Return `input_ids` and `attention_mask`, a row for each text, and the inputs of all images.
 
-        They are arrays of numpy, and tensors where `return_tensors` or that of `images_kwargs` is "pt".
+        Those of images are tensors, as of processors of transformers, or arrays where `return_tensors` is "np". Ids are lists
+        unless it is "pt".
         """
         texts, left = [text] if isinstance(text, str) else list(text or ()), self._stored(images, videos)
         rows: Any = []
@@ -41,7 +46,7 @@ class ProcessorFace:
             left = left[count:]
         kinds = (options.get("return_tensors"), (options.get("images_kwargs") or {}).get("return_tensors"))
         inputs = self.inputs(every)
-        if "pt" in kinds:
+        if "np" not in kinds and (inputs or "pt" in kinds):
             import torch
 
             inputs = {name: torch.from_numpy(array) for name, array in inputs.items()}

@@ -53,6 +53,14 @@ def takes_one_input(target: Any) -> bool:
     return "sample" in reads and bool(reads & {"args", "state", "sampling_params"})
 
 
+def plays_session(target: Any) -> bool:
+    """Whether a function is an agent function of Miles, called as `run(base_url=, prompt=, request_kwargs=, metadata=)`."""
+    signature = signature_of(target)
+    if signature is None or not _is_async(target) or not {"base_url", "prompt"} <= signature.parameters.keys():
+        return False
+    return binds(signature, base_url=None, prompt=None, request_kwargs=None, metadata=None)
+
+
 def builds_env(target: Any) -> bool:
     """Whether a function builds an interaction environment: `build_env(sample=sample, args=args)`, or by position."""
     if not inspect.isfunction(target) or _is_async(target):

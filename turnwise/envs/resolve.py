@@ -21,6 +21,7 @@ from turnwise.envs.tasks import TaskSource, make_task_source
 from turnwise.envs.tools.schema import flatten, pydantic_hint
 from turnwise.envs.tools.schema_check import schema_error
 from turnwise.envs.user_code import load_user_module, user_location
+from turnwise.envs.user_imports import stand_in_of
 from turnwise.errors import ConfigError, did_you_mean, suggest_or_list
 
 _FOREIGN_ARGUMENTS = frozenset(
@@ -183,10 +184,14 @@ def _of_module(path: str, name: str, use: str, base: Path) -> Any:
         try:
             module = importlib.import_module(path)
         except ModuleNotFoundError as error:
-            spec = None if _within(error.name, path) else importlib.util.find_spec(path)
-            if spec is None or not spec.has_location or spec.origin is None:
-                raise
-            module = load_user_module(Path(spec.origin), path)
+            stand_in = stand_in_of(path)
+            if stand_in is not None:
+                module = stand_in
+            else:
+                spec = None if _within(error.name, path) else importlib.util.find_spec(path)
+                if spec is None or not spec.has_location or spec.origin is None:
+                    raise
+                module = load_user_module(Path(spec.origin), path)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:

@@ -30,21 +30,34 @@ from typing import Any
 from turnwise.envs.thread_alarm import SignalOfUserCode
 
 STAND_INS = "turnwise.compat.stand_ins"
+ALWAYS = ("slime", "miles")
+"""Frameworks whose stand-ins are used where they are installed too: the originals of these modules need Ray and servers of the
+trainer. What a stand-in lacks is the installed framework's."""
 PACKAGE = "turnwise_package_"
 _PROJECT = (".git", "pyproject.toml", "setup.py", "setup.cfg")
 _HOMES: dict[Path, None] = {}
 """Folders of the files that recipes name, in the order of their first use."""
+_ON_PATH: dict[str, set[Path]] = {}
+"""Packages of users that are importable by themselves, with entries of `sys.path`: they get the imports of user code too."""
 
 
 def import_foreign(name: str, near: Path | None = None, attribute: str = "") -> ModuleType:
     """Import a module of a framework, else our stand-in, else one around `near` or around a file that is loaded.
 
+    A module directly beside one of those files comes first, as for an import statement of the file.
     Of a stand-in without `attribute` and a module around a file it is the latter, which is newer.
 
     Raises:
         ImportError: the framework's, where none of them has it.
     """
     new = _top(name) not in sys.modules
+    if _comes_first(name):
+        return importlib.import_module(f"{STAND_INS}.{name}")
+    if new:
+        beside = _beside(name, near)
+        if beside is not None:
+            return importlib.import_module(f"{beside}.{name}")
+        _adopt_around(name, near)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -61,6 +74,38 @@ def import_foreign(name: str, near: Path | None = None, attribute: str = "") -> 
         if not names:
             raise
         return importlib.import_module(names[0])
+
+
+def _beside(name: str, near: Path | None) -> str | None:
+    """Return the private package of the folder of a user's file that has a module, whose name is not a framework's."""
+    top = _top(name)
+    if top in sys.stdlib_module_names or _has_stand_in(top):
+        return None
+    folders = [near.parent] if near is not None else []
+    for folder in (*folders, *_HOMES):
+        if (folder / f"{top}.py").is_file() or (folder / top / "__init__.py").is_file():
+            return _register(folder)
+    return None
+
+
+def _adopt_around(name: str, near: Path | None) -> None:
+    """Adopt the package of a module that is around a user's file and on `sys.path`."""
+    for file in (near, *(home / "_" for home in _HOMES)):
+        package = None if file is None else _around_file(file, name)
+        if package is not None and (folder := Path(sys.modules[package].__path__[0])) in _installed():
+            _adopt(folder, _top(name))
+            return
+
+
+def _adopt(folder: Path, top: str) -> None:
+    """Give the modules of a package on `sys.path` the imports of user code, when they are loaded."""
+    if folder.name not in ("site-packages", "dist-packages") and top not in ("turnwise", *ALWAYS):
+        _ON_PATH.setdefault(top, set()).add(folder)
+
+
+def stand_in_of(name: str) -> ModuleType | None:
+    """Return our stand-in for a module of a framework; None where there is none."""
+    return importlib.import_module(f"{STAND_INS}.{name}") if _has_stand_in(name) else None
 
 
 def loaded_foreign(name: str) -> list[ModuleType]:
@@ -198,6 +243,7 @@ def private_package(path: Path) -> str:
         inner.insert(0, folder.name)
         folder = folder.parent
     if inner and folder in _installed():
+        _adopt(folder, inner[0])
         return ".".join(inner)
     root = _register(folder)
     _HOMES[path.parent] = None
@@ -302,10 +348,20 @@ def import_for_user(
     top = _top(name)
     new = top not in sys.modules
     # A file of a framework's own source tree has that tree's modules, also where another version is installed.
-    if top not in sys.stdlib_module_names and (new or _has_stand_in(top)):
+    if top not in sys.stdlib_module_names and (new or (_has_stand_in(top) and not _comes_first(name))):
         own = _own_package(globals, name) if new else _own_tree(globals, top)
         if own is not None:
             return _named(f"{own}.{name}", own, names)
+    return _import_absolute(name, names, globals, locals)
+
+
+def _import_absolute(name: str, names: tuple[str, ...], globals: Mapping[str, Any], locals: Mapping[str, Any] | None) -> Any:
+    """Import an installed module, else a stand-in, else a module around the file; see `import_for_user`."""
+    top = _top(name)
+    new = top not in sys.modules
+    first = _named(f"{STAND_INS}.{name}", STAND_INS, names) if _comes_first(name) else None
+    if first is not None and all(hasattr(first, one) for one in names if one != "*"):
+        return first if names or top not in sys.modules else _Overlay(first, sys.modules[top])
     try:
         found = builtins.__import__(name, globals, locals, names, 0)
     except ModuleNotFoundError as error:
@@ -313,6 +369,8 @@ def import_for_user(
             raise
         _forget_folder(name, new)
         return _not_installed(name, globals, names, error)
+    if first is not None:
+        return _Overlay(first, found)
     if any(not hasattr(found, one) for one in names if one != "*") and _has_stand_in(name):
         return _Overlay(found, _named(f"{STAND_INS}.{name}", STAND_INS, names))
     return _as_user_code_sees(found, globals)
@@ -323,6 +381,11 @@ def _as_user_code_sees(module: ModuleType, globals: Mapping[str, Any]) -> Any:
     if module in (importlib, importlib.util):
         return _ImportlibOfUserCode(module, globals)
     return _SIGNAL if module is signal else module
+
+
+def _comes_first(name: str) -> bool:
+    """Whether the stand-in for a module comes before an installed one."""
+    return _top(name) in ALWAYS and _has_stand_in(name) and "." in name
 
 
 def _not_installed(
@@ -367,7 +430,7 @@ def _named(full: str, package: str, names: tuple[str, ...]) -> Any:
 
 
 class _Overlay(ModuleType):
-    """An installed module, with what it lacks from a stand-in."""
+    """A module, with what it lacks from another one: of an installed module and a stand-in."""
 
     def __init__(self, installed: ModuleType, stand_in: ModuleType) -> None:
         super().__init__(installed.__name__, installed.__doc__)
@@ -483,11 +546,18 @@ def _same_as(name: str) -> str | None:
 
 
 class _PrivateFinder:
-    """Finds stand-ins and the modules around user code, by their private names."""
+    """Finds stand-ins and the modules around user code, by their private names, and packages of users on `sys.path`."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
         """Return the spec of a private module, whose loader prepares it."""
+        if (roots := _ON_PATH.get(_top(name))) is not None:
+            spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+            if spec is None or type(spec.loader) is not importlib.machinery.SourceFileLoader:
+                return spec
+            if not roots.isdisjoint(Path(spec.loader.path).resolve().parents):
+                spec.loader = _PrivateLoader(spec.loader.name, spec.loader.path)
+            return spec
         if not name.startswith((PACKAGE, f"{STAND_INS}.")):
             return None
         if name.startswith(STAND_INS) and not _has_files(public_name(name)):

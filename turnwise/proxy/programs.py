@@ -11,6 +11,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -130,7 +131,7 @@ class Program:
         session = ProxySession(model, self.settings)
         directory = Path(tempfile.mkdtemp(prefix="turnwise-"))
         try:
-            async with _servers.setdefault(asyncio.get_running_loop(), _SharedServer()) as server:
+            async with shared_server() as server:
                 try:
                     gate = None if server.socket is None else (server.port, server.socket)
                     endpoint = ProgramEndpoint(task, server.open(session), session.token, directory, self._model, gate)
@@ -408,3 +409,12 @@ class _SharedServer:
 
 
 _servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _SharedServer] = weakref.WeakKeyDictionary()
+
+
+def shared_server() -> AbstractAsyncContextManager[ProxyServer]:
+    """Return the server of the event loop that runs, which is open while it is in use.
+
+    Raises:
+        UsageError: when it is entered, without the packages of the extra `serve`.
+    """
+    return _servers.setdefault(asyncio.get_running_loop(), _SharedServer())

@@ -28,6 +28,10 @@ class TokenizerFace:
         """Directory of the model's tokenizer; empty for a renderer that was made in memory."""
         self.chat_template = renderer.template.source
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenizerFace:
+        """Return itself: user code copies settings that have it, and it never changes."""
+        return self
+
     def __call__(self, text: str | Sequence[str], **_: Any) -> dict[str, Any]:
         """Encode a text, or several: `input_ids` and `attention_mask`."""
         ids = self.encode(text) if isinstance(text, str) else [self.encode(one) for one in text]

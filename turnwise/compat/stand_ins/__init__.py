@@ -8,8 +8,6 @@ from turnwise.envs import user_imports as _user_imports  # noqa: F401  # finds t
 
 SAME = {
     "miles": "slime",
-    "miles.rollout.inference_rollout": "slime.rollout",
-    "miles.rollout.inference_rollout.inference_rollout_common": "slime.rollout.sglang_rollout",
     "examples.geo3k_vlm": "examples",
     "examples.geo3k_vlm.multi_turn": "examples.geo3k_vlm_multi_turn",
     "swift.plugin.env": "swift.rollout.gym_env",

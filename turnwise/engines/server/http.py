@@ -95,6 +95,7 @@ class JsonHttpServer:
             that change anything and writes it to a file for this user's clients (`turnwise.engines.tokens`). None: the
             endpoints check access themselves.
         unix: path of a Unix socket to serve too. Every user of this machine who reaches the path may connect.
+        listener: bound socket to serve in place of one of `host` and `port`; `close` closes it.
     """
 
     def __init__(
@@ -105,8 +106,9 @@ class JsonHttpServer:
         port: int,
         token: str | None = "",
         unix: Path | None = None,
+        listener: socket.socket | None = None,
     ) -> None:
-        self._host, self._port, self._unix = host, port, unix
+        self._host, self._port, self._unix, self._listener = host, port, unix, listener
         self.token = token or secrets.token_urlsafe(24)
         """Token required by requests that change anything."""
         self.published = token == ""
@@ -147,13 +149,9 @@ class JsonHttpServer:
             timeout_graceful_shutdown=0,
             h11_max_incomplete_event_size=MAX_HEAD,
         )
-        kinds = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, proto, _, address = kinds[0]
-        self._socket, self._server = socket.socket(family, kind, proto), _Uvicorn(config)
+        self._server = _Uvicorn(config)
+        self._socket = self._listener or self._bound()
         try:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind(address)
-            self._socket.setblocking(False)
             if self.published:
                 tokens.publish(self.port, self.token)
         except (OSError, ConfigError):
@@ -162,6 +160,19 @@ class JsonHttpServer:
         self._task = asyncio.create_task(self._server.serve([self._socket, *self._unix_sockets()]))
         while not self._server.started and not self._task.done():
             await asyncio.sleep(0.001)
+
+    def _bound(self) -> socket.socket:
+        kinds = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, proto, _, address = kinds[0]
+        made = socket.socket(family, kind, proto)
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(address)
+            made.setblocking(False)
+        except OSError:
+            made.close()
+            raise
+        return made
 
     def _unix_sockets(self) -> list[socket.socket]:
         if self._unix is None:

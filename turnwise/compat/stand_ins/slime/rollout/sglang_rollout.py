@@ -9,7 +9,14 @@ from slime.utils.processing_utils import build_processor_kwargs, encode_image_fo
 
 from turnwise.compat.slime_engine import GenerateState
 
-__all__ = ["GenerateState", "generate"]
+__all__ = ["GenerateState", "generate", "generate_rollout", "get_model_url"]
+
+
+def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
+    """Return the address of a model: that of `args.sglang_model_routers`, a table of hosts and ports, else the policy's."""
+    routers = getattr(args, "sglang_model_routers", None) or {}
+    host, port = routers.get(model_name, (args.sglang_router_ip, args.sglang_router_port))
+    return f"http://{host}:{port}{endpoint}"
 
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
@@ -43,3 +50,12 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> A
         text=output["text"],
     )
     return sample
+
+
+def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Play a step, as functions for a step call it.
+
+    Raises:
+        NotImplementedError: always; our loop plays steps.
+    """
+    raise NotImplementedError("a step is played by our loop; name the generate function in use")

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.compat.common import import_object
+from turnwise.compat.slime_engine import EPISODE
+from turnwise.envs.user_imports import STAND_INS
 
 
 class SingletonMeta(type):
@@ -25,5 +27,9 @@ def load_function(path: Any) -> Any:
     """Return what `module.name` names, of the caller's own tree too; a function as it is, and None for no path."""
     if callable(path) or not path:
         return path or None
-    caller = sys._getframe(1).f_globals.get("__file__")
-    return import_object(str(path), "load_function", near=Path(caller) if caller else None)
+    caller = sys._getframe(1).f_globals
+    near = Path(caller["__file__"]) if "__file__" in caller else None
+    server = EPISODE.get()
+    if server is not None and server.base is not None and str(caller.get("__name__")).startswith(STAND_INS):
+        near = server.base / "_"  # for a loop of slime's or Miles' own, the recipe names the function
+    return import_object(str(path), "load_function", near=near)
