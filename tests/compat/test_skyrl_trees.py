@@ -218,6 +218,14 @@ class Nested(Base):
         return own.agent.weight
 
 
+class Renamed(Base):
+    def __init__(self, generator_cfg, llm_endpoint_client: "InferenceEngineInterface", tokenizer):
+        super().__init__(generator_cfg, None, llm_endpoint_client, tokenizer)
+
+    def reward(self, out):
+        return 0.625
+
+
 class Http(Base):
     def __init__(self, generator_cfg, inference_engine_client, tokenizer):
         self.url = inference_engine_client.get_endpoint_url()
@@ -245,6 +253,7 @@ class Masks(Base):
         ("Dataclass", {"generator_cfg": {"sampling_params": {"temperature": 0.25}}}, 0.25),
         ("Nested", {"more": {"agent": {"weight": 0.125}}}, 0.125),
         ("Masks", {}, 0.25),
+        ("Renamed", {}, 0.625),
     ],
 )
 def test_a_generator_has_skyrls_configuration(use, args, reward, tmp_path):
