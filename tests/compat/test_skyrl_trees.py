@@ -302,5 +302,6 @@ def test_a_generator_makes_environments_of_the_users_files(tmp_path):
 )
 def test_a_name_that_no_stand_in_has_is_named_with_the_remedy(line, name, project, tmp_path):
     written(tmp_path, {"user.py": f"{line}\nREWARD = 1.0\n{ENV}"})
-    with pytest.raises(ConfigError, match=rf"line 1: ImportError: {name} is not in our stand-in for \S+; install {project} \("):
+    message = rf"line 1: ImportError: cannot import name '{name}' from '[\w.]+'; our stand-in lacks it, install {project} \("
+    with pytest.raises(ConfigError, match=message):
         rewarded(tmp_path, "user.py:Env")
