@@ -692,10 +692,10 @@ EXAMPLES: list[Example | Skip] = [
     ),
     Skip(
         f"{INTEGRATIONS}verifiers/verifiers_generator.py:VerifiersGenerator",
-        "it imports ProcessedOutputs of `verifiers`, which releases since 0.1.9 no longer have",
+        "it imports ProcessedOutputs of `verifiers` and calls process_env_results_vllm, which its release 0.4.0 does not have",
     ),
     Skip(
         "skyrl-agent/skyrl_agent/integrations/skyrl_train/skyrl_train_main.py:SkyRLAgentGenerator",
-        "skyrl-agent runs its tasks with OpenHands in container images, and search tools of closed services",
+        "it hands over to skyrl-agent, whose tasks run in container images (OpenHands) and with closed search services",
     ),
 ]

@@ -218,6 +218,14 @@ class Nested(Base):
         return own.agent.weight
 
 
+class Renamed(Base):
+    def __init__(self, generator_cfg, llm_endpoint_client: "InferenceEngineInterface", tokenizer):
+        super().__init__(generator_cfg, None, llm_endpoint_client, tokenizer)
+
+    def reward(self, out):
+        return 0.625
+
+
 class Http(Base):
     def __init__(self, generator_cfg, inference_engine_client, tokenizer):
         self.url = inference_engine_client.get_endpoint_url()
@@ -245,6 +253,7 @@ class Masks(Base):
         ("Dataclass", {"generator_cfg": {"sampling_params": {"temperature": 0.25}}}, 0.25),
         ("Nested", {"more": {"agent": {"weight": 0.125}}}, 0.125),
         ("Masks", {}, 0.25),
+        ("Renamed", {}, 0.625),
     ],
 )
 def test_a_generator_has_skyrls_configuration(use, args, reward, tmp_path):
@@ -293,5 +302,6 @@ def test_a_generator_makes_environments_of_the_users_files(tmp_path):
 )
 def test_a_name_that_no_stand_in_has_is_named_with_the_remedy(line, name, project, tmp_path):
     written(tmp_path, {"user.py": f"{line}\nREWARD = 1.0\n{ENV}"})
-    with pytest.raises(ConfigError, match=rf"line 1: ImportError: {name} is not in our stand-in for \S+; install {project} \("):
+    message = rf"line 1: ImportError: cannot import name '{name}' from '[\w.]+'; our stand-in lacks it, install {project} \("
+    with pytest.raises(ConfigError, match=message):
         rewarded(tmp_path, "user.py:Env")

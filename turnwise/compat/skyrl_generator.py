@@ -61,8 +61,10 @@ def make_agent_function(target: Any, args: Mapping[str, Any], where: str) -> Cal
     for key in args:
         if key not in (*CONFIGS, *named) and not takes_any:
             raise ConfigError(f"{where} has no argument {key!r}; {suggest_or_list(key, [*CONFIGS, *named])}")
+    # A user's own entrypoint makes the generator, so the engine's client may have another name.
+    clients = [key for key, one in parameters.items() if "InferenceEngine" in str(one.annotation)]
     for key in named:
-        if key not in (*GIVEN, *args) and parameters[key].default is inspect.Parameter.empty:
+        if key not in (*GIVEN, *clients, *args) and parameters[key].default is inspect.Parameter.empty:
             raise ConfigError(f"{where} needs the argument {key!r}; give it under [env.args]")
     if missing := sorted(getattr(target, "__abstractmethods__", ())):
         raise ConfigError(f"{where} lacks {' and '.join(missing)}; a generator has async generate(input_batch)")
@@ -76,6 +78,7 @@ def make_agent_function(target: Any, args: Mapping[str, Any], where: str) -> Cal
             "tokenizer": model.tokenizer,
             "model_name": None,
             "policy_model_name": None,
+            **dict.fromkeys(clients, client),
         }
         own = {key: copy.deepcopy(attribute_config(value)) for key, value in args.items() if key not in CONFIGS}
         taken = {key: value for key, value in {**given, **own}.items() if takes_any or key in named}

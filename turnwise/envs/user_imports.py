@@ -223,7 +223,8 @@ def missing_name(error: BaseException) -> str | None:
     name, top = re.search(r"cannot import name '(\w+)'", str(error)), _top(public_name(error.name or ""))
     if name is None:
         return None
-    return f"{name[1]} is not in our stand-in for {public_name(error.name or '')}; install {PROJECTS.get(top, top)}"
+    module = public_name(error.name or "")
+    return f"cannot import name {name[1]!r} from {module!r}; our stand-in lacks it, install {PROJECTS.get(top, top)}"
 
 
 def public_name(module: str) -> str:
