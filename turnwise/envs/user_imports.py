@@ -52,7 +52,9 @@ def import_foreign(name: str, near: Path | None = None, attribute: str = "") -> 
     """
     new = _top(name) not in sys.modules
     if _comes_first(name):
-        return importlib.import_module(f"{STAND_INS}.{name}")
+        found = importlib.import_module(f"{STAND_INS}.{name}")
+        if not attribute or _offers(found, name, attribute):
+            return found
     if new:
         beside = _beside(name, near)
         if beside is not None:
@@ -404,8 +406,8 @@ def _not_installed(
     if package is None:
         error.__dict__["asked"] = name  # Python names only the first package that is missing
         raise error
-    found = _named(f"{package}.{name}", package, names)
-    return found
+    own: ModuleType = _named(f"{package}.{name}", package, names)
+    return _Overlay(found, own) if _comes_first(name) and names else own
 
 
 def _top(name: str) -> str:
