@@ -75,9 +75,9 @@ def agentic(found: Sequence[tw.Trajectory]) -> bool:
 AGENT_ROW = {"prompt": [{"role": "user", "content": "Fix it."}], "metadata": {"instance_id": "a-1", "agent_name": "mini"}}
 
 
-def agent(use: str, reward: str, services: Any, row: Any = None, names: tuple[str, ...] = ()) -> Example:
+def agent(use: str, reward: str, services: Any, row: Any = None, package: str = "httpx") -> Example | Skip:
     """An agent function, whose reward reads what it returned."""
-    return Example(
+    example = Example(
         use,
         [row or AGENT_ROW],
         ["ls", "done"],
@@ -86,8 +86,9 @@ def agent(use: str, reward: str, services: Any, row: Any = None, names: tuple[st
         check=agentic,
         services=services,
         renderer=decoding(text_renderer),
-        names=(reward, *names),
+        names=(reward,),
     )
+    return needs({package: package}, example)
 
 
 TERMINAL_ROW = {"prompt": [{"role": "user", "content": "One command a turn."}], "metadata": {"task_id": "hello"}}
@@ -214,6 +215,7 @@ EXAMPLES = [
         f"{EXPERIMENTAL}/openenv/openenv_generate.py:reward_func",
         lambda: all_of(installed, terminal),
         TERMINAL_ROW,
+        "openai",
     ),
     Example(
         "tests/manual/compact_split_generate.py:generate",

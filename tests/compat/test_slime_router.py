@@ -134,15 +134,22 @@ def test_post_reaches_the_engine_at_the_same_address(tmp_path):
     assert (found.error, found.reward) == (None, 1.0)
 
 
-def test_without_a_socket_post_still_works(tmp_path, monkeypatch):
+def none_left(*_, **__):
+    raise OSError(24, "Too many open files")
+
+
+@pytest.mark.parametrize("full", ["create_server", "limit"])
+def test_without_a_socket_post_still_works(full, tmp_path, monkeypatch):
+    """Without one at all, or with half of the process's files in use."""
     from turnwise.compat import slime_router
 
-    def none_left(*_, **__):
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(slime_router.socket, "create_server", none_left)
+    if full == "create_server":
+        monkeypatch.setattr(slime_router.socket, "create_server", none_left)
+    else:
+        monkeypatch.setattr(slime_router, "_most_files", lambda: 2)
     text = """
     async def generate(args, sample, sampling_params):
+        assert args.sglang_router_ip == "turnwise.invalid"
         sample = await one_reply(args, sample, sampling_params)
         sample.reward = 1.0
         return sample

@@ -378,10 +378,10 @@ def _agent_function(
 
     async def play(task: Task, model: Any) -> Scores:
         server = EngineServer(model, bool(settings.get("rollout_skip_special_tokens")), base)
-        server.open()
-        args = _arguments(settings, model.limits, server)
         token = EPISODE.set(server)
         try:
+            server.open()
+            args = _arguments(settings, model.limits, server)
             sample = new_sample(task, _prompt(task, model, args))
             found = await _call(generate, args, sample, server, miles)
             samples = list(found) if isinstance(found, (list, tuple)) else [found]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +36,14 @@ class RouterPort:
         """Listen, and return the port.
 
         Raises:
-            OSError: where this machine has no socket left.
+            OSError: where this process has used half of the files that it may open; the others are for connections and data.
         """
-        self._listener = socket.create_server((LOOPBACK, 0), backlog=128)
-        self._listener.setblocking(False)
+        listener = socket.create_server((LOOPBACK, 0), backlog=128)
+        if listener.fileno() > _most_files() // 2:
+            listener.close()
+            raise OSError(errno.EMFILE, "half of the files that this process may open are in use")
+        listener.setblocking(False)
+        self._listener = listener
         asyncio.get_running_loop().add_reader(self._listener, self._on_connection)
         return int(self._listener.getsockname()[1])
 
@@ -88,6 +94,15 @@ class RouterPort:
         else:
             await (await self._serving).close()
         self._listener = None
+
+
+def _most_files() -> int:
+    """Return how many files this process may open."""
+    if sys.platform == "win32":
+        return 1 << 13
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 async def _healthy(call: Call) -> Any:
