@@ -17,6 +17,7 @@ from play_slime_kit import (
     http_service,
     installed,
     modules,
+    needs,
     picture,
     step,
     text_of,
