@@ -18,7 +18,7 @@ def default_aggregate_metrics(metrics: list[dict[str, Any]]) -> dict[str, float]
 
 def aggregate_for_environment(env_name: str, metrics: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the metrics of many episodes as the environment of an id combines them."""
-    from .envs.registration import load_env_creator, spec
+    from skyrl_gym.envs.registration import load_env_creator, spec
 
     entry = spec(env_name).entry_point
     found: dict[str, Any] = (load_env_creator(entry) if isinstance(entry, str) else entry).aggregate_metrics(metrics)
