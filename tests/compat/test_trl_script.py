@@ -207,3 +207,13 @@ def test_pictures_of_a_scripts_rows_are_before_the_first_message_of_the_user(tmp
     system, user = tasks[0].messages
     assert system.content == "Look."
     assert [type(part).__name__ for part in user.content] == ["Image", "str"]
+
+
+def test_modules_of_the_stand_in_are_modules_and_other_names_are_stand_ins(tmp_path):
+    (tmp_path / "user.py").write_text(
+        "from trl import RichProgressCallback, rewards\n\n\ndef judge(completions, **kwargs):\n"
+        "    return rewards.think_format_reward(completions)\n"
+    )
+    spec = resolve_env(EnvConfig(use="trl:GRPOTrainer", args={"reward_funcs": ["user.py:judge"]}), base=tmp_path)
+    (found,) = tw.rollout(spec.factory, [tw.Task("Go.")], tw.ScriptedEngine(["<think>a</think>b"]))
+    assert found.reward == 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from typing import Any
 
 
@@ -28,6 +29,7 @@ class RLOOTrainer(_NotInstalled):
 
 def __getattr__(name: str) -> Any:
     """Return a stand-in for any other name of TRL: scripts import callbacks, parsers and configurations beside the trainer."""
-    if name.startswith("__"):
+    # An import of a submodule asks here first, and imports it after an AttributeError.
+    if name.startswith("__") or name in {module.name for module in pkgutil.iter_modules(__path__)}:
         raise AttributeError(name)
     return type(name, (_NotInstalled,), {})
