@@ -209,8 +209,7 @@ class Scores:
         return None if self.own is None else self.own + math.fsum(self.turns) + mean
 
     def checked(self, what: str) -> Scores:
-        """Return a copy with every number as a float; raise `RewardError` for one that is not finite or
-        too large."""
+        """Return a copy with every number as a float; raise `RewardError` for one that is not finite or too large."""
         return Scores(
             as_number(self.own, what),
             tuple(as_number(one, f"{what} by turn") or 0.0 for one in self.turns),

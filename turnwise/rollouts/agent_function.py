@@ -195,10 +195,10 @@ class Model:
         if group is not None and self._recorder.trajectory.agent_groups.setdefault(agent, group) != group:
             raise UsageError(f"generate: agent {agent!r} is in group {self._recorder.trajectory.agent_groups[agent]!r} already")
         if n is None:
-            return await self._generate_one(messages, **given)
+            return await self._generate_one(messages, given)
         if n < 1:
             raise UsageError(f"generate: n must be at least 1, not {n}")
-        calls = [asyncio.ensure_future(self._generate_one(messages, **given)) for _ in range(n)]
+        calls = [asyncio.ensure_future(self._generate_one(messages, given)) for _ in range(n)]
         try:
             return list(await asyncio.gather(*calls))
         finally:
@@ -206,33 +206,12 @@ class Model:
                 one.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
 
-    async def _generate_one(
-        self,
-        messages: Messages | Sequence[int],
-        *,
-        agent: str,
-        tools: Tools,
-        max_tokens: int | None,
-        stop: Sequence[str],
-        stop_ids: Sequence[int],
-        media: Sequence[Any],
-        branch: str | None,
-        **sampling_given: float | None,
-    ) -> Reply:
+    async def _generate_one(self, messages: Messages | Sequence[int], given: Mapping[str, Any]) -> Reply:
+        """Sample one reply with the arguments of `_sampled`, and record a limit that it met."""
         if self._closed:
             raise UsageError("the episode is over: its agent function has returned")
         try:
-            reply, turn = await self._sampled(
-                messages,
-                agent=agent,
-                tools=tools,
-                max_tokens=max_tokens,
-                stop=stop,
-                stop_ids=stop_ids,
-                media=media,
-                branch=branch,
-                **sampling_given,
-            )
+            reply, turn = await self._sampled(messages, **given)
         except LimitReached as limit:
             self.limit = limit
             raise

@@ -218,9 +218,8 @@ class Tools:
             return _error_result(returned.content), "raised"
         for what, value in (("reward", returned.reward), *((f"metric {key!r}", n) for key, n in returned.metrics.items())):
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                as_number(
-                    value, f"the tool {call.name!r} gave the {what}, which"
-                )  # one that is not finite would corrupt every mean
+                # One that is not finite would corrupt every mean.
+                as_number(value, f"the tool {call.name!r} gave the {what}, which")
         return returned, "raised" if returned.error else None
 
 

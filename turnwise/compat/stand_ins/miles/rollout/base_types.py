@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+
 
 @dataclass(frozen=True)
 class GenerateFnInput:
@@ -49,22 +51,6 @@ class RolloutFnEvalInput:
     """An evaluation."""
 
     rollout_id: int
-
-
-@dataclass
-class RolloutFnTrainOutput:
-    """Groups of samples."""
-
-    samples: list[list[Any]]
-    metrics: dict[str, Any] | None = None
-
-
-@dataclass
-class RolloutFnEvalOutput:
-    """Samples by data set."""
-
-    data: dict[str, dict[str, Any]]
-    metrics: dict[str, Any] | None = None
 
 
 RolloutFnInput = RolloutFnTrainInput | RolloutFnEvalInput
