@@ -6,9 +6,10 @@ import asyncio
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from turnwise.envs.spec import EnvSpec
     from turnwise.renderers.chat_renderer import ChatRenderer
     from turnwise.renderers.history import History
-    from turnwise.rollouts import Rollout
+    from turnwise.rollouts import EpisodeSpec, Rollout
     from turnwise.rollouts.stream import GroupPlayer
     from turnwise.training.distributed import ProcessRanks
     from turnwise.training.run import TrainingRun
@@ -260,7 +261,15 @@ async def _evaluate(resolved: ResolvedConfig, checkpoint: str | None, engine: st
     watch.phase("evaluate", len(modes), "passes")
     try:
         for number, (mode, (count, sampling)) in enumerate(modes.items(), 1):
-            played = await play_evaluation(rollout, chosen, name=f"eval-{mode}", step=0, samples=count, sampling=sampling)
+            played = await play_evaluation(
+                rollout,
+                chosen,
+                name=f"eval-{mode}",
+                step=0,
+                samples=count,
+                sampling=sampling,
+                play=partial(_play_again, rollout, config.rollout.max_retries),
+            )
             check_failures(played, f"the {mode} pass", None, config.rollout.max_failed)
             summary = summarize(played, config.eval.success)
             found[mode] = summary.row()
@@ -270,6 +279,16 @@ async def _evaluate(resolved: ResolvedConfig, checkpoint: str | None, engine: st
     finally:
         await rollout.engine.close()
     return found
+
+
+async def _play_again(rollout: Rollout, max_retries: int, episodes: Sequence[EpisodeSpec], **given: Any) -> list[Trajectory]:
+    """Play episodes, those again that failed and may pass; `given` are arguments of `Rollout.play`."""
+    from turnwise.rollouts.play_again import play_again
+
+    def play(these: Sequence[EpisodeSpec]) -> Awaitable[list[Trajectory]]:
+        return rollout.play(these, **given)
+
+    return await play_again(episodes, play(episodes), play, max_retries=max_retries)
 
 
 def preview_rollouts(
@@ -289,7 +308,8 @@ def preview_rollouts(
 
     async def play() -> list[Trajectory]:
         try:
-            return await rollout.play([episode for choice in chosen for episode in choice.episodes("rollout", 0, 1)])
+            episodes = [episode for choice in chosen for episode in choice.episodes("rollout", 0, 1)]
+            return await _play_again(rollout, config.rollout.max_retries, episodes)
         finally:
             await rollout.engine.close()
 

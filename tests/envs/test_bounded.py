@@ -2,11 +2,15 @@
 
 import math
 import operator
+import os
+import signal
 import threading
+from pathlib import Path
 
 import pytest
 
-from turnwise.envs.isolation.bounded import BoundExceeded, call_bounded
+from turnwise.envs.isolation.bounded import MAX_DEATHS, BoundExceeded, call_bounded
+from turnwise.errors import ProcessDied
 
 
 def test_a_call_returns_what_the_function_returns():
@@ -39,3 +43,25 @@ def test_threads_share_the_helpers():
     for thread in threads:
         thread.join()
     assert found == {number: [number + one for one in range(20)] for number in range(8)}
+
+
+def dies_from_outside(times, count_file):
+    """Be killed so often by a signal that no call brings upon itself."""
+    with open(count_file, "a") as file:
+        file.write(".")
+    if os.path.getsize(count_file) <= times:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "answer"
+
+
+def test_a_helper_that_is_killed_from_outside_changes_no_verdict(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.setattr(dies_from_outside, "__module__", "test_bounded")
+    assert call_bounded(dies_from_outside, MAX_DEATHS - 1, str(tmp_path / "few")) == "answer"
+    with pytest.raises(ProcessDied, match=r"SIGKILL\), 3 times"):
+        call_bounded(dies_from_outside, MAX_DEATHS, str(tmp_path / "many"))
+
+
+def test_a_crash_is_the_call_s_own():
+    with pytest.raises(BoundExceeded, match="ended its process"):
+        call_bounded(os.abort)

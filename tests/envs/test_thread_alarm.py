@@ -1,12 +1,15 @@
 """User code that bounds a call by SIGALRM, as tools and rewards of other systems do, in the threads that run it here."""
 
+import asyncio
 import textwrap
 
 import pytest
 
 import turnwise as tw
 from turnwise.config.schema import EnvConfig
+from turnwise.envs import thread_alarm
 from turnwise.envs.resolve import resolve_env
+from turnwise.envs.threads import AbandonableThreads
 
 TOOL = """
 import signal
@@ -71,6 +74,12 @@ WAYS = {
 }
 
 
+SETS_ALARM = {
+    "stops": "signal.setitimer(signal.ITIMER_REAL, 0)",
+    "rings again": "signal.setitimer(signal.ITIMER_REAL, 60)",
+}
+
+
 def call(**arguments):
     import json
 
@@ -96,6 +105,36 @@ def test_an_alarm_of_a_tool_ends_it_and_no_later_call(way, tmp_path):
         "late",
         "done",
     ]
+
+
+@pytest.mark.parametrize("way", SETS_ALARM)
+def test_a_handler_may_set_the_alarm(way, tmp_path):
+    imports, on, off = WAYS["setitimer"]
+    source = TOOL.format(imports=imports, set=on, unset=off)
+    source = source.replace("        raise Late(", f"        {SETS_ALARM[way]}\n        raise Late(")
+    assert answers(tmp_path, source, call(seconds=30), call(seconds=0.05)) == ["late", "done"]
+
+
+def test_an_alarm_that_rings_when_its_call_has_ended_loses_no_result(monkeypatch):
+    """The exception meets the thread between the call and the end of its alarm."""
+    late = iter([RuntimeError("late"), RuntimeError("late"), None])
+    clear = thread_alarm.clear
+
+    def ringing():
+        if (error := next(late, None)) is not None:
+            raise error
+        clear()
+
+    monkeypatch.setattr(thread_alarm, "clear", ringing)
+
+    async def work():
+        threads = AbandonableThreads()
+        try:
+            return await asyncio.wait_for(threads.call(lambda: "done"), 10)
+        finally:
+            threads.close()
+
+    assert asyncio.run(work()) == "done"
 
 
 AGAIN = """

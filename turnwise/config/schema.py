@@ -175,6 +175,7 @@ RETRIED = Needs(
     "env.max_env_retries_per_turn > 0",
     "env.max_engine_retries_per_turn > 0",
     "env.max_reward_retries > 0",
+    "env.isolation = process",
 )
 TOO_FEW_STEPS = "must be 0 or at least 10: an average over fewer steps cannot tell a signal from chance"
 FIXED = Needs("train.aggregation = fixed", "train.aggregation none and train.algorithm = dr_grpo | file.py:name")
@@ -456,7 +457,8 @@ class RolloutConfig:
     environments: PositiveInt | None = None
     """Maximum environments alive at once; none starts as many as keep the engine busy."""
     max_retries: NonNegativeInt = 1
-    """Maximum restarts of an episode that failed by its environment, its engine or a timeout, before the failure counts."""
+    """Maximum restarts of an episode that failed by its environment, its engine or a timeout, before the failure counts; the
+    death of its process is no failure of the episode, and is repeated up to 5 times."""
     max_failed: Fraction = 0.2
     """Maximum share of failed episodes in a step or an evaluation; more stop the run, which can be resumed with --resume."""
     temperature: PositiveFloat = 1.0

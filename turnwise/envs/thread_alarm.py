@@ -18,7 +18,8 @@ from typing import Any
 Handler = Callable[[int, Any], Any] | int | None
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()
+"""Held while a handler runs, which may set the alarm anew."""
 
 
 class _Alarm:
@@ -74,10 +75,13 @@ class _Alarm:
                 self._start(self.interval, self.interval)
             if not callable(self.handler):
                 return  # ignored; by default it would end the process
+            _ringing.alarm = self
             try:
                 self.handler(signal.SIGALRM, None)
             except BaseException as error:
                 _raise_in(self._thread, type(error))
+            finally:
+                _ringing.alarm = None
 
 
 def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
@@ -87,6 +91,8 @@ def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
 
 _alarms: dict[int, _Alarm] = {}
 """By the number of the thread."""
+_ringing = threading.local()
+"""`alarm`: the one whose handler runs in this thread, a timer's. What it sets is that alarm."""
 
 
 def clear() -> None:
@@ -94,6 +100,16 @@ def clear() -> None:
     alarm = _alarms.pop(threading.get_ident(), None)
     if alarm is not None:
         alarm.set(0.0, 0.0)
+
+
+def clear_late() -> None:
+    """Forget the alarm of this thread; what it raises until it is forgotten meets no user code, and is dropped."""
+    while True:
+        try:
+            clear()
+        except BaseException:  # of the handler: any
+            continue
+        return
 
 
 class SignalOfUserCode(ModuleType):
@@ -111,6 +127,9 @@ def _in_main_thread() -> bool:
 
 
 def _own() -> _Alarm:
+    ringing: _Alarm | None = getattr(_ringing, "alarm", None)
+    if ringing is not None:
+        return ringing
     thread = threading.get_ident()
     return _alarms.setdefault(thread, _Alarm(thread))
 

@@ -183,7 +183,7 @@ class AbandonableThreads:
                 result, error = job.function(*job.args), None
             except BaseException as raised:  # delivered to the waiting task
                 result, error = None, raised
-            thread_alarm.clear()
+            thread_alarm.clear_late()
             with self._lock:
                 job.running = False
                 abandoned = job.abandoned

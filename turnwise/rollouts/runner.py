@@ -21,7 +21,16 @@ from turnwise.envs.resolve import load_object
 from turnwise.envs.spec import EnvSpec
 from turnwise.envs.threads import AbandonableThreads
 from turnwise.envs.user_code import failure_of
-from turnwise.errors import ConfigError, EngineError, LimitReached, RepeatedUserError, TraceError, UsageError
+from turnwise.errors import (
+    ConfigError,
+    EngineError,
+    LimitReached,
+    ProcessDied,
+    RepeatedUserError,
+    TraceError,
+    UsageError,
+    words,
+)
 from turnwise.media import MediaStore
 from turnwise.records import RunDir, trajectory_row
 from turnwise.records.journal import RecordedEpisode
@@ -38,6 +47,7 @@ from turnwise.rollouts.env_session import START_S, EnvSession, is_over
 from turnwise.rollouts.episode import compute_reward, reward_value, run_episode
 from turnwise.rollouts.group_rewards import GroupReward, GroupRewards
 from turnwise.rollouts.observations import MediaIntake
+from turnwise.rollouts.play_again import MAX_DEATHS, is_death
 from turnwise.rollouts.recorder import Recorder, TimedRecorder, Trace
 from turnwise.rollouts.render_check import SHARE, RenderCheck, Sanity
 from turnwise.rollouts.resume import ResumedTurns
@@ -339,8 +349,14 @@ class Rollout:
         async def size(episode: EpisodeSpec) -> int | None:
             if episode.make is None:
                 return None
+            for _ in range(MAX_DEATHS):
+                with suppress(ProcessDied):
+                    return await size_once(episode, episode.make)
+            return None
+
+        async def size_once(episode: EpisodeSpec, factory: Callable[[], Env]) -> int | None:
             deadline = Deadline(START_S + self.limits.env_s, stop)
-            make = fork_servers.of(episode.make) if episode.rules.isolation == "process" else episode.make
+            make = fork_servers.of(factory) if episode.rules.isolation == "process" else factory
             trajectory = Trajectory(episode.task, episode.key)
             given = trajectory, self.engine, self.renderer, self.limits
             recorder = Recorder(*given, sampling=self.sampling, seed=self.seed, media_intake=self.media_intake)
@@ -352,6 +368,8 @@ class Rollout:
                 if deadline.passes(error):
                     raise
                 deadline.clear()
+                if is_death(failure_of(error, "reset")):
+                    raise ProcessDied(words(error)) from error  # says nothing about the prompt
                 return None  # the failure recurs, and is recorded, when the episode is played
             finally:
                 deadline.extend(self.limits.env_s)

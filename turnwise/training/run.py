@@ -25,7 +25,7 @@ from turnwise.records.metrics import rollout_metrics
 from turnwise.renderers.history import History
 from turnwise.renderers.row_arguments import check_row_arguments
 from turnwise.rollouts import EpisodeSpec, Rollout
-from turnwise.rollouts.retries import backoff_s
+from turnwise.rollouts.play_again import play_again
 from turnwise.rollouts.runner import left_out, left_out_note, parse_history
 from turnwise.rollouts.scheduler import BatchScheduler
 from turnwise.rollouts.stream import GroupPlayer, RolloutStream
@@ -51,7 +51,6 @@ from turnwise.training.task_plan import (
     check_failures,
     eval_samples,
     planned_steps,
-    to_play_again,
 )
 from turnwise.training.trainer.memory import report_memory
 from turnwise.training.warmup import SIGNAL, Gate, cut_note, demonstrations, learning_rate, sample_demos
@@ -274,9 +273,9 @@ class TrainingRun:
             self.policies.reference()
             return
         self.watch.phase("warm-up", warmup.steps, "steps")
-        store = self.rollout.media_intake.store
-        renderer, note = self.parts.renderer, self.watch.note
-        demos = await demonstrations(self.env_specs, self.plan, renderer, config, self.history, store, note)
+        note = self.watch.note
+        demos = await self._demonstrate()
+        failed_plays = self.record.failed_plays("demonstrate", 0)  # in the first row, for they are played before it
         rewards = [t.reward for t in demos if t.reward is not None]
         demo_reward = sum(rewards) / len(rewards) if rewards else None
         gate = Gate.of(config, demos)
@@ -292,7 +291,8 @@ class TrainingRun:
             figures = self.policies.supervised(sample_demos(demos, config, step), lr=learning_rate(warmup.lr, step, total))
             losses = [*losses[-19:], figures["loss"]]
             step += 1
-            self.record.row({"phase": "warmup", "step": step, "demo_reward": demo_reward} | figures)
+            self.record.row({"phase": "warmup", "step": step, "demo_reward": demo_reward} | figures | failed_plays)
+            failed_plays = {}
             self.watch.progress(step, figures)
             if step % warmup.gate_every == 0 or step == warmup.steps:
                 missing, result = await self._check_gate(gate, step, sum(losses) / len(losses))
@@ -317,6 +317,29 @@ class TrainingRun:
         self.policies.reset_optimizer()
         self.policies.reference()
         self._save("warmed", phase="reinforce", step=0, warmed=step, losses=[])
+
+    async def _demonstrate(self) -> list[Trajectory]:
+        """Play the demonstrations as the other episodes of a run; one that failed for good stays left out after a resume."""
+        played: list[Trajectory] = []
+
+        async def play(rollout: Rollout, episodes: Sequence[EpisodeSpec]) -> list[Trajectory]:
+            episodes = [episode for episode in episodes if episode.key not in self.record.accepted]
+            trajectories = await self._again(episodes, rollout.play(episodes), rollout.play)
+            played.extend(trajectories)
+            return trajectories
+
+        demos = await demonstrations(
+            self.env_specs,
+            self.plan,
+            self.parts.renderer,
+            self.config,
+            self.history,
+            self.rollout.media_intake.store,
+            self.watch.note,
+            play,
+        )
+        self.record.accept(played)
+        return demos
 
     async def _check_gate(self, gate: Gate, step: int, loss: float) -> tuple[str, EvalResult]:
         """Play some training tasks; return the unmet gate conditions, empty when the gate is met twice, and the last result."""
@@ -489,25 +512,22 @@ class TrainingRun:
         def play(these: Sequence[EpisodeSpec]) -> Awaitable[list[Trajectory]]:
             return self._stream.submit(these, training=training, **given)
 
-        return self._retried(episodes, play(episodes), play)
+        return self._again(episodes, play(episodes), play)
 
-    async def _retried(
+    def _again(
         self,
         episodes: Sequence[EpisodeSpec],
         playing: Awaitable[list[Trajectory]],
         play: Callable[[Sequence[EpisodeSpec]], Awaitable[list[Trajectory]]],
-    ) -> list[Trajectory]:
-        found = await playing
-        for tries in range(1, self.config.rollout.max_retries + 1):
-            retried = to_play_again(episodes, found, self.record.accepted)
-            if not retried:
-                break
-            await asyncio.sleep(backoff_s(episodes[retried[0]].rules, tries, tries))
-            for number in retried:
-                self.record.count_failed_play(found[number])
-            for number, played in zip(retried, await play([episodes[i] for i in retried]), strict=True):
-                found[number] = played
-        return found
+    ) -> Awaitable[list[Trajectory]]:
+        return play_again(
+            episodes,
+            playing,
+            play,
+            max_retries=self.config.rollout.max_retries,
+            accepted=self.record.accepted,
+            on_failed_play=self.record.count_failed_play,
+        )
 
     def _accept(self, found: Sequence[Trajectory], where: str) -> None:
         """Continue with episodes of which some failed; their failures are final from here on."""

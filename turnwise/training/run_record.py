@@ -13,8 +13,8 @@ from turnwise.records import Checks, RunDir, read_json_lines, rebuild_trajectori
 from turnwise.records.journal import InterruptedEpisodes, RecordedEpisode
 from turnwise.records.serialization import key_row
 from turnwise.renderers import ChatRenderer
+from turnwise.rollouts.play_again import may_pass
 from turnwise.training.batches import StreamRecord
-from turnwise.training.task_plan import may_pass
 from turnwise.training.trainer.checks import check_fingerprints
 from turnwise.types import EpisodeKey, StopReason, Task, Trajectory
 

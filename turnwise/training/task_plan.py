@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,28 +14,11 @@ from turnwise.config import RunConfig
 from turnwise.envs.resolve import resolve_env
 from turnwise.envs.spec import EnvSpec
 from turnwise.envs.tasks import check_disjoint
-from turnwise.envs.user_code import passing
 from turnwise.errors import ConfigError, TaskError, TurnwiseError
 from turnwise.rollouts import EpisodeSpec, group_by_task
+from turnwise.rollouts.play_again import may_pass
 from turnwise.training.curriculum import Curriculum, in_passes, split, split_of_step
 from turnwise.types import EpisodeKey, Group, Task, Trajectory
-
-
-def may_pass(trajectory: Trajectory) -> bool:
-    """Return whether the environment, the engine or a deadline failed an episode, so that a retry may succeed."""
-    error, stop = trajectory.error, trajectory.stop
-    return stop is not None and stop.failed and error is not None and passing(error)
-
-
-def to_play_again(episodes: Sequence[EpisodeSpec], found: Sequence[Trajectory], accepted: Collection[EpisodeKey]) -> list[int]:
-    """Return the indices of failed episodes to retry, except accepted ones; of a group with a group reward, all."""
-    failed = {t.key for t in found if may_pass(t) and t.key not in accepted}
-    groups = {key.group for key in failed}
-    return [
-        number
-        for number, episode in enumerate(episodes)
-        if episode.key in failed or (episode.group_reward and episode.key.group in groups)
-    ]
 
 
 def check_failures(trajectories: Sequence[Trajectory], where: str, run: Path | None, max_share: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -222,9 +222,14 @@ async def demonstrations(
     history: History,
     media: MediaStore | None = None,
     note: Callable[[str], None] = lambda _: None,
+    play: Callable[[Rollout, Sequence[EpisodeSpec]], Awaitable[list[Trajectory]]] = Rollout.play,
 ) -> list[Trajectory]:
-    """Play `warmup.demos` demonstrator episodes, or `warmup.dataset`'s conversations, through the training loop; raise
-    `ConfigError` when no environment has a demonstrator or solver, `TurnwiseError` when most demonstrations fail."""
+    """Play `warmup.demos` demonstrator episodes, or `warmup.dataset`'s conversations, through the training loop.
+
+    `note` receives a line about failed demonstrations, which are left out; `play` plays episodes of
+    a rollout. Raise `ConfigError` when no environment has a demonstrator or solver, `TurnwiseError`
+    when most demonstrations fail.
+    """
     if config.warmup.dataset is not None:
         path, limit = Path(config.warmup.dataset), config.warmup.demos
         return await conversations(path, renderer, limits=config.limits, history=history, limit=limit, media=media, note=note)
@@ -251,13 +256,14 @@ async def demonstrations(
         )
         # With fewer tasks than demonstrations, tasks repeat with another sample number.
         episodes = [own[i % len(own)].episode("demonstrate", 0, i // len(own)) for i in range(count)]
-        found.extend(await rollout.play(episodes))
+        found.extend(await play(rollout, episodes))
     good = [trajectory for trajectory in found if trajectory.stop is not None and not trajectory.stop.failed]
-    if len(good) * 2 < len(found):
+    if len(good) < len(found):
         error = next(t.error for t in found if t.error is not None)
-        raise TurnwiseError(
-            f"{len(found) - len(good)} of {len(found)} demonstrations failed, the first with {error.type}: {error.message}"
-        )
+        failed = f"{len(found) - len(good)} of {len(found)} demonstrations failed"
+        if len(good) * 2 < len(found):
+            raise TurnwiseError(f"{failed}, the first with {error.type}: {error.message}")
+        note(f"{failed} and are left out, the first with {error.type}: {error.message}")
     return good
 
 

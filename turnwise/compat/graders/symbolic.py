@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from turnwise.compat.graders import hendrycks
-from turnwise.envs.isolation.bounded import BoundExceeded, call_bounded
+from turnwise.envs.isolation.bounded import BoundExceeded, CallFailed, call_bounded
 from turnwise.errors import EnvError
 
 _ENCLOSED = re.compile(r"^\\text\{(?P<text>.+?)\}$")
@@ -72,7 +72,7 @@ def equal_by_sympy(given: str, truth: str | None) -> bool:
         return bool(call_bounded(_equal, given, truth))
     except BoundExceeded:
         return False
-    except RuntimeError as error:
+    except CallFailed as error:
         if "ImportError" in str(error) or "ModuleNotFoundError" in str(error):
             raise EnvError(f"this grader needs SymPy and pylatexenc ({error}); pip install 'turnwise[math]'") from error
         raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from turnwise.envs.isolation.bounded import BoundExceeded, call_bounded
+from turnwise.envs.isolation.bounded import BoundExceeded, CallFailed, call_bounded
 from turnwise.errors import EnvError
 
 _UNLIMITED: dict[str, Any] = {"parsing_timeout": None}
@@ -35,7 +35,7 @@ def _verdict(grader: Any, reply: str, truth: str, *, on_limit: float = 0.0) -> f
         found: float | None = call_bounded(grader, reply, truth)
     except BoundExceeded:
         return on_limit
-    except RuntimeError as error:
+    except CallFailed as error:
         if "ModuleNotFoundError" in str(error):
             raise EnvError(f"this grader needs math-verify ({error}); pip install 'turnwise[math]'") from error
         return 0.0

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from turnwise.envs.isolation.bounded import BoundExceeded, call_bounded
+from turnwise.envs.isolation.bounded import BoundExceeded, CallFailed, call_bounded
 from turnwise.errors import EnvError
 
 LONGEST = 80
@@ -510,7 +510,7 @@ def _evaluated(name: str, *args: str) -> float | None:
         found: float | None = call_bounded(globals()[name], *args)
     except BoundExceeded:
         return None
-    except RuntimeError as error:
+    except CallFailed as error:
         if "ModuleNotFoundError" in str(error):
             raise EnvError(f"answers of mathematics need math-verify ({error}); pip install 'turnwise[math]'") from error
         return None

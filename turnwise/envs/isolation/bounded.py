@@ -16,6 +16,7 @@ import importlib
 import os
 import resource
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -26,7 +27,7 @@ from typing import Any
 
 import orjson
 
-from turnwise.errors import ProcessDied
+from turnwise.errors import ProcessDied, TurnwiseError
 
 SECONDS = 3
 """Processor time of a call, which takes milliseconds unless it does not end."""
@@ -34,11 +35,24 @@ MEMORY = 768 * 2**20
 """Bytes that a call may allocate beyond what its imports take."""
 WALL_S = 90.0
 """Time on the clock for a call, imports included, for a helper that sleeps or gets no processor."""
+MAX_DEATHS = 3
+"""Maximum helpers that one call may lose to something outside of it, before the call fails."""
 _FRESH = (MemoryError, RecursionError)
 """Errors that may leave a process in a bad state, so that the next call gets another one."""
 
 
-class BoundExceeded(ProcessDied):
+_OWN_DEATHS = {
+    signal.SIGXCPU,
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGABRT,
+    signal.SIGFPE,
+    signal.SIGILL,
+}
+"""Signals that a call brings upon its helper. Others come from outside, and say nothing about the call."""
+
+
+class BoundExceeded(TurnwiseError, RuntimeError):
     """The call used more processor time or memory than it may."""
 
 
@@ -47,7 +61,9 @@ def call_bounded(function: Callable[..., Any], *args: Any) -> Any:
 
     Raises:
         BoundExceeded: when the call used too much processor time or memory, or ended the process.
-        RuntimeError: for an exception of the function, with its type and message.
+        ProcessDied: when something else ended the process, `MAX_DEATHS` times, or it got no processor
+            time for `WALL_S` seconds: there is no verdict.
+        CallFailed: for an exception of the function, with its type and message.
     """
     request = orjson.dumps({"function": f"{function.__module__}:{function.__qualname__}", "args": args})
     return _HELPERS.call(request)
@@ -63,16 +79,7 @@ class _Helpers:
 
     def call(self, request: bytes) -> Any:
         with self._slots:
-            with self._lock:
-                helper = self._idle.pop() if self._idle else None
-            if helper is None or not helper.alive:
-                helper = _Helper()
-
-            try:
-                answer = helper.ask(request)
-            except BaseException:
-                helper.kill()
-                raise
+            answer, helper = self._ask(request)
 
             if answer.get("fresh"):
                 helper.kill()
@@ -83,14 +90,42 @@ class _Helpers:
         if answer.get("fresh"):
             raise BoundExceeded(answer["error"])
         if "error" in answer:
-            raise RuntimeError(answer["error"])
+            raise CallFailed(answer["error"])
         return answer["value"]
+
+    def _ask(self, request: bytes) -> tuple[dict[str, Any], _Helper]:
+        """Return the answer and the helper that gave it; one that was killed meanwhile is replaced."""
+        deaths = 0
+        while True:
+            with self._lock:
+                helper = self._idle.pop() if self._idle else None
+            if helper is None or not helper.alive:
+                helper = _Helper()
+
+            try:
+                return helper.ask(request), helper
+            except _HelperKilled as error:
+                helper.kill()
+                deaths += 1
+                if deaths == MAX_DEATHS:
+                    raise ProcessDied(f"{error}, {deaths} times") from error
+            except BaseException:
+                helper.kill()
+                raise
 
     def close(self) -> None:
         with self._lock:
             idle, self._idle = self._idle, []
         for helper in idle:
             helper.kill()
+
+
+class CallFailed(TurnwiseError, RuntimeError):
+    """The function raised an exception, whose type and message this has."""
+
+
+class _HelperKilled(Exception):
+    """Something outside of the call ended the helper."""
 
 
 class _Helper:
@@ -118,7 +153,7 @@ class _Helper:
             self._process.stdin.write(request + b"\n")
             self._process.stdin.flush()
         except OSError as error:
-            raise BoundExceeded("the helper process has ended") from error
+            raise self._death() from error
         answer: dict[str, Any] = orjson.loads(self._read_line())
         return answer
 
@@ -132,12 +167,23 @@ class _Helper:
         while not line.endswith(b"\n"):
             left = until - time.monotonic()
             if left <= 0 or not ready.poll(1000 * left):
-                raise BoundExceeded(f"the call did not end within {WALL_S:g} s")
+                raise ProcessDied(f"the helper process of a call got no answer ready within {WALL_S:g} s")
             piece = os.read(self._process.stdout.fileno(), 1 << 16)
             if not piece:
-                raise BoundExceeded(f"the call ended its process; it may use {SECONDS} s of processor time")
+                raise self._death()
             line += piece
         return bytes(line)
+
+    def _death(self) -> Exception:
+        """Return why the helper closed its end: by what it was asked, or by something else."""
+        try:
+            status = self._process.wait(timeout=10.0)
+        except subprocess.TimeoutExpired:  # it closed its end and goes on
+            self._process.kill()
+            status = self._process.wait()
+        if status < 0 and -status not in _OWN_DEATHS:
+            return _HelperKilled(f"a helper process died by signal {-status} ({signal.Signals(-status).name})")
+        return BoundExceeded(f"the call ended its process; it may use {SECONDS} s of processor time")
 
     def kill(self) -> None:
         self._process.kill()
