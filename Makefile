@@ -48,7 +48,7 @@ quickstart quickstart-vlm: $(READY)
 	echo "(turnwise is $(BIN)/turnwise here; . $(BIN)/activate makes it turnwise)"
 
 test: $(READY)
-	@$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ARGS)
 
 test-engines: $(READY)
 	@home="$${TURNWISE_ENGINES:-$$HOME/.cache/turnwise/engines}"; for kind in vllm sglang; do \

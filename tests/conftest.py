@@ -6,6 +6,7 @@ cores from slowing each other tenfold.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import random
@@ -84,6 +85,41 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {Path(__file__).parent / name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path, len(LONG)))
+
+
+HANGS = 2.0
+"""Times its time limit after which a test counts as one that hangs."""
+
+
+STDERR = pytest.StashKey()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STDERR] = os.fdopen(os.dup(2), "w")  # the real one, which no test captures
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    """End the process of a test that hangs where its time limit does not reach it, and print where each thread is.
+
+    The limit is a signal, which waits for the main thread to run Python code, and which a test may
+    switch off. Such a test would keep the others, and whoever waits for them, for hours.
+    """
+    limit = item.config.getvalue("timeout") or item.config.getini("timeout") or 300
+    faulthandler.dump_traceback_later(HANGS * float(limit), exit=True, file=item.config.stash[STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    faulthandler.dump_traceback_later(300, exit=True, file=session.config.stash[STDERR])
+
+
+def pytest_unconfigure() -> None:
+    faulthandler.cancel_dump_traceback_later()
 
 
 gc.disable()  # until everything is imported, which leaves next to nothing to collect

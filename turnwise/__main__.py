@@ -1,8 +1,6 @@
 """`python -m turnwise`, which is what torchrun starts: `torchrun --nproc-per-node 2 -m turnwise train recipe.toml`."""
 
-import sys
-
-from turnwise.cli.main import main
+from turnwise.cli.main import entry
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

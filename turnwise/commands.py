@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from turnwise.config import Limits, ResolvedConfig, RunConfig
 from turnwise.config.dump import load_run_config, to_json_dict
 from turnwise.config.launch import world_size
+from turnwise.envs.user_code import is_interrupt
 from turnwise.errors import ConfigError, ModelError, TraceError, UsageError
 from turnwise.records import NullListener, ProgressListener, RunDir, to_json, trajectory_row
 from turnwise.rollouts.api import run_sync
@@ -76,9 +77,7 @@ def _train(
     began: tuple[float, float],
     ranks: ProcessRanks | None = None,
 ) -> Path:
-    from turnwise.trackers import TrackerProcesses
     from turnwise.viewer.diagnosis import DiagnosingListener
-    from turnwise.viewer.report import write_report
 
     watch = DiagnosingListener(watch or NullListener())
     path = Path(resume) if resume is not None else Path(resolved.config.out)
@@ -86,7 +85,7 @@ def _train(
     if resume is None and ((path / "config.json").exists() or (journal.exists() and journal.stat().st_size > 0)):
         raise ConfigError(f"{path} already contains a run; resume it with --resume {path} or choose another --out")
     from turnwise.training.metrics import versions
-    from turnwise.training.run import TrainingRun
+    from turnwise.training.shared_process import SharedProcess
     from turnwise.training.task_plan import make_env_specs, with_steps_of_epochs
 
     specs = list(specs) if specs is not None else make_env_specs(resolved.config)
@@ -98,49 +97,72 @@ def _train(
         if resume is None:
             shutil.rmtree(path / "model", ignore_errors=True)  # left by a run stopped before its first step
             run.write_json("config.json", to_json_dict(resolved) | {"versions": versions()})
-        try:
-            resumed = resume is not None
-            training_run = TrainingRun(
-                resolved.config,
-                specs,
-                run,
-                watch,
-                resumed=resumed,
-                began=began,
-                history=history,
-                ranks=ranks,
-                extended=resolved.extended,
-                workers=_workers(resolved, specs, run, watch.note, resumed=resumed),
-                placer=_placer(resolved.config, watch.note),
-            )
-        except UsageError:
-            if resume is None:  # so that the corrected command can be rerun
-                shutil.rmtree(path / "model", ignore_errors=True)
-                for name in ("config.json", "journal.jsonl", "trajectories.jsonl", "metrics.jsonl", ".lock"):
-                    (path / name).unlink(missing_ok=True)
-                with suppress(OSError):
-                    path.rmdir()
-            raise
-        if extending:
-            _record_extension(training_run, resolved)
-        elif done := _finished(training_run):
-            run_sync(training_run.parts.engine.close())
-            watch.note(done)
-            return path
-        track = resolved.config.track
-        trackers = TrackerProcesses(track.to, path, track.project, track.name)
-        try:
-            run_sync(training_run.play())
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"resume with: turnwise train --resume {path}") from None
-        finally:
-            try:
-                write_report(path)
-            except Exception as error:
-                watch.note(f"could not write the report: {type(error).__name__}: {error}")
-            for message in trackers.close():
-                watch.note(message)
+        with SharedProcess(specs, run, watch, resolved.config.model.threads).shared():
+            _train_in(run, resolved, resume, watch, specs, history=history, began=began, ranks=ranks, extending=extending)
     return path
+
+
+def _train_in(
+    run: RunDir,
+    resolved: ResolvedConfig,
+    resume: Path | None,
+    watch: ProgressListener,
+    specs: Sequence[EnvSpec],
+    *,
+    history: History | None,
+    began: tuple[float, float],
+    ranks: ProcessRanks | None,
+    extending: bool,
+) -> None:
+    from turnwise.trackers import TrackerProcesses
+    from turnwise.training.run import TrainingRun
+    from turnwise.viewer.report import write_report
+
+    resumed = resume is not None
+    try:
+        training_run = TrainingRun(
+            resolved.config,
+            specs,
+            run,
+            watch,
+            resumed=resumed,
+            began=began,
+            history=history,
+            ranks=ranks,
+            extended=resolved.extended,
+            workers=_workers(resolved, specs, run, watch.note, resumed=resumed),
+            placer=_placer(resolved.config, watch.note),
+        )
+    except UsageError:
+        if not resumed:  # so that the corrected command can be rerun
+            shutil.rmtree(run.path / "model", ignore_errors=True)
+            for name in ("config.json", "journal.jsonl", "trajectories.jsonl", "metrics.jsonl", ".lock"):
+                (run.path / name).unlink(missing_ok=True)
+            with suppress(OSError):
+                run.path.rmdir()
+        raise
+    if extending:
+        _record_extension(training_run, resolved)
+    elif done := _finished(training_run):
+        run_sync(training_run.parts.engine.close())
+        watch.note(done)
+        return
+
+    track = resolved.config.track
+    trackers = TrackerProcesses(track.to, run.path, track.project, track.name)
+    try:
+        run_sync(training_run.play())
+    except KeyboardInterrupt as interrupt:
+        if not is_interrupt(interrupt):
+            raise
+        raise KeyboardInterrupt(f"resume with: turnwise train --resume {run.shown}") from None
+    finally:
+        try:
+            write_report(run.path)
+        except Exception as error:
+            watch.note(f"could not write the report: {type(error).__name__}: {error}")
+        for message in trackers.close():
+            watch.note(message)
 
 
 def _workers(
@@ -198,7 +220,7 @@ def _record_extension(training_run: TrainingRun, resolved: ResolvedConfig) -> No
     run = training_run.run
     more = resolved.config.warmup.steps > load_run_config(run.path).config.warmup.steps
     if more and training_run.cursor["phase"] != "warmup":
-        raise ConfigError(f"--resume {run.path}: the warm-up is over, so warmup.steps has no effect; leave it out")
+        raise ConfigError(f"--resume {run.shown}: the warm-up is over, so warmup.steps has no effect; leave it out")
     run.write_json("config.json", json.loads((run.path / "config.json").read_text("utf-8")) | to_json_dict(resolved))
     (run.path / "summary.json").unlink(missing_ok=True)
 
@@ -212,9 +234,9 @@ def _is_extended(resolved: ResolvedConfig, run: Path) -> bool:
 
 def _finished(training_run: TrainingRun) -> str:
     """Return a note with the command that extends a run, if it is finished and has its last checkpoint; else nothing."""
-    run, train = training_run.run.path, training_run.config.train
+    run, train = training_run.run.shown, training_run.config.train
     try:
-        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+        summary = json.loads((training_run.run.path / "summary.json").read_text(encoding="utf-8"))
         steps = summary["rl_steps"]
     except (OSError, ValueError, KeyError):
         return ""
@@ -313,6 +335,7 @@ def preview_rollouts(
         finally:
             await rollout.engine.close()
 
+    out = None if out is None else out.absolute()  # code of an environment may change the working directory
     trajectories = asyncio.run(play())
     if out is not None:
         try:

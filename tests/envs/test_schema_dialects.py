@@ -242,7 +242,7 @@ UNUSABLE = [
 
 @pytest.mark.parametrize(("schema", "root", "said"), UNUSABLE, ids=[row[2][:30] for row in UNUSABLE])
 def test_a_schema_that_cannot_be_checked_is_refused_when_the_tool_is_made(schema, root, said):
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(ToolSchemaError, match=said) as caught:
         of_argument(schema, **root)
     assert time.monotonic() - began < 5
@@ -297,10 +297,10 @@ def test_hostile_schemas_and_values_cost_bounded_time(schema, root, value):
         for _ in range(2000):
             value = [value]
     read = of_argument(schema, **root).read
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(InvalidArguments) as caught:
         read({"zip": value})
-    assert time.monotonic() - began < 20
+    assert time.process_time() - began < 20
     assert caught.value.cause in ("wrong_type", "unknown_argument")
     assert len(str(caught.value)) < 300
 

@@ -99,9 +99,8 @@ def sampled(out: Path, step: int, agent: str) -> int:
 
 
 def state(checkpoint: Path) -> dict[Path, dict[str, torch.Tensor]]:
-    """Weights and optimizers; the state of torch's generator is that of whatever was loaded last."""
-    found = {path.relative_to(checkpoint): load_file(path) for path in checkpoint.rglob("*.safetensors")}
-    return {file: {name: tensor for name, tensor in tensors.items() if name != "rng.cpu"} for file, tensors in found.items()}
+    """Weights and optimizers."""
+    return {path.relative_to(checkpoint): load_file(path) for path in checkpoint.rglob("*.safetensors")}
 
 
 PAST = 'past = { of = "solver", every = 1, keep = 2 }'

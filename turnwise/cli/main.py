@@ -7,13 +7,16 @@ Heavy imports are deferred to the commands that need them, so that `turnwise --h
 from __future__ import annotations
 
 import argparse
+import atexit
 import difflib
 import errno
 import os
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -156,5 +159,30 @@ def _print_error(message: str, status: int = 2) -> int:
     return status
 
 
+EXIT_S = 3.0
+"""Seconds that threads which user code left running have to end after the command."""
+
+
+def entry() -> NoReturn:
+    """Run one command as a process, and end the process with its exit status, whatever threads user code left."""
+    status = main()
+    threading.Thread(target=_end_after, args=(status,), name="turnwise-exit", daemon=True).start()
+    sys.exit(status)
+
+
+def _end_after(status: int) -> None:
+    """End the process if Python still waits for other threads; they would keep it for ever, a batch job with it."""
+    while True:
+        time.sleep(EXIT_S)
+        others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+        if left := [thread.name for thread in others if not thread.daemon and thread.is_alive()]:
+            break
+    with suppress(Exception):  # a closed stderr
+        _print_error(f"ended without waiting for the threads {', '.join(left)}, which user code left running", status)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

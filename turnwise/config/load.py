@@ -71,10 +71,7 @@ def load(
     merged.add(defaults or {}, DEFAULT, where="defaults")
     if path is not None:
         table = current_table(read_toml(path), str(path))
-        for name, value in table.items():  # absolute paths, so that a run can be resumed from any directory
-            for section in value if isinstance(value, list) else [value]:
-                for key in section if isinstance(section, dict) else ():
-                    section[key] = _absolute(f"{name}.{key}", section[key], path.parent)
+        _make_absolute(table, path.parent)
         merged.add(table, path.name, where=str(path))
     for dotted, text in parse_overrides(overrides):
         merged.override(dotted, text)
@@ -106,7 +103,9 @@ def from_python(settings: Mapping[str, Any], place: str) -> ResolvedConfig:
     merged = ConfigMerge()
     for name, value in settings.items():
         section = changed(value) if is_dataclass(value) and not isinstance(value, type) else value
-        merged.add(current_table({name: _as_toml(section)}, place), place, where=place)
+        table = current_table({name: _as_toml(section)}, place)
+        _make_absolute(table, Path())
+        merged.add(table, place, where=place)
     return merged.resolved(merged.origins, place, has_objects=True)
 
 
@@ -362,6 +361,15 @@ def _parse(dotted: str, text: str) -> Any:
             except ValueError:
                 return value
     return text if str in union_members(hint) and not isinstance(value, str) else value
+
+
+def _make_absolute(table: Mapping[str, Any], folder: Path) -> None:
+    """Make the paths of a recipe absolute, so that a run does not depend on the working directory: another one may resume it,
+    and code of an environment may change it."""
+    for name, value in table.items():
+        for section in value if isinstance(value, list) else [value]:
+            for key in section if isinstance(section, dict) else ():
+                section[key] = _absolute(f"{name}.{key}", section[key], folder)
 
 
 def _absolute(key: str, value: Any, folder: Path) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Awaitable, Callable, Iterable
@@ -14,7 +15,7 @@ from turnwise.config.schema import EnvRules
 from turnwise.envs.base import EnvFactory
 from turnwise.envs.scripted_play import ScriptedEpisode, Speak, play_scripted, run
 from turnwise.envs.tasks import TaskSource, check_disjoint
-from turnwise.envs.user_code import user_location
+from turnwise.envs.user_code import is_interrupt, user_location
 from turnwise.errors import ConfigError, EnvError
 from turnwise.types import Message, Task, Tools
 from turnwise.types.outcomes import shortened
@@ -106,7 +107,9 @@ class EnvSpec:
             task, rng = tasks[number % len(tasks)], random.Random(f"{seed}/{number}")
             try:
                 return await play_scripted(factory(), task, player, rng, turns=limit, seed=number)
-            except Exception as error:
+            except BaseException as error:
+                if is_interrupt(error) or isinstance(error, (asyncio.CancelledError, GeneratorExit)):
+                    raise
                 raise EnvError(f"{self.name}: in a demonstration of task {task.id}, {_describe(error)}") from error
 
         async def play_all() -> list[ScriptedEpisode]:
@@ -135,7 +138,7 @@ class EnvSpec:
     both = Renamed("train_and_eval_tasks")
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
     """Describe an exception of user code in one line: what it broke, or what it raised and where."""
     if isinstance(error, EnvError):
         return str(error)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import asyncio.runners
+import dis
 import hashlib
 import importlib.util
 import inspect
@@ -19,7 +21,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from numbers import Real
 from pathlib import Path
-from types import ModuleType, NoneType
+from types import FrameType, ModuleType, NoneType
 from typing import Any, cast
 
 from turnwise.envs import user_imports
@@ -135,15 +137,46 @@ def _failure_of(error: BaseException, phase: str, turn: int) -> Failure:
         return Failure(class_name(error), words(error), phase, "", FailureKind.USER_BUG, "", turn)
 
 
+def is_interrupt(error: BaseException) -> bool:
+    """Return whether an exception is that of Ctrl-C, which no code has raised.
+
+    A signal's exception begins between two instructions, or in `asyncio.run`; one that code raises
+    begins at a `raise`.
+    """
+    if not issubclass(type(error), KeyboardInterrupt):
+        return False
+    begins_in = error.__traceback__
+    while begins_in is not None and begins_in.tb_next is not None:
+        begins_in = begins_in.tb_next
+    if begins_in is None:
+        return True
+
+    code = begins_in.tb_frame.f_code
+    is_raised = code.co_code[begins_in.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return not is_raised or code.co_filename == asyncio.runners.__file__
+
+
 def user_location(error: BaseException) -> str:
     """Return `file.py:line` of the innermost user code in the traceback; empty without any."""
     found = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
-        file = frame.f_code.co_filename
-        ours = file.startswith(_OURS) and not file.startswith(_BUILTIN)
-        if not ours and not file.startswith((*_LIBRARIES, "<")):
-            found = f"{file}:{line}"
+        if _is_user_code(frame):
+            found = f"{frame.f_code.co_filename}:{line}"
     return found
+
+
+def user_line(frame: FrameType | None) -> str:
+    """Return `file.py:line` of the innermost user code of a running call; empty without any."""
+    for caller, line in traceback.walk_stack(frame) if frame is not None else ():
+        if _is_user_code(caller):
+            return f"{caller.f_code.co_filename}:{line}"
+    return ""
+
+
+def _is_user_code(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    ours = file.startswith(_OURS) and not file.startswith(_BUILTIN)
+    return not ours and not file.startswith((*_LIBRARIES, "<"))
 
 
 def _is_bug(error: BaseException) -> bool:

@@ -199,7 +199,8 @@ class JsonLines:
     def close(self) -> None:
         """Close the file; further calls do nothing."""
         if self._file >= 0:
-            os.close(self._file)
+            with suppress(OSError):  # code of an environment may have closed it
+                os.close(self._file)
             self._file = -1
 
 
@@ -268,7 +269,9 @@ class RunDir:
 
     def __init__(self, path: str | Path) -> None:
         """Open a directory for writing, or create it; raise `TraceError` when another process writes to it."""
-        self.path = Path(path)
+        self.shown = Path(path)
+        """The path as it was given, for messages."""
+        self.path = Path(os.path.abspath(path))  # code of an environment may change the working directory
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -296,6 +299,10 @@ class RunDir:
         """Directory of the checkpoints."""
         return self.path / "checkpoints"
 
+    def descriptors(self) -> list[int]:
+        """Return the descriptors of the files that are open for writing."""
+        return [lines._file for lines in self._files]
+
     def events(self, checks: Checks | None = None) -> Iterator[dict[str, Any]]:
         """Yield the events of the journal, in order; as `read_json_lines`."""
         return read_json_lines(self.path / "journal.jsonl", checks)
@@ -319,7 +326,8 @@ class RunDir:
         for lines in self._files:
             lines.close()
         if self._lock >= 0:
-            os.close(self._lock)
+            with suppress(OSError):
+                os.close(self._lock)
             self._lock = -1
 
     def __enter__(self) -> RunDir:

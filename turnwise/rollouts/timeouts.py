@@ -12,6 +12,7 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, NoReturn, TypeVar
 
+from turnwise.envs.user_code import is_interrupt
 from turnwise.errors import words
 
 T = TypeVar("T")
@@ -130,7 +131,7 @@ class Deadline:
             return bool(self._task.cancelling()) if self._stop is None else self._stop.asked
         if issubclass(kind, GeneratorExit):
             return not self._runs()
-        return issubclass(kind, KeyboardInterrupt)
+        return issubclass(kind, KeyboardInterrupt) and is_interrupt(error)
 
     def clear(self) -> None:
         """Clear cancellations requested by user code."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.config import RunConfig
 from turnwise.engines import Sampling
+from turnwise.engines.local import torch_settings
 from turnwise.envs.spec import EnvSpec
 from turnwise.errors import TurnwiseError
 from turnwise.records import EpisodeListener, ProgressListener, RunDir, read_json_lines
@@ -288,6 +289,7 @@ class TrainingRun:
         while step < warmup.steps:
             await release_engine_memory(self.parts.engine, config)
             total = planned_steps(self._warmup_steps, step)
+            torch_settings.keep()
             figures = self.policies.supervised(sample_demos(demos, config, step), lr=learning_rate(warmup.lr, step, total))
             losses = [*losses[-19:], figures["loss"]]
             step += 1
@@ -303,13 +305,13 @@ class TrainingRun:
             raise TurnwiseError(
                 f"the warm-up ended after {step} steps without meeting its gate, since {missing}: training longer changes "
                 "nothing. Find out why the environment or its reward function returned None for each of them (episodes are in "
-                f"{self.run.path / 'trajectories.jsonl'}), mend it, and resume with --resume {self.run.path}"
+                f"{self.run.shown / 'trajectories.jsonl'}), mend it, and resume with --resume {self.run.shown}"
             )
         if missing and (gate.demo_success is None or result.differing < SIGNAL):
             raise TurnwiseError(
                 f"the warm-up ended after {step} steps without meeting its gate: {missing}. Reinforcement would have nothing "
-                f"to build on: resume with --resume {self.run.path} --warmup.steps {2 * warmup.steps} if the loss still falls, "
-                "or raise warmup.demos, or lower the gate if the demonstrations allow no more"
+                f"to build on: resume with --resume {self.run.shown} --warmup.steps {2 * warmup.steps} if the loss still "
+                "falls, or raise warmup.demos, or lower the gate if the demonstrations allow no more"
             )
         if missing:
             note(f"warm-up ended below its goal ({missing}); training goes on, since {result.differing:.0%} of rewards differ")
@@ -463,7 +465,11 @@ class TrainingRun:
         mode = self.config.schedule.mode
         version = None if mode == "sync" else self._version
         steps = planned_steps(self._train_steps, step)
-        work = partial(self.policies.step, trajectories, step=step, steps=steps, version=version)
+
+        def work() -> tuple[dict[str, Any], Any, Any]:
+            torch_settings.keep()
+            return self.policies.step(trajectories, step=step, steps=steps, version=version)
+
         metrics, credits, batches = work() if mode == "sync" else await off_loop(work)
         for policy in self.policies:
             if summary := policy.trainer.layout.summary():
@@ -531,7 +537,7 @@ class TrainingRun:
 
     def _accept(self, found: Sequence[Trajectory], where: str) -> None:
         """Continue with episodes of which some failed; their failures are final from here on."""
-        check_failures(found, where, self.run.path, self.config.rollout.max_failed)
+        check_failures(found, where, self.run.shown, self.config.rollout.max_failed)
         self.record.accept(found)
 
     async def _sync(self, version: int) -> None:
@@ -542,6 +548,7 @@ class TrainingRun:
 
     async def _send_weights(self, version: int) -> None:
         self.watch.waiting("weight update")
+        torch_settings.keep()
         for policy in self.policies:
             await policy.send(version)
         self._version = version

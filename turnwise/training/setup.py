@@ -20,7 +20,7 @@ from torch import nn
 from turnwise.config import EngineConfig, EvalConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
 from turnwise.config.schema import truncation_key
 from turnwise.engines import Engine, Sampling, SupportsSleep, SupportsWeightUpdate
-from turnwise.engines.local import LocalEngine
+from turnwise.engines.local import LocalEngine, torch_settings
 from turnwise.engines.local.adapters import AdapterShape
 from turnwise.envs.datasets import read_messages, read_rows
 from turnwise.envs.spec import EnvSpec
@@ -406,6 +406,7 @@ def model_directory(config: RunConfig, env_specs: Sequence[EnvSpec], run: Path) 
 
             texts = [text for env_spec in env_specs for text in env_spec.texts(TEXTS, config.seed, render)]
             texts += dataset_texts(config, template)
+            torch_settings.keep()
             create_tiny_model(config.model, texts, draft, seed=config.seed)
         else:
             model, _ = load(named, *device_and_dtype(config.model))

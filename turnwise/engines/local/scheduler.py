@@ -11,6 +11,7 @@ from itertools import chain
 import torch
 
 from turnwise.engines.base import Finish, Generation
+from turnwise.engines.local import torch_settings
 from turnwise.engines.local.attention import AttentionRun
 from turnwise.engines.local.batch import ActiveCall, Drafter, EngineBatch, Outcome, caused_error
 from turnwise.engines.local.kv_cache import Move
@@ -95,6 +96,7 @@ class Scheduler:
 
     def step(self) -> list[Outcome]:
         """Compute one step and return the calls that ended. A failing step ends only the call that causes the failure."""
+        torch_settings.keep()
         with torch.inference_mode():
             try:
                 ended = self._step()

@@ -27,6 +27,7 @@ from typing import Any
 
 import orjson
 
+from turnwise.envs.isolation.child_path import python_path
 from turnwise.errors import ProcessDied, TurnwiseError
 
 SECONDS = 3
@@ -132,14 +133,13 @@ class _Helper:
     """One helper process."""
 
     def __init__(self) -> None:
-        path = os.pathsep.join(dict.fromkeys([entry or os.getcwd() for entry in sys.path]))
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C reaches this process alone
-            env=os.environ | {"PYTHONPATH": path},
+            env=os.environ | {"PYTHONPATH": python_path()},
         )
 
     @property

@@ -21,6 +21,7 @@ from typing import Any
 
 from turnwise.config import Limits
 from turnwise.envs.base import Action, Env, Step
+from turnwise.envs.isolation.child_path import python_path
 from turnwise.envs.isolation.fork_server import ENDED, EXIT_GRACE_S, HEAD, MARK, REQUEST, SIZE, restricted_loads
 from turnwise.envs.user_code import USER_MODULE, RemoteException
 from turnwise.errors import EnvError, InvalidAction, ProcessDied, UsageError
@@ -159,13 +160,12 @@ class ForkServer:
         setup: dict[str, Any] = {"preparation": preparation, "files": files, "factory": self._factory, "folder": self._folder}
         setup["grace_s"] = EXIT_GRACE_S
         with theirs:
-            path = os.pathsep.join(dict.fromkeys([entry or os.getcwd() for entry in sys.path]))
             self._server = subprocess.Popen(
                 [sys.executable, "-c", _MAIN, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C reaches this process, which closes the fork server
-                env=os.environ | {ISOLATED_ENV_VAR: "1", "PYTHONPATH": path},
+                env=os.environ | {ISOLATED_ENV_VAR: "1", "PYTHONPATH": python_path()},
             )
         data = pickle.dumps(setup)
         with suppress(OSError):  # if it died already, the next request fails

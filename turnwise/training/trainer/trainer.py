@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -55,6 +55,7 @@ from turnwise.training.trainer.checks import (
 )
 from turnwise.training.trainer.optimizer import Direction, GradientSignal, Optimizer, schedule
 from turnwise.types import Group, Trajectory
+from turnwise.types.seeds import derive_seed
 
 LOSS_CHANGE = 0.01
 """Change of the loss, at most and to first order, by the step that measures the agreement of tasks."""
@@ -180,6 +181,10 @@ class Trainer:
         `max_mismatch_kl`, or a token is of a newer policy, and `TurnwiseError` when the loss or its gradient is not finite,
         come before the update, which is not made.
         """
+        with self._own_draws():
+            return self._step(groups, step=step, steps=steps, version=version)
+
+    def _step(self, groups: Sequence[Group], *, step: int, steps: int, version: int | None) -> StepResult:
         began = time.perf_counter()
         config = self.config
         check_fingerprints(self.template, [t for group in groups for t in group.trajectories], "the training data")
@@ -229,6 +234,18 @@ class Trainer:
         updates = len(step_metrics.updates) / max(len(batches), 1)
         metrics |= {"train_s": seconds, "tokens_per_s": metrics["tokens_trained"] * updates / seconds}
         return StepResult(metrics, (step_credits.credits, batches))
+
+    @contextmanager
+    def _own_draws(self) -> Iterator[None]:
+        """Let what draws by torch's global generator (dropout, a user's loss) draw by a seed of this update.
+
+        The process shares that generator with the code of environments, so its state says nothing
+        about a run: a resumed one draws the same without restoring it.
+        """
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(derive_seed(self.seed, "update", self.updates, self.ranks.rank))
+            yield
 
     def _codes(self) -> dict[str, Tensor]:
         """Return the codes of quantized weights by name; empty without `[quant]`."""
@@ -449,7 +466,7 @@ class Trainer:
             return float(self.ranks.sum_(total))
 
         self.optimizer.zero_grad()
-        with nullcontext() if self.adapter is None else self.adapter.dropout():
+        with self._own_draws(), nullcontext() if self.adapter is None else self.adapter.dropout():
             total = self.micro_batch_limit.run(batch, backward, undo=self.optimizer.zero_grad)
         norm = self.optimizer.grad_norm()
         check_finite(total, norm, "a supervised step")
@@ -534,10 +551,9 @@ class Trainer:
                 self.model.save_pretrained(directory, state_dict=gathered)
 
     def save(self, directory: str | Path) -> None:
-        """Write the state for an exact resume, except the weights: optimizer, reference, random state, update count."""
+        """Write the state for an exact resume, except the weights: optimizer, reference, update count."""
         directory = Path(directory)
         tensors = {name: tensor.contiguous() for name, tensor in self.optimizer.tensors()}
-        tensors["rng.cpu"] = torch.get_rng_state()
         tensors["updates"] = torch.tensor([self.updates])
         tensors["signal"] = torch.tensor([signal.state() for signal in self.signals], dtype=torch.float64)
         reference = None if self._reference is None else self._reference.tensors()
@@ -551,7 +567,7 @@ class Trainer:
         """Restore what `save` wrote, not the weights; raise `ModelError` when it is unreadable or of another model."""
         directory = Path(directory)
         tensors = read_tensors(directory / OPTIMIZER_FILE)
-        torch.set_rng_state(tensors.pop("rng.cpu"))
+        tensors.pop("rng.cpu", None)  # of older checkpoints
         self.updates = int(tensors.pop("updates"))
         if "signal" in tensors:  # older checkpoints have none, or the first alone
             for signal, state in zip(self.signals, torch.atleast_2d(tensors.pop("signal")).tolist(), strict=False):
