@@ -225,6 +225,7 @@ class TrainingRun:
     def _save(self, name: str, **cursor: Any) -> None:
         self.cursor |= cursor
         self.watch.waiting("checkpoint")
+        torch_settings.keep()
         self.run.sync()  # after a power cut, no checkpoint may outlive the episodes before it
         state = self.cursor | self.plan.state() | self.policies.state() | {"journal": self.run.journal.mark()}
         self.checkpoints.save(name, self.policies, state, self._template)
@@ -289,7 +290,6 @@ class TrainingRun:
         while step < warmup.steps:
             await release_engine_memory(self.parts.engine, config)
             total = planned_steps(self._warmup_steps, step)
-            torch_settings.keep()
             figures = self.policies.supervised(sample_demos(demos, config, step), lr=learning_rate(warmup.lr, step, total))
             losses = [*losses[-19:], figures["loss"]]
             step += 1
@@ -341,6 +341,7 @@ class TrainingRun:
             play,
         )
         self.record.accept(played)
+        torch_settings.keep()
         return demos
 
     async def _check_gate(self, gate: Gate, step: int, loss: float) -> tuple[str, EvalResult]:
@@ -618,6 +619,7 @@ class TrainingRun:
                 task.cancel()
                 await asyncio.wait({task})
         self.watch.waiting("")
+        torch_settings.keep()
         return task.result()
 
     def _pending(self) -> str:
