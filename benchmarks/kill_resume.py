@@ -5,6 +5,7 @@
     python benchmarks/kill_resume.py --kills 10 --mode one_step_off --served    # the engine in a process that no kill meets
     python benchmarks/kill_resume.py --kills 20 --effects    # of an environment whose steps change files, with snapshots
     python benchmarks/kill_resume.py --tree 20    # outages, and kills of each process below the run, at random instants
+    python benchmarks/kill_resume.py --phases 3    # environments' processes, so often in each phase and each mode
 
 Compared are the ids that were trained, byte for byte and by (step, task, sample); the final weights, bit for bit; the rows of
 metrics, but for times and what resuming counts; and the turns of the journal that were sampled again (none). `lost_s` is the
@@ -607,6 +608,119 @@ def besiege(folder: Path, count: int, rng: random.Random, recipe: str = TREE) ->
     return siege
 
 
+PHASES = ("demonstrations", "gate", "evaluation", "training")
+DEATHS = """\
+[model]
+hidden = 32
+layers = 1
+[[env]]
+use = "hop"
+isolation = "process"
+retry_wait_s = 0.05
+[limits]
+turns = 4
+turn_tokens = 8
+[rollout]
+groups = 4
+group_size = 4
+max_failed = 0.0
+[warmup]
+demos = 120
+steps = 12
+batch = 8
+gate_success = 0.0
+gate_every = 4
+gate_tasks = 32
+[train]
+steps = 6
+[eval]
+tasks = 16
+every = 3
+"""
+
+
+@dataclass
+class Deaths:
+    """What a run came to whose environments' processes were killed in one phase, beside one that was not disturbed."""
+
+    mode: str
+    phase: str
+    kills: int = 0
+    ended: bool = False
+    failed_plays: int = 0
+    warmup_equal: bool = False
+    ids_equal: bool = False
+    weights_equal: bool = False
+    accepted: int = 0
+    """Episodes whose failure counted."""
+
+    @property
+    def good(self) -> bool:
+        """Whether the run was disturbed and came out as if it had not been.
+
+        With staleness, two undisturbed runs differ too, by which episodes ended first: of them, no
+        episode may be missing.
+        """
+        equal = self.warmup_equal and (self.mode == "async" or (self.ids_equal and self.weights_equal))
+        return bool(self.kills) and self.ended and equal and not self.accepted
+
+
+def playing_now(run: Path) -> str:
+    """What kind of episodes a run plays, by the journal's last one."""
+    if not (run / "model").is_dir():
+        return ""
+    keyed = [event["k"][0] for event in events(run) if "k" in event]
+    if not keyed:
+        return "demonstrations"
+    return {"gate": "gate", "gate-again": "gate", "train": "training"}.get(keyed[-1], "evaluation")
+
+
+def warmup_losses(run: Path) -> list[float]:
+    """The losses of the warm-up's steps."""
+    return [row["loss"] for row in metrics(run) if row["phase"] == "warmup"]
+
+
+def kill_in_phase(folder: Path, mode: str, phase: str, count: int, peace: Path, rng: random.Random) -> Deaths:
+    """Kill processes of environments while a run is in a phase, and compare."""
+    deaths, war = Deaths(mode, phase), folder / f"{mode}-{phase}"
+    with (folder / "said").open("wb") as said:
+        process = start(command(folder / f"{mode}.toml", "--out", war), stdout=said, stderr=said)
+        while process.poll() is None:
+            if deaths.kills < count and playing_now(war) == phase:
+                deaths.kills += bool(disturb(process.pid, "environment", folder / "down", rng))
+                time.sleep(rng.uniform(0.0, 0.05))
+            time.sleep(0.001)
+
+    deaths.ended = process.returncode == 0
+    if not deaths.ended:
+        print((folder / "said").read_text()[-1000:], file=sys.stderr)
+        return deaths
+    deaths.failed_plays = json.loads((war / "summary.json").read_text()).get("failed_plays", 0)
+    deaths.warmup_equal = warmup_losses(war) == warmup_losses(peace)
+    deaths.ids_equal, deaths.weights_equal = trained(war) == trained(peace), weights(war) == weights(peace)
+    deaths.accepted = sum(len(event["failed"]) for event in events(war) if event["e"] == "accepted")
+    return deaths
+
+
+def besiege_phases(folder: Path, count: int, rng: random.Random) -> list[Deaths]:
+    """Kill in each phase of a run in each mode."""
+    recipes = {
+        "sync": DEATHS,
+        "one_step_off": with_schedule(DEATHS, "one_step_off"),
+        "async at staleness 0": with_schedule(DEATHS, "async", staleness=0),
+        "async": with_schedule(DEATHS, "async"),
+    }
+    found = []
+    for mode, recipe in recipes.items():
+        (folder / f"{mode}.toml").write_text(recipe)
+        peace = folder / f"{mode}-peace"
+        finish(command(folder / f"{mode}.toml", "--out", peace))
+        for phase in PHASES:
+            found.append(kill_in_phase(folder, mode, phase, count, peace, rng))
+            print(json.dumps(vars(found[-1])))
+    return found
+
+
 def main() -> None:
     """Kill, resume, compare, and say what came of it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -614,9 +728,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--effects", action="store_true", help="an environment whose steps change files")
     parser.add_argument("--tree", type=int, default=0, help="this many outages and kills of processes below the run")
+    parser.add_argument("--phases", type=int, default=0, help="this many kills of environments' processes in each phase")
     parser.add_argument("--mode", choices=("sync", "one_step_off", "async", "hold"), default="sync", help="schedule.mode")
     parser.add_argument("--served", action="store_true", help="sample by `turnwise serve`, in a process that is not killed")
     args = parser.parse_args()
+    if args.phases:
+        with tempfile.TemporaryDirectory() as name:
+            found = besiege_phases(Path(name), args.phases, random.Random(args.seed))
+        good = sum(one.good for one in found)
+        print(json.dumps({"runs": len(found), "good": good, "kills": sum(one.kills for one in found)}))
+        sys.exit(0 if good == len(found) else 1)
     if args.mode in ("async", "hold"):
         with tempfile.TemporaryDirectory() as name:
             recipe = with_schedule(RECIPE, "async", hold=args.mode == "hold")

@@ -415,5 +415,6 @@ def _serve_env(sock: int, folder: str, make: Callable[[], Env], grace_s: float) 
         os._exit(status)
 
 
-if __name__ == "__main__":
-    _ForkServer(socket.socket(fileno=int(sys.argv[1]))).serve()
+def serve_forks(control: int) -> None:
+    """Be the process that forks environments, for the requests of a socket, given by its descriptor."""
+    _ForkServer(socket.socket(fileno=control)).serve()

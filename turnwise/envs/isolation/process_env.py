@@ -215,7 +215,7 @@ class ForkServer:
             del self._ends[pid]
 
 
-_MAIN = "import runpy; runpy.run_module('turnwise.envs.isolation.fork_server', run_name='__main__', alter_sys=True)"
+_MAIN = "import sys; from turnwise.envs.isolation.fork_server import serve_forks; serve_forks(int(sys.argv[1]))"
 
 
 class ProcessEnv(Env):
