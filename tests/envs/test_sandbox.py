@@ -364,10 +364,10 @@ HOLD_TOGETHER = FILLS.replace("SECONDS", "60") + "in_children(4, lambda: fill(60
 SHARE_PAGES = FILLS.replace("SECONDS", "0.5") + "block = fill(60 << 20)\nprint(in_children(6, lambda: None))"
 WAITS_IN_VFORK = """
 os.mkfifo("gate")
-block = fill(80 << 20)
 if os.fork() == 0:
     time.sleep(0.5)
     os._exit(os.open("gate", os.O_WRONLY) < 0)
+block = fill(80 << 20)
 opened = [(os.POSIX_SPAWN_OPEN, 0, "gate", os.O_RDONLY, 0)]  # the child waits here, in the memory of its parent
 """
 SPAWNS = FILLS + WAITS_IN_VFORK + "os.posix_spawn('/bin/true', ['true'], {}, file_actions=opened)\nprint('spawned')"
