@@ -35,6 +35,7 @@ def run_export(args: argparse.Namespace) -> int:
     """Write the table."""
     from turnwise.records.export import ColumnLayout, pair_rows, rows_of, write
     from turnwise.records.metrics import group_by_task
+    from turnwise.records.serialization import using
     from turnwise.types import Trajectory
     from turnwise.viewer.recompute import steps_of
 
@@ -48,12 +49,24 @@ def run_export(args: argparse.Namespace) -> int:
     def selected() -> Iterator[Trajectory]:
         return (one for _, _, played in steps_of(args.run_dir) for one in played if chosen(one))
 
-    layout = ColumnLayout.of(selected())
-    if args.columns == "dpo":
-        steps = ([one for one in played if chosen(one)] for _, _, played in steps_of(args.run_dir))
-        rows = (row for played in steps for group in group_by_task(played) for row in pair_rows(group, layout))
-    else:
-        rows = (row for trajectory in selected() for row in rows_of(trajectory, args.columns, args.run_dir / "media", layout))
+    def rows_of_each() -> Iterator[dict[str, Any]]:
+        for trajectory in selected():
+            with using(args.run_dir, trajectory):
+                rows = list(rows_of(trajectory, args.columns, args.run_dir / "media", layout))
+            yield from rows
+
+    def pairs_of_each() -> Iterator[dict[str, Any]]:
+        for _, _, played in steps_of(args.run_dir):
+            for group in group_by_task([one for one in played if chosen(one)]):
+                with using(args.run_dir, group.trajectories[0]):
+                    pairs = list(pair_rows(group, layout))
+                yield from pairs
+
+    layout = ColumnLayout.empty()
+    for trajectory in selected():
+        with using(args.run_dir, trajectory):
+            layout |= ColumnLayout.of([trajectory])
+    rows = pairs_of_each() if args.columns == "dpo" else rows_of_each()
     count = write(rows, args.columns, args.out, layout)
     print(f"{args.out}: {count} rows" + ("" if count else f"; no episode of phase {args.phase} matches"))
     return 0
@@ -156,10 +169,10 @@ def run_track(args: argparse.Namespace) -> int:
 
     try:
         config = json.loads((args.run_dir / "config.json").read_text(encoding="utf-8"))["config"]
-    except (OSError, ValueError, KeyError) as error:
+        track = dict(config.get("track", {}))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = "not a run directory (no readable config.json); name the directory that train printed"
         raise UsageError(f"{args.run_dir}: {why}") from error
-    track = config.get("track", {})
     to = args.to or track.get("to") or []
     if not to:
         raise UsageError("no tracker: the run has none in track.to; name one, such as --to trackio")
