@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.cli.options import add_command
+from turnwise.cli.trust import add_trust, confirm, confirm_run, lies_in
 from turnwise.errors import TurnwiseError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def add_replay(subparsers: Any) -> None:
     parser.add_argument("--phase", metavar="NAME", help="with --loop: only this phase (`train`, `gate`, ...)")
     parser.add_argument("--step", metavar="N", type=int, help="with --loop: only this step")
     parser.add_argument("--trajectory", metavar="TASK[/N]", help="with --loop: only this task, or its sample N")
+    add_trust(parser)
 
 
 def run_replay(args: argparse.Namespace) -> int:
@@ -118,7 +120,13 @@ def _record(args: argparse.Namespace, reward: Any) -> tuple[bool, list[str]]:
 
 
 def _loop(args: argparse.Namespace, reward: Any) -> tuple[bool, Iterator[str]]:
+    from turnwise.config.dump import load_run_config
     from turnwise.training.replay import replay_run
+
+    if (args.run_dir / "config.json").is_file():
+        config = load_run_config(args.run_dir).config
+        used = ("rollout.history",) if args.env is None and config.rollout.function is None else ()
+        confirm_run(args.run_dir, config, args, only=used)
 
     def selected(key: EpisodeKey) -> bool:
         names = (None, key.task, f"{key.task}/{key.sample}")
@@ -160,6 +168,7 @@ def add_track(subparsers: Any) -> None:
     parser.add_argument("--to", metavar="TRACKER", action="append", help=to)
     parser.add_argument("--project", metavar="NAME", help="project name at the tracker (default: the run's own)")
     parser.add_argument("--name", metavar="NAME", help="run name at the tracker (default: the run's own)")
+    add_trust(parser)
 
 
 def run_track(args: argparse.Namespace) -> int:
@@ -179,6 +188,10 @@ def run_track(args: argparse.Namespace) -> int:
     for one in to:
         if wrong := tracker_error(one):
             raise UsageError(f"--to {one}: {wrong}")
+    code = [] if args.to else [one for one in to if ":" in one]
+    if code:
+        inside = any(lies_in(args.run_dir, one) for one in code)
+        confirm(args.run_dir, [f"track.to = {one}" for one in code], args, inside=inside)
     project, name = args.project or track.get("project", "turnwise"), args.name or track.get("name")
     if failed := TrackerProcesses(to, args.run_dir, project, name).close(patience_s=600.0):
         raise TurnwiseError("; ".join(failed))
