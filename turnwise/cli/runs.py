@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.cli.options import add_command
-from turnwise.cli.trust import add_trust, confirm, confirm_run, lies_in
+from turnwise.cli.trust import add_trust, confirm, confirm_run, is_in
 from turnwise.errors import TurnwiseError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def run_track(args: argparse.Namespace) -> int:
             raise UsageError(f"--to {one}: {wrong}")
     code = [] if args.to else [one for one in to if ":" in one]
     if code:
-        inside = any(lies_in(args.run_dir, one) for one in code)
+        inside = any(is_in(args.run_dir, one) for one in code)
         confirm(args.run_dir, [f"track.to = {one}" for one in code], args, inside=inside)
     project, name = args.project or track.get("project", "turnwise"), args.name or track.get("name")
     if failed := TrackerProcesses(to, args.run_dir, project, name).close(patience_s=600.0):

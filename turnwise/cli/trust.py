@@ -31,16 +31,16 @@ def confirm_run(run: Path, config: RunConfig, args: argparse.Namespace, only: Co
     """Ask before the code that a run's settings name is run; raise `UsageError` if it must not be.
 
     Nothing is asked with `--trust`, of settings that name no code, and of this user's own runs
-    whose code lies outside the run directory. `only` has the settings that are used, if not all are.
+    whose code is outside the run directory. `only` has the settings that are used, if not all are.
     """
     named = [(key, text) for key, text in code_named_by(config) if not only or key in only]
-    inside = any(lies_in(run, text) for _, text in named)
+    inside = any(is_in(run, text) for _, text in named)
     if named:
         confirm(run, [f"{key} = {text}" for key, text in named], args, inside=inside)
 
 
 def confirm_file(file: Path, config: RunConfig | None, args: argparse.Namespace) -> None:
-    """Ask before a recipe or an environment that lies in a run directory is used."""
+    """Ask before a recipe or an environment in a run directory is used."""
     run = next((folder for folder in file.absolute().parents if is_run(folder)), None)
     if run is None:
         return
@@ -105,7 +105,7 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(inner)
 
 
-def lies_in(run: Path, text: str) -> bool:
+def is_in(run: Path, text: str) -> bool:
     """Return whether a path, or the file of an object, is in a directory."""
     file = Path(text.partition(":")[0]).expanduser()
     try:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # importing typing takes a tenth of a program's start time
     from collections.abc import Callable
 
 RELAY_ENDED = "the relay to the endpoint ended:"
-"""Beginning of the line that says why a program ended with its relay."""
+"""Beginning of the line with the reason why a program ended with its relay."""
 _CHUNK = 1 << 16
 _PAUSE_S = 0.05
 """Seconds without accepting connections after an error that others must end to mend."""

@@ -1,7 +1,7 @@
 """Which runs this user started on this machine: a list of digests in the user's own state directory.
 
-The settings of a run name code. A run directory says nothing trustworthy about who wrote it: whoever
-unpacks an archive owns its files. So what is known is kept outside: each `config.json` that this
+The settings of a run name code. A run directory is no evidence of who wrote it: unpacking an
+archive makes a user the owner of its files. So what is known is kept outside: each `config.json` that this
 program writes for a run is listed by its SHA-256. A run keeps its entry where it is moved to, and
 loses it when its settings are edited.
 """

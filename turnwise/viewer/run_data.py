@@ -155,8 +155,8 @@ def sentence_of(stop: str) -> str:
 
 def integer(value: Any) -> int:
     """Return an integer of 64 bits, or -1 for anything else."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    return value if whole and abs(value) < 1 << 63 else -1
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_integer and abs(value) < 1 << 63 else -1
 
 
 def _ends(entries: Sequence[TrajectoryEntry], name: str) -> list[Pick]:
@@ -197,7 +197,7 @@ def episode_record(row: Row) -> Row:
 
 def metrics_row(row: Row) -> Row:
     """Return a row of metrics under current names; raise an error for one that cannot be used."""
-    hash(row.get("step"))  # rows are told apart by it
+    hash(row.get("step"))  # it distinguishes rows
     current = with_current_metrics(row)
     for _ in flatten_row(current):  # fails for tables in tables without end
         pass

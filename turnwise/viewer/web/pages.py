@@ -95,7 +95,7 @@ def listed(row: Row) -> dict[str, Any]:
 def trajectory(store: TrajectoryIndex, number_: int, entry: IndexEntry) -> dict[str, Any]:
     """Return one trajectory in full; of a record that cannot be read, the reason in place of its error.
 
-    Such a record is counted by the index, since its line told nothing wrong until it was opened.
+    Such a record is counted by the index, since its line had nothing wrong until it was opened.
     """
     trained = store.trained(entry)
     try:

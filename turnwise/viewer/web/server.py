@@ -139,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError as error:
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR, f"cannot be read: {error.strerror}")
         except Exception as error:  # files of a run may hold anything; the browser still gets its answer
-            why = single_line(f"cannot be shown: {type(error).__name__}: {error}", 400)
+            why = single_line(f"cannot be displayed: {type(error).__name__}: {error}", 400)
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR, why)
         return found or _error(HTTPStatus.NOT_FOUND, "not found")
 
