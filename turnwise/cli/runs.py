@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.cli.options import add_command
+from turnwise.cli.trust import add_trust, confirm, confirm_run, is_in
 from turnwise.errors import TurnwiseError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def run_export(args: argparse.Namespace) -> int:
     """Write the table."""
     from turnwise.records.export import ColumnLayout, pair_rows, rows_of, write
     from turnwise.records.metrics import group_by_task
+    from turnwise.records.serialization import using
     from turnwise.types import Trajectory
     from turnwise.viewer.recompute import steps_of
 
@@ -48,12 +50,24 @@ def run_export(args: argparse.Namespace) -> int:
     def selected() -> Iterator[Trajectory]:
         return (one for _, _, played in steps_of(args.run_dir) for one in played if chosen(one))
 
-    layout = ColumnLayout.of(selected())
-    if args.columns == "dpo":
-        steps = ([one for one in played if chosen(one)] for _, _, played in steps_of(args.run_dir))
-        rows = (row for played in steps for group in group_by_task(played) for row in pair_rows(group, layout))
-    else:
-        rows = (row for trajectory in selected() for row in rows_of(trajectory, args.columns, args.run_dir / "media", layout))
+    def rows_of_each() -> Iterator[dict[str, Any]]:
+        for trajectory in selected():
+            with using(args.run_dir, trajectory):
+                rows = list(rows_of(trajectory, args.columns, args.run_dir / "media", layout))
+            yield from rows
+
+    def pairs_of_each() -> Iterator[dict[str, Any]]:
+        for _, _, played in steps_of(args.run_dir):
+            for group in group_by_task([one for one in played if chosen(one)]):
+                with using(args.run_dir, group.trajectories[0]):
+                    pairs = list(pair_rows(group, layout))
+                yield from pairs
+
+    layout = ColumnLayout.empty()
+    for trajectory in selected():
+        with using(args.run_dir, trajectory):
+            layout |= ColumnLayout.of([trajectory])
+    rows = pairs_of_each() if args.columns == "dpo" else rows_of_each()
     count = write(rows, args.columns, args.out, layout)
     print(f"{args.out}: {count} rows" + ("" if count else f"; no episode of phase {args.phase} matches"))
     return 0
@@ -74,6 +88,7 @@ def add_replay(subparsers: Any) -> None:
     parser.add_argument("--phase", metavar="NAME", help="with --loop: only this phase (`train`, `gate`, ...)")
     parser.add_argument("--step", metavar="N", type=int, help="with --loop: only this step")
     parser.add_argument("--trajectory", metavar="TASK[/N]", help="with --loop: only this task, or its sample N")
+    add_trust(parser)
 
 
 def run_replay(args: argparse.Namespace) -> int:
@@ -105,7 +120,13 @@ def _record(args: argparse.Namespace, reward: Any) -> tuple[bool, list[str]]:
 
 
 def _loop(args: argparse.Namespace, reward: Any) -> tuple[bool, Iterator[str]]:
+    from turnwise.config.dump import load_run_config
     from turnwise.training.replay import replay_run
+
+    if (args.run_dir / "config.json").is_file():
+        config = load_run_config(args.run_dir).config
+        used = ("rollout.history",) if args.env is None and config.rollout.function is None else ()
+        confirm_run(args.run_dir, config, args, only=used)
 
     def selected(key: EpisodeKey) -> bool:
         names = (None, key.task, f"{key.task}/{key.sample}")
@@ -147,6 +168,7 @@ def add_track(subparsers: Any) -> None:
     parser.add_argument("--to", metavar="TRACKER", action="append", help=to)
     parser.add_argument("--project", metavar="NAME", help="project name at the tracker (default: the run's own)")
     parser.add_argument("--name", metavar="NAME", help="run name at the tracker (default: the run's own)")
+    add_trust(parser)
 
 
 def run_track(args: argparse.Namespace) -> int:
@@ -156,16 +178,20 @@ def run_track(args: argparse.Namespace) -> int:
 
     try:
         config = json.loads((args.run_dir / "config.json").read_text(encoding="utf-8"))["config"]
-    except (OSError, ValueError, KeyError) as error:
+        track = dict(config.get("track", {}))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = "not a run directory (no readable config.json); name the directory that train printed"
         raise UsageError(f"{args.run_dir}: {why}") from error
-    track = config.get("track", {})
     to = args.to or track.get("to") or []
     if not to:
         raise UsageError("no tracker: the run has none in track.to; name one, such as --to trackio")
     for one in to:
         if wrong := tracker_error(one):
             raise UsageError(f"--to {one}: {wrong}")
+    code = [] if args.to else [one for one in to if ":" in one]
+    if code:
+        inside = any(is_in(args.run_dir, one) for one in code)
+        confirm(args.run_dir, [f"track.to = {one}" for one in code], args, inside=inside)
     project, name = args.project or track.get("project", "turnwise"), args.name or track.get("name")
     if failed := TrackerProcesses(to, args.run_dir, project, name).close(patience_s=600.0):
         raise TurnwiseError("; ".join(failed))

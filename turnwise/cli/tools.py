@@ -8,13 +8,14 @@ import keyword
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.cli.options import add_command, builtin_envs, import_training, make_environments, stopped_by_signals
+from turnwise.cli.trust import add_trust, confirm_file
 from turnwise.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def add_check(subparsers: Any) -> None:
     parser.add_argument(
         "--recipe", metavar="FILE", type=Path, help="a recipe: check keys, values and files, and load its environments"
     )
+    add_trust(parser)
 
 
 def _refuse_check(args: argparse.Namespace, env: str | None, recipe: Path | None) -> None:
@@ -107,11 +109,14 @@ def run_check(args: argparse.Namespace) -> int:
     model = None if args.model is None else local_model(args.model)
     failed = 0
     if recipe is not None:
-        _recipe(recipe, args.overrides)
+        _recipe(recipe, args)
     if env == LEARN:
         failed += show(commands.check_learning(args.algorithm, model))
     elif env is not None:
-        failed += show(commands.check_env(_env(env)))
+        named = _env(env)
+        if ":" in named:
+            confirm_file(Path(named.rpartition(":")[0]), None, args)
+        failed += show(commands.check_env(named))
     for template in (None if env == LEARN else model, args.template):
         if template is not None:
             failed += _template(template, args.history, as_json=args.json)
@@ -122,11 +127,12 @@ def run_check(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _recipe(recipe: Path, overrides: Sequence[str]) -> None:
+def _recipe(recipe: Path, args: argparse.Namespace) -> None:
     """Check a recipe and load its environments; raise `ConfigError` for what cannot be used."""
     from turnwise.config import load
 
-    resolved = load(recipe, overrides, envs=builtin_envs())
+    resolved = load(recipe, args.overrides, envs=builtin_envs())
+    confirm_file(recipe, resolved.config, args)
     count = sum(origin != "default" for origin in resolved.origins.values())
     print(f"ok    {recipe}: {count} keys set, {len(resolved.origins) - count} defaults")
     for name in make_environments(resolved.config):

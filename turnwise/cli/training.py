@@ -23,6 +23,7 @@ from turnwise.cli.options import (
     stopped_by_signals,
     table,
 )
+from turnwise.cli.trust import add_trust, confirm_file, confirm_run
 from turnwise.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,12 +42,13 @@ def add_evaluate(subparsers: Any) -> None:
     parser.add_argument("--engine", default="local", help="local (configured by [engine]) or scripted")
     parser.add_argument("--json", action="store_true", help="print the metrics as one JSON object")
     add_display(parser)
+    add_trust(parser)
 
 
 def run_evaluate(args: argparse.Namespace) -> int:
     """Evaluate and print the result."""
     args.overrides.extend(f"--eval.{key}={vars(args)[key]}" for key in ("samples", "tasks") if vars(args)[key] is not None)
-    resolved = requested(args, partial(resolve, training=False) if args.of_run is None else _of_run)
+    resolved = requested(args, _of_recipe if args.of_run is None else _of_run)
     if resolved is None:
         return 0
     from turnwise import commands
@@ -87,6 +89,13 @@ def evaluation_lines(result: Mapping[str, Any]) -> list[str]:
     return [*table(rows), *(f"{count} {mode} episodes failed and are not counted" for mode, count in failed.items() if count)]
 
 
+def _of_recipe(args: argparse.Namespace) -> Any:
+    resolved = resolve(args, training=False)
+    if args.recipe is not None:
+        confirm_file(args.recipe, resolved.config, args)
+    return resolved
+
+
 def _of_run(args: argparse.Namespace) -> Any:
     from turnwise.config.dump import load_run_config
     from turnwise.config.load import override
@@ -94,7 +103,9 @@ def _of_run(args: argparse.Namespace) -> Any:
     if args.recipe is not None:
         raise UsageError(f"--run {args.of_run} has its own recipe; leave out {args.recipe}")
     seed = [] if args.seed is None else [f"--seed={args.seed}"]
-    return override(load_run_config(args.of_run), [*args.overrides, *seed], training=False)
+    resolved = override(load_run_config(args.of_run), [*args.overrides, *seed], training=False)
+    confirm_run(args.of_run, resolved.config, args)
+    return resolved
 
 
 def _positive(text: str) -> int:
@@ -207,6 +218,7 @@ def add_train(subparsers: Any) -> None:
     parser.add_argument("--resume", metavar="RUN", type=Path, help=resume)
     parser.add_argument("--profile", action="store_true", help="write a Chrome trace, RUN/profile.json")
     add_display(parser)
+    add_trust(parser)
 
 
 def run_train(args: argparse.Namespace) -> int:
@@ -279,4 +291,6 @@ def _resumed(args: argparse.Namespace) -> Any:
     changed += [f"--{key} {getattr(args, key)}" for key in ("out", "seed") if getattr(args, key) is not None]
     if changed:
         raise UsageError(f"--resume {args.resume} uses the run's own settings; leave out {changed[0]}, or start a new run")
-    return extend_run(args.resume, args.overrides)
+    resolved = extend_run(args.resume, args.overrides)
+    confirm_run(args.resume, resolved.config, args)
+    return resolved

@@ -22,6 +22,7 @@ from turnwise.envs.isolation.sandbox import Sandbox, SandboxError
 from turnwise.envs.tasks import TaskSource
 from turnwise.envs.user_code import call_user
 from turnwise.errors import EnvError, UsageError, words
+from turnwise.proxy.sandbox_launcher import RELAY_ENDED
 from turnwise.proxy.sandboxed import HOME, WORK, check_sandbox, run_sandboxed
 from turnwise.proxy.session import ProxySession, ProxySettings
 from turnwise.rollouts.agent_function import Model
@@ -190,6 +191,14 @@ class Program:
         except SandboxError as error:
             return _End(error=EnvError(str(error)))
         write_files(endpoint.directory, {**ran.files, ".home/stdout": ran.stdout, ".home/stderr": ran.stderr})
+        if ran.limit == "memory" and ran.signal is not None:
+            held = f"the program was killed: its processes together held more than {box.memory >> 20} MiB"
+            return _End(error=EnvError(f"{held}; give it more with sandbox = {{ memory = BYTES }}"))
+        if ran.signal is not None and not ran.timed_out and not until.is_set():
+            # The relay to the endpoint gave up, or the program killed its own first process: nothing that a score could judge.
+            relay = [line for line in ran.stderr.splitlines() if line.startswith(RELAY_ENDED)]
+            why = shortened(relay[-1] if relay else _last_line(ran.stderr))
+            return _End(error=EnvError(f"the program's first process in the sandbox was ended by {ran.signal}: {why}"))
         return _End(ran.exit_status)
 
     async def _score(self, task: Task, model: Model, session: ProxySession, directory: Path, ended: _End) -> Any:
@@ -201,8 +210,8 @@ class Program:
         elif ended.error is not None:
             raise ended.error
         elif ended.code is not None and ended.code not in self.exit_codes:
-            last = next((line for line in reversed(ended.read(directory, "stderr").splitlines()) if line.strip()), "no output")
-            raise EnvError(f"the program ended with status {ended.code}: {shortened(last)}; see exit_codes for others than 0")
+            last = shortened(_last_line(ended.read(directory, "stderr")))
+            raise EnvError(f"the program ended with status {ended.code}: {last}; see exit_codes for others than 0")
         output = ended.returned if isinstance(ended.returned, str) else ended.read(directory, "stdout")
         given = task, model.trajectory, ended.code, output, ended.read(directory, "stderr"), directory, stop, ended.returned
         value = await call_user(partial(self.score, ProgramResult(*given)), {})
@@ -286,6 +295,10 @@ class _End:
                 return file.read().decode("utf-8", "replace")
         except OSError:
             return ""
+
+
+def _last_line(text: str) -> str:
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
 
 
 async def _call(function: Callable[[ProgramEndpoint], Any], endpoint: ProgramEndpoint) -> _End:

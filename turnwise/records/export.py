@@ -38,6 +38,15 @@ class ColumnLayout:
     min_p: bool = False  # whether some reply was sampled with min-p
 
     @classmethod
+    def empty(cls) -> ColumnLayout:
+        """Return the layout of no trajectories."""
+        return cls(frozenset(), images=False)
+
+    def __or__(self, other: ColumnLayout) -> ColumnLayout:
+        """Return the layout that has what either has."""
+        return ColumnLayout(self.fields | other.fields, self.images or other.images, self.min_p or other.min_p)
+
+    @classmethod
     def of(cls, trajectories: Iterable[Trajectory]) -> ColumnLayout:
         """Return the layout that these trajectories need."""
         fields: set[str] = set()

@@ -249,8 +249,13 @@ def flatten_row(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
     for name, value in row.items():
         if isinstance(value, Mapping):
             yield from flatten_row(value, f"{prefix}{name}.")
-        elif isinstance(value, (int, float)) and math.isfinite(value):
-            yield f"{prefix}{name}", float(value)
+        elif isinstance(value, (int, float)):
+            try:
+                as_float = float(value)
+            except OverflowError:  # rows of other programs may hold integers of any size
+                continue
+            if math.isfinite(as_float):
+                yield f"{prefix}{name}", as_float
 
 
 def _summed(counts: Iterable[Mapping[str, float]]) -> dict[str, int]:

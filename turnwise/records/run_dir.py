@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Protocol
 import orjson
 
 from turnwise.errors import TraceError, class_name, words
+from turnwise.records.own_runs import remember_run
 
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 _MAX_DEPTH = 60
@@ -310,9 +311,12 @@ class RunDir:
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Write a small JSON file (config.json, summary.json) atomically."""
         temporary = self.path / f".{name}.tmp"
+        content = json.dumps(value, indent=2, default=str).encode() + b"\n"
         try:
-            temporary.write_bytes(json.dumps(value, indent=2, default=str).encode() + b"\n")
+            temporary.write_bytes(content)
             os.replace(temporary, self.path / name)
+            if name == "config.json":
+                remember_run(content)
         except OSError as error:
             raise TraceError(f"{self.path / name}: cannot be written ({error.strerror})") from error
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from turnwise.errors import TraceError
+from turnwise.errors import TraceError, TurnwiseError
 from turnwise.records.run_dir import read_json_lines
 from turnwise.types import (
     ROUTES,
@@ -361,9 +361,33 @@ def read_trajectory(row: Mapping[str, Any]) -> Trajectory:
         trajectory = Trajectory(read_task(row["task"]), key, spans, turns, template=row.get("template", ""))
         trajectory.stop = StopReason(row["stop"]) if row["stop"] else None
         _read_outcome(trajectory, row)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        hash(key)
+        _check_parents("span", [span.parent for span in spans])
+        _check_parents("turn", [turn.parent for turn in turns])
+    except Exception as error:  # records may come from anyone, and have any shape
         raise TraceError(f"an incomplete record ({type(error).__name__}: {error})") from error
     return trajectory
+
+
+def _check_parents(name: str, parents: Sequence[Any]) -> None:
+    """Raise `ValueError` for a parent that is not before its row: paths to the root would have no end."""
+    for number, parent in enumerate(parents):
+        if type(parent) is not int or not -1 <= parent < number:
+            raise ValueError(f"{name} {number} has the parent {repr(parent)[:40]}")
+
+
+@contextmanager
+def using(run: Path, trajectory: Trajectory) -> Iterator[None]:
+    """Report an error in what is made of a record: it has the fields of one, with values that do not fit together."""
+    try:
+        yield
+    except (TurnwiseError, OSError):
+        raise
+    except Exception as error:
+        key = trajectory.key
+        name = f"{key.phase} {key.step} / {key.task} / {key.sample}"
+        why = f"the record of {name:.200} does not fit together ({type(error).__name__}: {error})"
+        raise TraceError(f"{run / 'trajectories.jsonl'}: {why}") from error
 
 
 def read_task(row: Mapping[str, Any]) -> Task:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.records.metrics import flatten_row, rollout_metrics
-from turnwise.records.serialization import read_trajectories
+from turnwise.records.serialization import read_trajectories, using
 from turnwise.types import Trajectory
-from turnwise.viewer.run_data import RunData, mapping, read_run
+from turnwise.viewer.run_data import RunData, mapping, number, read_run
 
 CLOSE = 1e-9  # relative tolerance of equal metrics
 TIMES = ("seconds.", "tool_seconds.")
@@ -47,14 +47,17 @@ def recompute(run: Path, reward: Reward | None = None) -> RecomputeResult:
     """Recompute a run, also every reward by `reward` (sync or async) plus the step rewards, and compare with its files."""
     found = RecomputeResult()
     written = read_run(run)
-    success = float(mapping(written.config.get("eval")).get("success", 1.0))
+    success = number(mapping(written.config.get("eval")).get("success"))
+    success = 1.0 if success is None else success
     for phase, step, played in steps_of(run):
         for trajectory in played:
-            check_trajectory(trajectory, found)
+            with using(run, trajectory):
+                check_trajectory(trajectory, found)
             if reward is not None and trajectory.reward is not None:
                 recompute_reward(trajectory, reward, found)
         if phase == "train":
-            compare(written, step, played, success, found)
+            with using(run, played[0]):
+                compare(written, step, played, success, found)
     return found
 
 
@@ -74,9 +77,9 @@ def check_trajectory(trajectory: Trajectory, found: RecomputeResult) -> None:
         if any(weight and not mask for weight, mask in zip(sample.weights, sample.mask, strict=True)):
             found.wrong.append(f"{_name(trajectory)}: an unsampled id has a weight")
     left = 0
-    for number, span in enumerate(trajectory.spans):
+    for index, span in enumerate(trajectory.spans):
         if span.sampled and (span.logprobs is None or len(span.logprobs) != len(span.ids)):
-            found.wrong.append(f"{_name(trajectory)}: span {number} has {len(span.ids)} ids and other logprobs")
+            found.wrong.append(f"{_name(trajectory)}: span {index} has {len(span.ids)} ids and other logprobs")
         if span.sampled and (out := len(span.ids) - span.trained):
             found.untrained[span.untrained or "?"] += out
             left += out

@@ -336,7 +336,7 @@ def render_report(run_dir: Path) -> str:
         tiles=headline_metrics(run),
         bars=bars,
         blind=any(bar.label == BLIND for bar in bars),
-        single_turn_best=run.summary.get("single_turn_best"),
+        single_turn_best=number(run.summary.get("single_turn_best")),
         percent=percent,
         warmup=warmup_charts(run),
         reinforcement=_charts(run.phase("train"), _CURVES),

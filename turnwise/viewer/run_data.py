@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import NoneType
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
 from turnwise.engines.policies import AgentPolicies
 from turnwise.errors import UsageError
-from turnwise.records.metrics import with_current_metrics
+from turnwise.records.metrics import flatten_row, with_current_metrics
 from turnwise.types import StopReason
 
 Row = Mapping[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ def read_run(path: Path) -> RunData:
     problems: list[str] = []
     config = _object(path / "config.json", problems)
     summary = _object(path / "summary.json", problems)
-    rows = [with_current_metrics(row) for _, row in lines_of(path / "metrics.jsonl", problems)]
+    rows = [row for _, row in lines_of(path / "metrics.jsonl", problems, metrics_row)]
     versions = mapping(config.get("versions") or summary.get("versions"))
     return RunData(path, mapping(config.get("config")), mapping(config.get("origins")), versions, summary, rows, problems)
 
@@ -85,7 +87,7 @@ def read_run(path: Path) -> RunData:
 def index(path: Path, problems: list[str]) -> list[TrajectoryEntry]:
     """Return one small entry per trajectory; each line is parsed and discarded."""
     entries: list[TrajectoryEntry] = []
-    for offset, row in lines_of(path, problems):
+    for offset, row in lines_of(path, problems, episode_record):
         key, stop, failed = mapping(row.get("key")), str(row.get("stop") or ""), bool(row.get("error"))
         phase, step, task = str(key.get("phase", "")), integer(key.get("step")), str(key.get("task", ""))
         entries.append(TrajectoryEntry(offset, phase, step, task, number(row.get("reward")), stop, failed))
@@ -122,9 +124,13 @@ def choose(entries: Sequence[TrajectoryEntry]) -> list[Pick]:
 
 def number(value: Any) -> float | None:
     """Return a finite number, or None."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value)
+    try:
+        as_float = float(value)
+    except OverflowError:  # JSON has integers of any size
+        return None
+    return as_float if math.isfinite(as_float) else None
 
 
 def sum_tables(rows: Iterable[Row], name: str) -> Counter[str]:
@@ -148,8 +154,9 @@ def sentence_of(stop: str) -> str:
 
 
 def integer(value: Any) -> int:
-    """Return an integer, or -1 for anything else."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else -1
+    """Return an integer of 64 bits, or -1 for anything else."""
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_integer and abs(value) < 1 << 63 else -1
 
 
 def _ends(entries: Sequence[TrajectoryEntry], name: str) -> list[Pick]:
@@ -162,16 +169,51 @@ def _ends(entries: Sequence[TrajectoryEntry], name: str) -> list[Pick]:
     return [Pick(best, f"{name}: best"), Pick(worst, f"{name}: worst")]
 
 
-def lines_of(path: Path, problems: list[str]) -> Iterator[tuple[int, Row]]:
-    """Yield (offset, object) of each line; unreadable lines are counted and skipped."""
+def read_line(line: bytes, read: Callable[[Row], T]) -> T | None:
+    """Return what `read` makes of a line's object; None for an unreadable line.
+
+    Lines may come from anyone, and have any shape. So a line is unreadable where `read` fails in
+    whatever way; callers count such lines and go on with the next.
+    """
+    try:
+        row = parse(line)
+        return read(row) if isinstance(row, dict) and row else None
+    except Exception:
+        return None
+
+
+def as_it_is(row: Row) -> Row:
+    """Return any object, for files whose readers take each field by itself."""
+    return row
+
+
+def episode_record(row: Row) -> Row:
+    """Return an object that has the shape of an episode's record; raise `TypeError` for any other."""
+    for name in ("spans", "turns", "failed_turns", "final", "failures"):
+        if not isinstance(row.get(name), (list, NoneType)):
+            raise TypeError(f"{name} is no list")
+    return row
+
+
+def metrics_row(row: Row) -> Row:
+    """Return a row of metrics under current names; raise an error for one that cannot be used."""
+    hash(row.get("step"))  # it distinguishes rows
+    current = with_current_metrics(row)
+    for _ in flatten_row(current):  # fails for tables in tables without end
+        pass
+    return current
+
+
+def lines_of(path: Path, problems: list[str], read: Callable[[Row], Row] = as_it_is) -> Iterator[tuple[int, Row]]:
+    """Yield (offset, object) of each line, as `read` returns it; unreadable lines are counted and skipped."""
     if not path.is_file():
         return
     unreadable = offset = 0
     try:
         with path.open("rb") as file:
             for line in file:
-                row = parse(line) if line.strip() else {}
-                if isinstance(row, dict) and row:
+                row = read_line(line, read)
+                if row is not None:
                     yield offset, row
                 elif line.strip():
                     unreadable += 1
@@ -179,7 +221,12 @@ def lines_of(path: Path, problems: list[str]) -> Iterator[tuple[int, Row]]:
     except OSError as error:
         problems.append(f"{path.name}: cannot be read ({error.strerror})")
     if unreadable:
-        problems.append(f"{path.name}: skipped {unreadable} unreadable line{'' if unreadable == 1 else 's'}")
+        problems.append(unreadable_lines(path, unreadable))
+
+
+def unreadable_lines(path: Path, count: int) -> str:
+    """Say how many lines of a file were left out."""
+    return f"{path.name}: skipped {count} unreadable line{'' if count == 1 else 's'}"
 
 
 def parse(text: bytes) -> Any:

@@ -28,6 +28,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from turnwise.envs.isolation.cgroup import MemoryGroup, delegated_group
+from turnwise.envs.isolation.sandbox_child import ProgramMemory, processes_below
 from turnwise.envs.threads import run_in_thread
 from turnwise.envs.tools.tool import Tool, tool
 from turnwise.errors import ConfigError, ToolFailure
@@ -57,13 +59,20 @@ DENIED = frozenset(
     " ".join([_OUT_OF_THE_ROOT, _MEMORY_THAT_NO_LIMIT_COUNTS, _LARGE_INTERFACES_OF_THE_KERNEL, _THE_MACHINE_ITSELF]).split()
 )
 """System calls that fail with ENOSYS inside, as do calls newer than the filter's table. `socket` only makes Unix and Internet
-sockets (the network namespace has only a loopback device), and `clone` makes no namespaces."""
+sockets (the network namespace has only a loopback device), `clone` makes no namespaces, and `mmap` no memory that processes
+share without a file, nor huge pages: such memory may be held where no process has it mapped, so that nothing could count it."""
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_DEVICES = {name: name for name in ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")} | {"/dev/zero": "/dev/full"}
+"""Devices inside, and those that they are. What is read from /dev/full are zeros too, but it cannot be mapped as memory."""
 _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET
+_MAP_PRIVATE, _MAP_TYPE, _MAP_ANONYMOUS, _MAP_HUGETLB = 0x02, 0x0F, 0x20, 0x40000
+_MEASURE_S = 0.02
+"""Seconds between two measurements of a program's memory on this side."""
+_GROUP_EXTRA = 64 * MIB
+"""Bytes of a control group beside the program's: of the processes that watch it, and the kernel's for all of them."""
 _GRACE_S = 60.0
 """Seconds after the deadline before an unresponsive sandbox is killed; it normally ends by itself long before."""
 _SLOTS = threading.BoundedSemaphore(max(16, 4 * (os.cpu_count() or 1)))
@@ -98,8 +107,9 @@ class SandboxResult:
     cut: bool
     """Part of the output is missing."""
     limit: str | None
-    """Limit that the program reached, if known. `deadline` and `cpu` are measured; `memory`, `file_size`, `disk`, `open_files`
-    and `processes` are read from the last line of a traceback, which the program controls."""
+    """Limit that the program reached, if known. `deadline` and `cpu` are measured, and `memory` of a program that was killed
+    since its processes together held more. `memory` of one process, `file_size`, `disk`, `open_files` and `processes` are read
+    from the last line of a traceback, which the program controls."""
     channel: str = ""
     """Output to descriptor 3, if requested."""
     seconds: float = 0.0
@@ -118,7 +128,8 @@ class SandboxResult:
         if self.timed_out:
             parts.append("[killed: out of time]")
         elif self.signal is not None:
-            parts.append(f"[killed by {self.signal}{': out of CPU time' if self.limit == 'cpu' else ''}]")
+            why = {"cpu": ": out of CPU time", "memory": ": out of memory"}.get(self.limit or "", "")
+            parts.append(f"[killed by {self.signal}{why}]")
         elif self.exit_status:
             parts.append(f"[exit status {self.exit_status}]")
         return "\n".join(parts) or "[no output]"
@@ -157,7 +168,8 @@ class Sandbox:
     cpu_seconds: int | None = None
     """CPU seconds of each process; None: `seconds`, rounded up."""
     memory: int = 512 * MIB
-    """Bytes of address space of each process."""
+    """Bytes of memory of all processes together, without files in the scratch directory; above it they are killed. Also bytes
+    of address space of each process, which then gets no more."""
     disk: int = 32 * MIB
     """Bytes of the scratch directory, the only writable path."""
     processes: int = 32
@@ -277,8 +289,8 @@ class _Bubblewrap(NamedTuple):
         for path in bound:
             words += ["--ro-bind", path, path]
         words += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
-        for path in _DEVICES:
-            words += ["--dev-bind", path, path]
+        for path, device in _DEVICES.items():
+            words += ["--dev-bind", device, path]
         if any(_within(str(_PACKAGE), path) for path in bound):
             words += ["--perms", "0000", "--size", "4096", "--tmpfs", str(_PACKAGE)]
         words += ["--proc", "/proc"] if self.proc else []
@@ -371,7 +383,9 @@ def _seccomp_program() -> bytes:
         filt.allow("socket", args={0: family})
     filt.allow("socketpair", args={0: _AF_UNIX})
     filt.allow("clone", args=[(0, CmpOp.MASKED_EQ, 0, _NEW_NAMESPACES)])
-    for number in sorted({known[name] for name in known.keys() - DENIED - {"socket", "socketpair", "clone"}}):
+    filt.allow("mmap", args=[(3, CmpOp.MASKED_EQ, 0, _MAP_ANONYMOUS | _MAP_HUGETLB)])
+    filt.allow("mmap", args=[(3, CmpOp.MASKED_EQ, _MAP_PRIVATE, _MAP_TYPE | _MAP_HUGETLB)])
+    for number in sorted({known[name] for name in known.keys() - DENIED - {"socket", "socketpair", "clone", "mmap"}}):
         filt.allow(number)
     program: bytes = filt.program
     return program
@@ -401,6 +415,12 @@ class _Run:
             with contextlib.suppress(OSError, ValueError):
                 self._lifeline.write(b"x")
 
+    def _end_for_memory(self) -> None:
+        with self._lock:
+            if not self._stopped:
+                with contextlib.suppress(OSError, ValueError):
+                    self._lifeline.write(b"m")
+
     def stop(self) -> None:
         """Kill the program if it runs; `run` in the other thread then returns."""
         with self._lock:
@@ -411,10 +431,27 @@ class _Run:
 
     def run(self, bubblewrap: _Bubblewrap) -> SandboxResult:
         with _SLOTS:
-            report = self._ask(bubblewrap)
+            group = self._memory_group()
+            try:
+                report = self._ask(bubblewrap, group)
+                if group is not None and group.was_exceeded:
+                    report |= {"why": "memory", "status": None}
+            finally:
+                if group is not None:
+                    group.remove()
         return _result(report, self._box)
 
-    def _ask(self, bubblewrap: _Bubblewrap) -> dict[str, Any]:
+    def _memory_group(self) -> MemoryGroup | None:
+        """Return a new control group; None where there are none, and measurements alone bound memory."""
+        parent = delegated_group()
+        if parent is None:
+            return None
+        try:
+            return MemoryGroup.make(parent, self._box.memory + self._box.disk + _GROUP_EXTRA)
+        except OSError as error:
+            raise SandboxError(f"no sandbox can be started: its control group cannot be made ({error})") from error
+
+    def _ask(self, bubblewrap: _Bubblewrap, group: MemoryGroup | None) -> dict[str, Any]:
         seccomp, write_end = os.pipe()
         with self._lock:
             try:
@@ -422,8 +459,9 @@ class _Run:
                     pipe.write(_seccomp_program())  # about 8 KiB, within a pipe's capacity
                 if self._stopped:
                     raise SandboxError("the sandbox was stopped before it ran")
+                command = bubblewrap.command(self._box, seccomp)
                 process = subprocess.Popen(
-                    bubblewrap.command(self._box, seccomp),
+                    command if group is None else group.command(command),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -439,7 +477,7 @@ class _Run:
                 os.close(seccomp)
             self._lifeline = process.stdin
         try:
-            answer = self._converse(process)
+            answer = self._converse(process, bubblewrap.proc, group)
         finally:
             self.stop()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -451,15 +489,20 @@ class _Run:
         try:
             report: dict[str, Any] = json.loads(answer)
         except ValueError:
+            if group is not None and group.was_exceeded:
+                raise SandboxError("the sandbox itself was killed: the program left no memory of its control group") from None
             last = answer.decode("utf-8", "replace").strip().splitlines()[-1:] or ["no output"]
             raise SandboxError(f"the sandbox died with status {process.returncode}: {last[0][:200]}") from None
         return report
 
-    def _converse(self, process: subprocess.Popen[bytes]) -> bytes:
-        """Send the order and read the report, with a deadline on this side."""
+    def _converse(self, process: subprocess.Popen[bytes], proc: bool, group: MemoryGroup | None) -> bytes:
+        """Send the order and read the report, with a deadline on this side.
+
+        Without /proc inside (`proc`), the program's memory is measured here.
+        """
         box = self._box
         order = asdict(box) | {"cpu": box.cpu_seconds or math.ceil(box.seconds), "channel": self._channel, "files": self._files}
-        order["keep"] = self._keep
+        order |= {"keep": self._keep, "proc": proc}
         words = json.dumps(order | {"uid": _fresh_uid() if os.geteuid() == 0 else None}).encode()
         until = time.monotonic() + box.seconds + _GRACE_S
         assert process.stdin is not None
@@ -471,12 +514,19 @@ class _Run:
         with self._lock:
             self._ordered = True
             self._send_end()
+        memory = None if proc else ProgramMemory(box.memory, lambda: processes_below(process.pid))
         answer = bytearray()
         poll = select.poll()
         poll.register(process.stdout, select.POLLIN | select.POLLHUP)
         while (seconds := until - time.monotonic()) > 0:
+            if memory is not None or group is not None:
+                seconds = min(seconds, _MEASURE_S)
             if not poll.poll(seconds * 1000):
-                break
+                exceeded = memory is not None and time.monotonic() >= memory.next_at and memory.exceeded()
+                if exceeded or (group is not None and group.was_exceeded):
+                    self._end_for_memory()
+                    memory = group = None
+                continue
             chunk = os.read(process.stdout.fileno(), 65536)
             if not chunk:
                 return bytes(answer)
@@ -513,7 +563,7 @@ def _result(report: dict[str, Any], box: Sandbox) -> SandboxResult:
         signal="SIGKILL" if why else None if number is None else _SIGNALS.get(number, f"signal {number}"),
         timed_out=why == "deadline",
         cut=bool(report["out"]["missing"] or report["err"]["missing"]),
-        limit="deadline" if why == "deadline" else reached,
+        limit=why if why in ("deadline", "memory") else reached,
         channel="" if channel["missing"] else channel["head"],
         seconds=report["seconds"],
         files={name: base64.b64decode(content) for name, content in report["kept"].items()},

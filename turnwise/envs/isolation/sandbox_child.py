@@ -1,9 +1,9 @@
-"""First process inside the sandbox: starts the program, captures its output, and ends all processes at the deadline.
+"""First process inside the sandbox: starts the program, captures its output, and ends all processes at a limit.
 
 Uses only the standard library. Bubblewrap runs it as ``python -I -S -c SOURCE``, as process 1 of the sandbox: it receives no
 signal from inside, and all processes end with it. It reads the order from standard input as JSON after an eight-byte length,
-and writes the report to standard output as JSON. A further byte ends the program early. When standard input closes, the caller
-has ended, and so does the sandbox.
+and writes the report to standard output as JSON. A further byte ends the program early, `m` because of its memory. When
+standard input closes, the caller has ended, and so does the sandbox.
 """
 
 from __future__ import annotations
@@ -21,13 +21,21 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # importing typing takes a tenth of a program's start time
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from typing import Any, NoReturn
 
 _PR_SET_DUMPABLE = 4
 _HOME = "/tmp"
 _MAX_KEPT = 10_000
 """Maximum number of files that a report returns."""
+_MEASURE_S, _MEASURE_NEAR_S = 0.02, 0.005
+"""Seconds between two measurements of the program's memory, and where it has more than half of what it may have."""
+_MEASURE_SHARE = 4
+"""Minimum of the pause after a measurement, in durations of the measurement."""
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_REASONS = {b"x": "ended", b"m": "memory", b"": "abandoned"}
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_FORKED_AND_NOT_EXECUTED = 0x40  # PF_FORKNOEXEC among the flags of /proc/PID/stat
 
 
 def main() -> None:
@@ -35,8 +43,8 @@ def main() -> None:
     order = json.loads(_read(int.from_bytes(_read(8), "big")))
     for number in (signal.SIGINT, signal.SIGPIPE):  # without a handler, process 1 receives no signal from inside
         signal.signal(number, signal.SIG_DFL)
-    libc = ctypes.CDLL(None, use_errno=True)  # a program of the same uid can neither read nor write this process:
-    if libc.prctl(_PR_SET_DUMPABLE, ctypes.c_ulong(0), 0, 0, 0) < 0:
+    # A program of the same uid can neither read nor write this process:
+    if _LIBC.prctl(_PR_SET_DUMPABLE, ctypes.c_ulong(0), 0, 0, 0) < 0:
         raise OSError(ctypes.get_errno(), "prctl")
     try:
         report = SandboxMonitor(order).run()
@@ -81,11 +89,140 @@ class Capture:
         return {"head": head, "tail": tail, "missing": missing}
 
 
+class ProgramMemory:
+    """Measures what the processes of a program hold together: their anonymous pages, in memory and swapped out.
+
+    Those are all that a program can hold outside its scratch directory: the filter denies shared
+    anonymous mappings and the like. Pages that processes share since a fork count once. Each step
+    costs more than the one before, and runs only where that one allows no answer.
+    """
+
+    def __init__(self, limit: int, processes: Callable[[], Iterable[str]]) -> None:
+        """`processes` returns the directories in /proc of the program's processes, which may have ended meanwhile."""
+        self._limit, self._processes = limit, processes
+        self._pause = _MEASURE_S
+        self.next_at = 0.0
+        """Time of the next measurement, by `time.monotonic`."""
+
+    def exceeded(self) -> bool:
+        """Return whether the processes hold more than the limit.
+
+        Two measurements must say so: reading takes time, in which memory moves between processes.
+        """
+        began = time.monotonic()
+        exceeded = self._exceeds() and self._exceeds()
+        now = time.monotonic()
+        self.next_at = now + max(self._pause, _MEASURE_SHARE * (now - began))
+        return exceeded
+
+    def _exceeds(self) -> bool:
+        processes = list(self._processes())
+        self._pause = _MEASURE_S
+
+        # Address space bounds all else. One process alone is bounded by its own limit on it.
+        if sum(map(_address_space, processes)) <= self._limit:
+            return False
+
+        # Pages of each process; those shared since a fork count in each.
+        pages = {process: _own_pages(process) for process in processes}
+        total = sum(pages.values())
+        if total > self._limit // 2:
+            self._pause = _MEASURE_NEAR_S
+        if total <= self._limit:
+            return False
+
+        shares = {process: _share_of_pages(process, pages[process]) for process in processes}
+        total = sum(shares.values())
+        return total > self._limit and total - sum(_borrowed(shares)) > self._limit
+
+
+def _address_space(process: str) -> int:
+    return int((_content(f"{process}/statm").split() or [b"0"])[0]) * _PAGE
+
+
+def _own_pages(process: str) -> int:
+    """Return the bytes of a process's anonymous pages; everyone may read them."""
+    rows = _kilobytes(f"{process}/status")
+    return rows.get(b"RssAnon", 0) + rows.get(b"VmSwap", 0)
+
+
+def _share_of_pages(process: str, pages: int) -> int:
+    """Return `pages` with those shared by n processes as an nth; as they are where the kernel does not tell."""
+    rows = _kilobytes(f"{process}/smaps_rollup")
+    return rows[b"Pss_Anon"] + rows.get(b"SwapPss", 0) if b"Pss_Anon" in rows else pages
+
+
+def _borrowed(shares: dict[str, int]) -> Iterator[int]:
+    """Yield what is counted twice since a child runs in its parent's memory (vfork) until it executes another program.
+
+    The kernel does not tell which do. Each such child holds up a thread of its parent, so no more
+    are left out than there are such threads, and only children with as many pages as their parent.
+    """
+    parents = {}
+    for process in shares:
+        row = _stat(process)
+        if len(row) > 6 and int(row[6]) & _FORKED_AND_NOT_EXECUTED:
+            parents[process] = f"{os.path.dirname(process)}/{row[1].decode()}"
+    for parent in set(parents.values()) & shares.keys():
+        threads = [_stat(f"{parent}/task/{thread}") for thread in _names(f"{parent}/task")]
+        waiting = sum(row[:1] == [b"D"] for row in threads)
+        alike = [one for one, its_parent in parents.items() if its_parent == parent and shares[one] == shares[parent]]
+        yield min(waiting, len(alike)) * shares[parent]
+
+
+def _stat(process: str) -> list[bytes]:
+    """Return the fields of /proc/PID/stat from the state on; the name before it may hold anything."""
+    return _content(f"{process}/stat").rpartition(b")")[2].split()
+
+
+def _kilobytes(path: str) -> dict[bytes, int]:
+    rows = {}
+    for line in _content(path).splitlines():
+        name, _, value = line.partition(b":")
+        if value.endswith(b" kB"):
+            rows[name] = int(value[:-3]) * 1024
+    return rows
+
+
+def _content(path: str) -> bytes:
+    """Return a file's content; none of a process that has ended, or whose file may not be read."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def processes_inside() -> list[str]:
+    """Return all processes of this namespace but the first."""
+    return [f"/proc/{name}" for name in _names("/proc") if name.isdigit() and name != "1"]
+
+
+def processes_below(process: int) -> Iterator[str]:
+    """Yield the descendants of a process, without its children; those are process 1 of a sandbox."""
+    level = _children(f"/proc/{process}")
+    while level := [child for parent in level for child in _children(parent)]:
+        yield from level
+
+
+def _children(process: str) -> list[str]:
+    lists = [_content(f"{process}/task/{thread}/children") for thread in _names(f"{process}/task")]
+    return [f"/proc/{child.decode()}" for child in b" ".join(lists).split()]
+
+
 class SandboxMonitor:
     """Starts one program and monitors it until it ends."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         self.order = order
+        self.memory = ProgramMemory(order["memory"], processes_inside) if order["proc"] else None
         self.captures = [Capture(order["output"]), Capture(order["output"]), Capture(order["channel"])]
         self.error_read, self.error_write = os.pipe()
 
@@ -123,17 +260,29 @@ class SandboxMonitor:
         for end in (0, wake, *by_end):
             poll.register(end, select.POLLIN | select.POLLHUP)
         while (left := deadline - time.monotonic()) > 0:
-            for end, _ in poll.poll(left * 1000):
+            for end, _ in poll.poll(self._until_next(left) * 1000):
                 if end in by_end:
                     if not by_end[end].drain():
                         poll.unregister(end)
                 elif end == wake:
                     os.read(wake, 4096)
                 else:
-                    return {"why": "ended" if os.read(end, 1) else "abandoned"}
+                    return {"why": _REASONS[os.read(end, 1)]}
             if ended := _reap(program):
                 return ended
+            if self._memory_exceeded():
+                return {"why": "memory"}
         return {"why": "deadline"}
+
+    def _until_next(self, left: float) -> float:
+        """Return the seconds to wait for events, of those that are left."""
+        return left if self.memory is None else min(left, max(0.0, self.memory.next_at - time.monotonic()))
+
+    def _memory_exceeded(self) -> bool:
+        if self.memory is None or time.monotonic() < self.memory.next_at:
+            return False
+        with _as_user(self.order["uid"]):
+            return self.memory.exceeded()
 
     def _exec_program(self) -> NoReturn:
         """Drop all privileges and exec a new interpreter with the program."""
@@ -171,6 +320,21 @@ class SandboxMonitor:
         except BaseException as error:
             os.write(self.error_write, f"{type(error).__name__}: {error}".encode()[:4096])
         os._exit(127)
+
+
+@contextlib.contextmanager
+def _as_user(uid: int | None) -> Iterator[None]:
+    """Open files with the rights of a uid: the shares of a process's pages may be read by its own user only."""
+    if uid is None:
+        yield
+        return
+    _LIBC.setfsgid(uid)
+    _LIBC.setfsuid(uid)
+    try:
+        yield
+    finally:
+        _LIBC.setfsuid(0)
+        _LIBC.setfsgid(0)
 
 
 def _drop_privileges(order: dict[str, Any]) -> None:

@@ -17,7 +17,17 @@ from typing import Any, NamedTuple
 import orjson
 
 from turnwise.records.run_dir import complete_lines
-from turnwise.viewer.run_data import Row, integer, load_at, mapping, number, parse
+from turnwise.viewer.run_data import (
+    Row,
+    as_it_is,
+    episode_record,
+    integer,
+    load_at,
+    mapping,
+    number,
+    read_line,
+    unreadable_lines,
+)
 
 MAX_SCANNED = 128 * 2**20  # maximum bytes searched for a text per request; the next request continues
 PAGE = 100
@@ -93,6 +103,8 @@ class TrajectoryIndex:
         self.training: dict[tuple[Any, ...], int] = {}
         """Offset in training.jsonl by key; of a step trained twice, the later one."""
         self.read = self.size = self.unreadable = 0
+        self.failed: set[int] = set()
+        """Offsets of records whose pages could not be made when they were opened."""
         self._trained = 0
         self._counting = threading.RLock()
         self._requests = 0
@@ -127,6 +139,7 @@ class TrajectoryIndex:
         self.size = self.trajectories.stat().st_size if self.trajectories.is_file() else 0
         if self.size < self.read:  # replaced by another run
             self.entries, self.training, self.read, self._trained, self.unreadable = [], {}, 0, 0, 0
+            self.failed = set()
             with self._counting:
                 self._reset_counts()
         start = self.read
@@ -141,7 +154,8 @@ class TrajectoryIndex:
             while self._requests and not self._stop.is_set():  # requests have priority
                 time.sleep(0.001)
         for at, line in complete_lines(self.path / "training.jsonl", self._trained):
-            if isinstance(key := mapping(parse(line)).get("key"), list):
+            key = mapping(read_line(line, as_it_is)).get("key")
+            if isinstance(key, list):
                 self.training[tuple(map(str, key))] = at
             self._trained = at + len(line)
         return False
@@ -153,7 +167,7 @@ class TrajectoryIndex:
     def _follow(self) -> None:
         while not self._stop.is_set():
             more = False
-            with suppress(OSError):
+            with suppress(Exception):  # whatever a file holds or lacks: the next round may read it
                 more = self.update(8 * 2**20)
             self._stop.wait(0.001 if more else 0.5)
 
@@ -183,9 +197,18 @@ class TrajectoryIndex:
                 file.seek(matching[position].at)
                 line = file.readline()
                 scanned += len(line)
-                if needle in line.lower() and any(text.lower() in one.lower() for one in texts(mapping(parse(line)))):
+                if needle in line.lower() and _mentions(line, text):
                     rows.append(matching[position]._asdict())
         return {"rows": rows, "total": None, "next": None}
+
+    @property
+    def problems(self) -> list[str]:
+        """What could not be read, one line each."""
+        lines = [unreadable_lines(self.trajectories, self.unreadable)] if self.unreadable else []
+        if self.failed:
+            which = "1 record that was opened" if len(self.failed) == 1 else f"{len(self.failed)} records that were opened"
+            lines.append(f"{self.trajectories.name}: {which} cannot be read")
+        return lines
 
     def facets(self) -> dict[str, list[str]]:
         """Return the values of each filter, the most frequent first; only new entries are counted."""
@@ -221,10 +244,11 @@ class TrajectoryIndex:
 
 
 def entry_of(at: int, line: bytes) -> IndexEntry | None:
-    """Return the entry of a line, or None if it is no trajectory."""
-    row = mapping(parse(line))
-    if not row:
-        return None
+    """Return the entry of a line, or None if it is no trajectory that can be read."""
+    return read_line(line, lambda row: _entry(at, episode_record(row)))
+
+
+def _entry(at: int, row: Row) -> IndexEntry:
     key, error = mapping(row.get("key")), mapping(row.get("error"))
     spans = [span for span in row.get("spans") or () if isinstance(span, Mapping)]
     tools: dict[str, None] = {}
@@ -249,6 +273,11 @@ def entry_of(at: int, line: bytes) -> IndexEntry | None:
         sum(integer(count) for count in mapping(row.get("branches")).values()),
         number(row.get("wall_s")) or 0.0,
     )
+
+
+def _mentions(line: bytes, text: str) -> bool:
+    """Return whether a text of the record has another in it; a record that cannot be read has none."""
+    return bool(read_line(line, lambda row: any(text.lower() in one.lower() for one in texts(row))))
 
 
 def texts(row: Row) -> Iterator[str]:

@@ -37,7 +37,7 @@ def overview(store: TrajectoryIndex, since: int = 0) -> dict[str, Any]:
             for row in run.rows[since:]
         ],
         "since": since,
-        "summary": {truncate(str(k)): v for k, v in run.summary.items() if isinstance(v, (int, float, str))},
+        "summary": {truncate(str(k)): v for k, v in run.summary.items() if isinstance(v, (bool, str)) or number(v) is not None},
         "settings": [[truncate(part) for part in row] for row in settings(run)[0]],
         "diagnoses": [[one.name, truncate(one.fault), truncate(one.remedy)] for one in diagnose(run.rows, run.summary)],
         "findings": [
@@ -45,7 +45,7 @@ def overview(store: TrajectoryIndex, since: int = 0) -> dict[str, Any]:
             | {"columns": [[name, truncate(text)] for name, text in one.columns]}
             for one in findings(store.path, run.rows, [])
         ],
-        "problems": [truncate(problem) for problem in run.problems],
+        "problems": [truncate(problem) for problem in (*run.problems, *store.problems)],
         "count": len(store.entries),
         "read": store.read,
         "size": store.size,
@@ -93,9 +93,23 @@ def listed(row: Row) -> dict[str, Any]:
 
 
 def trajectory(store: TrajectoryIndex, number_: int, entry: IndexEntry) -> dict[str, Any]:
-    """Return one trajectory in full."""
-    row = store.row(entry)
+    """Return one trajectory in full; of a record that cannot be read, the reason in place of its error.
+
+    Such a record is counted by the index, since its line had nothing wrong until it was opened.
+    """
     trained = store.trained(entry)
+    try:
+        return _page_of(store, number_, entry, store.row(entry), trained)
+    except OSError:
+        raise
+    except Exception as error:
+        store.failed.add(entry.at)
+        why = f"the record cannot be read: {type(error).__name__}: {error}; byte {entry.at} of {store.trajectories.name}"
+        row = {"error": {"type": type(error).__name__, "phase": "reading", "message": why}}
+        return _page_of(store, number_, entry, row, {})
+
+
+def _page_of(store: TrajectoryIndex, number_: int, entry: IndexEntry, row: Row, trained: Row) -> dict[str, Any]:
     spans = [span for span in row.get("spans") or () if isinstance(span, Mapping)]
     logprobs, advantages = mapping(trained.get("logprobs")), mapping(trained.get("advantages"))
     left, policies = MAX_TOKENS, read_run(store.path).policies
@@ -151,13 +165,13 @@ def _span(span: Row, trainer: Any, advantages: Any, left: int) -> dict[str, Any]
     texts, logprobs = span.get("tokens"), span.get("logprobs")
     if isinstance(texts, list) and len(texts) == len(ids):
         count = max(0, min(left, len(ids)))
-        one["ids"] = ids[:count]
+        one["ids"] = list(map(integer, ids[:count]))
         one["tokens"] = [truncate(str(text), 400) for text in texts[:count]]
         one |= {"logprobs": [], "trainer": []}
         values = {"logprobs": logprobs, "trainer": trainer, "advantages": advantages}
         one |= {name: [number(v) for v in found[:count]] for name, found in values.items() if isinstance(found, list)}
     else:
-        one["ids"] = ids[:200]
+        one["ids"] = list(map(integer, ids[:200]))
     return one
 
 

@@ -138,6 +138,9 @@ class _Handler(BaseHTTPRequestHandler):
             return _error(HTTPStatus.BAD_REQUEST, "invalid request")
         except OSError as error:
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR, f"cannot be read: {error.strerror}")
+        except Exception as error:  # files of a run may hold anything; the browser still gets its answer
+            why = single_line(f"cannot be displayed: {type(error).__name__}: {error}", 400)
+            return _error(HTTPStatus.INTERNAL_SERVER_ERROR, why)
         return found or _error(HTTPStatus.NOT_FOUND, "not found")
 
     @property

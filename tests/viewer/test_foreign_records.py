@@ -1,0 +1,278 @@
+"""Files of a run from anyone: a good run in which one node of one line's JSON is replaced by any other value.
+
+Nothing that reads it may end without an answer, and what is left out is counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import io
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from view_kit import add_policies, trajectory, write_run
+
+import turnwise as tw
+from turnwise.cli.main import main
+from turnwise.records import to_json, trajectory_row
+from turnwise.viewer.report import render_report
+from turnwise.viewer.tui import TuiState, _drawn
+from turnwise.viewer.web import ViewerServer, self_contained
+from turnwise.viewer.web.index import TrajectoryIndex
+from turnwise.viewer.web.server import _Handler
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 3)
+    | st.sampled_from([2**70, -(10**400), 1e308, float("nan"), float("inf")])
+    | st.sampled_from(["", "x", "\ud800\x1b[2J", "model", "image", "train"]),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["", "ids", "text", "type", "image"]), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+class Look(tw.Env):
+    """Two turns with a call of a tool in the first."""
+
+    tools = ()
+
+    def reset(self, task: tw.Task, *, seed: int | None = None) -> str:
+        return "go"
+
+    def step(self, action: tw.Action) -> tw.Step:
+        return tw.Step("on", reward=1.0, terminated=True)
+
+
+def recorded() -> dict[str, Any]:
+    """A record as this version writes it, with a call, a picture and a failure."""
+    call = '<tool_call>{"name": "look", "arguments": {"key": "a"}}</tool_call>'
+    (played,) = tw.rollout(Look, [tw.Task("x", answer="7")], engine=tw.ScriptedEngine([call]))
+    row: dict[str, Any] = json.loads(to_json(trajectory_row(played, tw.byte_renderer())))
+    picture = {"type": "image", "image": "ab" * 32, "width": 8, "height": 8}
+    row["turns"][0]["messages"][0]["content"] = [
+        {"type": "text", "text": "see"},
+        picture,
+        {"type": "video", "frames": [picture], "times": [0]},
+    ]
+    row["turns"][0]["info"] = {"tool_log": [{"tool": "look", "s": 0.1, "error": "E"}], "seen": 1}
+    row["failed_turns"] = json.loads(json.dumps(row["turns"]))
+    row["failures"] = [{"type": "E", "message": "m", "phase": "step", "traceback": "t", "turn": 0}]
+    row["error"] = row["failures"][0]
+    row["rewards"], row["metrics"], row["branches"] = {"part": 1.0}, {"a/b": 2.0}, {"rewritten": 1}
+    return row
+
+
+TRAINED = {
+    "key": ["train", 0, "x", 0, 0],
+    "advantage": 0.5,
+    "reason": "",
+    "logprobs": {"1": [-0.1]},
+    "advantages": {"1": [0.5]},
+}
+FINDING = {
+    "key": ["train", 0, "x", 0, 0],
+    "turn": 0,
+    "cause": "c",
+    "sentence": "s",
+    "said": "t",
+    "sampled": "a",
+    "canonical": "b",
+    "sent": "c",
+}
+METRICS = {
+    "phase": "train", "step": 1, "time_s": 1.0, "reward": 0.5, "success": 0.5, "stops": {"done": 2},
+    "rewards_spread": {"a": 1.0},
+    "untrained": {"no_signal": 3}, "sampled_tokens": 10, "groups": 2, "groups_no_signal": 1, "tokens_by_lag": {"0": 5},
+    "mismatch_kl_by_lag": {"0": 0.1}, "malformed_calls": {"a": 1}, "tool_calls": {"a": 2}, "reply_tokens": {"mean": 3.0},
+    "render_mismatch_c": 1, "teacher.x": 1, "lr": 0.1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in which each file that is read has a line of its own for each of its shapes."""
+    run = add_policies(write_run(tmp_path_factory.mktemp("runs") / "good", steps=6))
+    rows = [trajectory(random.Random(1)), recorded()]
+    metrics = [
+        *({"phase": "gate", "step": n, "success": 0.1, "loss": 1.0} for n in (1, 2)),
+        *[METRICS | {"step": n} for n in range(12)],
+    ]
+    files = {"trajectories.jsonl": rows, "training.jsonl": [TRAINED], "sanity.jsonl": [FINDING], "metrics.jsonl": metrics}
+    for name, lines in files.items():
+        (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of each node below a JSON value, one of equal siblings in a list."""
+    if path:
+        yield path
+    items = node.items() if isinstance(node, dict) else enumerate(node[:2]) if isinstance(node, list) else ()
+    for key, value in items:
+        yield from places(value, (*path, key))
+
+
+def replaced(row: Any, path: tuple[Any, ...], value: Any) -> Any:
+    made = json.loads(json.dumps(row))
+    inner = made
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return made
+
+
+FILES = ["trajectories.jsonl"] * 4 + ["metrics.jsonl", "training.jsonl", "sanity.jsonl", "summary.json", "config.json"]
+
+
+def answer(store: TrajectoryIndex, path: str, **query: Any) -> tuple[int, bytes]:
+    """Status and body that the viewer's handler gives, without a socket."""
+    handler = object.__new__(_Handler)
+    handler.path = f"{path}?{urlencode(query)}"
+    handler.server = SimpleNamespace(stores=[store], token="", server_address=("127.0.0.1", 1))
+    handler.headers = {"Host": "127.0.0.1:1"}
+    status, _, body = handler._answer()
+    return int(status), body
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_value_in_any_place_is_shown_or_counted(
+    good: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    name = data.draw(st.sampled_from(FILES))
+    lines = [json.loads(line) for line in (good / name).read_text().splitlines()]
+    number = data.draw(st.integers(0, len(lines) - 1))
+    where = data.draw(st.sampled_from(list(places(lines[number]))))
+    lines[number] = replaced(lines[number], where, data.draw(VALUES))
+
+    run = tmp_path_factory.mktemp("odd")
+    for file in good.iterdir():
+        (run / file.name).write_bytes(file.read_bytes())
+    (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    check(run)
+
+
+def check(run: Path) -> None:
+    """Drive everything that shows a run."""
+    count = len((run / "trajectories.jsonl").read_text().splitlines())
+    store = TrajectoryIndex(run)
+    store.update()
+    assert len(store.entries) + store.unreadable == count
+
+    # Every page and request of the viewer.
+    for path, query in (
+        ("/api/overview", {}),
+        ("/api/facets", {}),
+        ("/api/list", {}),
+        ("/api/list", {"text": "a", "worst": 1}),
+    ):
+        status, body = answer(store, path, **query)
+        assert status == 200, (path, body)
+        json.loads(body)
+    for entry in store.entries:
+        status, body = answer(store, "/api/trajectory", at=entry.at)
+        assert status == 200, body
+        json.loads(body)
+    problems = json.loads(answer(store, "/api/overview")[1])["problems"]
+    left_out = [problem for problem in problems if problem.startswith("trajectories.jsonl")]
+    assert bool(store.unreadable) == any("skipped 1 unreadable line" in problem for problem in left_out)
+    assert bool(store.failed) == any("1 record that was opened cannot be read" in problem for problem in left_out)
+
+    # The pages that are files, and the terminal.
+    assert "</html>" in render_report(run)
+    assert self_contained([run], run / "all.html") == len(store.entries)
+    state, console = TuiState(store), Console(file=io.StringIO(), width=80, height=24)
+    for key in ("", "w", "G", "\r", "t", "n", "p", "q"):
+        state.key(key)
+        assert _drawn(state, "x", [], console)
+
+    # Commands read records that someone trains on, so they refuse what is no record, in one line.
+    for words in (
+        ["export", "RUN", f"{run}/out.jsonl", "--columns", "trl", "--phase", "all"],
+        ["replay", "RUN"],
+        ["view", "RUN", "--report"],
+    ):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+            status = main([word.replace("RUN", str(run)) for word in words])
+        assert status in (0, 1, 2)
+        assert len(said.getvalue().splitlines()) <= 1, said.getvalue()
+
+
+@pytest.mark.parametrize("place", [("spans", 1), ("turns", 0)], ids=str)
+@pytest.mark.parametrize(
+    "words", [["replay", "RUN"], ["export", "RUN", "RUN/out.jsonl", "--phase", "all"]], ids=lambda words: words[0]
+)
+def test_a_record_whose_parts_follow_each_other_in_a_circle_is_refused(
+    place, words, good: Path, tmp_path: Path, capsys
+) -> None:
+    row = json.loads((good / "trajectories.jsonl").read_text().splitlines()[1])
+    row[place[0]][place[1]]["parent"] = place[1]
+    (tmp_path / "trajectories.jsonl").write_text(json.dumps(row) + "\n")
+    assert main([word.replace("RUN", str(tmp_path)) for word in words]) == 2
+    said = capsys.readouterr().err
+    assert f"line 1: an incomplete record (ValueError: {place[0][:-1]} {place[1]} has the parent {place[1]})" in said
+    assert len(said.splitlines()) == 1
+
+
+SHAPES = {"spans": 5, "turns": 5, "final": 5, "failures": 5, "failed_turns": {"a": 1}}
+SHAPES_INSIDE: dict[str, Any] = {"turns": [{"reply": {"tool_calls": 5}}], "spans": [{"media": 5}]}
+OPENED: dict[str, Any] = {"turns": [{"messages": 5}], "failed_turns": [{"spans": 5}]}
+
+
+@pytest.mark.parametrize("odd", [*SHAPES.items(), *SHAPES_INSIDE.items()], ids=str)
+def test_an_odd_line_is_counted_and_those_behind_it_are_read(odd: tuple[str, Any], tmp_path: Path) -> None:
+    """By a real server: its index goes on, says how many lines it left out, and answers."""
+    line = json.dumps(trajectory(random.Random(1))) + "\n"
+    odd_line = json.dumps(json.loads(line) | dict([odd])) + "\n"
+    (tmp_path / "trajectories.jsonl").write_text(line + odd_line + line)
+    problems, found = served(tmp_path, len(line))
+    assert found["count"] == 2
+    assert problems == ["trajectories.jsonl: skipped 1 unreadable line"]
+
+
+@pytest.mark.parametrize("odd", OPENED.items(), ids=str)
+def test_a_record_that_cannot_be_shown_says_so_in_its_place(odd: tuple[str, Any], tmp_path: Path) -> None:
+    line = json.dumps(trajectory(random.Random(1))) + "\n"
+    (tmp_path / "trajectories.jsonl").write_text(line + json.dumps(json.loads(line) | dict([odd])) + "\n" + line)
+    problems, found = served(tmp_path, len(line))
+    assert found["count"] == 3
+    assert found["opened"]["error"]["message"].startswith("the record cannot be read: TypeError")
+    assert problems == ["trajectories.jsonl: 1 record that was opened cannot be read"]
+
+
+def served(run: Path, at: int) -> tuple[list[str], dict[str, Any]]:
+    """What a server says of a run: its problems, the number of its trajectories, and the one at an offset."""
+    server = ViewerServer([run])
+    server.start()
+    try:
+        until = time.monotonic() + 60
+        while server.stores[0].read < (run / "trajectories.jsonl").stat().st_size and time.monotonic() < until:
+            time.sleep(0.01)
+
+        def get(path: str) -> Any:
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+            connection.request("GET", path)
+            response = connection.getresponse()
+            body = response.read()
+            connection.close()
+            return json.loads(body) if response.status == 200 else None
+
+        found = {"opened": get(f"/api/trajectory?at={at}")}
+        overview = get("/api/overview")
+        return overview["problems"], found | {"count": overview["count"]}
+    finally:
+        server.close()
