@@ -609,12 +609,25 @@ def besiege(folder: Path, count: int, rng: random.Random, recipe: str = TREE) ->
 
 
 PHASES = ("demonstrations", "gate", "evaluation", "training")
+SLOW = '''
+"""A world whose processes are met by a kill while they work."""
+
+import asyncio
+
+from turnwise.envs.builtin.hop import Hop
+
+
+class Slow(Hop):
+    async def step(self, action):
+        await asyncio.sleep(0.02)
+        return await super().step(action)
+'''
 DEATHS = """\
 [model]
 hidden = 32
 layers = 1
 [[env]]
-use = "hop"
+use = "slow.py:Slow"
 isolation = "process"
 retry_wait_s = 0.05
 [limits]
@@ -662,7 +675,7 @@ class Deaths:
         episode may be missing.
         """
         equal = self.warmup_equal and (self.mode == "async" or (self.ids_equal and self.weights_equal))
-        return bool(self.kills) and self.ended and equal and not self.accepted
+        return bool(self.failed_plays) and self.ended and equal and not self.accepted
 
 
 def playing_now(run: Path) -> str:
@@ -710,6 +723,7 @@ def besiege_phases(folder: Path, count: int, rng: random.Random) -> list[Deaths]
         "async at staleness 0": with_schedule(DEATHS, "async", staleness=0),
         "async": with_schedule(DEATHS, "async"),
     }
+    (folder / "slow.py").write_text(SLOW)
     found = []
     for mode, recipe in recipes.items():
         (folder / f"{mode}.toml").write_text(recipe)
@@ -717,7 +731,7 @@ def besiege_phases(folder: Path, count: int, rng: random.Random) -> list[Deaths]
         finish(command(folder / f"{mode}.toml", "--out", peace))
         for phase in PHASES:
             found.append(kill_in_phase(folder, mode, phase, count, peace, rng))
-            print(json.dumps(vars(found[-1])))
+            print(json.dumps(vars(found[-1])), flush=True)
     return found
 
 

@@ -155,7 +155,7 @@ def _train_in(
     except KeyboardInterrupt as interrupt:
         if not is_interrupt(interrupt):
             raise
-        raise KeyboardInterrupt(f"resume with: turnwise train --resume {run.shown}") from None
+        raise KeyboardInterrupt(f"resume with: turnwise train --resume {run.given_path}") from None
     finally:
         try:
             write_report(run.path)
@@ -220,7 +220,7 @@ def _record_extension(training_run: TrainingRun, resolved: ResolvedConfig) -> No
     run = training_run.run
     more = resolved.config.warmup.steps > load_run_config(run.path).config.warmup.steps
     if more and training_run.cursor["phase"] != "warmup":
-        raise ConfigError(f"--resume {run.shown}: the warm-up is over, so warmup.steps has no effect; leave it out")
+        raise ConfigError(f"--resume {run.given_path}: the warm-up is over, so warmup.steps has no effect; leave it out")
     run.write_json("config.json", json.loads((run.path / "config.json").read_text("utf-8")) | to_json_dict(resolved))
     (run.path / "summary.json").unlink(missing_ok=True)
 
@@ -234,7 +234,7 @@ def _is_extended(resolved: ResolvedConfig, run: Path) -> bool:
 
 def _finished(training_run: TrainingRun) -> str:
     """Return a note with the command that extends a run, if it is finished and has its last checkpoint; else nothing."""
-    run, train = training_run.run.shown, training_run.config.train
+    run, train = training_run.run.given_path, training_run.config.train
     try:
         summary = json.loads((training_run.run.path / "summary.json").read_text(encoding="utf-8"))
         steps = summary["rl_steps"]

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +20,7 @@ Handler = Callable[[int, Any], Any] | int | None
 
 
 _lock = threading.RLock()
-"""Held while a handler runs, which may set the alarm anew."""
+"""Held while a handler runs, which may set the alarm again."""
 
 
 class _Alarm:
@@ -75,13 +76,13 @@ class _Alarm:
                 self._start(self.interval, self.interval)
             if not callable(self.handler):
                 return  # ignored; by default it would end the process
-            _ringing.alarm = self
+            ringing = _ringing.set(self)
             try:
                 self.handler(signal.SIGALRM, None)
             except BaseException as error:
                 _raise_in(self._thread, type(error))
             finally:
-                _ringing.alarm = None
+                _ringing.reset(ringing)
 
 
 def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
@@ -91,8 +92,8 @@ def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
 
 _alarms: dict[int, _Alarm] = {}
 """By the number of the thread."""
-_ringing = threading.local()
-"""`alarm`: the one whose handler runs in this thread, a timer's. What it sets is that alarm."""
+_ringing: ContextVar[_Alarm | None] = ContextVar("ringing", default=None)
+"""The alarm whose handler runs in this thread, a timer's; what the handler sets is that alarm."""
 
 
 def clear() -> None:
@@ -127,8 +128,7 @@ def _in_main_thread() -> bool:
 
 
 def _own() -> _Alarm:
-    ringing: _Alarm | None = getattr(_ringing, "alarm", None)
-    if ringing is not None:
+    if (ringing := _ringing.get()) is not None:
         return ringing
     thread = threading.get_ident()
     return _alarms.setdefault(thread, _Alarm(thread))

@@ -270,7 +270,7 @@ class RunDir:
 
     def __init__(self, path: str | Path) -> None:
         """Open a directory for writing, or create it; raise `TraceError` when another process writes to it."""
-        self.shown = Path(path)
+        self.given_path = Path(path)
         """The path as it was given, for messages."""
         self.path = Path(os.path.abspath(path))  # code of an environment may change the working directory
         try:

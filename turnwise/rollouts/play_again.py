@@ -35,7 +35,7 @@ def may_pass(trajectory: Trajectory) -> bool:
 
 
 def is_death(failure: Failure) -> bool:
-    """Return whether a process of the episode died, which says nothing about the episode itself."""
+    """Return whether a process of the episode died, which is no failure of the episode itself."""
     return failure.type == ProcessDied.__name__
 
 

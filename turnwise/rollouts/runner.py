@@ -369,7 +369,7 @@ class Rollout:
                     raise
                 deadline.clear()
                 if is_death(failure_of(error, "reset")):
-                    raise ProcessDied(words(error)) from error  # says nothing about the prompt
+                    raise ProcessDied(words(error)) from error  # not a property of the prompt
                 return None  # the failure recurs, and is recorded, when the episode is played
             finally:
                 deadline.extend(self.limits.env_s)

@@ -242,7 +242,7 @@ class WorkerPool:
         if asked.count_failure(reason != "lost") >= MAX_FAILED:
             raise TurnwiseError(
                 f"group {phase}/{step}/{task} failed on workers {MAX_FAILED} times, the last {worker.name}: {why}. Fix the "
-                f"cause, then resume with --resume {self._run.shown}"
+                f"cause, then resume with --resume {self._run.given_path}"
             )
 
     async def _place(self, asked: _Asked) -> RemoteWorker:
@@ -302,7 +302,7 @@ class WorkerPool:
                 future.set_exception(
                     TurnwiseError(
                         f"no worker for {self._config.scale.wait_s:g} s (scale.wait_s): start some with turnwise worker --join "
-                        f"{self._server.url}, then resume with --resume {self._run.shown}"
+                        f"{self._server.url}, then resume with --resume {self._run.given_path}"
                     )
                 )
 

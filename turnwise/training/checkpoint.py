@@ -301,7 +301,7 @@ def check_run_template(run: RunDir, renderer: ChatRenderer, *, resumed: bool) ->
     changed = [name for name in _REMEDY if was.get(name) != now[name]]
     names = " and ".join("chat template" if name == "template" else name for name in changed)
     raise ConfigError(
-        f"--resume {run.shown}: the run was started with another {names or 'renderer'} "
+        f"--resume {run.given_path}: the run was started with another {names or 'renderer'} "
         f"(hash {was.get('hash')}, now {now['hash']}), so its episodes would differ from those sampled now; "
         f"{'; '.join(_REMEDY[name] for name in changed) or 'use the version of Turnwise that started it'}, or start a new run"
     )

@@ -305,12 +305,12 @@ class TrainingRun:
             raise TurnwiseError(
                 f"the warm-up ended after {step} steps without meeting its gate, since {missing}: training longer changes "
                 "nothing. Find out why the environment or its reward function returned None for each of them (episodes are in "
-                f"{self.run.shown / 'trajectories.jsonl'}), mend it, and resume with --resume {self.run.shown}"
+                f"{self.run.given_path / 'trajectories.jsonl'}), mend it, and resume with --resume {self.run.given_path}"
             )
         if missing and (gate.demo_success is None or result.differing < SIGNAL):
             raise TurnwiseError(
                 f"the warm-up ended after {step} steps without meeting its gate: {missing}. Reinforcement would have nothing "
-                f"to build on: resume with --resume {self.run.shown} --warmup.steps {2 * warmup.steps} if the loss still "
+                f"to build on: resume with --resume {self.run.given_path} --warmup.steps {2 * warmup.steps} if the loss still "
                 "falls, or raise warmup.demos, or lower the gate if the demonstrations allow no more"
             )
         if missing:
@@ -538,7 +538,7 @@ class TrainingRun:
 
     def _accept(self, found: Sequence[Trajectory], where: str) -> None:
         """Continue with episodes of which some failed; their failures are final from here on."""
-        check_failures(found, where, self.run.shown, self.config.rollout.max_failed)
+        check_failures(found, where, self.run.given_path, self.config.rollout.max_failed)
         self.record.accept(found)
 
     async def _sync(self, version: int) -> None:

@@ -129,11 +129,13 @@ class RunRecord:
                 for key, record in interrupted.episodes(tasks).items()
                 if key.phase != "train" or self._is_ahead(key)
             }
-            check_fingerprints(renderer.fingerprint, found.values(), f"the journal of {self.run.shown}")
+            check_fingerprints(renderer.fingerprint, found.values(), f"the journal of {self.run.given_path}")
         except TraceError as error:
             checks.damage.append(str(error))
         if not found and any(row[0] in ("gate", "eval", "train") for row in self._rows):
-            checks.damage.append(f"{self.run.shown / 'journal.jsonl'}: empty or missing, but metrics.jsonl records episodes")
+            checks.damage.append(
+                f"{self.run.given_path / 'journal.jsonl'}: empty or missing, but metrics.jsonl records episodes"
+            )
         if checks.damage:
             raise TraceError(
                 f"{checks.damage[0]}. A run resumes only from its journal: restore it from a copy, or start a new run"

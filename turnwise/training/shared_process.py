@@ -1,7 +1,7 @@
 """The process that a run shares with the code of its environments, kept as the run needs it.
 
 Environments run in threads of the run unless `isolation = "process"`. Their code, or a library of
-theirs, may change what the whole process has: its working directory, torch's defaults, its open
+theirs, may change what the process has once: its working directory, torch's defaults, its open
 files, its threads. What the run can set back is set back, and a line names the environments; what
 ends the run ends it with a line.
 """
@@ -68,7 +68,7 @@ class SharedProcess:
         if changed not in self._noted:
             self._noted.add(changed)
             self._watch.note(
-                f"code of {self._environments} set torch's default {changed} for the whole process; "
+                f"code of {self._environments} set torch's default {changed} for all of the process; "
                 f"it is set back before each computation: {REMEDY}"
             )
 
@@ -93,9 +93,8 @@ class SharedProcess:
     def _failure(self, what: str, error: BaseException) -> TurnwiseError:
         place = user_location(error)
         at = f" ({place})" if place else ""
-        return TurnwiseError(
-            f"code of {self._environments} {what}{at}; {REMEDY}. Then resume with: turnwise train --resume {self._run.shown}"
-        )
+        resume = f"turnwise train --resume {self._run.given_path}"
+        return TurnwiseError(f"code of {self._environments} {what}{at}; {REMEDY}. Then resume with: {resume}")
 
 
 def threads_left(before: set[threading.Thread]) -> list[threading.Thread]:

@@ -1,4 +1,4 @@
-"""Settings of torch that the whole process has, kept as a run set them.
+"""Settings of torch that a process has once, kept as a run set them.
 
 Code of an environment that runs in a thread of the run may change them: `torch.set_default_dtype`,
 `set_default_device`, `set_num_threads`. The engine's next step would fail, or give other bits.

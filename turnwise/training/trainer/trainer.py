@@ -239,7 +239,7 @@ class Trainer:
     def _own_draws(self) -> Iterator[None]:
         """Let what draws by torch's global generator (dropout, a user's loss) draw by a seed of this update.
 
-        The process shares that generator with the code of environments, so its state says nothing
+        The process shares that generator with the code of environments, so its state tells nothing
         about a run: a resumed one draws the same without restoring it.
         """
         devices = [self.device] if self.device.type == "cuda" else []
