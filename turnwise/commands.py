@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,7 +91,7 @@ def _train(
     if resume is None and resolved.config.train.data_epochs is not None:
         resolved = replace(resolved, config=with_steps_of_epochs(resolved.config, specs))
     _warn_early(resolved, specs, watch)
-    with RunDir(path) as run:
+    with _resumable(path), RunDir(path) as run:
         extending = resume is not None and _is_extended(resolved, path)
         if resume is None:
             shutil.rmtree(path / "model", ignore_errors=True)  # left by a run stopped before its first step
@@ -130,8 +129,6 @@ def _train(
         trackers = TrackerProcesses(track.to, path, track.project, track.name)
         try:
             run_sync(training_run.play())
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"resume with: turnwise train --resume {path}") from None
         finally:
             try:
                 write_report(path)
@@ -140,6 +137,15 @@ def _train(
             for message in trackers.close():
                 watch.note(message)
     return path
+
+
+@contextmanager
+def _resumable(path: Path) -> Iterator[None]:
+    """Name the command that resumes a run which is interrupted."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"resume with: turnwise train --resume {path}") from None
 
 
 def _workers(
@@ -233,7 +239,7 @@ def run_evaluation(
 
     `checkpoint` may be a model directory or a run (its last one); `engine` `scripted` is the environments' own solvers.
     """
-    return asyncio.run(_evaluate(resolved, checkpoint, engine, watch or NullListener()))
+    return run_sync(_evaluate(resolved, checkpoint, engine, watch or NullListener()))
 
 
 async def _evaluate(resolved: ResolvedConfig, checkpoint: str | None, engine: str, watch: ProgressListener) -> dict[str, Any]:
@@ -293,7 +299,7 @@ def preview_rollouts(
         finally:
             await rollout.engine.close()
 
-    trajectories = asyncio.run(play())
+    trajectories = run_sync(play())
     if out is not None:
         try:
             out.write_bytes(b"".join(to_json(trajectory_row(t, rollout.renderer)) + b"\n" for t in trajectories))
