@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from turnwise.config import Limits, ResolvedConfig, RunConfig
 from turnwise.config.dump import load_run_config, to_json_dict
 from turnwise.config.launch import world_size
-from turnwise.envs.user_code import is_interrupt
 from turnwise.errors import ConfigError, ModelError, TraceError, UsageError
 from turnwise.records import NullListener, ProgressListener, RunDir, to_json, trajectory_row
 from turnwise.rollouts.api import run_sync
@@ -92,7 +90,7 @@ def _train(
     if resume is None and resolved.config.train.data_epochs is not None:
         resolved = replace(resolved, config=with_steps_of_epochs(resolved.config, specs))
     _warn_early(resolved, specs, watch)
-    with RunDir(path) as run:
+    with _resumable(path), RunDir(path) as run:
         extending = resume is not None and _is_extended(resolved, path)
         if resume is None:
             shutil.rmtree(path / "model", ignore_errors=True)  # left by a run stopped before its first step
@@ -152,10 +150,6 @@ def _train_in(
     trackers = TrackerProcesses(track.to, run.path, track.project, track.name)
     try:
         run_sync(training_run.play())
-    except KeyboardInterrupt as interrupt:
-        if not is_interrupt(interrupt):
-            raise
-        raise KeyboardInterrupt(f"resume with: turnwise train --resume {run.given_path}") from None
     finally:
         try:
             write_report(run.path)
@@ -163,6 +157,15 @@ def _train_in(
             watch.note(f"could not write the report: {type(error).__name__}: {error}")
         for message in trackers.close():
             watch.note(message)
+
+
+@contextmanager
+def _resumable(path: Path) -> Iterator[None]:
+    """Name the command that resumes a run which is interrupted."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"resume with: turnwise train --resume {path}") from None
 
 
 def _workers(
@@ -256,7 +259,7 @@ def run_evaluation(
 
     `checkpoint` may be a model directory or a run (its last one); `engine` `scripted` is the environments' own solvers.
     """
-    return asyncio.run(_evaluate(resolved, checkpoint, engine, watch or NullListener()))
+    return run_sync(_evaluate(resolved, checkpoint, engine, watch or NullListener()))
 
 
 async def _evaluate(resolved: ResolvedConfig, checkpoint: str | None, engine: str, watch: ProgressListener) -> dict[str, Any]:
@@ -336,7 +339,7 @@ def preview_rollouts(
             await rollout.engine.close()
 
     out = None if out is None else out.absolute()  # code of an environment may change the working directory
-    trajectories = asyncio.run(play())
+    trajectories = run_sync(play())
     if out is not None:
         try:
             out.write_bytes(b"".join(to_json(trajectory_row(t, rollout.renderer)) + b"\n" for t in trajectories))

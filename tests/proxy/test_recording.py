@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import threading
+import urllib.request
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -123,6 +127,39 @@ def test_a_session_ends_by_a_request_with_its_reward() -> None:
     played, _ = record(work, RecordingEngine(script))
     assert [(t.key.task, t.key.sample, t.reward) for t in played] == [("one", 0, 0.5), ("one", 1, None)]
     assert {len(trajectory.turns) for trajectory in played} == {3}
+
+
+@pytest.mark.parametrize("interrupts", [signal.SIG_IGN, signal.default_int_handler], ids=["background", "terminal"])
+def test_sigterm_ends_a_recording_with_every_open_session_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], interrupts: Any
+) -> None:
+    """A program opens sessions and then ends the recorder, which has a process to itself in life and shares this one here."""
+    started: list[str] = []
+
+    def program() -> None:
+        for name in "abc":
+            body = {"model": "any", "messages": [{"role": "user", "content": "x"}]}
+            request = urllib.request.Request(f"{started[0]}/s/{name}/v1/chat/completions", json.dumps(body).encode())
+            request.add_header("content-type", "application/json")
+            urllib.request.urlopen(request).close()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def began(line: str, **_: Any) -> None:
+        if line.startswith("http"):
+            started.append(line.split()[0])
+            threading.Thread(target=program).start()
+
+    engine = RecordingEngine(lambda messages, rng: "Found.")
+    monkeypatch.setattr(commands, "_rollout", lambda *_, run, **__: Rollout(engine, byte_renderer(), run=run, sanity="off"))
+    monkeypatch.setattr("builtins.print", began)
+    before = signal.signal(signal.SIGINT, interrupts)
+    try:
+        status = main(["record", "--port", "0", "--out", str(tmp_path / "run"), "--env.use", "program"])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert status == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()]
+    assert sorted((row["key"]["task"], row["stop"]) for row in rows) == [("a", "done"), ("b", "done"), ("c", "done")]
 
 
 def test_a_session_without_requests_ends() -> None:

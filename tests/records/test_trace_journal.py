@@ -322,6 +322,57 @@ def test_two_writers_of_one_run_are_told_apart(tmp_path):
         run.close()
 
 
+def test_a_second_writer_is_refused_after_the_lock_file_was_deleted(tmp_path):
+    with RunDir(tmp_path) as run:
+        run.journal.append({"e": "x"})
+        (tmp_path / ".lock").unlink()
+        with (tmp_path / "journal.jsonl").open("ab") as file:
+            file.write(b"a line that is being wri")  # which the refused one leaves alone
+        code = f"from turnwise.records import RunDir; RunDir({str(tmp_path)!r})"
+        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert "another process writes this run" in other.stderr.splitlines()[-1]
+        with pytest.raises(TraceError, match="another process writes this run"):
+            RunDir(tmp_path)
+        assert (tmp_path / "journal.jsonl").read_bytes().endswith(b"wri")
+    RunDir(tmp_path).close()  # the lock ends with its process
+
+
+@pytest.mark.parametrize("change", ["deleted", "moved", "replaced"])
+def test_a_journal_that_is_no_longer_in_its_place_stops_its_writer(tmp_path, change):
+    journal = tmp_path / "journal.jsonl"
+    with RunDir(tmp_path) as run:
+        run.journal.append({"e": "x"})
+        run.sync()
+        if change == "deleted":
+            journal.unlink()
+        elif change == "moved":
+            journal.rename(tmp_path / "elsewhere.jsonl")
+        else:
+            (tmp_path / "copy").write_bytes(journal.read_bytes())
+            (tmp_path / "copy").replace(journal)
+        for use in (lambda: run.journal.append({"e": "y"}), run.sync, run.journal.mark):
+            with pytest.raises(TraceError, match="deleted, moved or replaced while this process was writing it"):
+                use()
+    assert "y" not in (journal.read_text() if journal.exists() else "")
+
+
+def test_a_journal_is_in_its_place_after_user_code_changed_the_directory(tmp_path, monkeypatch):
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with RunDir("run") as run:
+        monkeypatch.chdir(tmp_path / "other")
+        run.journal.append({"e": "x"})
+        run.sync()
+
+
+def test_a_named_pipe_in_place_of_a_file_is_told_and_does_not_wait(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(TraceError, match=r"metrics\.jsonl: not a regular file"):
+        RunDir(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    RunDir(tmp_path).close()  # the lock was let go
+
+
 @pytest.mark.parametrize("spoil", ["file", "journal_is_a_directory", "inside_a_file"])
 def test_a_directory_that_cannot_be_used_is_told_in_one_line(tmp_path, spoil):
     out = tmp_path / "run"

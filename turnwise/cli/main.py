@@ -11,12 +11,13 @@ import atexit
 import difflib
 import errno
 import os
+import signal
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,6 +27,7 @@ from turnwise.cli.runs import add_export, add_replay, add_track, add_view
 from turnwise.cli.tools import add_check, add_convert, add_engines, add_init, add_pack, add_serve
 from turnwise.cli.training import add_evaluate, add_record, add_rollout, add_train, add_worker
 from turnwise.errors import TraceError, TurnwiseError, UsageError, did_you_mean, missing_training
+from turnwise.shutdown import StopSignals
 
 COMMANDS = (
     *(add_train, add_evaluate, add_rollout, add_record, add_check, add_init, add_view),
@@ -65,10 +67,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 success, 1 failure, 2 user error, 130 interrupted."""
+    """Run one command and return its exit status: 0 success, 1 failure, 2 user error, 128 + n when signal n interrupted it."""
     words = list(sys.argv[1:] if argv is None else argv)
+    stop_signals = StopSignals()
     try:
-        with _own_warnings_without_source():
+        with _own_warnings_without_source(), _handled(stop_signals):
             return _run(words)
     except (UsageError, TraceError) as error:
         return _print_error(str(error))
@@ -77,8 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as exit:  # raised by argparse after --help
         return exit.code if isinstance(exit.code, int) else 1
     except KeyboardInterrupt as interrupt:
+        status = 128 + (stop_signals.received or signal.SIGINT)
         hint = "journaled episodes are kept; resume with --resume RUN" if words[:1] == ["train"] else ""
-        return _print_error("; ".join(filter(None, ("interrupted", str(interrupt) or hint))), status=130)
+        return _print_error("; ".join(filter(None, ("interrupted", str(interrupt) or hint))), status=status)
     except BrokenPipeError:
         # The reader (`| head`) closed the pipe. Without a new stdout, Python prints another error when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -91,6 +95,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         return _print_error(f"{error.filename or 'writing'}: disk full; free space, then resume with --resume RUN")
+
+
+def _handled(stop_signals: StopSignals) -> AbstractContextManager[None]:
+    """Return what handles SIGTERM and SIGHUP as Ctrl-C for a command.
+
+    Not under torchrun, which ends all its processes at once: one that ended in order would wait for the others. Nor in another
+    thread than the main one, which may not handle signals.
+    """
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    return stop_signals.installed() if alone and in_main_thread else nullcontext()
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.errors import UsageError
+from turnwise.shutdown import STOP_SIGNALS, StopSignals
 
 if TYPE_CHECKING:
     from turnwise.config import ResolvedConfig
@@ -26,16 +27,15 @@ OVERRIDES = "Any key of the recipe can be overridden: --section.key VALUE (--tra
 
 
 def import_training(module: str = "turnwise.training.run") -> None:
-    """Import what needs torch. Ctrl-C ends the process at once: raised inside these imports, it would abort the process or
+    """Import what needs torch. A signal ends the process at once: raised inside these imports, it would abort the process or
     appear as another error. Without garbage collection, which finds nothing there, they take 3.2 s of CPU instead of 4.1."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *STOP_SIGNALS)}
+        for number, handler in handlers.items():
+            if handler is signal.default_int_handler or isinstance(handler, StopSignals):
+                before[number] = signal.signal(number, _leave)
 
-    def leave(*_: Any) -> None:
-        os.write(2, b"turnwise: error: interrupted\n")
-        os._exit(130)
-
-    plain = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT)
-    if plain is signal.default_int_handler:
-        signal.signal(signal.SIGINT, leave)
     collects, new = gc.isenabled(), module not in sys.modules
     if new:
         gc.collect()  # so that nothing else is frozen
@@ -47,27 +47,21 @@ def import_training(module: str = "turnwise.training.run") -> None:
             gc.freeze()  # what was imported stays
         if collects:
             gc.enable()
-        if plain is signal.default_int_handler:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _leave(number: int, frame: object) -> None:
+    """End the process at a signal, without the steps of a shutdown."""
+    os.write(2, b"turnwise: error: interrupted\n")
+    os._exit(128 + number)
 
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end the body alike, so that it cleans up."""
-
-    def end(*_: object) -> None:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # what a script starts in the background ignores Ctrl-C
-            raise KeyboardInterrupt
-        signal.raise_signal(signal.SIGINT)
-
-    # A thread of Ray blocks SIGINT for all that it starts.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        with suppress(KeyboardInterrupt):
-            yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    """Let Ctrl-C, SIGTERM and SIGHUP end the body alike, so that it cleans up, and go on after it."""
+    with StopSignals().installed(), suppress(KeyboardInterrupt):
+        yield
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -128,7 +128,7 @@ def add_record(subparsers: Any) -> None:
 
 
 def run_record(args: argparse.Namespace) -> int:
-    """Record until Ctrl-C or SIGTERM, which both end it with everything written."""
+    """Record until Ctrl-C, SIGTERM or SIGHUP, which all end it with every session written."""
     if args.recipe is None:
         args.overrides.append("--env.use=program")  # a recipe needs one; here the programs come by themselves
     resolved = requested(args, partial(resolve, training=False))
@@ -138,8 +138,8 @@ def run_record(args: argparse.Namespace) -> int:
 
     import_training()
     say = partial(print, flush=True)
-    with stopped_by_signals():
-        commands.record_programs(resolved, port=args.port, idle_s=args.idle, note=say, checkpoint=args.checkpoint)
+    # A signal ends the recording in order, and this call returns. One that comes before or a second one raises.
+    commands.record_programs(resolved, port=args.port, idle_s=args.idle, note=say, checkpoint=args.checkpoint)
     say(f"{resolved.config.out} is written; turnwise view {resolved.config.out}")
     return 0
 

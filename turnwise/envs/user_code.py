@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType, ModuleType, NoneType
 from typing import Any, cast
 
+from turnwise import shutdown
 from turnwise.envs import user_imports
 from turnwise.envs.threads import run_in_thread
 from turnwise.errors import (
@@ -140,8 +141,8 @@ def _failure_of(error: BaseException, phase: str, turn: int) -> Failure:
 def is_interrupt(error: BaseException) -> bool:
     """Return whether an exception is that of Ctrl-C, which no code has raised.
 
-    A signal's exception begins between two instructions, or in `asyncio.run`; one that code raises
-    begins at a `raise`.
+    A signal's exception begins between two instructions, or in what handles signals; one that code
+    raises begins at a `raise`.
     """
     if not issubclass(type(error), KeyboardInterrupt):
         return False
@@ -153,7 +154,7 @@ def is_interrupt(error: BaseException) -> bool:
 
     code = begins_in.tb_frame.f_code
     is_raised = code.co_code[begins_in.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-    return not is_raised or code.co_filename == asyncio.runners.__file__
+    return not is_raised or code.co_filename in (asyncio.runners.__file__, shutdown.__file__)
 
 
 def user_location(error: BaseException) -> str:

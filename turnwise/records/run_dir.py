@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import json
 import os
+import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -120,22 +121,59 @@ class JsonLines:
     def __init__(self, path: Path, *, sealed: bool = False) -> None:
         """Open the file for appending; create it if needed. Lines of a `sealed` file get a checksum (`Checks`)."""
         self.path = path
+        self._place = path.absolute()  # user code may change the working directory
         self._sealed = sealed
         self._last_crc = 0
         self.broken = ""  # why nothing can be written any more; empty while writing works
         self._named: set[str] = set()
         self._appended = self._durable = 0  # lines written here, and how many of them are on the disk
         self._flush: asyncio.Task[None] | None = None
+        self._file = _open_regular(path)
         try:
-            if path.exists():
-                with path.open("rb+") as file:
-                    file.truncate(_complete_size(file))
-                    if sealed:
-                        file.seek(max(0, file.seek(0, os.SEEK_END) - _CRC_BYTES - 1))
-                        self._last_crc = _read_crc(file.read()[:-1]) or 0
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            if sealed:
+                self._lock()
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def _lock(self) -> None:
+        """Lock the file itself. A lock file beside it may be deleted, and then two processes would hold one each."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise TraceError(f"{path}: cannot be opened for writing ({error.strerror}); choose another --out") from error
+            raise _lock_error(self.path, error) from error
+        if not self._in_place():  # replaced since it was opened
+            raise _lock_error(self.path, BlockingIOError())
+
+    def _begin(self) -> None:
+        """Remove an incomplete last line, and read the last checksum."""
+        try:
+            with os.fdopen(os.dup(self._file), "rb+") as file:
+                file.truncate(_complete_size(file))
+                if self._sealed:
+                    file.seek(max(0, file.seek(0, os.SEEK_END) - _CRC_BYTES - 1))
+                    self._last_crc = _read_crc(file.read()[:-1]) or 0
+        except OSError as error:
+            raise _open_error(self.path, error) from error
+
+    def _in_place(self) -> bool:
+        """Return whether the path still leads to the file that is written here."""
+        try:
+            return os.path.samestat(os.stat(self._place), os.fstat(self._file))
+        except OSError:
+            return False
+
+    def check(self) -> None:
+        """Raise `TraceError` if a sealed file was deleted, moved or replaced: what is written to it is lost, and the one in its
+        place may be another process's."""
+        if self._sealed and not self.broken and not self._in_place():
+            self.broken = (
+                f"{self.path}: deleted, moved or replaced while this process was writing it, so the run stops here; "
+                "put it back, then resume with --resume, or start a new run"
+            )
+        if self.broken:
+            raise TraceError(self.broken)
 
     def append(self, value: Any) -> None:
         """Write one line; after a `TraceError` every later call fails too, since later events depend on this one."""
@@ -146,8 +184,7 @@ class JsonLines:
             line = line[:-1] + (_CRC % crc + b"\n")
         else:
             line += b"\n"
-        if self.broken:
-            raise TraceError(self.broken)
+        self.check()
         written = 0
         try:
             while written < len(line):
@@ -162,6 +199,7 @@ class JsonLines:
 
     def mark(self) -> tuple[int, int]:
         """Return size in bytes and last checksum, for `Checks.mark`."""
+        self.check()
         return os.fstat(self._file).st_size, self._last_crc
 
     def append_definition(self, kind: str, value: Any) -> str:
@@ -203,6 +241,29 @@ class JsonLines:
             with suppress(OSError):  # code of an environment may have closed it
                 os.close(self._file)
             self._file = -1
+
+
+def _open_regular(path: Path) -> int:
+    """Open a file for appending, and for reading its end; create it if needed. Raise `TraceError` for what is no file."""
+    try:
+        # Without O_NONBLOCK, a named pipe would wait for a reader.
+        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
+    except OSError as error:
+        raise _open_error(path, error) from error
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise TraceError(f"{path}: not a regular file; remove it, or choose another --out")
+    return file
+
+
+def _open_error(path: Path, error: OSError) -> TraceError:
+    return TraceError(f"{path}: cannot be opened for writing ({error.strerror}); choose another --out")
+
+
+def _lock_error(path: Path, error: OSError) -> TraceError:
+    busy = isinstance(error, BlockingIOError)
+    why = "another process writes this run; wait for it or" if busy else f"cannot be locked ({error.strerror});"
+    return TraceError(f"{path}: {why} choose another --out")
 
 
 def _complete_size(file: BinaryIO) -> int:
@@ -262,7 +323,7 @@ def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
 
 
 class RunDir:
-    """The directory of one run, written by one process at a time.
+    """The directory of one run, written by one process at a time: the one that locks the journal.
 
     `journal.jsonl` is authoritative: one event per line, each turn before the next begins. `trajectories.jsonl` and
     `metrics.jsonl` are for people and tools.
@@ -283,9 +344,7 @@ class RunDir:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._lock)
-            busy = isinstance(error, BlockingIOError)
-            why = "another process writes this run; wait for it or" if busy else f"cannot be locked ({error.strerror});"
-            raise TraceError(f"{self.path}: {why} choose another --out") from error
+            raise _lock_error(self.path, error) from error
         self._files: list[JsonLines] = []
         try:
             for name in ("journal", "trajectories", "metrics"):
@@ -321,7 +380,8 @@ class RunDir:
             raise TraceError(f"{self.path / name}: cannot be written ({error.strerror})") from error
 
     def sync(self) -> None:
-        """Flush all files to the disk."""
+        """Flush all files to the disk; raise `TraceError` if the journal is no longer the one that is written here."""
+        self.journal.check()
         for lines in self._files:
             lines.sync()
 

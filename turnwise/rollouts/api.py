@@ -26,6 +26,7 @@ from turnwise.renderers.history import History
 from turnwise.rollouts.agent_function import AgentFunction
 from turnwise.rollouts.render_check import SHARE, Sanity
 from turnwise.rollouts.runner import EpisodeSpec, Rollout, left_out, left_out_note
+from turnwise.shutdown import run_loop
 from turnwise.types import EpisodeKey, Task, Trajectory
 
 P = ParamSpec("P")
@@ -193,7 +194,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
         # Not returned: on Ctrl-C, Python 3.11 formats the main task, and with it a returned result.
         results.append(await work)
 
-    asyncio.run(main())
+    run_loop(main())
     return results[0]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from turnwise.engines.local import torch_settings
 from turnwise.envs.spec import EnvSpec
 from turnwise.envs.user_code import is_interrupt, user_line, user_location
-from turnwise.errors import TurnwiseError
+from turnwise.errors import TraceError, TurnwiseError
 from turnwise.records import ProgressListener, RunDir
 
 REMEDY = 'code that changes its process belongs in one of its own: isolation = "process" in its [[env]]'
@@ -54,7 +54,7 @@ class SharedProcess:
             if is_interrupt(error):
                 raise
             raise self._failure(f"raised {type(error).__name__} outside of its calls", error) from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TraceError) as error:
             if not self._lost_files():
                 raise
             raise self._failure("closed files of this process", error) from error

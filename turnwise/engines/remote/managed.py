@@ -292,13 +292,22 @@ def _llamacpp_command(place: Path, model: Path, where: Sequence[str], context: i
 
 
 def run_commands(plan: ServerCommand) -> int:
-    """Run the commands in order; return the first nonzero exit status, or 0."""
+    """Run the commands in order; return the first nonzero exit status, or 0. An interrupt ends the running one."""
     plan.prepare()
     for command in plan.commands:
         try:
-            status = subprocess.run(command, env=os.environ | plan.env, check=False).returncode
+            process = subprocess.Popen(command, env=os.environ | plan.env)
         except OSError as error:
             raise EngineError(f"{command[0]} cannot be started: {error}") from error
+        with process:
+            try:
+                status = process.wait()
+            except KeyboardInterrupt:
+                process.terminate()  # a supervisor's signal reaches this process alone; a server has children to end
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(TERMINATE_S)
+                process.kill()
+                raise
         if status:
             return status
     return 0
