@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from turnwise import files
 from turnwise.engines.policies import AgentPolicies
 from turnwise.errors import UsageError
 from turnwise.records.metrics import with_current_metrics
@@ -164,11 +165,11 @@ def _ends(entries: Sequence[TrajectoryEntry], name: str) -> list[Pick]:
 
 def lines_of(path: Path, problems: list[str]) -> Iterator[tuple[int, Row]]:
     """Yield (offset, object) of each line; unreadable lines are counted and skipped."""
-    if not path.is_file():
+    if not path.exists():
         return
     unreadable = offset = 0
     try:
-        with path.open("rb") as file:
+        with files.open_file(path) as file:
             for line in file:
                 row = parse(line) if line.strip() else {}
                 if isinstance(row, dict) and row:
@@ -193,7 +194,7 @@ def parse(text: bytes) -> Any:
 
 def _object(path: Path, problems: list[str]) -> Row:
     try:
-        value = parse(path.read_bytes())
+        value = parse(files.read_bytes(path))
     except FileNotFoundError:
         return {}
     except OSError as error:
