@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -12,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from turnwise import files
 from turnwise.config import Limits, ResolvedConfig, RunConfig
 from turnwise.config.dump import load_run_config, to_json_dict
 from turnwise.config.launch import world_size
@@ -224,7 +224,7 @@ def _record_extension(training_run: TrainingRun, resolved: ResolvedConfig) -> No
     more = resolved.config.warmup.steps > load_run_config(run.path).config.warmup.steps
     if more and training_run.cursor["phase"] != "warmup":
         raise ConfigError(f"--resume {run.given_path}: the warm-up is over, so warmup.steps has no effect; leave it out")
-    run.write_json("config.json", json.loads((run.path / "config.json").read_text("utf-8")) | to_json_dict(resolved))
+    run.write_json("config.json", files.read_json(run.path / "config.json") | to_json_dict(resolved))
     (run.path / "summary.json").unlink(missing_ok=True)
 
 
@@ -239,7 +239,7 @@ def _finished(training_run: TrainingRun) -> str:
     """Return a note with the command that extends a run, if it is finished and has its last checkpoint; else nothing."""
     run, train = training_run.run.given_path, training_run.config.train
     try:
-        summary = json.loads((training_run.run.path / "summary.json").read_text(encoding="utf-8"))
+        summary = files.read_json(training_run.run.path / "summary.json")
         steps = summary["rl_steps"]
     except (OSError, ValueError, KeyError):
         return ""

@@ -23,6 +23,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
+from turnwise import files
 from turnwise.errors import ConfigError, UsageError
 from turnwise.records.metrics import flatten_row, with_current_metrics
 from turnwise.records.run_dir import complete_lines
@@ -143,7 +144,7 @@ class DiskFull(Exception):
 def _saved(path: Path) -> Mapping[str, Any]:
     """Return a saved position; empty if there is none."""
     try:
-        found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found: Mapping[str, Any] = files.read_json(path)
     except (OSError, ValueError):
         found = {}
     return found
@@ -185,7 +186,7 @@ def follow(spec: str, run: Path, project: str, name: str) -> None:
     position = TrackerPosition(run, spec)
     try:
         position.save()
-        config = json.loads((run / "config.json").read_text(encoding="utf-8")).get("config", {})
+        config = files.read_json(run / "config.json").get("config", {})
         tracker = tracker_of(spec)
         tracker.start(run, project, name, config)
         closed = False

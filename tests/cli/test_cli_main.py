@@ -190,7 +190,10 @@ def test_train_ends_with_what_it_came_to_and_three_commands(capsys, recipe, comm
     [
         (TaskError("rows.jsonl:3: not JSON\nat all; mend it \x1b[31m"), "rows.jsonl:3: not JSON at all; mend it"),
         (TraceError("runs/x: cannot be written (No space left on device)"), "No space left"),
-        (OSError(28, "No space left on device", "checkpoints/4"), "disk full; free space"),
+        (OSError(28, "No space left on device", "checkpoints/4"), "checkpoints/4: the disk is full; free space, then resume"),
+        (OSError(27, "File too large", "model/a"), "model/a: a file may not grow so large"),
+        (OSError(30, "Read-only file system", "model/a"), "model/a: the file system is read-only"),
+        (Exception("I/O error: No space left on device (os error 28)"), "writing: the disk is full"),
     ],
 )
 def test_mistakes_found_later_are_one_line_too(capsys, recipe, commands, error, expected):

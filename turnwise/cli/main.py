@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import difflib
-import errno
 import os
 import signal
 import sys
@@ -27,6 +26,7 @@ from turnwise.cli.runs import add_export, add_replay, add_track, add_view
 from turnwise.cli.tools import add_check, add_convert, add_engines, add_init, add_pack, add_serve
 from turnwise.cli.training import add_evaluate, add_record, add_rollout, add_train, add_worker
 from turnwise.errors import TraceError, TurnwiseError, UsageError, did_you_mean, missing_training
+from turnwise.files import why_not_written
 from turnwise.shutdown import StopSignals
 
 COMMANDS = (
@@ -91,10 +91,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (missing := missing_training(error)) is None:
             raise
         return _print_error(str(missing))
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as error:
+        why = why_not_written(error)
+        if not why:
             raise
-        return _print_error(f"{error.filename or 'writing'}: disk full; free space, then resume with --resume RUN")
+        place = error.filename if isinstance(error, OSError) and error.filename else "writing"
+        remedy = "; free space, then resume with --resume RUN" if words[:1] == ["train"] else "; free space and try again"
+        return _print_error(f"{place}: {why}{remedy}")
 
 
 def _handled(stop_signals: StopSignals) -> AbstractContextManager[None]:

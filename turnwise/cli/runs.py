@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from turnwise import files
 from turnwise.cli.options import add_command
 from turnwise.cli.trust import add_trust, confirm, confirm_run, is_in
 from turnwise.errors import TurnwiseError, UsageError, did_you_mean
@@ -177,7 +177,7 @@ def run_track(args: argparse.Namespace) -> int:
     from turnwise.trackers import TrackerProcesses
 
     try:
-        config = json.loads((args.run_dir / "config.json").read_text(encoding="utf-8"))["config"]
+        config = files.read_json(args.run_dir / "config.json")["config"]
         track = dict(config.get("track", {}))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = "not a run directory (no readable config.json); name the directory that train printed"

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from turnwise import files
 from turnwise.config.fields import current_key, current_table, describe_type, field_docs, field_type, table_lists
 from turnwise.config.load import COMMAND_LINE, ConfigMerge, ResolvedConfig, build, flatten, override, parse_overrides
 from turnwise.config.schema import RunConfig
@@ -73,7 +74,7 @@ def load_run_config(run: Path) -> ResolvedConfig:
     if not run.is_dir():
         raise ConfigError(f"{run}: no such run directory; name the one that `turnwise train` printed")
     try:
-        row = json.loads(path.read_text(encoding="utf-8"))
+        row = files.read_json(path)
         config = current_table(row["config"], str(path), notify=False)
         origins = {current_key(key, str(path), notify=False): origin for key, origin in row.get("origins", {}).items()}
         extended = {str(key): tuple(map(int, totals)) for key, totals in row.get("extended", {}).items()}

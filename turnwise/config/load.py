@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
+from turnwise import files
 from turnwise.config.constraints import changed
 from turnwise.config.fields import (
     current_key,
@@ -123,7 +124,7 @@ def _as_toml(value: Any) -> Any:
 def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file; a ConfigError states why it cannot be read."""
     try:
-        table = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+        table = tomllib.loads(files.read_bytes(path).decode("utf-8-sig"))
     except FileNotFoundError:
         folder = path.parent if path.parent.is_dir() else Path()
         near = did_you_mean(path.name, [p.name for p in folder.glob("*.toml")])
@@ -136,6 +137,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         hint = "a recipe has lines `key = value`, strings in quotes, sections in []"
         raise ConfigError(f"{path}: not TOML: {error}; {hint}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deep; a recipe has tables of keys") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
     if not table:

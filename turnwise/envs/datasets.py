@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
+from turnwise import files
 from turnwise.envs.row_messages import read_conversation_column, read_tool_schemas, without_reference
 from turnwise.envs.rows import plain_row, row_mapping, rows_of_table
 from turnwise.errors import TaskError, did_you_mean, suggest_or_list
@@ -366,8 +367,8 @@ def _files(folder: Path) -> list[Path]:
         raise TaskError(f"{folder}: holds several splits; name one: " + ", ".join(str(folder / split) for split in splits))
     if (state := folder / "state.json").is_file():
         try:  # the files of `Dataset.save_to_disk`, in order
-            return [folder / row["filename"] for row in json.loads(state.read_text("utf-8"))["_data_files"]]
-        except (ValueError, KeyError, TypeError) as error:
+            return [folder / row["filename"] for row in files.read_json(state)["_data_files"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise TaskError(f"{state}: not what datasets.save_to_disk writes ({error}); save it again") from error
     listings = (sorted(inner.glob(f"*{suffix}")) for inner in (folder, folder / "data") for suffix in _ROWS_SUFFIXES)
     found = next(filter(None, listings), [])
@@ -381,7 +382,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _read_jsonl(path: Path) -> Iterator[tuple[Any, str]]:
     try:
-        with path.open("rb") as lines:
+        with files.open_file(path) as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield json.loads(line.decode("utf-8-sig")), f"{path} line {number}"
@@ -400,6 +401,7 @@ def _read_columns(path: Path) -> Iterator[tuple[Any, str]]:
     except ImportError as error:
         raise TaskError(f"{path}: reading {path.suffix} files needs pyarrow; pip install pyarrow (or use .jsonl)") from error
     try:
+        files.check_regular([path])
         batches: Any = pq.ParquetFile(path).iter_batches() if path.suffix == ".parquet" else _arrow_batches(pa, path)
         number = 0
         for batch in batches:
@@ -412,7 +414,7 @@ def _read_columns(path: Path) -> Iterator[tuple[Any, str]]:
 
 def _arrow_batches(pa: Any, path: Path) -> Any:
     """Return the batches of an Arrow file, in stream format (as `datasets` writes) or file format."""
-    with path.open("rb") as file:
+    with files.open_file(path) as file:
         is_file_format = file.read(6) == b"ARROW1"
     source = pa.memory_map(str(path))
     if is_file_format:

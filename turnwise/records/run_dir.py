@@ -288,6 +288,8 @@ def read_json_lines(path: Path, checks: Checks | None = None) -> Iterator[Any]:
 
     `checks` collects lines with wrong checksums; without it the first one is raised.
     """
+    if path.exists() and not path.is_file():
+        raise TraceError(f"{path}: not a regular file; restore it from a copy")
     mark = checks.mark if checks is not None else None
     crc = size = 0
     for number, (_, line) in enumerate(complete_lines(path), 1):

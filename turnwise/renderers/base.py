@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
+from turnwise import files
 from turnwise._old_names import old_member
 from turnwise.errors import ModelError
 from turnwise.types import ContentPart, MediaPlacement, Message, Tools
@@ -182,10 +182,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises `ModelError` if the file is not valid JSON or not an object.
     """
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = files.read_json(path)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise ModelError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(value, dict):

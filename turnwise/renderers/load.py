@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from turnwise import files
 from turnwise.errors import ModelError
 from turnwise.renderers.base import read_json
 from turnwise.renderers.chat_renderer import ChatRenderer
@@ -89,6 +90,7 @@ def load_renderer(
     root = Path(path)
     if not root.is_dir():
         raise ModelError(f"{root}: no such directory; give a Hugging Face model directory")
+    check_model_files(root)
     if not (root / "tokenizer.json").is_file():
         raise ModelError(
             f"{root}: no tokenizer.json; save the tokenizer there with transformers' "
@@ -111,10 +113,18 @@ def load_renderer(
     return ChatRenderer(codec, found, banned=_IMAGE_TOKENS, vision=load_vision_processor(root, codec), **options)
 
 
+def check_model_files(root: Path) -> None:
+    """Raise `ModelError` for a named pipe, a socket or a device in a model directory, whose files libraries open by name."""
+    try:
+        files.check_regular(sorted(root.iterdir()))
+    except OSError as error:
+        raise ModelError(f"{error.filename}: {error.strerror}; copy the model directory again") from error
+
+
 def _find_template(root: Path, settings: dict[str, Any]) -> tuple[str, str]:
     file = root / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8"), str(file)
+        return files.read_text(file), str(file)
     given = settings.get("chat_template") or read_json(root / "chat_template.json").get("chat_template")
     if isinstance(given, list):
         given = next((row["template"] for row in given if row.get("name") == "default"), None)

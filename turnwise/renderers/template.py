@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.config.constraints import is_template_file
 from turnwise.errors import ConfigError, TemplateError, did_you_mean
+from turnwise.files import read_text
 from turnwise.renderers.inspected import is_watching, watch_nothing
 from turnwise.types import ContentPart, Message, ToolCall, Tools
 
@@ -440,7 +441,7 @@ def find_source(name: str) -> tuple[str, str]:
     if name in _NAMED or not (is_template_file(name) or Path(name).exists()):
         return template_source(name), f"template {name}"
     try:
-        return Path(name).read_text(encoding="utf-8"), name
+        return read_text(Path(name)), name
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f'model.template = "{name}": cannot be read ({reason}); name a Jinja file in UTF-8') from None

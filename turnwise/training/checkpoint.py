@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from turnwise import files
 from turnwise.errors import ConfigError, TraceError
 from turnwise.records import RunDir
 from turnwise.renderers.chat_renderer import ChatRenderer
@@ -26,12 +26,6 @@ from turnwise.training.trainer.trainer import Trainer
 
 FORMAT = 1
 BEST_FILE = "best.json"
-
-_FULL = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EFBIG: "a file may not grow so large",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +111,7 @@ class Checkpoints:
     def best(self) -> tuple[str, float] | None:
         """Return name and score of the best checkpoint; None if none is marked or it is gone."""
         try:
-            row = json.loads((self.root / BEST_FILE).read_text(encoding="utf-8"))
+            row = files.read_json(self.root / BEST_FILE)
             name, score = str(row["name"]), float(row["score"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -126,7 +120,7 @@ class Checkpoints:
     def policy(self) -> Checkpoint | None:
         """Return the checkpoint to play: the newest, or the best where the run ended with a worse policy; raise as `newest`."""
         best = self.best()
-        if best is not None and json.loads((self.root / BEST_FILE).read_text(encoding="utf-8")).get("rolled_back"):
+        if best is not None and files.read_json(self.root / BEST_FILE).get("rolled_back"):
             return read_checkpoint(self.root / best[0])
         return self.newest()
 
@@ -167,8 +161,8 @@ class Checkpoints:
             (draft / name).mkdir(exist_ok=True)
             save_model(one, source or self.source, draft / name, template)
             one.save(draft / name)
-        files = {str(path.relative_to(draft)): _checksum(path) for path in sorted(draft.rglob("*")) if path.is_file()}
-        sealed = dict(state) | {"files": files}
+        checksums = {str(path.relative_to(draft)): _checksum(path) for path in sorted(draft.rglob("*")) if path.is_file()}
+        sealed = dict(state) | {"files": checksums}
         (draft / STATE_FILE).write_text(json.dumps(sealed | {"crc": _seal(sealed)}, indent=1) + "\n", encoding="utf-8")
         # safetensors creates files that only the owner can read; give them the user's default permissions.
         rights = (draft / STATE_FILE).stat().st_mode & 0o777
@@ -189,9 +183,7 @@ class Checkpoints:
         return final
 
     def _failure(self, name: str, error: Exception) -> TraceError:
-        # safetensors has the errno in its message only.
-        number = error.errno if isinstance(error, OSError) else int((re.findall(r"os error (\d+)", str(error)) or [0])[0])
-        what = _FULL.get(number or 0, " ".join(str(error).split()))
+        what = files.why_not_written(error) or " ".join(str(error).split())
         good = self.latest()
         remains = f"the last good one, {good.path}, remains" if good else "there is no earlier one"
         return TraceError(
@@ -219,7 +211,7 @@ def _seal(state: Mapping[str, Any]) -> str:
 
 def _damage(path: Path) -> str:
     """Describe the damage of a checkpoint's files; empty if there is none, or no checksums from an older release."""
-    state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+    state = files.read_json(path / STATE_FILE)
     if "crc" in state and state.pop("crc") != _seal(state):
         return f"{STATE_FILE} is not what was written (its checksum differs)"
     for name, checksum in state.get("files", {}).items():
@@ -235,7 +227,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint | None:
     """Read a checkpoint's state; None unless the directory holds a complete one."""
     path = Path(path)
     try:
-        state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        state = files.read_json(path / STATE_FILE)
         return Checkpoint(path, int(state["serial"]), state["cursor"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -289,7 +281,7 @@ def check_run_template(run: RunDir, renderer: ChatRenderer, *, resumed: bool) ->
     now = {"hash": renderer.fingerprint, "origin": renderer.template.origin, **renderer.fingerprints}
     path = run.path / "config.json"
     try:
-        row: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        row: dict[str, Any] = files.read_json(path) if path.exists() else {}
     except (OSError, ValueError) as error:
         raise TraceError(f"{path}: cannot be read ({error}); restore it or start a new run") from error
     was = row.get("template")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
+from turnwise import files
 from turnwise.engines.policies import AgentPolicies
 from turnwise.errors import UsageError
 from turnwise.records.metrics import flatten_row, with_current_metrics
@@ -206,11 +207,11 @@ def metrics_row(row: Row) -> Row:
 
 def lines_of(path: Path, problems: list[str], read: Callable[[Row], Row] = as_it_is) -> Iterator[tuple[int, Row]]:
     """Yield (offset, object) of each line, as `read` returns it; unreadable lines are counted and skipped."""
-    if not path.is_file():
+    if not path.exists():
         return
     unreadable = offset = 0
     try:
-        with path.open("rb") as file:
+        with files.open_file(path) as file:
             for line in file:
                 row = read_line(line, read)
                 if row is not None:
@@ -240,7 +241,7 @@ def parse(text: bytes) -> Any:
 
 def _object(path: Path, problems: list[str]) -> Row:
     try:
-        value = parse(path.read_bytes())
+        value = parse(files.read_bytes(path))
     except FileNotFoundError:
         return {}
     except OSError as error:

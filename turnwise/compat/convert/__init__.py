@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from turnwise import files
 from turnwise.compat.convert import skyrl, slime, swift, trl, verl
 from turnwise.compat.convert.engine import Account, Converted, System, convert_source
 from turnwise.compat.convert.sources import Source, read_source
@@ -37,7 +38,7 @@ def convert(text: str, *, name: str = "arguments.txt", system: str | None = None
 def convert_file(path: Path, system: str | None = None) -> Converted:
     """Return a recipe from a file; raise `ConfigError` as `convert`, and for a file that cannot be read."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = files.read_text(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError:

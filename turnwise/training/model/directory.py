@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from turnwise import files
 from turnwise.config import ModelConfig
 from turnwise.errors import ModelError
 from turnwise.renderers import load_renderer
@@ -49,6 +49,7 @@ def token_count(root: Path) -> int:
     from tokenizers import Tokenizer
 
     try:
+        files.check_regular([root / "tokenizer.json"])
         vocabulary = Tokenizer.from_file(str(root / "tokenizer.json")).get_vocab(with_added_tokens=True)
     except Exception as error:  # the library raises bare Exception
         raise ModelError(f"{root / 'tokenizer.json'} cannot be read ({error}); save the tokenizer again") from error
@@ -65,7 +66,7 @@ def row_count(root: Path) -> int:
 def read_json(path: Path, otherwise: str) -> dict[str, Any]:
     """Read a JSON object of a model directory, else raise `ModelError`; `otherwise` is what a missing file means."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = files.read_json(path)
     except FileNotFoundError as error:
         raise ModelError(f"{path.parent}: no {path.name}; {otherwise}") from error
     except (OSError, ValueError) as error:

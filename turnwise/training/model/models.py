@@ -26,6 +26,7 @@ from turnwise.config.launch import local_rank, world_size
 from turnwise.engines.local.quantization import from_directory
 from turnwise.engines.local.vision import split_vlm
 from turnwise.errors import ConfigError, ModelError
+from turnwise.renderers.load import check_model_files
 from turnwise.renderers.template import template_source
 from turnwise.training.model.directory import ADAPTER_FILE, base_model_of, read_json, token_count
 from turnwise.training.model.lora import load_adapter, unload
@@ -352,6 +353,7 @@ def _check_directory(root: Path) -> None:
         raise ModelError(
             f"{root} {what}; model.path is a Hugging Face model directory (config.json, *.safetensors, tokenizer.json)"
         )
+    check_model_files(root)
     read_json(root / "config.json", "it is no Hugging Face model directory")
     if not any(root.glob("*.safetensors")):
         others = sorted(p.name for p in root.glob("*.bin"))
