@@ -109,7 +109,7 @@ class Both:
         assert pairs == others, (pairs, others)
         for server in self.servers.values():
             connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=SECONDS)
-            connection.request("GET", "/health")
+            connection.request("GET", "/health", headers={"authorization": f"Bearer {server.token}"})
             assert connection.getresponse().status == 200
             connection.close()
         return tuple(pairs)
