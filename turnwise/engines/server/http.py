@@ -128,9 +128,10 @@ class JsonHttpServer:
         self.published = token == ""
         """Whether the token is in a file."""
 
-        intake = Intake(self._limits)
+        self.intake = Intake(self._limits)
+        """What is taken in now."""
         made = [
-            Route(path, _EndpointApp(endpoint, self.token, intake), methods=[method])
+            Route(path, _EndpointApp(endpoint, self.token, self.intake), methods=[method])
             for (method, path), endpoint in routes.items()
         ]
         app = Starlette(routes=made, exception_handlers={HTTPException: _no_route})

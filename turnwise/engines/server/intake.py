@@ -282,7 +282,8 @@ class Intake:
         self.limits = limits
         self.room = BodyRoom(limits)
         self.lane = ParseLane()
-        self._requests = Counter[str]()
+        self.requests = Counter[str | None]()
+        """Requests in flight, by owner."""
 
     def enter(self, owner: str | None) -> None:
         """Count a request of an owner.
@@ -290,20 +291,17 @@ class Intake:
         Raises:
             HttpError: 429 where the owner has too many in flight.
         """
-        if owner is None:
-            return
         most = self.limits.owner_requests
-        if self._requests[owner] >= most:
+        if owner is not None and self.requests[owner] >= most:
             text = f"{most} requests of this session are in flight; wait for one of them"
             raise HttpError(429, text, headers={"retry-after": "1"})
-        self._requests[owner] += 1
+        self.requests[owner] += 1
 
     def leave(self, owner: str | None) -> None:
         """Count a request of an owner no more."""
-        if owner is not None:
-            self._requests[owner] -= 1
-            if not self._requests[owner]:
-                del self._requests[owner]
+        self.requests[owner] -= 1
+        if not self.requests[owner]:
+            del self.requests[owner]
 
     async def receive(self, request: Request, max_bytes: int, owner: str | None) -> RawBody:
         """Receive a body, which the caller releases.
