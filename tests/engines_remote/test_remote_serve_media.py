@@ -190,7 +190,8 @@ def test_pictures_that_do_not_fit_are_refused(vlm, moe):
     assert fine == 200
 
     async def blind(client, app, url):
-        async with httpx2.AsyncClient(trust_env=False, verify=False) as http:
+        access = {"authorization": f"Bearer {tokens.found(url)}"}
+        async with httpx2.AsyncClient(trust_env=False, verify=False, headers=access) as http:
             answer = await http.post(f"{url}/generate", json=asked([20], picture))
             return answer.status_code, answer.json()["error"]
 

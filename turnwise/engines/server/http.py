@@ -46,6 +46,9 @@ MAX_HEAD = 2**16
 """Maximum bytes of a request's headers."""
 IDLE_S = 75
 """Seconds that a connection may be idle between two requests."""
+ACCEPTED_AT_ONCE, BACKLOG = 64, 4096
+"""Connections accepted in one pass of the event loop, and those that wait for it. A client whose connection finds no place there
+tries again after a second."""
 MAX_REPORTED = 3
 """Maximum number of schema faults that a response names."""
 
@@ -165,7 +168,7 @@ class JsonHttpServer:
             proxy_headers=False,
             server_header=False,
             date_header=False,
-            backlog=1024,
+            backlog=ACCEPTED_AT_ONCE,
             timeout_keep_alive=IDLE_S,
             timeout_graceful_shutdown=0,
             h11_max_incomplete_event_size=MAX_HEAD,
@@ -179,9 +182,13 @@ class JsonHttpServer:
         except (OSError, ConfigError):
             self._socket.close()
             raise
-        self._task = asyncio.create_task(self._server.serve([self._socket, *self._unix_sockets()]))
+        sockets = [self._socket, *self._unix_sockets()]
+        self._task = asyncio.create_task(self._server.serve(sockets))
         while not self._server.started and not self._task.done():
             await asyncio.sleep(0.001)
+        if not self._task.done():
+            for one in sockets:  # asyncio takes one number for both
+                one.listen(BACKLOG)
 
     def _bound(self) -> socket.socket:
         kinds = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
