@@ -7,10 +7,10 @@ between and after.
     .venv/bin/python benchmarks/serve_fuzz.py              # 10,000 requests
     .venv/bin/python benchmarks/serve_fuzz.py --requests 500 --seed 3
 
-Then `turnwise serve`, the proxy of programs and `turnwise record` are flooded (`serve_floods.py`): with sums of bodies, bodies of
-many values, slow bodies and heads, connections, and all of it without access. Of each, the last line has by how many MiB the
-server's process grew (`grown_mib`, of which `bound_mib` is stated in docs/reference/servers.md), and how long a small request of
-others waited at most (`longest_s`); the exit status is 1 where one is over its bound, `failed` requests of others included.
+Then `turnwise serve`, the proxy of programs and `turnwise record` are flooded (`serve_floods.py`): with sums of bodies, bodies
+of many values, slow bodies and heads, connections, and bodies without access. Of each, the last line has by how many MiB the
+server's process grew (`grown_mib`; `bound_mib` is what docs/reference/servers.md states), and how long a small request of
+others waited at most (`longest_s`). The exit status is 1 where one is over its bound, or a request of others failed.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class ProxySettings:
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """A request and what it is told apart by."""
+    """A request, and what identifies it."""
 
     request: WireRequest
     agent: str
@@ -180,7 +180,7 @@ class ProxySession:
         self._tasks[name] = task = asyncio.ensure_future(self._reply(read.request, read.agent))
 
         def finished(done: asyncio.Task[Exchange]) -> None:
-            # Nobody gets a failure again, and it would keep its request.
+            # A failure is not served again, and would keep its request.
             if (done.cancelled() or done.exception() is not None) and self._tasks.get(name) is done:
                 del self._tasks[name]
 

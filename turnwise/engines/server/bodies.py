@@ -109,6 +109,12 @@ class TokensIn(Body):
     model: Name | None = None
     request_id: Name | None = None
 
+    def take_urls(self) -> list[str]:
+        """Return the images and drop them, so that they are not kept until the reply is there."""
+        urls = [part.url for part in self.content_parts]
+        self.content_parts = []
+        return urls
+
 
 class Generate(Body):
     """Body of SGLang's `/generate`."""
@@ -122,6 +128,12 @@ class Generate(Body):
     rid: Name | None = None
     logprob_start_len: int | None = None
     top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_TOP)] = 0
+
+    def take_urls(self) -> list[str]:
+        """Return the images and drop them, so that they are not kept until the reply is there."""
+        given = self.image_data
+        self.image_data = None
+        return [given] if isinstance(given, str) else given or []
 
 
 class Aborts(Body):

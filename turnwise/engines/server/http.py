@@ -47,8 +47,8 @@ MAX_HEAD = 2**16
 IDLE_S = 75
 """Seconds that a connection may be idle between two requests."""
 ACCEPTED_AT_ONCE, BACKLOG = 64, 4096
-"""Connections accepted in one pass of the event loop, and those that wait for it. A client whose connection finds no place there
-tries again after a second."""
+"""Connections accepted in one pass of the event loop, and those that wait for it. A client whose connection finds no place
+there tries again after a second."""
 MAX_REPORTED = 3
 """Maximum number of schema faults that a response names."""
 
@@ -159,6 +159,7 @@ class JsonHttpServer:
         """Start listening: OSError for an unavailable address, ConfigError when the token cannot be written."""
         config = _Config(
             self._app,
+            self._limits,
             http=_Protocol,
             ws="none",
             lifespan="off",
@@ -173,7 +174,6 @@ class JsonHttpServer:
             timeout_graceful_shutdown=0,
             h11_max_incomplete_event_size=MAX_HEAD,
         )
-        config.limits = self._limits
         self._server = _Uvicorn(config)
         self._socket = self._listener or self._bound()
         try:
@@ -238,7 +238,9 @@ class _Uvicorn(uvicorn.Server):
 class _Config(uvicorn.Config):
     """Configuration that the connections read."""
 
-    limits: IntakeLimits
+    def __init__(self, app: ASGIApp, limits: IntakeLimits, **settings: Any) -> None:
+        super().__init__(app, **settings)
+        self.limits = limits
 
     @property
     def most_connections(self) -> int:

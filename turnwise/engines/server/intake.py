@@ -86,14 +86,25 @@ class Reservation:
         self.since = time.monotonic()
         self.evicted = False
         """Whether it was ended for others while it arrived."""
-        self.deadline: asyncio.Timeout | None = None
-        """Deadline of the body while it arrives."""
+        self._deadline: asyncio.Timeout | None = None
+
+    def begin(self) -> None:
+        """Note that the room is granted."""
+        self.since = time.monotonic()
+
+    def arrive(self, deadline: asyncio.Timeout | None) -> None:
+        """Set the deadline of the body while it arrives; None when it is complete."""
+        self._deadline = deadline
+
+    def reduce(self, size: int) -> None:
+        """Count so many bytes less."""
+        self.size -= size
 
     def evict(self) -> None:
         """End the body, which arrives too slowly while others wait."""
-        if self.deadline is not None:
+        if self._deadline is not None:
             self.evicted = True
-            self.deadline.reschedule(asyncio.get_running_loop().time())
+            self._deadline.reschedule(asyncio.get_running_loop().time())
 
     def shrink(self, size: int) -> None:
         """Give back what a complete body does not need."""
@@ -136,7 +147,7 @@ class BodyRoom:
         except BaseException as error:
             if entry in self._waiting:
                 self._waiting.remove(entry)
-                self._grant()  # those behind it may fit
+                self._grant()  # later ones may fit
             else:
                 reservation.release()
             if isinstance(error, TimeoutError):
@@ -155,7 +166,7 @@ class BodyRoom:
 
     def give_back(self, reservation: Reservation, size: int) -> None:
         """Take back so many bytes of a reservation, and grant them to those that wait."""
-        reservation.size -= size
+        reservation.reduce(size)
         self.free += size
         if reservation.owner is not None:
             self._held[reservation.owner] -= size
@@ -180,7 +191,7 @@ class BodyRoom:
             self.free -= reservation.size
             if reservation.owner is not None:
                 self._held[reservation.owner] += reservation.size
-            reservation.since = time.monotonic()
+            reservation.begin()
             self.arriving.add(reservation)
             granted.set_result(None)
 
@@ -232,7 +243,7 @@ class ParseLane:
             if not queue:
                 continue
             result, work = queue.popleft()
-            self._waiting[owner] = queue  # behind the other owners
+            self._waiting[owner] = queue  # after the other owners
 
             self._busy = True
             running = asyncio.ensure_future(asyncio.to_thread(_timed, work))
@@ -261,15 +272,29 @@ def _timed(work: Callable[[], T]) -> tuple[float, T | None, Exception | None]:
     return time.thread_time() - began, value, error
 
 
-@dataclass(slots=True)
 class RawBody:
     """A body as it was received."""
 
-    raw: bytes
-    reservation: Reservation | None = None
+    def __init__(self) -> None:
+        self.raw = b""
+        self.reservation: Reservation | None = None
+
+    def hold(self, reservation: Reservation, deadline: asyncio.Timeout) -> None:
+        """Take room, while the body arrives until a deadline."""
+        self.reservation = reservation
+        reservation.arrive(deadline)
+
+    def complete(self, raw: bytes, room: BodyRoom) -> None:
+        """Take the bytes, and give back the room that they do not need."""
+        self.raw = raw
+        if self.reservation is not None:
+            self.reservation.arrive(None)
+            self.reservation.shrink(len(raw))
+            room.arriving.discard(self.reservation)
 
     def release(self) -> None:
-        """Give its room to others; its bytes are not needed any more, or belong to somebody who counts them."""
+        """Drop the bytes and give back their room."""
+        self.raw = b""
         if self.reservation is not None:
             self.reservation.release()
             self.reservation = None
@@ -314,23 +339,22 @@ class Intake:
         if size > max_bytes:
             raise HttpError(413, f"the body has {size} bytes; at most {max_bytes} are accepted")
 
-        body, pieces = RawBody(b""), list[bytes]()
-        if size > self.limits.uncounted:
-            body.reservation = await self.room.reserve(size, owner)
+        body, pieces = RawBody(), list[bytes]()
+        room = await self.room.reserve(size, owner) if size > self.limits.uncounted else None
         seconds = self.limits.body_s + (size if declared else max_bytes) / MIB
         received = 0
         try:
             async with asyncio.timeout(seconds) as deadline:
-                if body.reservation is not None:
-                    body.reservation.deadline = deadline
+                if room is not None:
+                    body.hold(room, deadline)
                 async for piece in request.stream():
                     received += len(piece)
                     if received > max_bytes:
                         raise HttpError(413, f"the body has over {max_bytes} bytes")
                     pieces.append(piece)
                     if received > self.limits.uncounted and body.reservation is None:
-                        body.reservation = await self.room.reserve(max_bytes, owner)  # of a body without a declared length
-                        body.reservation.deadline = deadline
+                        # Its length was not declared.
+                        body.hold(await self.room.reserve(max_bytes, owner), deadline)
         except BaseException as error:
             slow = body.reservation is not None and body.reservation.evicted
             body.release()
@@ -340,11 +364,7 @@ class Intake:
                 raise self.room.too_slow() from None
             raise HttpError(408, f"the body did not arrive within {seconds:.0f} s; send it faster") from None
 
-        if body.reservation is not None:
-            body.reservation.deadline = None
-            body.reservation.shrink(received)
-            self.room.arriving.discard(body.reservation)
-        body.raw = b"".join(pieces)
+        body.complete(b"".join(pieces), self.room)
         return body
 
     async def parse(self, body: RawBody, owner: str | None, work: Callable[[bytes], T], *, bounded: bool) -> T:
@@ -368,7 +388,6 @@ class Intake:
                 return work(raw)
             return await self.lane.run(owner, checked)
         finally:
-            body.raw = b""
             body.release()
 
 

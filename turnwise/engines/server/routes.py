@@ -301,8 +301,7 @@ class EngineService:
         body: bodies.TokensIn = call.body
         self._check(body, body.model)
         given, name = body.sampling_params, body.request_id or uuid.uuid4().hex
-        ids, media = await self._place(body.token_ids, [part.url for part in body.content_parts])
-        body.content_parts = []  # their pixels are stored
+        ids, media = await self._place(body.token_ids, body.take_urls())
         session = call.headers.get("x-session-id", "")
         scored = await self._prompt_rows(ids, given, media)
         parts = name, ids, given, given.max_tokens, session, media, self._all_experts
@@ -407,9 +406,7 @@ class EngineService:
         body: bodies.Generate = call.body
         self._check(body)
         given, name = body.sampling_params, body.rid or uuid.uuid4().hex
-        urls = [body.image_data] if isinstance(body.image_data, str) else body.image_data or ()
-        ids, media = await self._place(body.input_ids, urls)
-        urls, body.image_data = (), None  # their pixels are stored
+        ids, media = await self._place(body.input_ids, body.take_urls())
         if body.return_routed_experts and not self.experts:
             raise HttpError(400, "return_routed_experts: the model is no mixture of experts")
         if body.routed_experts_start_len >= len(ids) > 0:
