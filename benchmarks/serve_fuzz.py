@@ -6,6 +6,11 @@ between and after.
 
     .venv/bin/python benchmarks/serve_fuzz.py              # 10,000 requests
     .venv/bin/python benchmarks/serve_fuzz.py --requests 500 --seed 3
+
+Then `turnwise serve`, the proxy of programs and `turnwise record` are flooded (`serve_floods.py`): with sums of bodies, bodies
+of many values, slow bodies and heads, connections, and bodies without access. Of each, the last line has by how many MiB the
+server's process grew (`grown_mib`; `bound_mib` is what docs/reference/servers.md states), and how long a small request of
+others waited at most (`longest_s`). The exit status is 1 where one is over its bound, or a request of others failed.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import asyncio
 import http.client
 import json
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -23,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import serve_floods
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
@@ -109,7 +116,7 @@ class Both:
         assert pairs == others, (pairs, others)
         for server in self.servers.values():
             connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=SECONDS)
-            connection.request("GET", "/health")
+            connection.request("GET", "/health", headers={"authorization": f"Bearer {server.token}"})
             assert connection.getresponse().status == 200
             connection.close()
         return tuple(pairs)
@@ -353,11 +360,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int)
+    parser.add_argument("--flood-seconds", type=float, default=5.0, help="seconds of each flood; 0 leaves them out")
     args = parser.parse_args()
     statuses, seconds = fuzz(args.requests, args.seed)
-    print(
-        json.dumps({"requests": sum(statuses.values()), "seconds": round(seconds, 1), "statuses": dict(statuses.most_common())})
-    )
+    row: dict[str, Any] = {"requests": sum(statuses.values()), "seconds": round(seconds, 1)}
+    row["statuses"] = dict(statuses.most_common())
+    fine = True
+    if args.flood_seconds:
+        row["floods"] = floods = {kind: serve_floods.measure(kind, args.flood_seconds) for kind in serve_floods.KINDS}
+        row["longest_s"] = max(one["longest_s"] for one in floods.values())
+        row["grown_mib"] = max(one["grown_mib"] for one in floods.values())
+        row["bound_mib"] = serve_floods.BOUND_MIB
+        failed = sum(one["failed"] for one in floods.values())
+        fine = not failed and row["grown_mib"] <= row["bound_mib"] and row["longest_s"] <= serve_floods.LONGEST_S
+    print(json.dumps(row))
+    sys.exit(0 if fine else 1)
 
 
 if __name__ == "__main__":

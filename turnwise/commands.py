@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -356,8 +357,13 @@ def record_programs(
     note: Callable[[str], None],
     checkpoint: str | None = None,
     untrained: Sequence[str] = ("side",),
+    key: str = "",
+    keyless: bool = False,
 ) -> list[Trajectory]:
-    """Record what programs do at a port until interrupted, in the directory `out`; `note` receives a line for each session."""
+    """Record what programs do at a port until interrupted, in the directory `out`; `note` receives a line for each session.
+
+    Programs send the `key` as their API key, by default one that is made here and printed; with `keyless`, none.
+    """
     from turnwise.training.metrics import versions
 
     try:
@@ -372,8 +378,14 @@ def record_programs(
         raise ConfigError(f"{path} already contains a run; choose another --out")
     resolved = replace(resolved, config=replace(resolved.config, limits=_limits_of_programs(resolved)))
 
+    made = "" if key or keyless else secrets.token_urlsafe(24)
+
     def started(url: str) -> None:
-        note(f"{url}  (give programs {url}/s/NAME/v1 as their base URL, or {url}/s/NAME where they add /v1; Ctrl-C ends)")
+        access = f"the API key {made}" if made else "the API key of TURNWISE_SERVE_TOKEN" if key else "any API key"
+        note(
+            f"{url}  (give programs {access} and {url}/s/NAME/v1 as their base URL, or {url}/s/NAME where they add /v1; "
+            "Ctrl-C ends)"
+        )
         if resolved.config.engine.kind == "chat":
             note("the service returns text: ids are the built-in renderer's, without logprobs, and none can be trained on")
 
@@ -381,7 +393,9 @@ def record_programs(
         rollout = _rollout(resolved, [], checkpoint, "local", note, run=run, stop_on_bugs=False)
         settings = ProxySettings(untrained=tuple(untrained))
         try:
-            return await record_sessions(rollout, port=port, idle_s=idle_s, on_start=started, note=note, settings=settings)
+            return await record_sessions(
+                rollout, port=port, idle_s=idle_s, on_start=started, note=note, settings=settings, key=key or made
+            )
         finally:
             await rollout.engine.close()
 

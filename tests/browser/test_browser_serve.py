@@ -50,7 +50,7 @@ def running(tmp_path):
         )
         server = JsonHttpServer(app.routes("vllm"), host="127.0.0.1", port=0)
         await server.start()
-        held.update(app=app, url=server.url, loop=asyncio.get_running_loop(), over=asyncio.Event())
+        held.update(app=app, url=server.url, token=server.token, loop=asyncio.get_running_loop(), over=asyncio.Event())
         ready.set()
         await held["over"].wait()
         await server.close()
@@ -89,11 +89,13 @@ def test_a_page_of_another_origin_changes_nothing(page, running, elsewhere):
     assert len(told) == 48
     assert {status for _, _, status in told} == {0}, "a page read an answer"
     connection = http.client.HTTPConnection(running["url"].removeprefix("http://"), timeout=20)
-    connection.request("GET", "/weight_info")
+    access = {"authorization": f"Bearer {running['token']}"}
+    connection.request("GET", "/weight_info", headers=access)
     assert json.loads(connection.getresponse().read()) == {"weight_version": "default"}
-    connection.request("GET", "/is_sleeping")
+    connection.request("GET", "/is_sleeping", headers=access)
     assert json.loads(connection.getresponse().read()) == {"is_sleeping": False}, "it was paused"
-    connection.request("POST", "/v1/completions", json.dumps({"prompt": [5, 6]}), {"content-type": "application/json"})
+    content = json.dumps({"prompt": [5, 6]})
+    connection.request("POST", "/v1/completions", content, access | {"content-type": "application/json"})
     assert connection.getresponse().status == 200
     connection.close()
     assert not running["app"].released

@@ -110,7 +110,7 @@ def play(path, generate, samples, *, bans=True, evaluation=False, params=None, *
                 return sample(request)
 
             engine.generate = generate_without
-        server = JsonHttpServer(app.routes("sglang"), host="127.0.0.1", port=0)
+        server = JsonHttpServer(app.routes("sglang"), host="127.0.0.1", port=0, keyless=True)  # its client sends no key
         await server.start()
         args = Namespace(
             sglang_router_ip="127.0.0.1",

@@ -56,8 +56,16 @@ def port_of(running):
     return int(running["url"].rpartition(":")[2])
 
 
-def ask(running, method, path, content=b"", headers=JSON, seconds=20):
-    """Status and body; a connection that is dropped is the status 0, no answer at all is -1."""
+def with_token(running):
+    return JSON | {"authorization": f"Bearer {running['server'].token}"}
+
+
+def ask(running, method, path, content=b"", headers=None, seconds=20):
+    """Status and body; a connection that is dropped is the status 0, no answer at all is -1.
+
+    By default the request has the server's token.
+    """
+    headers = with_token(running) if headers is None else headers
     connection = http.client.HTTPConnection("127.0.0.1", port_of(running), timeout=seconds)
     try:
         connection.request(method, path, content if isinstance(content, bytes) else json.dumps(content), headers)
@@ -194,10 +202,11 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("path", CHANGES)
-def test_what_changes_anything_takes_the_token(running, path):
+@pytest.mark.parametrize("path", [*CHANGES, "/v1/completions", "/inference/v1/generate"])
+def test_every_request_takes_the_token(running, path):
     for headers in (JSON, JSON | {"authorization": "Bearer wrong"}, JSON | {"authorization": "Bearer "}):
-        assert ask(running, "POST", path, CHANGES[path], headers)[0] == 401, headers
+        assert ask(running, "POST", path, CHANGES.get(path, b"{}"), headers)[0] == 401, headers
+        assert ask(running, "GET", "/health", b"", headers)[0] == 401, headers
     assert json.loads(ask(running, "GET", "/weight_info")[1]) == {"weight_version": "default"}
     assert well(running)[0] == 200
     assert {path for method, path in running["app"].routes("vllm") if method == "POST"} == CHANGES.keys() | {
@@ -221,16 +230,15 @@ FOREIGN = [
 
 @pytest.mark.parametrize("headers", FOREIGN, ids=str)
 def test_a_page_of_another_site_is_not_answered(running, headers):
-    token = {"authorization": f"Bearer {getattr(running['server'], 'token', '')}"}
     for method, path in (("POST", "/v1/completions"), ("POST", "/update_weight_version"), ("GET", "/weight_info")):
         content = json.dumps(WELL | {"new_version": "evil"}).encode() if method == "POST" else b""
-        assert ask(running, method, path, content, JSON | token | headers)[0] == 403, path
+        assert ask(running, method, path, content, with_token(running) | headers)[0] == 403, path
     assert json.loads(ask(running, "GET", "/weight_info")[1]) == {"weight_version": "default"}
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
 def test_a_body_is_declared_to_be_json(running, kind):
-    assert ask(running, "POST", "/v1/completions", WELL, {"content-type": kind})[0] == 415
+    assert ask(running, "POST", "/v1/completions", WELL, with_token(running) | {"content-type": kind})[0] == 415
 
 
 def test_the_clients_of_this_user_find_the_token_and_others_do_not(running, monkeypatch, tmp_path):

@@ -17,7 +17,7 @@ from test_remote_fleet import until
 
 from turnwise.cli.main import main
 from turnwise.config import ModelConfig
-from turnwise.engines import Request, Sampling, StopText, check_generation
+from turnwise.engines import Request, Sampling, StopText, check_generation, tokens
 from turnwise.engines.remote import Fleet, SglangEngine, VllmEngine, probe_server
 from turnwise.engines.remote.base import EngineLoad
 from turnwise.engines.remote.weight_files import ModelDirectories
@@ -64,6 +64,10 @@ def beginning(app, count=1):
 
     app.engine.generate = noted
     return begun
+
+
+def access(url):
+    return {"authorization": f"Bearer {tokens.found(url)}"}
 
 
 def forward(directory, ids, start, temperature=1.0, banned=()):
@@ -220,7 +224,7 @@ def test_what_it_cannot_answer_is_refused_with_a_reason(directory):
         import httpx2
 
         told = {}
-        async with httpx2.AsyncClient(trust_env=False, verify=False) as http:
+        async with httpx2.AsyncClient(trust_env=False, verify=False, headers=access(url)) as http:
             for name, path, content in (
                 ("text", "/v1/completions", json.dumps({"prompt": "hello"})),
                 ("model", "/v1/completions", json.dumps({"prompt": [1], "model": "other"})),
@@ -284,10 +288,11 @@ def test_a_run_is_trained_through_it(directory, tmp_path, capsys):
             words += ["--rollout.groups", "2", "--rollout.group-size", "2", "--eval.tasks", "2", "--limits.turn-tokens", "12"]
             assert main(words) == 0, capsys.readouterr().err
             assert main(["check", "--engine", url]) == 0, capsys.readouterr().err
+            asking = {"trust_env": False, "verify": False, "headers": access(url)}
             asked = {"token_ids": PROMPT * 4, "sampling_params": {"max_tokens": 100, "temperature": 0.0, "ignore_eos": True}}
-            chunks = httpx2.get(f"{url}/weights/counts", trust_env=False, verify=False).json()
+            chunks = httpx2.get(f"{url}/weights/counts", **asking).json()
             assert chunks["bytes_fetched"] > 100_000
-            told = httpx2.post(f"{url}/inference/v1/generate", json=asked, timeout=60, trust_env=False, verify=False).json()
+            told = httpx2.post(f"{url}/inference/v1/generate", json=asked, timeout=60, **asking).json()
             assert told["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 0
         finally:
             server.terminate()

@@ -24,7 +24,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import turnwise as tw
 from turnwise.config import Limits, ModelConfig
-from turnwise.engines import Request
+from turnwise.engines import Request, tokens
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.remote import probe_server
 from turnwise.training import create_tiny_model, load_model_and_renderer
@@ -166,7 +166,8 @@ def test_pictures_that_do_not_fit_are_refused(vlm, moe):
 
     async def work(client, app, url):
         told = []
-        async with httpx2.AsyncClient(trust_env=False, verify=False) as http:
+        access = {"authorization": f"Bearer {tokens.found(url)}"}
+        async with httpx2.AsyncClient(trust_env=False, verify=False, headers=access) as http:
             for body, reason in (
                 (asked([20, pad], "/etc/hostname"), "an image"),
                 (asked([20, pad], "http://127.0.0.1/x.png"), "an image"),
@@ -189,7 +190,8 @@ def test_pictures_that_do_not_fit_are_refused(vlm, moe):
     assert fine == 200
 
     async def blind(client, app, url):
-        async with httpx2.AsyncClient(trust_env=False, verify=False) as http:
+        access = {"authorization": f"Bearer {tokens.found(url)}"}
+        async with httpx2.AsyncClient(trust_env=False, verify=False, headers=access) as http:
             answer = await http.post(f"{url}/generate", json=asked([20], picture))
             return answer.status_code, answer.json()["error"]
 

@@ -44,6 +44,7 @@ def record(
     out: Path | None = None,
     idle_s: float = 600.0,
     notes: list[str] | None = None,
+    key: str | None = None,
 ) -> tuple[list[tw.Trajectory], list[str]]:
     """Record while `work(url)` runs; return the episodes and the notes."""
     notes = [] if notes is None else notes
@@ -53,7 +54,7 @@ def record(
         rollout = Rollout(engine, byte_renderer(), run=run_dir, limits=tw.Limits(turns=100, turn_tokens=500), sanity="off")
         started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         recording = asyncio.ensure_future(
-            record_sessions(rollout, port=0, idle_s=idle_s, on_start=started.set_result, note=notes.append)
+            record_sessions(rollout, port=0, idle_s=idle_s, on_start=started.set_result, note=notes.append, key=key)
         )
         try:
             await work(await started)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import keyword
+import math
 import os
 import re
 import sys
@@ -344,6 +345,9 @@ examples:
 """
 
 
+NO_KEY = "serve every local user without a key; weights and pauses still need it"
+
+
 def add_serve(subparsers: Any) -> None:
     """Register the command."""
     help = "serve the local engine over HTTP, with token ids in and out"
@@ -351,7 +355,8 @@ def add_serve(subparsers: Any) -> None:
     model = "a model directory, a checkpoint or a run (its last checkpoint)"
     parser.add_argument("model", metavar="DIR", type=Path, help=model)
     parser.add_argument("--formats", choices=("vllm", "sglang"), default="vllm", help="API to serve (default: vllm)")
-    parser.add_argument("--host", default="127.0.0.1", help="other than 127.0.0.1: needs TURNWISE_SERVE_TOKEN")
+    host = "other than 127.0.0.1: needs TURNWISE_SERVE_TOKEN, the key of all requests"
+    parser.add_argument("--host", default="127.0.0.1", help=host)
     parser.add_argument("--port", metavar="N", type=int, default=8000, help="0 selects a free one")
     parser.add_argument("--context", metavar="N", type=int, help="maximum ids of context plus reply")
     speculate = "draft up to N ids from earlier text, verified in one pass"
@@ -359,6 +364,9 @@ def add_serve(subparsers: Any) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     weights = "directory for weights that arrive from other servers (default: a temporary one)"
     parser.add_argument("--weights-dir", metavar="DIR", type=Path, help=weights)
+    cache = "memory for keys and values in GiB, which bounds the calls at once (default: 4)"
+    parser.add_argument("--cache-gib", metavar="GIB", type=float, default=4.0, help=cache)
+    parser.add_argument("--no-key", action="store_true", help=NO_KEY)
 
 
 def run_serve(args: argparse.Namespace) -> int:
@@ -367,7 +375,11 @@ def run_serve(args: argparse.Namespace) -> int:
 
     if args.speculate < 0:
         raise UsageError(f"--speculate {args.speculate}: must be at least 0; 0 disables drafts")
-    settings = {name: vars(args)[name] for name in ("host", "port", "context", "device", "speculate", "weights_dir")}
+    if not 0 < args.cache_gib < math.inf:
+        raise UsageError(f"--cache-gib {args.cache_gib:g}: must be over 0, the memory for keys and values in GiB")
+    names = ("host", "port", "context", "device", "speculate", "weights_dir", "cache_gib")
+    settings = {name: vars(args)[name] for name in names}
+    settings["keyless"] = args.no_key
     settings["token"] = os.environ.get("TURNWISE_SERVE_TOKEN", "")
     import_training("turnwise.training.server")
     with stopped_by_signals():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import closing
@@ -125,6 +126,8 @@ def add_record(subparsers: Any) -> None:
     parser.add_argument("--checkpoint", metavar="DIR", help="a checkpoint or model directory instead of the recipe's model")
     idle = "end a session without requests for so many seconds (default: 900)"
     parser.add_argument("--idle", metavar="S", type=_positive, default=900, help=idle)
+    no_key = "answer every local user, whatever the API key (default: a key of this command, or TURNWISE_SERVE_TOKEN)"
+    parser.add_argument("--no-key", action="store_true", help=no_key)
 
 
 def run_record(args: argparse.Namespace) -> int:
@@ -138,8 +141,10 @@ def run_record(args: argparse.Namespace) -> int:
 
     import_training()
     say = partial(print, flush=True)
+    key = "" if args.no_key else os.environ.get("TURNWISE_SERVE_TOKEN", "")
+    access: dict[str, Any] = {"key": key, "keyless": args.no_key}
     # A signal ends the recording in order, and this call returns. One that comes before or a second one raises.
-    commands.record_programs(resolved, port=args.port, idle_s=args.idle, note=say, checkpoint=args.checkpoint)
+    commands.record_programs(resolved, port=args.port, idle_s=args.idle, note=say, checkpoint=args.checkpoint, **access)
     say(f"{resolved.config.out} is written; turnwise view {resolved.config.out}")
     return 0
 

@@ -107,6 +107,10 @@ class History:
         self._call_ids: dict[str, str] = {}
         """Recorded ids of calls, by the ids that were sent."""
 
+    def forget_prefixes(self) -> None:
+        """Match the next requests from their beginning."""
+        self._prefixes.clear()
+
     def add_reply(self, exchange: Exchange, reply: Reply, wire: WireReply) -> None:
         """Remember the reply of an exchange."""
         exchange.end(reply, wire)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from turnwise.engines import tokens
 from turnwise.envs.base import Scores
 from turnwise.errors import ConfigError
 from turnwise.proxy.server import ProxyServer
@@ -174,26 +175,34 @@ async def record_sessions(
     on_start: Callable[[str], None],
     note: Callable[[str], None],
     settings: ProxySettings | None = None,
+    key: str | None = None,
 ) -> list[Trajectory]:
     """Record the sessions of programs until cancelled; return the finished episodes. The URL goes to `on_start`.
 
+    Args:
+        key: API key that requests need; None for none. While the server listens, a file has it for this user's clients.
+
     Raises:
-        ConfigError: for a port that is not available.
+        ConfigError: for a port that is not available, or a key that cannot be written.
     """
     async with rollout.stream() as stream:
         sessions = RecordedSessions(stream, idle_s=idle_s, note=note, settings=settings or ProxySettings())
-        server = ProxyServer(port=port, recorded=sessions)
+        server = ProxyServer(port=port, recorded=sessions, key=key or "")
         try:
             await server.__aenter__()
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(f"port {port} is not available ({reason}); choose another --port, or 0 for a free one") from None
         try:
+            if key:
+                tokens.publish(server.port, key)
             on_start(server.url)
             await server.run()
         except asyncio.CancelledError:
             pass
         finally:
+            if key:
+                tokens.withdraw(server.port, key)
             await sessions.close()
             await server.__aexit__()
         return sessions.trajectories

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import orjson
 from starlette.responses import Response, StreamingResponse
 
-from turnwise.engines.server import Call, Endpoint, HttpError, JsonHttpServer
+from turnwise.engines.server import Call, Endpoint, HttpError, IntakeLimits, JsonHttpServer, RawBody
 from turnwise.proxy.anthropic import AnthropicMessages
 from turnwise.proxy.chat import ChatCompletions
 from turnwise.proxy.matching import Exchange
 from turnwise.proxy.request_cache import RequestBody, RequestCache, parse_object
 from turnwise.proxy.responses import Responses
-from turnwise.proxy.session import ProxySession
+from turnwise.proxy.session import ProxySession, ReadRequest
 from turnwise.proxy.wire import RequestFault, WireReply, WireRequest
 from turnwise.types import is_finite_number
 
@@ -31,6 +32,9 @@ HEARTBEAT_S = 5.0
 have the status of an error."""
 _AGENT_HEADERS = ("x-claude-code-agent-id", "x-session-id", "thread-id")
 """Headers by which programs name their agents; the first value of a session, or none, is the main agent's."""
+KEPT_BYTES = 256 * 2**20
+"""Bytes of requests of which all sessions of a server keep something to read the next ones faster; those that have been without
+a request for longest drop it first."""
 _RETRIES = "x-stainless-retry-count"
 """Header in which the official clients count retries of a request."""
 
@@ -71,11 +75,25 @@ class ProxyServer:
             url = server.open(ProxySession(model))     # http://127.0.0.1:PORT/s/TOKEN/v1
     """
 
-    def __init__(self, *, host: str = "127.0.0.1", port: int = 0, recorded: RecordedSessions | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        recorded: RecordedSessions | None = None,
+        key: str = "",
+        limits: IntakeLimits | None = None,
+    ) -> None:
         """
         Args:
             recorded: sessions that begin with their first request; by default only opened ones are served.
+            key: API key that requests of recorded ones need, as it is or followed by a dash and any name; empty for none.
+            limits: bounds of what is taken in at once.
         """
+        self._required_key = key
+        self._kept: dict[ProxySession, int] = {}
+        """Bytes of the requests of which a session keeps something; the last one had the last request."""
+        self._kept_bytes = 0
         self._sessions: dict[str, ProxySession] = {}
         self._recorded = recorded
         self.unknown_sessions = 0
@@ -86,20 +104,31 @@ class ProxyServer:
             ("/v1/responses", Responses()),
             ("/v1/messages", AnthropicMessages()),
         ):
-            self._add(routes, "POST", path, partial(self._answer, dialect), bytes)
-        self._add(routes, "POST", "/v1/messages/count_tokens", self._count_tokens, bytes)
-        self._add(routes, "GET", "/v1/models", self._models, None)
+            self._add(routes, "POST", path, partial(self._answer, dialect), dialect)
+        counted = AnthropicMessages()
+        self._add(routes, "POST", "/v1/messages/count_tokens", partial(self._count_tokens, counted), counted, ends=False)
+        self._add(routes, "GET", "/v1/models", self._models)
         if recorded is not None:
-            self._add(routes, "POST", "/end", self._end, bytes)
+            self._add(routes, "POST", "/end", self._end)
         self._folder = tempfile.TemporaryDirectory(prefix="turnwise-")
         self.socket = Path(self._folder.name, "proxy") if sys.platform.startswith("linux") else None
         """Unix socket of the server, for programs in a sandbox without a network; in a directory of this user."""
-        self._http = JsonHttpServer(routes, host=host, port=port, token=None, unix=self.socket)
+        self._http = JsonHttpServer(routes, host=host, port=port, token=None, unix=self.socket, limits=limits)
 
-    @staticmethod
-    def _add(routes: dict[tuple[str, str], Endpoint], method: str, path: str, handler: Any, body: type[bytes] | None) -> None:
+    def _add(
+        self,
+        routes: dict[tuple[str, str], Endpoint],
+        method: str,
+        path: str,
+        handler: Callable[[Call], Awaitable[Any]],
+        dialect: Dialect | None = None,
+        *,
+        ends: bool = True,
+    ) -> None:
+        """Add a route. A program whose episode is over ends by the status of its answer, unless `ends` is false."""
+        body = RawBody if method == "POST" else None
         for prefix in ("", "/s/{token}"):
-            routes[method, prefix + path] = Endpoint(handler, body)
+            routes[method, prefix + path] = Endpoint(handler, body, admits=partial(self._admit, dialect, ends))
 
     async def __aenter__(self) -> ProxyServer:
         await self._http.start()
@@ -131,15 +160,65 @@ class ProxyServer:
     def close_session(self, session: ProxySession) -> None:
         """Serve a session no longer."""
         self._sessions.pop(session.token, None)
+        self._kept_bytes -= self._kept.pop(session, 0)
 
-    async def _session(self, call: Call) -> ProxySession:
-        if self._recorded is not None:
-            return await self._recorded.session(self._recorded.name_of(call.path.get("token", ""), call.headers, _key(call)))
+    def _admit(self, dialect: Dialect | None, ends: bool, head: Call) -> str:
+        """Return the session that the head of a request names.
+
+        Raises:
+            HttpError: where it names none, or its key is wrong.
+        """
+        try:
+            if self._recorded is None:
+                return self._opened(head).token
+            if not _fits(_key(head), self._required_key):
+                raise RequestFault(NO_KEY, 401)
+            return self._recorded.name_of(head.path.get("token", ""), head.headers, _key(head))
+        except RequestFault as fault:
+            if dialect is None:
+                raise HttpError(fault.status, str(fault)) from None
+            status = dialect.end_status if ends and self._recorded is None else fault.status
+            raise HttpError(status, str(fault), dialect.error(status, str(fault)), NO_RETRY) from None
+
+    def _opened(self, call: Call) -> ProxySession:
         session = self._sessions.get(call.path.get("token", "") or _key(call))
         if session is None:
             self.unknown_sessions += 1
             raise RequestFault("no such session: its episode is over, or the base URL or API key is wrong", 401)
         return session
+
+    async def _session(self, call: Call) -> ProxySession:
+        if self._recorded is None:
+            return self._opened(call)
+        return await self._recorded.session(self._recorded.name_of(call.path.get("token", ""), call.headers, _key(call)))
+
+    async def _read(self, dialect: Dialect, session: ProxySession, call: Call) -> ReadRequest:
+        """Read a request, in a thread if that takes long.
+
+        Raises:
+            RequestFault: as `ProxySession.read`.
+        """
+        assert call.parse is not None
+        named = next((f"{name}={call.headers[name]}" for name in _AGENT_HEADERS if call.headers.get(name)), "")
+        async with session.reading:
+            await session.turn()
+            try:
+                read: ReadRequest = await call.parse(partial(session.read, dialect, named))
+            except HttpError as error:
+                raise RequestFault(str(error), error.status) from None
+        self._keep(session, read.size)
+        return read
+
+    def _keep(self, session: ProxySession, size: int) -> None:
+        """Count a request of which its session keeps something, and let sessions forget where all keep too much."""
+        self._kept[session] = self._kept.pop(session, 0) + size
+        self._kept_bytes += size
+        for other in list(self._kept):
+            if self._kept_bytes <= KEPT_BYTES:
+                break
+            if not other.reading.locked():
+                other.forget()
+                self._kept_bytes -= self._kept.pop(other)
 
     async def _models(self, call: Call) -> Any:
         try:
@@ -152,19 +231,20 @@ class ProxyServer:
     async def _end(self, call: Call) -> Any:
         """End a recorded session: `{"reward": 1.0}`, or an empty object for none."""
         assert self._recorded is not None
+        assert call.parse is not None
         try:
             name = self._recorded.name_of(call.path.get("token", ""), call.headers, _key(call))
-            self._recorded.end(name, _reward(parse_object(call.body)))
+            self._recorded.end(name, _reward(await call.parse(parse_object)))
         except RequestFault as fault:
             raise HttpError(fault.status, str(fault)) from None
         return {"ended": name}
 
-    async def _count_tokens(self, call: Call) -> Any:
-        dialect = AnthropicMessages()
+    async def _count_tokens(self, dialect: Dialect, call: Call) -> Any:
         try:
             session = await self._session(call)
-            body = session.cache.parse(call.body, dialect.rows)
-            return {"input_tokens": await session.count_tokens(dialect.read(body, session.cache))}
+            read = await self._read(dialect, session, call)
+            session.check_text(read)
+            return {"input_tokens": await session.count_tokens(read.request)}
         except RequestFault as fault:
             return _error(dialect, fault)
 
@@ -172,11 +252,10 @@ class ProxyServer:
         session = None
         try:
             session = await self._session(call)
-            body = session.cache.parse(call.body, dialect.rows)
-            request = dialect.read(body, session.cache)
+            read = await self._read(dialect, session, call)
+            request = read.request
             retried = call.headers.get(_RETRIES, "0") not in ("", "0")
-            agent = self._agent(session, call.headers)
-            task = session.submit(request, dialect.name, body, agent, retried=retried)
+            task = session.submit(read, retried=retried)
         except RequestFault as fault:
             return _refused(dialect, fault, session)
         await asyncio.wait([task], timeout=HEARTBEAT_S if request.stream else None)
@@ -186,14 +265,6 @@ class ProxyServer:
             return StreamingResponse(_stream(dialect, request, task, session), media_type="text/event-stream")
         exchange = task.result()
         return _Delivered(exchange, orjson.dumps(dialect.answer(request, exchange.sent())))
-
-    def _agent(self, session: ProxySession, headers: Mapping[str, str]) -> str:
-        """Return the name of the agent whose request this is: the first that a session sees is `main`, others are numbered."""
-        given = next((f"{name}={headers[name]}" for name in _AGENT_HEADERS if headers.get(name)), "")
-        known = session.agents
-        if given not in known:
-            known[given] = "main" if not known else f"agent{len(known)}"
-        return known[given]
 
 
 class _Delivered(Response):
@@ -229,6 +300,17 @@ def _key(call: Call) -> str:
     return call.headers.get("x-api-key", "") or (given.strip() if scheme.lower() == "bearer" else "")
 
 
+NO_KEY = "the API key is wrong or missing; turnwise record prints it when it starts"
+NO_RETRY = {"x-should-retry": "false"}
+
+
+def _fits(given: str, required: str) -> bool:
+    """Return whether an API key is the required one, which a dash and a name may follow."""
+    size = len(required)
+    own = hmac.compare_digest(given[:size].encode(), required.encode())
+    return own and (not required or given[size : size + 1] in ("", "-"))
+
+
 def _problem(task: asyncio.Task[Exchange]) -> RequestFault | None:
     if task.cancelled():
         return RequestFault("the episode is over")
@@ -249,7 +331,7 @@ def _refused(dialect: Dialect, fault: RequestFault, session: ProxySession | None
 
 def _error(dialect: Dialect, fault: RequestFault) -> Response:
     body = orjson.dumps(dialect.error(fault.status, str(fault)))
-    return Response(body, fault.status, {"x-should-retry": "false"}, "application/json")
+    return Response(body, fault.status, NO_RETRY, "application/json")
 
 
 def _reward(body: Mapping[str, Any]) -> float | None:

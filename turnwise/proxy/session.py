@@ -5,19 +5,32 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Any
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from turnwise.errors import LimitReached, MediaError, TemplateError, UsageError
 from turnwise.proxy.matching import Exchange, History
-from turnwise.proxy.request_cache import RequestBody, RequestCache
+from turnwise.proxy.request_cache import KEPT_CONVERSATIONS, RequestBody, RequestCache
 from turnwise.proxy.wire import UNMET_CHOICE, RequestFault, WireCall, WireReply, WireRequest
 from turnwise.rollouts.agent_function import Model, Reply
 from turnwise.rollouts.conversation import add_counts
-from turnwise.types import Message
+from turnwise.types import Image, Message, StopReason
+
+if TYPE_CHECKING:
+    from turnwise.proxy.server import Dialect
+
+MIN_TEXT, MAX_TEXT, TEXT_PER_TOKEN = 2**20, 2**22, 16
+"""Maximum bytes of a request without its images: so many for each token of the context, at least the first, and the second
+where the context is not known. A MiB takes 0.4 s to render, in which no other request is answered."""
+UNPACED_TEXT = 2**18
+"""Bytes of such text after which the next request is read at once; a longer one makes it wait for a second for each MiB."""
+MAX_AGENT_NAME = 200
+"""Maximum characters of a header that names an agent; of a longer one, a digest is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +41,20 @@ class ProxySettings:
     """Reasons of branches whose replies are recorded and not trained (`side`, `subagent`, `compacted`, ...)."""
     models: tuple[str, ...] = ()
     """Names of models that requests may ask for; empty accepts any, since there is only one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """A request, and what identifies it."""
+
+    request: WireRequest
+    agent: str
+    key: Hashable
+    """Equal for requests that repeat each other."""
+    size: int
+    """Bytes of its body."""
+    text: int
+    """Bytes of its body without its images."""
 
 
 class ProxySession:
@@ -48,6 +75,10 @@ class ProxySession:
         """Set when no further request is answered."""
         self.agents: dict[str, str] = {}
         """Names of agents by the headers that tell them apart."""
+        self.reading = asyncio.Lock()
+        """Held while a request is read, which may be in a thread."""
+        self._next_reading = 0.0
+        """`time.monotonic()` from which on the next request is read."""
         self._tasks: dict[tuple[Hashable, str], asyncio.Task[Exchange]] = {}
         """The last task of each request, by the request."""
         self._latest: dict[str, tuple[WireRequest, bytes, Hashable]] = {}
@@ -69,22 +100,71 @@ class ProxySession:
         """Count in the episode's metrics, as `proxy_<name>`."""
         add_counts(self.model.trajectory, *(f"proxy_{name}" for name in names), by=by)
 
-    def submit(
-        self, request: WireRequest, dialect: str, body: RequestBody, agent: str, *, retried: bool
-    ) -> asyncio.Task[Exchange]:
+    async def turn(self) -> None:
+        """Wait until the session may read its next request, where the last one was long."""
+        wait = self._next_reading - time.monotonic()
+        if wait > 0:
+            await asyncio.sleep(wait)
+
+    def read(self, dialect: Dialect, named: str, raw: bytes) -> ReadRequest:
+        """Read a request of the agent that its headers name so; runs in a thread for a long one, while `reading` is held.
+
+        Raises:
+            RequestFault: for one that cannot be read, or a model that is not served.
+        """
+        body = self.cache.parse(raw, dialect.rows)
+        request = dialect.read(body, self.cache)
+        agent = self._agent(named)
+        if self.settings.models and request.model not in self.settings.models:
+            known = ", ".join(self.settings.models)
+            raise RequestFault(f"the model {request.model!r:.80} does not exist here; models are {known}", 404)
+        key = self._key(request, dialect.name, body, agent)
+        return ReadRequest(request, agent, key, len(raw), len(raw) - _image_bytes(request))
+
+    def forget(self) -> None:
+        """Drop what was kept of requests so that others are read faster."""
+        self.cache = RequestCache()
+        self.history.forget_prefixes()
+        self._latest.clear()
+
+    def check_text(self, read: ReadRequest) -> None:
+        """Set when the next request is read.
+
+        Raises:
+            RequestFault: for more text than any context has, which ends the episode as its context's limit does.
+        """
+        pause = max(0, read.text - UNPACED_TEXT) / 2**20
+        self._next_reading = time.monotonic() + pause
+        context = self.model.context
+        most = MAX_TEXT if context is None else max(MIN_TEXT, TEXT_PER_TOKEN * context)
+        if read.text <= most:
+            return
+        text = f"the request has {read.text} bytes of text; at most {most} are read"
+        if context is None:
+            raise RequestFault(text, 413)
+        self.limit = LimitReached(StopReason.CONTEXT, f"{text} for a context of {context} tokens")
+        self.ended.set()
+        raise RequestFault(self.why_ended)
+
+    def _agent(self, named: str) -> str:
+        """Return the name of an agent: the first that a session sees is `main`, others are numbered."""
+        if len(named) > MAX_AGENT_NAME:
+            named = blake2b(named.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        if named not in self.agents:
+            self.agents[named] = "main" if not self.agents else f"agent{len(self.agents)}"
+        return self.agents[named]
+
+    def submit(self, read: ReadRequest, *, retried: bool) -> asyncio.Task[Exchange]:
         """Return the task that samples the reply to a request, which no client can cancel.
 
         A request that repeats one in flight joins it. One whose reply was not delivered completely, or that is marked as a
         retry, gets the same reply.
 
         Raises:
-            RequestFault: for a model that is not served, or after the end of the episode.
+            RequestFault: after the end of the episode.
         """
-        if self.settings.models and request.model not in self.settings.models:
-            known = ", ".join(self.settings.models)
-            raise RequestFault(f"the model {request.model!r:.80} does not exist here; models are {known}", 404)
-        key = self._key(request, dialect, body, agent)
-        last = self._tasks.get((key, agent))
+        name = read.key, read.agent
+        last = self._tasks.get(name)
         if last is not None and not last.done():
             self.count("joined")
             return last
@@ -95,8 +175,16 @@ class ProxySession:
                 return last
         if self.ended.is_set():
             raise RequestFault(self.why_ended)
-        self._tasks[key, agent] = task = asyncio.ensure_future(self._reply(request, agent))
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its client may have left
+        self.check_text(read)
+
+        self._tasks[name] = task = asyncio.ensure_future(self._reply(read.request, read.agent))
+
+        def finished(done: asyncio.Task[Exchange]) -> None:
+            # A failure is not served again, and would keep its request.
+            if (done.cancelled() or done.exception() is not None) and self._tasks.get(name) is done:
+                del self._tasks[name]
+
+        task.add_done_callback(finished)
         return task
 
     def _key(self, request: WireRequest, dialect: str, body: RequestBody, agent: str) -> Hashable:
@@ -106,7 +194,10 @@ class ProxySession:
         if known is not None and len(known[1]) == len(raw) and known[0] == request and _sorted(known[1]) == _sorted(raw):
             return known[2]
         key = dialect, len(raw), body.key
+        self._latest.pop(agent, None)
         self._latest[agent] = request, raw, key
+        if len(self._latest) > KEPT_CONVERSATIONS:
+            del self._latest[next(iter(self._latest))]
         return key
 
     async def _reply(self, request: WireRequest, agent: str) -> Exchange:
@@ -233,6 +324,11 @@ def fold_roles(messages: list[Message]) -> list[Message]:
         opening.append(message)
     rest = [replace(one, role="user") if one.role in ("system", "developer") else one for one in messages[len(opening) :]]
     return [Message("system", "\n".join(one.text for one in opening)), *rest] if opening else rest
+
+
+def _image_bytes(request: WireRequest) -> int:
+    parts = (part for message in request.messages if not isinstance(message.content, str) for part in message.content)
+    return sum(len(part.value) for part in parts if isinstance(part, Image) and isinstance(part.value, str))
 
 
 def _sorted(body: bytes) -> bytes:

@@ -312,6 +312,11 @@ class Model:
         return self._recorder.limits
 
     @property
+    def context(self) -> int | None:
+        """Maximum ids of prompt and reply in one request, by the limits and the engine; None where neither sets one."""
+        return self._recorder.context
+
+    @property
     def sampling(self) -> Sampling:
         """How replies are sampled where a call does not choose otherwise."""
         return self._sampling

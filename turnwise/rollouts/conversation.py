@@ -245,7 +245,8 @@ class Budget:
         """`max_turns` of the environment and `context` of the engine apply in addition to the limits."""
         self._limits = limits
         self._turns = limits.turns if max_turns is None else min(limits.turns, max_turns)
-        self._context = min((c for c in (limits.context, context) if c is not None), default=None)
+        self.context = min((c for c in (limits.context, context) if c is not None), default=None)
+        """Maximum ids of prompt and reply; None is unlimited."""
         self.used = 0
         """Tokens sampled and observed after opening prompts."""
         self.rejected = 0
@@ -271,8 +272,8 @@ class Budget:
             left = limits.episode_tokens - self.used - self._reserved
             if left < budget:
                 budget, cause = left, StopReason.EPISODE_TOKENS
-        if self._context is not None and self._context - context < budget:
-            budget, cause = self._context - context, StopReason.CONTEXT
+        if self.context is not None and self.context - context < budget:
+            budget, cause = self.context - context, StopReason.CONTEXT
         if budget < 1:
             raise LimitReached(cause, f"no token is left for a reply after {context} tokens of context")
         return budget, cause

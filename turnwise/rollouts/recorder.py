@@ -126,6 +126,8 @@ class Recorder:
         self._group = f"{key.phase}/{key.step}/{key.task}"
         self._sampling, self._distribution = sampling, _distribution(sampling, frozenset(renderer.banned_ids))
         self._budget = Budget(limits, max_turns=max_turns, context=context)
+        self.context = self._budget.context
+        """Maximum ids of prompt and reply; None where neither the limits nor the engine set one."""
         self.unrewarded = False
         """Whether the environment returned no reward for some turn."""
         self._min_version, self.stop = min_version, stop

@@ -32,12 +32,21 @@ from turnwise.training.weight_transfer import GroupWeightReceiver, Rows
 from turnwise.types import Image, MediaPlacement
 
 if TYPE_CHECKING:
-    from turnwise.engines.server import EngineService, Formats
+    from turnwise.engines.server import EngineService, Formats, JsonHttpServer
     from turnwise.engines.server.routes import PlaceImages
 
 
+CACHE_GIB = 4.0
+"""Memory for keys and values in GiB, unless another one is given."""
+
+
 def make_service(
-    source: Path, *, context: int | None = None, device: str = "auto", speculate: int = 0
+    source: Path,
+    *,
+    context: int | None = None,
+    device: str = "auto",
+    speculate: int = 0,
+    cache_gib: float = CACHE_GIB,
 ) -> tuple[EngineService, LocalEngine]:
     """Build the service of a model and its engine, which the caller closes. Weights change through the formats' routes, from a
     directory or a process group; an update applies completely or not at all."""
@@ -53,7 +62,7 @@ def make_service(
     grid = grid_of(quant)
     on_grid = None if grid is None else OnGrid(grid, quantized_names(model, quant))
     model = quantize_for_sampling(model, quant)
-    engine = LocalEngine(model, renderer=renderer, context=context, speculate=speculate)
+    engine = LocalEngine(model, renderer=renderer, context=context, speculate=speculate, cache_gib=cache_gib)
     pixels = None if renderer.vision is None else _pixels(engine, renderer.vision)
     own, lock = model.state_dict(), threading.Lock()  # scoring and weight updates run in threads
     unique = frozenset(name for name, _ in unique_weights(model))
@@ -150,24 +159,29 @@ async def serve(
     device: str = "auto",
     speculate: int = 0,
     weights_dir: Path | None = None,
+    cache_gib: float = CACHE_GIB,
+    keyless: bool = False,
 ) -> None:
     """Answer requests until cancelled; once the server answers, `on_start` receives a line that starts with the URL.
 
-    Every request needs the `token`. Without it, other machines cannot connect (`ConfigError`), and the server creates a token
-    for requests that change something, and stores it where this user's clients find it. Weights that arrive in chunks
-    (`engine.tree`) are kept in `weights_dir`, by default a temporary directory.
+    Every request needs the `token`. Without it, other machines cannot connect (`ConfigError`), and the server creates a
+    token, and stores it where this user's clients find it; with `keyless`, requests that change nothing do not need it.
+    Weights that arrive in chunks (`engine.tree`) are kept in `weights_dir`, by default a temporary directory.
     """
     if host not in LOOPBACK and not token:
         raise ConfigError(
             f"--host {host}: other machines could change the weights; set TURNWISE_SERVE_TOKEN, required of clients"
         )
-    app, engine = make_service(source, context=context, device=device, speculate=speculate)
+    if token and keyless:
+        raise ConfigError("--no-key: TURNWISE_SERVE_TOKEN is set, which every request needs; unset it, or leave out --no-key")
+    app, engine = make_service(source, context=context, device=device, speculate=speculate, cache_gib=cache_gib)
     from turnwise.engines.server import JsonHttpServer
     from turnwise.engines.sharing import WeightRelay
 
     temporary = tempfile.TemporaryDirectory(prefix="turnwise-weights-", ignore_cleanup_errors=True)
     relay = WeightRelay(weights_dir or Path(temporary.name))
-    server = JsonHttpServer(app.routes(formats) | relay.routes(), host=host, port=port, token=token)
+    routes = app.routes(formats) | relay.routes()
+    server = JsonHttpServer(routes, host=host, port=port, token=token, keyless=keyless)
     try:
         try:
             await server.start()
@@ -176,15 +190,21 @@ async def serve(
                 f"{host}:{port} is not available ({getattr(error, 'strerror', None) or error}); choose another --port, or 0 "
                 "for a free one"
             ) from None
-        access = (
-            f"local connections only; changes need the token in {path_of(server.port)}"
-            if server.published
-            else "token required"
-        )
-        on_start(f"{server.url}  ({access}; press Ctrl-C to stop)")
+        on_start(f"{server.url}  ({_access(server, keyless)}; press Ctrl-C to stop)")
         await server.run()
     finally:
         await server.close()
         await relay.close()
         await engine.close()
         temporary.cleanup()
+
+
+def _access(server: JsonHttpServer, keyless: bool) -> str:
+    """Return how requests to a server get access."""
+    if not server.published:
+        return "every request needs the key of TURNWISE_SERVE_TOKEN"
+    file = path_of(server.port)
+    if keyless:
+        return f"any local user may sample; changes need the key in {file}"
+    key = f"authorization: Bearer {server.token}"
+    return f"local connections only; {key}, which is also in {file} for this user's clients"

@@ -207,11 +207,12 @@ class HttpClient:
         headers: Headers = None,
         pieces: list[bytes] | None = None,
     ) -> bytes:
+        sent = self._token  # another request may learn the token while this one is under way
         try:
             return await self._ask_once(method, path, content, seconds, headers, pieces)
         except EngineError as error:
             token = tokens.found(self.url) if error.status == 401 and self._key_env is None else ""
-            if not token or token == self._token:
+            if not token or token == sent:
                 raise
             self._token = token
         return await self._ask_once(method, path, content, seconds, headers, pieces)

@@ -11,13 +11,17 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 BAN = -50.0
 """Biases down from here ban an id; others are refused, since logprobs would not be of the sampling distribution."""
 Id = Annotated[int, Field(ge=0, lt=2**31)]
+Ids = Annotated[list[Id], Field(fail_fast=True)]
+"""Ids; the first that is none ends their validation, since a fault costs a thousand times an id."""
 Name = Annotated[str, Field(max_length=200)]
 Version = Name | int
+StopText = Annotated[str, Field(max_length=1000)]
 Size = Annotated[int, Field(ge=0, lt=2**48)]
-Words = list[Annotated[str, Field(max_length=300)]]
+Words = Annotated[list[Annotated[str, Field(max_length=300)]], Field(fail_fast=True)]
+Shapes = Annotated[list[Annotated[list[Size], Field(fail_fast=True)]], Field(fail_fast=True)]
 MAX_TOP = 1000
 """Maximum number of most likely ids reported at one position."""
-PICTURES = Field(max_length=1000)
+PICTURES = Field(max_length=1000, fail_fast=True)
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens", "min_new_tokens"), (0,)),
     **dict.fromkeys(("repetition_penalty", "n", "best_of"), (1,)),
@@ -45,6 +49,15 @@ class Body(BaseModel):
             if isinstance(inner, Body):
                 yield from inner.unsupported()
 
+    def drop_unknown(self) -> None:
+        """Drop keys that are ignored, those of nested objects too, so that they are not kept until the reply is there."""
+        if self.model_extra:
+            self.model_extra.clear()
+        for name in type(self).model_fields:
+            inner = getattr(self, name)
+            if isinstance(inner, Body):
+                inner.drop_unknown()
+
 
 class Settings(Body):
     """Sampling settings."""
@@ -61,21 +74,21 @@ class Settings(Body):
     reply_position: Annotated[int, Field(ge=0)] = 0
     """Number of ids at the end of the prompt that earlier requests sampled for this reply; draws continue there."""
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[Id], Field(max_length=10_000)] | None = None
+    stop_token_ids: Annotated[list[Id], Field(max_length=10_000, fail_fast=True)] | None = None
     logit_bias: dict[Id, Annotated[float, Field(le=BAN)]] | None = None
-    stop: Annotated[str, Field(max_length=1000)] | list[Annotated[str, Field(max_length=1000)]] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=1000, fail_fast=True)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
     """Number of most likely ids to report at each id of the prompt, besides that id."""
     score_temperature: Annotated[float, Field(gt=0)] | None = None
     """Temperature of the prompt's logprobs; 1 is the model's distribution."""
-    score_banned_ids: Annotated[list[Id], Field(max_length=100_000)] | None = None
+    score_banned_ids: Annotated[list[Id], Field(max_length=100_000, fail_fast=True)] | None = None
     """Ids that the prompt's logprobs exclude."""
 
 
 class Completion(Settings):
     """Body of `/v1/completions`."""
 
-    prompt: list[Id]
+    prompt: Ids
     n: Annotated[int, Field(ge=1, le=64)] | None = None
     model: Name | None = None
 
@@ -90,17 +103,23 @@ class PicturePart(Body):
 class TokensIn(Body):
     """Body of `/inference/v1/generate`."""
 
-    token_ids: list[Id]
+    token_ids: Ids
     content_parts: Annotated[list[PicturePart], PICTURES] = []
     sampling_params: Settings
     model: Name | None = None
     request_id: Name | None = None
 
+    def take_urls(self) -> list[str]:
+        """Return the images and drop them, so that they are not kept until the reply is there."""
+        urls = [part.url for part in self.content_parts]
+        self.content_parts = []
+        return urls
+
 
 class Generate(Body):
     """Body of SGLang's `/generate`."""
 
-    input_ids: list[Id]
+    input_ids: Ids
     image_data: Annotated[list[str], PICTURES] | str | None = None
     """Data URLs, in the order of their placeholders."""
     return_routed_experts: bool = False
@@ -109,6 +128,12 @@ class Generate(Body):
     rid: Name | None = None
     logprob_start_len: int | None = None
     top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_TOP)] = 0
+
+    def take_urls(self) -> list[str]:
+        """Return the images and drop them, so that they are not kept until the reply is there."""
+        given = self.image_data
+        self.image_data = None
+        return [given] if isinstance(given, str) else given or []
 
 
 class Aborts(Body):
@@ -190,7 +215,7 @@ class Bucket(Body):
 
     names: Words
     dtypes: Words
-    shapes: list[list[Size]]
+    shapes: Shapes
     group_name: Name | None = None
     weight_version: Version | None = None
 
@@ -206,7 +231,7 @@ class BucketInfo(Body):
 
     names: Words
     dtype_names: Words
-    shapes: list[list[Size]]
+    shapes: Shapes
 
     @model_validator(mode="after")
     def _check_lengths(self) -> BucketInfo:

@@ -8,8 +8,10 @@ import hmac
 import logging
 import secrets
 import socket
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,18 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from turnwise.engines import tokens
+from turnwise.engines.server.intake import (
+    LINGER_BYTES,
+    LINGER_S,
+    HttpError,
+    Intake,
+    IntakeLimits,
+    RawBody,
+)
 from turnwise.errors import BackendContractError, ConfigError, TurnwiseError
 
 _log = logging.getLogger(__name__)
@@ -34,18 +44,13 @@ MAX_WEIGHTS = 2**30
 """Maximum bytes of a body with weights."""
 MAX_HEAD = 2**16
 """Maximum bytes of a request's headers."""
-HEAD_S = 75
-"""Seconds that a connection may be idle, and maximum seconds for its first headers."""
+IDLE_S = 75
+"""Seconds that a connection may be idle between two requests."""
+ACCEPTED_AT_ONCE, BACKLOG = 64, 4096
+"""Connections accepted in one pass of the event loop, and those that wait for it. A client whose connection finds no place
+there tries again after a second."""
 MAX_REPORTED = 3
 """Maximum number of schema faults that a response names."""
-
-
-class HttpError(Exception):
-    """Request failure with its own HTTP status."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,9 @@ class Call:
     query: Mapping[str, str]
     path: Mapping[str, str] = field(default_factory=dict)
     """Parameters of the path."""
+    parse: Callable[[Callable[[bytes], Any]], Awaitable[Any]] | None = None
+    """Returns what a function makes of a body that is handed over unread, and takes the body's room back. What takes long runs
+    in a thread, so the function touches nothing that others change meanwhile. None without such a body."""
 
 
 Handler = Callable[[Call], Awaitable[Any]]
@@ -70,12 +78,17 @@ class Endpoint:
     """Handler of a path, with its body schema and access rules."""
 
     handler: Handler
-    body: type[BaseModel] | type[bytes] | None = None
-    """Schema of its body; `bytes` hands it over unread."""
+    body: type[BaseModel] | type[bytes] | type[RawBody] | None = None
+    """Schema of its body; `bytes` hands it over unread, `RawBody` by `Call.parse`."""
     changes: bool = False
     """Whether it changes state of other clients: it then requires the token, and completes even if its client disconnects."""
     max_bytes: int = MAX_BODY
     """Maximum bytes of its body."""
+    bounded: bool = True
+    """Whether the number of values in its body is bounded too."""
+    admits: Callable[[Call], str] | None = None
+    """Decides access from the head of a request, before its body is read: returns its owner, who has a share of the room for
+    bodies and of the requests in flight, or raises `HttpError`. By default all requests have one owner, who may use all."""
 
 
 Table = dict[tuple[str, str], Endpoint]
@@ -85,17 +98,18 @@ Table = dict[tuple[str, str], Endpoint]
 class JsonHttpServer:
     """Serves requests on one address.
 
-    A web page in a browser on this machine could send requests here too. So a request must name this server as its host, carry
-    no `Origin` or cross-site `Sec-Fetch-Site`, and declare its body as JSON. It must carry the token if it changes anything.
-    With a token from the caller, every request must carry it and may name any host.
+    Every request must carry the token. A web page in a browser on this machine could send requests here too, so a request must
+    also name this server as its host, carry no `Origin` or cross-site `Sec-Fetch-Site`, and declare its body as JSON. With a
+    token from the caller, it may name any host.
 
     Args:
         routes: endpoints by `(method, path)`.
-        token: required value of `authorization: Bearer ...` in every request. By default the server generates one for requests
-            that change anything and writes it to a file for this user's clients (`turnwise.engines.tokens`). None: the
-            endpoints check access themselves.
+        token: required value of `authorization: Bearer ...`. By default the server generates one and writes it to a file for
+            this user's clients (`turnwise.engines.tokens`). None: the endpoints check access themselves.
+        keyless: whether requests that change nothing need no generated token.
         unix: path of a Unix socket to serve too. Every user of this machine who reaches the path may connect.
         listener: bound socket to serve in place of one of `host` and `port`; `close` closes it.
+        limits: bounds of what is taken in at once.
     """
 
     def __init__(
@@ -105,17 +119,27 @@ class JsonHttpServer:
         host: str,
         port: int,
         token: str | None = "",
+        keyless: bool = False,
         unix: Path | None = None,
         listener: socket.socket | None = None,
+        limits: IntakeLimits | None = None,
     ) -> None:
         self._host, self._port, self._unix, self._listener = host, port, unix, listener
+        self._limits = limits or IntakeLimits()
         self.token = token or secrets.token_urlsafe(24)
-        """Token required by requests that change anything."""
+        """Token required by requests."""
         self.published = token == ""
         """Whether the token is in a file."""
-        made = [Route(path, _make_endpoint(end, self.token), methods=[method]) for (method, path), end in routes.items()]
+
+        self.intake = Intake(self._limits)
+        """What is taken in now."""
+        made = [
+            Route(path, _EndpointApp(endpoint, self.token, self.intake), methods=[method])
+            for (method, path), endpoint in routes.items()
+        ]
         app = Starlette(routes=made, exception_handlers={HTTPException: _no_route})
-        self._app = _Gate(app, self.token, every=bool(token))
+        every = bool(token) or (self.published and not keyless)
+        self._app = _Gate(app, self.token, every=every, any_host=bool(token))
         self._socket: socket.socket | None = None
         self._server: _Uvicorn | None = None
         self._task: asyncio.Task[None] | None = None
@@ -133,8 +157,9 @@ class JsonHttpServer:
 
     async def start(self) -> None:
         """Start listening: OSError for an unavailable address, ConfigError when the token cannot be written."""
-        config = uvicorn.Config(
+        config = _Config(
             self._app,
+            self._limits,
             http=_Protocol,
             ws="none",
             lifespan="off",
@@ -144,8 +169,8 @@ class JsonHttpServer:
             proxy_headers=False,
             server_header=False,
             date_header=False,
-            backlog=1024,
-            timeout_keep_alive=HEAD_S,
+            backlog=ACCEPTED_AT_ONCE,
+            timeout_keep_alive=IDLE_S,
             timeout_graceful_shutdown=0,
             h11_max_incomplete_event_size=MAX_HEAD,
         )
@@ -157,9 +182,13 @@ class JsonHttpServer:
         except (OSError, ConfigError):
             self._socket.close()
             raise
-        self._task = asyncio.create_task(self._server.serve([self._socket, *self._unix_sockets()]))
+        sockets = [self._socket, *self._unix_sockets()]
+        self._task = asyncio.create_task(self._server.serve(sockets))
         while not self._server.started and not self._task.done():
             await asyncio.sleep(0.001)
+        if not self._task.done():
+            for one in sockets:  # asyncio takes one number for both
+                one.listen(BACKLOG)
 
     def _bound(self) -> socket.socket:
         kinds = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -206,42 +235,120 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
+class _Config(uvicorn.Config):
+    """Configuration that the connections read."""
+
+    def __init__(self, app: ASGIApp, limits: IntakeLimits, **settings: Any) -> None:
+        super().__init__(app, **settings)
+        self.limits = limits
+
+    @property
+    def most_connections(self) -> int:
+        """Number of connections, which leaves half of the files of this process to others."""
+        return min(self.limits.connections, most_files() // 2)
+
+
 class _Protocol(H11Protocol):
-    """Closes connections that send no request."""
+    """Bounds the connections, and the time of a request's head."""
+
+    config: _Config
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.loop.call_later(HEAD_S, self._close_if_silent)
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._quiet_since = self.loop.time()
+        self._watch_head()
+        if len(self.connections) > self.config.most_connections:
+            self._make_room()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unwatch_head()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_request:
+            self._unwatch_head()
+        elif self._head_timer is None and self.conn.trailing_data[0]:
+            self._watch_head()
+
+    def on_response_complete(self) -> None:
+        self._quiet_since = self.loop.time()
+        super().on_response_complete()
+
+    @property
+    def _in_request(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _watch_head(self) -> None:
+        seconds = self.config.limits.head_s
+        self._head_timer = self.loop.call_later(seconds, self._close_if_silent)
+
+    def _unwatch_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
     def _close_if_silent(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
+        self._head_timer = None
+        if not self._in_request and not self.transport.is_closing():
             self.transport.close()
+
+    def _make_room(self) -> None:
+        """Close the connection that has been without a request for longest; this one, if each has a request."""
+        others = [one for one in self.connections if isinstance(one, _Protocol) and one is not self]
+        quiet = [one for one in others if not one._in_request and not one.transport.is_closing()]
+        if quiet:
+            min(quiet, key=lambda one: one._quiet_since).transport.close()
+            return
+        text = b'{"error": "too many connections are open; use fewer, or try again"}'
+        head = (
+            "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\n"
+            f"retry-after: 1\r\nconnection: close\r\ncontent-length: {len(text)}\r\n\r\n"
+        )
+        self.transport.write(head.encode() + text)
+        self.transport.close()
+
+
+def most_files() -> int:
+    """Return how many files this process may open."""
+    if sys.platform == "win32":
+        return 1 << 13
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 class _Gate:
     """Checks access by the headers only."""
 
-    def __init__(self, app: ASGIApp, token: str, *, every: bool) -> None:
-        self._app, self._token, self._every = app, token, every
+    def __init__(self, app: ASGIApp, token: str, *, every: bool, any_host: bool) -> None:
+        self._app, self._token, self._every, self._any_host = app, token, every, any_host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         headers = Request(scope).headers
         host, fault = headers.get("host", "").lower(), ""
-        name = host.rpartition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
-        if not self._every and name not in tokens.LOOPBACK:  # a page whose domain resolves to this machine sends its own domain
+        in_brackets = host.startswith("[")
+        name = host.rpartition("]")[0].removeprefix("[") if in_brackets else host.partition(":")[0]
+        # A page whose domain resolves to this machine sends its own domain.
+        if not self._any_host and name not in tokens.LOOPBACK:
             fault = "the Host is not this machine; set TURNWISE_SERVE_TOKEN for other names"
         if headers.get("origin") is not None:
             fault = "requests from web pages are refused (they carry an Origin)"
         elif headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             fault = "requests from web pages are refused (Sec-Fetch-Site)"
+
         answer: ASGIApp = self._app
         if fault:
-            answer = _error_response(403, fault, close=True)
+            answer = _Refusal(HttpError(403, fault))
         elif self._every and not _has_token(headers, self._token):
-            answer = _error_response(401, "the token is wrong or missing (authorization: Bearer ...)", close=True)
+            answer = _Refusal(HttpError(401, NO_TOKEN))
         await answer(scope, receive, send)
+
+
+NO_TOKEN = "the token is wrong or missing (authorization: Bearer ...); its server prints it, and the file that it names has it"
 
 
 def _has_token(headers: Mapping[str, str], token: str) -> bool:
@@ -259,54 +366,103 @@ NO_CHAT = (
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404 and request.url.path.rstrip("/").endswith(("/chat/completions", "/messages", "/responses")):
-        return _error_response(404, NO_CHAT, name="detail")
-    return _error_response(error.status_code, error.detail, name="detail", headers=error.headers)
+        return _error_response(HttpError(404, NO_CHAT, {"detail": NO_CHAT}))
+    headers = dict(error.headers or {})
+    return _error_response(HttpError(error.status_code, error.detail, {"detail": error.detail}, headers))
 
 
-def _make_endpoint(endpoint: Endpoint, token: str) -> Callable[[Request], Awaitable[Response]]:
-    async def answer(request: Request) -> Response:
+class _Arrival:
+    """Receives the messages of a request, and notes whether its body is complete."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self.complete = False
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        self.complete = not message.get("more_body")
+        return message
+
+
+class _EndpointApp:
+    """Answers the requests of one route: access, body, handler, response."""
+
+    def __init__(self, endpoint: Endpoint, token: str, intake: Intake) -> None:
+        self._endpoint, self._token, self._intake = endpoint, token, intake
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrival = _Arrival(receive)
+        request = Request(scope, arrival)
+        owner: str | None = None
+        entered = False
         try:
-            if endpoint.changes and not _has_token(request.headers, token):
-                raise HttpError(401, "this route needs the server's token (authorization: Bearer ...)")
-            call = Call(await _read(request, endpoint), request.headers, request.query_params, request.path_params)
-        except HttpError as error:
-            return _error_response(error.status, str(error), close=True)
-        except ClientDisconnect:
-            return Response()
-        work, gone = asyncio.ensure_future(_call_handler(endpoint.handler, call)), asyncio.ensure_future(request.receive())
-        try:  # a request that changes nothing is cancelled when its client disconnects
-            await asyncio.wait((work,) if endpoint.changes else (work, gone), return_when=asyncio.FIRST_COMPLETED)
+            try:
+                owner = self._admit(request)
+                self._intake.enter(owner)
+                entered = True
+                response = await self._answer(request, owner)
+            except HttpError as error:  # the body may still be arriving
+                response = _Refusal(error)
+            except ClientDisconnect:
+                response = Response()
+            await response(scope, arrival, send)
+        finally:
+            if entered:
+                self._intake.leave(owner)
+
+    def _admit(self, request: Request) -> str | None:
+        """Return the owner of a request, by its head."""
+        if self._endpoint.changes and not _has_token(request.headers, self._token):
+            raise HttpError(401, "this route needs the server's token (authorization: Bearer ...)")
+        if self._endpoint.admits is None:
+            return None
+        head = Call(None, request.headers, request.query_params, request.path_params)
+        return self._endpoint.admits(head)
+
+    async def _answer(self, request: Request, owner: str | None) -> Response:
+        endpoint, intake = self._endpoint, self._intake
+        body = await intake.receive(request, endpoint.max_bytes, owner)
+        try:
+            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if body.raw and kind != "application/json":
+                raise HttpError(415, "send JSON, and content-type: application/json")
+
+            def parse(work: Callable[[bytes], Any]) -> Awaitable[Any]:
+                return intake.parse(body, owner, work, bounded=endpoint.bounded)
+
+            found: Any = None
+            if endpoint.body is bytes:
+                found = body.raw
+            elif endpoint.body is not None and issubclass(endpoint.body, BaseModel):
+                found = await parse(partial(_validated, endpoint.body))
+            call = Call(found, request.headers, request.query_params, request.path_params, parse)
+            return await self._handled(request, call)
+        finally:
+            body.release()
+
+    async def _handled(self, request: Request, call: Call) -> Response:
+        """Return a handler's response; one that changes nothing is cancelled when its client disconnects."""
+        work = asyncio.ensure_future(_call_handler(self._endpoint.handler, call))
+        gone = asyncio.ensure_future(request.receive())
+        try:
+            waited = (work,) if self._endpoint.changes else (work, gone)
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             return work.result() if work.done() else Response()
         finally:
             for task in (work, gone):
                 task.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
 
-    return answer
 
-
-async def _read(request: Request, endpoint: Endpoint) -> Any:
-    pieces, size = [], int(request.headers.get("content-length") or 0)
-    if size > endpoint.max_bytes:
-        raise HttpError(413, f"the body has {size} bytes; at most {endpoint.max_bytes} are accepted")
-    size = 0
-    async for piece in request.stream():
-        size += len(piece)
-        if size > endpoint.max_bytes:
-            raise HttpError(413, f"the body has over {endpoint.max_bytes} bytes")
-        pieces.append(piece)
-    raw = b"".join(pieces)
-    if raw and request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise HttpError(415, "send JSON, and content-type: application/json")
-    if endpoint.body is None:
-        return None
-    if issubclass(endpoint.body, bytes):
-        return raw
+def _validated(schema: type[BaseModel], raw: bytes) -> BaseModel:
+    """Return a body by its schema."""
     try:
-        return endpoint.body.model_validate_json(raw if raw.strip() else b"{}")
+        return schema.model_validate_json(raw if raw.strip() else b"{}")
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
-        messages = [f"{'.'.join(map(str, one['loc'])) or 'the body'}: {one['msg']}"[:300] for one in faults[:MAX_REPORTED]]
+        messages = [
+            f"{'.'.join(map(str, fault['loc'])) or 'the body'}: {fault['msg']}"[:300] for fault in faults[:MAX_REPORTED]
+        ]
         more = f" (and {len(faults) - MAX_REPORTED} more)" if len(faults) > MAX_REPORTED else ""
         raise HttpError(400, f"invalid request: {'; '.join(messages)}{more}") from None
 
@@ -314,20 +470,53 @@ async def _read(request: Request, endpoint: Endpoint) -> Any:
 async def _call_handler(handler: Handler, call: Call) -> Response:
     try:
         found = await handler(call)
-        return found if isinstance(found, Response) else Response(orjson.dumps(found), media_type="application/json")
+        if isinstance(found, Response):
+            return found
+        return Response(orjson.dumps(found), media_type="application/json")
     except HttpError as error:
-        return _error_response(error.status, str(error))
+        return _error_response(error)
     except BackendContractError as error:  # the request is at fault, not the engine
-        return _error_response(400, str(error))
+        return _error_response(HttpError(400, str(error)))
     except TurnwiseError as error:
-        return _error_response(500, str(error))
+        return _error_response(HttpError(500, str(error)))
     except Exception as error:
         _log.exception("a request failed")
-        return _error_response(500, f"the server failed: {type(error).__name__}: {error}")
+        return _error_response(HttpError(500, f"the server failed: {type(error).__name__}: {error}"))
 
 
-def _error_response(
-    status: int, text: str, *, name: str = "error", close: bool = False, headers: Mapping[str, str] | None = None
-) -> Response:
-    more = dict(headers or {}) | ({"connection": "close"} if close else {})
-    return Response(orjson.dumps({name: text[:2000]}), status, more, "application/json")
+def _error_response(error: HttpError) -> Response:
+    return Response(orjson.dumps(error.body), error.status, error.headers, "application/json")
+
+
+class _Refusal(Response):
+    """Error response to a request whose body may still be arriving.
+
+    A connection that is closed with data unread is reset, and its client may lose the response with it. So what arrives is
+    dropped for a while first.
+    """
+
+    def __init__(self, error: HttpError) -> None:
+        headers = {"connection": "close"} | error.headers
+        super().__init__(orjson.dumps(error.body), error.status, headers, "application/json")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        complete = receive.complete if isinstance(receive, _Arrival) else not has_body(Request(scope).headers)
+        if not complete:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LINGER_S):
+                    await self._drop_body(receive)
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _drop_body(self, receive: Receive) -> None:
+        dropped, more = 0, True
+        while more and dropped < LINGER_BYTES:
+            message = await receive()
+            dropped += len(message.get("body", b""))
+            more = bool(message.get("more_body"))
+
+
+def has_body(headers: Mapping[str, str]) -> bool:
+    """Return whether a request announces a body."""
+    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers

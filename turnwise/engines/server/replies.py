@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from turnwise.engines.base import Generation, Request
-from turnwise.engines.server.http import HttpError
+from turnwise.engines.server.intake import HttpError
 
 PAUSES = {"abort": "abort", "wait": "wait", "keep": "hold", "retract": "hold"}
 """What a pause does to the replies in flight: end them, wait for their ends, or hold them, to go on with the weights of then;

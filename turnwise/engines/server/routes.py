@@ -19,7 +19,8 @@ from turnwise import __version__
 from turnwise.engines.base import Generation, Request, StopText
 from turnwise.engines.scoring import IdScores, ScoreRequest
 from turnwise.engines.server import bodies
-from turnwise.engines.server.http import MAX_WEIGHTS, Call, Endpoint, HttpError, Table
+from turnwise.engines.server.http import MAX_WEIGHTS, Call, Endpoint, Table
+from turnwise.engines.server.intake import HttpError
 from turnwise.engines.server.replies import PAUSES, Replies, Span
 from turnwise.errors import EngineError, MediaError, UsageError
 from turnwise.types import ROUTES, MediaPlacement, Sampling
@@ -202,6 +203,7 @@ class EngineService:
             raise HttpError(404, f"this server serves {self.model!r}, not {model!r}")
         for fault in body.unsupported():
             raise HttpError(400, fault)
+        body.drop_unknown()
 
     async def _score_ids(
         self, ids: list[int], given: bodies.Settings | None, media: tuple[MediaPlacement, ...] = (), top: int = 0
@@ -299,7 +301,7 @@ class EngineService:
         body: bodies.TokensIn = call.body
         self._check(body, body.model)
         given, name = body.sampling_params, body.request_id or uuid.uuid4().hex
-        ids, media = await self._place(body.token_ids, [part.url for part in body.content_parts])
+        ids, media = await self._place(body.token_ids, body.take_urls())
         session = call.headers.get("x-session-id", "")
         scored = await self._prompt_rows(ids, given, media)
         parts = name, ids, given, given.max_tokens, session, media, self._all_experts
@@ -404,8 +406,7 @@ class EngineService:
         body: bodies.Generate = call.body
         self._check(body)
         given, name = body.sampling_params, body.rid or uuid.uuid4().hex
-        urls = [body.image_data] if isinstance(body.image_data, str) else body.image_data or ()
-        ids, media = await self._place(body.input_ids, urls)
+        ids, media = await self._place(body.input_ids, body.take_urls())
         if body.return_routed_experts and not self.experts:
             raise HttpError(400, "return_routed_experts: the model is no mixture of experts")
         if body.routed_experts_start_len >= len(ids) > 0:

@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from turnwise.engines.remote.http import HttpClient
-from turnwise.engines.server.http import Call, Endpoint, HttpError, JsonHttpServer, Table
+from turnwise.engines.server.http import Call, Endpoint, JsonHttpServer, Table
+from turnwise.engines.server.intake import HttpError
 from turnwise.engines.sharing.manifest import BASE, Chunk, Manifest, read
 from turnwise.engines.tokens import LOOPBACK
 from turnwise.errors import ConfigError, EngineError, SyncError
@@ -71,7 +72,7 @@ class WeightRelay:
         return {
             ("GET", "/weights/chunks/{digest}"): Endpoint(self._serve),
             ("GET", "/weights/counts"): Endpoint(self._count),
-            ("POST", "/weights/fetch"): Endpoint(self._order, Fetch, changes=True, max_bytes=MAX_MANIFEST),
+            ("POST", "/weights/fetch"): Endpoint(self._order, Fetch, changes=True, max_bytes=MAX_MANIFEST, bounded=False),
         }
 
     def offer(self, directory: Path, manifest: Manifest) -> None:
