@@ -23,6 +23,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 KINDS = ("serve", "proxy", "record")
+QUIET = "nothing"
+"""No flood, for comparison."""
 FLOODS = ("bodies", "strangers", "values", "slow bodies", "slow heads", "connections", "requests")
 MIB = 2**20
 BOUND_MIB, LONGEST_S = 1536, 1.0
@@ -164,7 +166,7 @@ async def flood(target: Target, kind: str, seconds: float) -> None:
     async def one(number: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", target.port)
         try:
-            if kind == "connections":
+            if kind in ("connections", QUIET):
                 await asyncio.sleep(seconds)
             elif kind == "slow heads":
                 for byte in target.head(10)[:-2]:
@@ -186,8 +188,8 @@ async def flood(target: Target, kind: str, seconds: float) -> None:
         finally:
             writer.close()
 
-    clients = {"connections": 1200, "slow heads": 300, "slow bodies": 100, "requests": 100}.get(kind, 50)
-    await asyncio.gather(*(client(number) for number in range(clients)))
+    clients = {QUIET: 0, "connections": 1200, "slow heads": 300, "slow bodies": 100, "requests": 100}.get(kind, 50)
+    await asyncio.gather(asyncio.sleep(seconds), *(client(number) for number in range(clients)))
 
 
 def list_of_bodies(target: Target, kind: str) -> list[bytes]:
@@ -258,7 +260,7 @@ def measure(kind: str, seconds: float) -> dict[str, Any]:
     row: dict[str, Any] = {}
     before = resident_mib(server.pid)
     peak = before
-    for name in FLOODS:
+    for name in (QUIET, *FLOODS):
         prober = child("probe", json.dumps(probed))
         flooder = child("flood", json.dumps(flooded), name, str(seconds))
         while flooder.poll() is None:

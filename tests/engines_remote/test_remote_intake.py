@@ -320,7 +320,7 @@ def test_where_each_connection_has_a_request_another_one_is_refused():
 
 def test_others_are_answered_while_a_long_body_is_validated():
     """The schema waits for another request: on the event loop, both would wait for ever."""
-    asked = threading.Event()
+    begun, asked = threading.Event(), threading.Event()
 
     class Slow(BaseModel):
         text: str
@@ -328,6 +328,7 @@ def test_others_are_answered_while_a_long_body_is_validated():
         @field_validator("text")
         @classmethod
         def wait(cls, text: str) -> str:
+            begun.set()
             if not asked.wait(LONG_S):
                 raise ValueError("the other request was not answered meanwhile")
             return text
@@ -343,6 +344,8 @@ def test_others_are_answered_while_a_long_body_is_validated():
         async with connected(server) as one, connected(server) as other:
             body = orjson.dumps({"text": "x" * 2 * MIB})
             await one.send(head("/slow", len(body)) + body)
+            while not begun.is_set():
+                await asyncio.sleep(0.001)
             await other.send(head("/note", 2) + b"{}")
             assert await other.answer() == (200, b"1")
             assert await one.answer() == (200, b"%d" % (2 * MIB))

@@ -57,11 +57,12 @@ def test_a_request_of_no_session_is_refused_before_its_body(path: str) -> None:
 
 def test_others_are_answered_while_a_long_request_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading the long one waits for the answer to another session: on the event loop, both would wait for ever."""
-    answered = threading.Event()
+    begun, answered = threading.Event(), threading.Event()
     parse = RequestCache.parse
 
     def slow(cache: RequestCache, raw: bytes, name: str) -> Any:
         if len(raw) > 2**20:
+            begun.set()
             assert answered.wait(LONG_S), "the other request was not answered meanwhile"
         return parse(cache, raw, name)
 
@@ -73,6 +74,8 @@ def test_others_are_answered_while_a_long_request_is_read(monkeypatch: pytest.Mo
             async with client(proxy.open(long)) as one, client(proxy.open(other)) as two:
                 body = chat("x", metadata={"note": "y" * 2**21})
                 asked = asyncio.ensure_future(one.post(CHAT, json=body))
+                while not begun.is_set():
+                    await asyncio.sleep(0.001)
                 assert (await two.post(CHAT, json=chat("Short."))).status_code == 200
                 answered.set()
                 assert (await asked).status_code == 200
