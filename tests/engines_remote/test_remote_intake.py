@@ -385,6 +385,46 @@ def test_long_bodies_of_owners_are_parsed_in_turn():
     assert order.index("other") <= 2
 
 
+def test_a_body_whose_client_left_is_not_parsed():
+    begun, over = threading.Event(), threading.Event()
+    parsed = []
+
+    class Text(BaseModel):
+        text: str
+
+        @field_validator("text")
+        @classmethod
+        def wait(cls, text: str) -> str:
+            parsed.append(text[0])
+            begun.set()
+            assert over.wait(LONG_S)
+            return text
+
+    async def answer(call: Call) -> int:
+        return 1
+
+    async def work(server):
+        async with connected(server) as first, connected(server) as last:
+            for one, letter in ((first, "a"), (last, "c")):
+                if letter == "c":
+                    async with connected(server) as second:
+                        body = orjson.dumps({"text": "b" * 2 * MIB})
+                        await second.send(head("/text", len(body)) + body)
+                        while not any(server.intake.lane._waiting.values()):
+                            await asyncio.sleep(0.001)
+                    while any(server.intake.lane._waiting.values()):
+                        await asyncio.sleep(0.001)
+                body = orjson.dumps({"text": letter * 2 * MIB})
+                await one.send(head("/text", len(body)) + body)
+                while not begun.is_set():
+                    await asyncio.sleep(0.001)
+            over.set()
+            assert [(await one.answer())[0] for one in (first, last)] == [200, 200]
+
+    serve(work, {("POST", "/text"): Endpoint(answer, Text)})
+    assert parsed == ["a", "c"]
+
+
 def test_a_body_with_too_many_values_is_refused_and_text_is_no_value():
     check_values(b'{"text": "' + b"[" * 4 * MAX_NESTED + b'"}')
     with pytest.raises(HttpError, match="lists and objects"):

@@ -9,7 +9,7 @@ import logging
 import secrets
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -430,19 +430,22 @@ class _EndpointApp:
             def parse(work: Callable[[bytes], Any]) -> Awaitable[Any]:
                 return intake.parse(body, owner, work, bounded=endpoint.bounded)
 
-            found: Any = None
-            if endpoint.body is bytes:
-                found = body.raw
-            elif endpoint.body is not None and issubclass(endpoint.body, BaseModel):
-                found = await parse(partial(_validated, endpoint.body))
-            call = Call(found, request.headers, request.query_params, request.path_params, parse)
-            return await self._handled(request, call)
+            async def handle() -> Response:
+                found: Any = None
+                if endpoint.body is bytes:
+                    found = body.raw
+                elif endpoint.body is not None and issubclass(endpoint.body, BaseModel):
+                    found = await parse(partial(_validated, endpoint.body))
+                call = Call(found, request.headers, request.query_params, request.path_params, parse)
+                return await _call_handler(endpoint.handler, call)
+
+            return await self._unless_gone(request, handle())
         finally:
             body.release()
 
-    async def _handled(self, request: Request, call: Call) -> Response:
-        """Return a handler's response; one that changes nothing is cancelled when its client disconnects."""
-        work = asyncio.ensure_future(_call_handler(self._endpoint.handler, call))
+    async def _unless_gone(self, request: Request, response: Coroutine[Any, Any, Response]) -> Response:
+        """Return a response; work that changes nothing is cancelled when its client disconnects."""
+        work = asyncio.ensure_future(response)
         gone = asyncio.ensure_future(request.receive())
         try:
             waited = (work,) if self._endpoint.changes else (work, gone)

@@ -30,7 +30,7 @@ SHORT_BYTES, SHORT_VALUES = MIB, 2**13
 """Bodies within both are parsed at once, in about 2 ms."""
 PAUSE_FACTOR, SHORTEST_PAUSED_S, LONGEST_PAUSE_S = 2.0, 0.02, 1.0
 """How much longer than a parse the pause after it is, the shortest parse that has one, and the longest pause."""
-LINGER_BYTES, LINGER_S = 8 * MIB, 1.0
+LINGER_BYTES, LINGER_S = MIB, 1.0
 """How much of a refused body is read and dropped, and for how long, so that its sender gets to read the answer."""
 _TOKENS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{}:,]', re.DOTALL)
 """Strings, and what separates values in JSON."""
