@@ -79,7 +79,7 @@ _FULL = {
 
 
 def why_not_written(error: BaseException) -> str:
-    """Return why the system could not write, if that is what an exception says, else an empty string.
+    """Return why the system could not write, if that is what an exception is about, else an empty string.
 
     safetensors and tokenizers raise exceptions of their own, which have the number in their message only.
     """
@@ -94,7 +94,7 @@ def check_regular(paths: Iterable[Path]) -> None:
     for path in paths:
         try:
             mode = path.stat().st_mode
-        except OSError:  # whoever opens it tells why
+        except OSError:  # the caller that opens it reports why
             continue
         for is_kind, name in _KINDS:
             if is_kind(mode):
