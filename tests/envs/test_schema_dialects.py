@@ -245,7 +245,7 @@ def test_a_schema_that_cannot_be_checked_is_refused_when_the_tool_is_made(schema
     began = time.process_time()
     with pytest.raises(ToolSchemaError, match=said) as caught:
         of_argument(schema, **root)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
 

@@ -155,7 +155,7 @@ def test_sigterm_ends_a_recording_with_every_open_session_written(
     monkeypatch.setattr("builtins.print", began)
     before = signal.signal(signal.SIGINT, interrupts)
     try:
-        status = main(["record", "--port", "0", "--out", str(tmp_path / "run"), "--env.use", "program"])
+        status = main(["record", "--port", "0", "--no-key", "--out", str(tmp_path / "run"), "--env.use", "program"])
     finally:
         signal.signal(signal.SIGINT, before)
     assert status == 0

@@ -107,13 +107,6 @@ def test_resume_in_bfloat16_keeps_what_the_weights_cannot_hold(kept, tiny_dir):
     assert fingerprint(whole.model) == fingerprint(resumed.model)
 
 
-def test_the_random_state_is_kept(kept, trainer):
-    path = kept.save("a", trainer, {})
-    drawn = torch.rand(3)
-    trainer.load(path)
-    assert torch.equal(torch.rand(3), drawn)
-
-
 def test_the_last_k_stay(kept, trainer):
     for step in range(5):
         kept.save(f"step-{step}", trainer, {"step": step})

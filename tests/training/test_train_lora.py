@@ -129,6 +129,35 @@ def test_resume_goes_on_bit_for_bit(tmp_path, tiny_dir, tiny_model, kl):
     assert fingerprint(whole.model) == fingerprint(resumed.model)
 
 
+def test_dropout_is_resumed_bit_for_bit(tmp_path, tiny_dir, tiny_model):
+    """The process shares torch's generator with the code of environments, so neither may move what the other draws."""
+    rows = random_groups(0)[0].trajectories
+    add_lora(tiny_model, LoraConfig(rank=4, dropout=0.5), seed=1)
+    whole = Trainer(tiny_model, CONFIG, seed=3)
+    whole.supervised(rows, lr=1e-2)
+    path = Checkpoints(tmp_path / "checkpoints", tiny_dir).save("a", whole, {})
+
+    def resumed(seed):
+        again = models.load(tiny_dir)[0]
+        load_adapter(again, path)
+        trainer = Trainer(again, CONFIG, seed=seed)
+        trainer.load(path)
+        return trainer
+
+    def losses(trainer):
+        found = []
+        for elsewhere in (1, 2):
+            torch.rand(elsewhere)
+            before = torch.get_rng_state()
+            found.append(trainer.supervised(rows, lr=1e-2)["loss"])
+            assert torch.equal(torch.get_rng_state(), before)
+        return found
+
+    expected = losses(whole)
+    assert losses(resumed(3)) == expected
+    assert losses(resumed(4)) != expected
+
+
 # Reference policy.
 
 
