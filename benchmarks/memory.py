@@ -1,37 +1,74 @@
 """Peak memory of logprobs, entropy and gradients, in chunks of targets and all at once; and of a step against its estimate.
 
 Each case runs in a process of its own, whose highest resident size (on a GPU: the most that torch had allocated) is read before
-and after.
+and after. Steps are estimated before the first of them, as in a run, and measured over three.
 
     python benchmarks/memory.py                 # a vocabulary of 151,936, 4096 targets of width 1024, in float32
     python benchmarks/memory.py --targets 8192 --device cuda
+    python benchmarks/memory.py --only steps --case "a LoRA adapter"
 
-The last line is JSON: bytes at the peak beyond hidden states, weights and the gradients of both, seconds of CPU, and for the
-steps the estimate over what was measured.
+The last line is JSON: bytes at the peak beyond hidden states, weights and the gradients of both, seconds of CPU, for the
+steps the estimate over what was measured, and the worst of these ratios either way.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from turnwise.config import TrainConfig
-from turnwise.training import LogitDistribution, Trainer
+from turnwise.config import LoraConfig, TrainConfig
+from turnwise.training import LogitDistribution, Trainer, add_lora
 from turnwise.training.forward.forward import OutputHead, target_stats
 from turnwise.training.trainer.memory import GIB, estimate
 from turnwise.types import EpisodeKey, Group, Origin, Span, StopReason, Task, Trajectory
 
+DEEP = {"hidden_size": 384, "num_hidden_layers": 12, "vocab_size": 4096}
+WIDE = {"hidden_size": 256, "num_hidden_layers": 4, "vocab_size": 151_936}
+REAL = {"hidden_size": 576, "num_hidden_layers": 30, "vocab_size": 49_152, "tie_word_embeddings": True}
+REAL |= {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}
+WIDER = {"hidden_size": 640, "num_hidden_layers": 8, "vocab_size": 32_000}
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """A model and settings whose step is estimated and measured."""
+
+    sizes: dict[str, Any]
+    train: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
+    lora: bool = False
+    attention: str = "sdpa"
+    common: int = 8
+    """Ids of the prompt that all episodes share."""
+    length: int = 512
+
+
 STEPS = {
-    "wide head": {"hidden_size": 256, "num_hidden_layers": 4, "vocab_size": 151_936},
-    "deep": {"hidden_size": 384, "num_hidden_layers": 12, "vocab_size": 4096},
+    "tiny": StepCase({"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512}),
+    "deep": StepCase(DEEP),
+    "bfloat16": StepCase(DEEP, dtype="bfloat16"),
+    "a LoRA adapter": StepCase(DEEP, lora=True),
+    "trees": StepCase(DEEP, {"batching": "tree"}, common=256),
+    "gradient checkpointing": StepCase(DEEP, {"gradient_checkpointing": True}),
+    "a reference policy": StepCase(DEEP, {"kl": 0.1}),
+    "attention that keeps its weights": StepCase(DEEP, attention="eager"),
+    "wide head": StepCase(WIDE),
+    "wide head, bfloat16": StepCase(WIDE, dtype="bfloat16"),
+    "135M parameters": StepCase(REAL, length=256),
+    "135M parameters, bfloat16, LoRA": StepCase(REAL, dtype="bfloat16", lora=True, length=256),
+    # Not looked at when the constants were chosen.
+    "eight wider layers, LoRA": StepCase(WIDER, lora=True, length=384),
+    "eight wider layers, checkpointing": StepCase(WIDER, {"gradient_checkpointing": True}, length=384),
+    "eight wider layers, trees": StepCase(WIDER, {"batching": "tree"}, common=128, length=384),
 }
 
 
@@ -39,7 +76,16 @@ def peak(device: str) -> int:
     """The most bytes that this process has had."""
     if device == "cuda":
         return int(torch.cuda.max_memory_allocated())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+
+
+def forget_peak(device: str) -> None:
+    """Count the peak from here."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def head(args: argparse.Namespace) -> dict[str, float]:
@@ -60,36 +106,46 @@ def head(args: argparse.Namespace) -> dict[str, float]:
 
 
 def step(args: argparse.Namespace) -> dict[str, float]:
-    """A training step of a model with random weights, and what was expected of it."""
+    """Training steps of a model with random weights, and what was expected of them."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    sizes = STEPS[args.case]
-    config = Qwen3Config(
-        **sizes, intermediate_size=3 * sizes["hidden_size"], num_attention_heads=4, num_key_value_heads=2, head_dim=64
-    )
+    case = STEPS[args.case]
+    common = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    config = Qwen3Config(**common | {"intermediate_size": 3 * case.sizes["hidden_size"]} | case.sizes)
+    config._attn_implementation = case.attention
     small = Qwen3Config(
         vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1
     )
-    warm = Trainer(Qwen3ForCausalLM(small), TrainConfig(max_mismatch=1e9))  # what torch loads at its first step
-    warm.step([_group(64, 16)], step=0, steps=1)
-    before = peak(args.device)
-    model = Qwen3ForCausalLM(config).to(args.device)
-    trainer = Trainer(model, TrainConfig(micro_tokens=2048, max_mismatch=1e9, max_mismatch_kl=1e9))
-    expected = estimate(trainer, longest=512, engine=False)
-    groups = [_group(4096, 512)]
-    trainer.step(groups, step=0, steps=2)
-    trainer.step(groups, step=1, steps=2)
-    return {"peak": peak(args.device) - before, "estimate": expected.total}
+    settings = {"micro_tokens": 2048, "max_mismatch": 1e9, "max_mismatch_kl": 1e9}
+    warm = Trainer(Qwen3ForCausalLM(small), TrainConfig(**settings))  # what torch loads at its first step
+    warm.step([_group(64, 16, 8)], step=0, steps=1)
+    model = Qwen3ForCausalLM(config).to(args.device, getattr(torch, case.dtype))
+    if case.lora:
+        add_lora(model, LoraConfig(rank=16), seed=0)
+    trainer = Trainer(model, TrainConfig(**settings | case.train))
+
+    began = time.process_time()
+    expected = estimate(trainer, longest=case.length, sequences=8)
+    spent = time.process_time() - began
+    forget_peak(args.device)
+    if trainer.keeps_reference:
+        trainer.reference()
+    groups = [_group(case.sizes["vocab_size"], case.length, case.common)]
+    for number in range(3):
+        trainer.step(groups, step=number, steps=3)
+    return {"peak": peak(args.device), "estimate": expected.total, "cpu_s": spent}
 
 
-def _group(vocabulary: int, length: int) -> Group:
-    """Eight episodes of this length, all but eight ids of them sampled."""
+def _group(vocabulary: int, length: int, common: int) -> Group:
+    """Eight episodes of this length, of which all ids after the common ones are sampled."""
     torch.manual_seed(1)
     task = Task("t", id="t")
+    prompt = torch.randint(vocabulary - 1, (common,)).tolist()
     rows = []
     for sample in range(8):
-        ids = torch.randint(vocabulary - 1, (length,)).tolist()
-        spans = [Span(Origin.PROMPT, ids[:8], -1, 0), Span(Origin.MODEL, ids[8:], 0, 8, [-1.0] * (length - 8), 0)]
+        ids = torch.randint(vocabulary - 1, (length - common,)).tolist()
+        reply = Span(Origin.MODEL, ids, 0, common, [-1.0] * len(ids), 0)
+        spans = [Span(Origin.PROMPT, prompt, -1, 0), reply]
         key = EpisodeKey("train", 0, "t", sample)
         rows.append(Trajectory(task, key, spans, reward=float(sample % 2), stop=StopReason.DONE))
     return Group(task, rows)
@@ -125,21 +181,44 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--kind", choices=["head", "step"], help=argparse.SUPPRESS)
-    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=["heads", "steps"], help="one of the two parts; both by default")
+    parser.add_argument("--case", help="one of the steps' cases; all by default")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.kind is not None:
         print(json.dumps((head if args.kind == "head" else step)(args)))
         return
+    found: dict[str, Any] = {}
+    if args.only != "steps":
+        found["head"] = measure_heads(args)
+    if args.only != "heads":
+        found |= measure_steps(args)
+    print(json.dumps(found))
+
+
+def measure_heads(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the head in chunks and all at once."""
     heads = {case: child("head", case, args) for case in ("chunks", "at once")}
     print(f"logprobs of {args.targets} targets over {args.vocabulary} ids, width {args.width}, {args.dtype}, {args.device}")
     for case, row in heads.items():
         print(f"  {case:8} {row['peak'] / GIB:6.2f} GiB at the peak, {row['cpu_s']:.1f} s of CPU")
-    steps = {case: child("step", case, args) for case in STEPS}
-    for case, row in steps.items():
-        print(f"  a step, {case}: {row['peak'] / GIB:.2f} GiB, estimated {row['estimate'] / GIB:.2f} GiB")
-    ratios = {case: row["estimate"] / row["peak"] for case, row in steps.items()}
-    print(json.dumps({"head": heads, "estimate_over_measured": ratios}))
+    return heads
+
+
+def measure_steps(args: argparse.Namespace) -> dict[str, Any]:
+    """Compare the estimates of steps with their peaks."""
+    ratios: dict[str, float] = {}
+    print("a step, the process included:")
+    for case in STEPS if args.case is None else [args.case]:
+        row = child("step", case, args)
+        ratios[case] = row["estimate"] / row["peak"]
+        print(
+            f"  {case:34} {row['peak'] / GIB:5.2f} GiB, estimated {row['estimate'] / GIB:5.2f} GiB "
+            f"({ratios[case]:.2f}) in {row['cpu_s']:.1f} s of CPU",
+            flush=True,
+        )
+    worst = max(max(ratio, 1 / ratio) for ratio in ratios.values())
+    return {"estimate_over_measured": ratios, "worst_ratio": worst}
 
 
 if __name__ == "__main__":

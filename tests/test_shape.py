@@ -165,6 +165,7 @@ OTHERS = {
     ("envs/isolation/fork_server.py", "tempfile.tempdir"): "a module of Python",
     ("envs/user_imports.py", "spec.loader"): "importlib",
     ("envs/user_imports.py", "spec.submodule_search_locations"): "importlib",
+    ("training/trainer/allocations.py", "leaf.grad"): "torch",
     ("renderers/history.py", "policy.name"): "a function, named by what makes it",
     ("renderers/template.py", "twin._no_tools"): "a copy, by a method of its class",
     ("renderers/template.py", "twin._parts"): "a copy, by a method of its class",

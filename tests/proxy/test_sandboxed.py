@@ -143,7 +143,18 @@ def test_limits_of_the_sandbox_hold() -> None:
 
 @needs_walls
 def test_memory_of_a_program_is_bounded_as_a_whole() -> None:
-    source = "import os, time\nfor _ in range(4): os.fork() or bytearray(b'x') * (100 << 20) and time.sleep(60)\nos.wait()"
+    source = """
+import os, time
+
+def child():
+    kept = bytearray(b"x") * (100 << 20)
+    time.sleep(60)
+    del kept
+
+for _ in range(4):
+    os.fork() or child()
+os.wait()
+"""
     trajectory = play(script(source), RecordingEngine([]), sandbox={"memory": 200 << 20}, seconds=60.0)
     assert trajectory.reward is None
     assert "together held more than 200 MiB" in trajectory.error.message

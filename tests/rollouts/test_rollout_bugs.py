@@ -107,7 +107,7 @@ class Broken(tw.Env):
 
     @staticmethod
     def tasks(split, n, seed):
-        return [tw.Task(f"go {split} {i}", id=f"{split}{i}") for i in range(8)]
+        return [tw.Task(f"go {split}", id=split)]
 
     @staticmethod
     def solver(messages, rng):

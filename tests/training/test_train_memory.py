@@ -1,14 +1,32 @@
 """Memory that runs out: passes are halved once, and said; and what is told of it before a run."""
 
+import asyncio
+import dataclasses
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from train_kit import distance, gradient, random_groups
 from train_model64 import Model64
 
-from turnwise.config import TrainConfig
+from turnwise.config import LoraConfig, TrainConfig
+from turnwise.engines import Request
+from turnwise.engines.local import LocalEngine
 from turnwise.errors import ConfigError, TurnwiseError
-from turnwise.training import Trainer
-from turnwise.training.trainer.memory import GIB, MemoryEstimate, activation_bytes, available_bytes, check_memory, estimate
+from turnwise.training import Trainer, add_lora
+from turnwise.training.model import models
+from turnwise.training.trainer.allocations import Allocations, carry_on, trace_pass
+from turnwise.training.trainer.memory import (
+    GIB,
+    LENGTHS,
+    MemoryEstimate,
+    _features,
+    available_bytes,
+    check_memory,
+    estimate,
+    short_passes,
+)
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
 
@@ -104,51 +122,157 @@ def test_other_errors_pass_through():
     assert told == []
 
 
-def test_what_a_pass_keeps_is_carried_on_from_short_ones():
+class Rows:
+    """A pass of a small function, whose blocks are known: x (8 n bytes), x @ x.T (8 n^2) and a sum."""
+
+    def __init__(self):
+        self.weight = torch.ones(1, 1, dtype=torch.float64, requires_grad=True)
+
+    def trace(self, count):
+        return trace_pass(lambda: self.forward(count), [self.weight])
+
+    def forward(self, count):
+        x = torch.ones(count, 1, dtype=torch.float64) @ self.weight
+        return (x @ x.T).exp().sum()
+
+
+def test_blocks_of_a_pass_are_seen_as_they_come_and_go():
+    found = Rows().trace(10)
+    live = found.live_bytes()
+    squares = 2 * 8 * 10**2  # the product and its exponential, which exp keeps for the backward pass
+    assert squares <= max(live[: found.forward_events]) <= squares + 3 * 8 * 10
+    assert 8 * 10**2 <= found.saved < squares
+    assert live[-1] == 0
+    assert found.peak >= found.saved
+
+
+def test_gradients_are_dropped():
+    rows = Rows()
+    rows.trace(10)
+    assert rows.weight.grad is None
+    assert not rows.weight._post_accumulate_grad_hooks
+
+
+@given(
+    sizes=st.lists(st.tuples(*[st.integers(0, 10**6)] * 3), min_size=1, max_size=6),
+    order=st.randoms(use_true_random=False),
+    tokens=st.integers(1, 10**5),
+    rows=st.integers(1, 8),
+)
+def test_blocks_are_carried_on_one_by_one(sizes, order, tokens, rows):
+    events = list(range(len(sizes)))
+    for number in range(len(sizes)):
+        events.insert(order.randint(events.index(number) + 1, len(events)), -1 - number)
+
+    def passed(count, length):
+        return Allocations([float(a + b * count + c * count * length) for a, b, c in sizes], events, 1)
+
+    lengths, length = (16, 32, 64), max(1, tokens // rows)
+    expected = passed(tokens, length)
+    found = carry_on([passed(n, n) for n in lengths], lengths, tokens, length)
+    assert found.peak == pytest.approx(expected.peak, rel=1e-6, abs=1)
+    assert found.saved == pytest.approx(expected.saved, rel=1e-6, abs=1)
+
+
+def test_passes_of_other_blocks_are_carried_on_as_a_whole():
+    short = [Allocations([n * 10.0, n * 5.0], [0, 1, -2, -1], 1) for n in (16, 32)]
+    short.append(Allocations([640.0, 200.0, 120.0], [0, 1, 2, -2, -3, -1], 1))
+    found = carry_on(short, (16, 32, 64), 1000, 100)
+    assert (found.saved, found.peak) == pytest.approx((10_000, 15_000))
+
+
+@pytest.mark.parametrize("config", [{}, {"gradient_checkpointing": True}])
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_long_pass_takes_what_short_ones_say(tiny_dir, config, lora):
+    model = models.load(tiny_dir)[0]
+    if lora:
+        add_lora(model, LoraConfig(rank=4), seed=1)
+    trainer = Trainer(model, TrainConfig(**config))
+    known = [*model.parameters(), *model.buffers()]
+    long = trace_pass(lambda: _features(trainer, 300), known)
+    found = carry_on(short_passes(trainer), LENGTHS, 300, 300)
+    assert found.peak == pytest.approx(long.peak, rel=0.02)
+    assert found.saved == pytest.approx(long.saved, rel=0.02)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_attention_that_keeps_its_weights_is_carried_on_by_squares():
     model = Model64(vocabulary=50, width=16, layers=2, context=512)
-    forward = Trainer(model, TrainConfig()).forward
-    sizes = [activation_bytes(forward, count, count, torch.device("cpu")) for count in (48, 128, 256)]
-    # Its attention keeps its weights: two heads, two layers, 8 bytes, and the softmax's input or output.
-    assert sizes[2] - sizes[1] > 2 * 2 * 8 * (256**2 - 128**2)
-    measured = [_measured(forward, count) for count in (48, 128, 256)]
-    assert sizes == pytest.approx(measured, rel=0.02)
+    short = short_passes(Trainer(model, TrainConfig()))
+    saved = [carry_on(short, LENGTHS, count, count).saved for count in (128, 256)]
+    # Two heads, two layers, 8 bytes, and the softmax's input or output.
+    assert saved[1] - saved[0] > 2 * 2 * 8 * (256**2 - 128**2)
+    # In rows of half the length it keeps half.
+    assert carry_on(short, LENGTHS, 256, 128).saved < 0.7 * saved[1]
 
 
-def _measured(forward, count):
-    from turnwise.training.trainer.memory import _saved_bytes
-
-    return _saved_bytes(forward, count, torch.device("cpu"))
-
-
-def test_the_parts_of_an_estimate():
+def test_the_parts_of_an_estimate(tiny_dir):
     model = Model64()
     size = sum(p.nbytes for p in model.parameters())
     found = estimate(Trainer(model, TrainConfig(kl=0.1)), longest=100)
-    largest = max(p.nbytes for p in model.parameters())
-    parts = (found.weights, found.gradients, found.optimizer, found.reference, found.engine)
-    assert parts == (size, size + largest, 2 * size, 2 * size, size)
+    assert (found.weights, found.gradients, found.optimizer, found.reference) == (size, size, 2 * size, size)
+    assert (found.engine, found.update, found.longest) == (0, size, 100)
     assert found.activations > 0
-    assert found.logits == 4 * 4 * 4096 * 50
+    assert found.process > 10**8
+
     half = Model64().to(torch.bfloat16)
     for parameter in list(half.parameters())[1:]:
         parameter.requires_grad_(False)
     first = next(half.parameters()).numel()
-    forward = Trainer(half, TrainConfig()).forward
-    assert forward is not None
-    found = estimate(Trainer(half, TrainConfig()), longest=100, engine=False)
-    assert (found.weights, found.gradients, found.optimizer) == (size // 4, 4 * first, 16 * first)
-    assert (found.reference, found.engine) == (0, 0)
+    found = estimate(Trainer(half, TrainConfig()), longest=100)
+    assert (found.weights, found.gradients, found.optimizer, found.reference) == (size // 4, 2 * first, 16 * first, 0)
+
+    model = models.load(tiny_dir)[0]
+    trainer, engine = Trainer(model, TrainConfig()), LocalEngine(model, context=512)
+    few = estimate(trainer, longest=100, engine=engine, sequences=4, concurrency=4)
+    many = estimate(trainer, longest=500, engine=engine, sequences=40, concurrency=200)
+    assert few.weights == few.engine < many.engine  # an engine begins with a cache for so few
+    assert (few.tokens, many.tokens) == (400, trainer.config.micro_tokens)
+
+
+def test_the_cache_grows_as_estimated(tiny_dir):
+    engine = LocalEngine(models.load(tiny_dir)[0], context=512)
+    expected = engine.cache_bytes_of(12, 400)
+    assert engine.cache_bytes < expected
+
+    async def play():
+        ids = list(range(5, 15))
+        requests = [Request(ids, 390, frozenset(), seed=n, session=f"s{n}") for n in range(12)]
+        await asyncio.gather(*(engine.generate(request) for request in requests))
+        found = engine.cache_bytes
+        await engine.close()
+        return found
+
+    assert asyncio.run(play()) == expected
+
+
+def estimated(**parts):
+    names = [one.name for one in dataclasses.fields(MemoryEstimate)]
+    return MemoryEstimate(**{name: parts.get(name, 0) for name in names})
 
 
 def test_what_is_told_before_a_run():
-    found = MemoryEstimate(GIB, GIB, 2 * GIB, GIB, GIB, activations=3 * GIB, logits=GIB, tokens=4096)
+    fixed = {"process": GIB, "weights": GIB, "gradients": GIB, "optimizer": 2 * GIB, "reference": GIB}
+    found = estimated(**fixed, activations=3 * GIB, logits=GIB, update=GIB, tokens=4096, longest=500)
     assert found.total == 10 * GIB
     assert check_memory(found, 20 * GIB) == (
-        "memory: about 10.0 GiB of 20.0 GiB at the peak of a step (weights 1.0 GiB, gradients 1.0 GiB, optimizer 2.0 GiB, "
-        "reference 1.0 GiB, engine 1.0 GiB, activations 3.0 GiB, logits 1.0 GiB; passes of 4096 tokens, text alone)"
+        "memory: about 10.0 GiB of 20.0 GiB at the peak of a step (process 1.0 GiB, weights 1.0 GiB, gradients 1.0 GiB, "
+        "optimizer 2.0 GiB, reference 1.0 GiB, activations 3.0 GiB, logits 1.0 GiB; passes of 4096 tokens, text alone)"
     )
     assert check_memory(found, None).startswith("memory: about 10.0 GiB at the peak")
     assert check_memory(found, 9 * GIB).endswith("which may not fit: train.micro_tokens = 2048 would")
     with pytest.raises(ConfigError, match=r"optimizer alone need 6.0 GiB.*train.kl = 0"):
         check_memory(found, 5 * GIB)
     assert available_bytes(torch.device("cpu")) > 10**8
+
+
+def test_a_range_is_told_where_the_length_of_rows_is_open():
+    least = estimated(weights=2 * GIB, update=GIB, tokens=512, longest=64)
+    most = estimated(weights=2 * GIB, engine=3 * GIB, update=2 * GIB, tokens=4096, longest=2048)
+    assert check_memory(most, 20 * GIB, least) == (
+        "memory: 3.0 GiB to 7.0 GiB of 20.0 GiB at the peak of a step for rows of 64 to 2048 ids "
+        "(weights 2.0 GiB, engine 3.0 GiB, update 2.0 GiB; passes of 4096 tokens, text alone)"
+    )
+    assert "which may not fit" in check_memory(most, 4 * GIB, least)  # no refusal: short rows may fit
+    with pytest.raises(ConfigError, match=r"alone need 2\.0 GiB"):
+        check_memory(most, GIB, least)

@@ -170,7 +170,14 @@ class TrainingRun:
         for note in self.plan.notes(self.config):
             self.watch.note(note)
         for policy in self.policies:
-            report_memory(policy.trainer, self.config.limits.context, policy.engine, self.watch.note)
+            report_memory(
+                policy.trainer,
+                self.config.limits,
+                policy.engine,
+                self.watch.note,
+                sequences=self.config.rollout.groups * self.config.rollout.group_size,
+                concurrency=self.config.rollout.concurrency,
+            )
         try:
             await self._apply_prompt_limit()
             async with self.rollout.stream() as self._stream:

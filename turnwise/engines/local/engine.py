@@ -197,6 +197,11 @@ class LocalEngine:
         """Bytes allocated for keys, values and routes of all slots."""
         return self._model.cache.nbytes
 
+    def cache_bytes_of(self, sequences: int | None, length: int) -> int:
+        """Return the bytes that the cache grows to with this many sequences of `length` ids; None counts all slots."""
+        slots = self.slots if sequences is None else min(sequences, self.slots)
+        return self._model.cache_bytes_of(slots, min(length, self.context))
+
     @property
     def queue_lengths(self) -> tuple[int, int]:
         """Number of replies that are computed, and of calls that wait for a slot."""

@@ -191,16 +191,22 @@ class EngineModel:
 
     def reserve(self, slots: int, positions: int) -> None:
         """Ensure that the cache has this many slots and positions; sizes double, so growth is rare."""
-        cache = self.cache
-        if slots <= cache.slots and positions <= cache.capacity:
-            return
-        capacity = max(cache.capacity, min(INITIAL_POSITIONS, self._max_positions))
+        if slots > self.cache.slots or positions > self.cache.capacity:
+            self.cache.resize(*self._grown(slots, positions))
+
+    def cache_bytes_of(self, slots: int, positions: int) -> int:
+        """Return the bytes of the cache once this many slots and positions were reserved."""
+        count, capacity = self._grown(slots, positions)
+        return (count + 1) * capacity * self.cache.bytes_per_position
+
+    def _grown(self, slots: int, positions: int) -> tuple[int, int]:
+        capacity = max(self.cache.capacity, min(INITIAL_POSITIONS, self._max_positions))
         while capacity < positions:
             capacity = min(2 * capacity, max(self._max_positions, positions))
-        count = max(cache.slots, 8 if self.on_cpu else ROWS)
+        count = max(self.cache.slots, 8 if self.on_cpu else ROWS)
         while count < slots:
             count *= 2
-        cache.resize(count, -(-capacity // self.granule) * self.granule)
+        return count, -(-capacity // self.granule) * self.granule
 
     def offload(self) -> None:
         """Release the cache's memory and move weights from a GPU to host memory."""

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from turnwise.config import Limits
 from turnwise.engines import Engine, HasContextLimit
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import ConfigError
 from turnwise.rollouts.garbage import resident_bytes
 from turnwise.training.forward.batch import MicroBatch
-from turnwise.training.forward.forward import ForwardPass, chunk_numbers
+from turnwise.training.forward.forward import chunk_numbers
+from turnwise.training.trainer.allocations import Allocations, carry_on, trace_pass
 from turnwise.training.trainer.trainer import Trainer
 
 LENGTHS = (16, 32, 64)
-"""Ids of the measured passes; a parabola through them extrapolates to longer ones."""
-WORKING = 1.5
-"""Backward working memory relative to the forward pass' saved tensors; measured by `benchmarks/memory.py`."""
+"""Ids of the measured passes."""
+HEAP = 1.25
+"""Memory that holds a pass on a CPU over what the pass uses: the C library does not take a freed block
+for the next tensor of its size. 1.0 to 1.5 by `benchmarks/memory.py`."""
+HEAP_OF_SMALL_BLOCKS = 2.2
+"""The same where a pass frees large tensors between small ones that stay, as with a LoRA adapter or
+with gradient checkpointing: 1.7 to 3.1. Memory of its own for each tensor (`MALLOC_MMAP_THRESHOLD_`)
+takes that to 1.0, and a step 15 to 30% longer."""
+SPREAD = 1.1
+"""Most over least memory from which on both are reported."""
 GIB = 2**30
 
 
@@ -28,109 +38,142 @@ GIB = 2**30
 class MemoryEstimate:
     """Bytes at the peak of a training step."""
 
+    process: int
+    """What the process holds before training besides weights: the interpreter, its libraries."""
     weights: int
     gradients: int
     optimizer: int
     reference: int
+    """The reference policy's weights, kept between steps."""
     engine: int
-    """The local engine's copy of the weights; its KV cache grows with use."""
+    """The local engine's copy of the weights, and its cache once it is full."""
     activations: int
-    """Activations of one pass of `tokens` tokens, forward and backward."""
+    """Most that one pass of `tokens` tokens has allocated, forward and backward, up to the head."""
     logits: int
-    """A chunk of targets, with the gradient of the head."""
+    """What a chunk of targets takes beyond that, with the gradient of the head."""
+    update: int
+    """Copies of weights that are made while no pass is running."""
     tokens: int
+    longest: int
+    """Ids of the longest row."""
 
     @property
     def fixed(self) -> int:
         """Bytes needed independent of micro-batches."""
-        return self.weights + self.gradients + self.optimizer + self.reference + self.engine
+        return self.process + self.weights + self.gradients + self.optimizer + self.reference + self.engine
 
     @property
     def total(self) -> int:
         """Bytes at the peak."""
-        # Outgoing copies of the weights are made while no pass is running.
-        return self.fixed + max(self.activations + self.logits, self.weights)
+        return self.fixed + max(self.activations + self.logits, self.update)
 
-    def text(self, have: int | None) -> str:
-        """Format the estimate and the available bytes, None if unknown, as one line."""
-        names = ("weights", "gradients", "optimizer", "reference", "engine", "activations", "logits")
+    def text(self, have: int | None, least: MemoryEstimate | None = None) -> str:
+        """Format the estimate and the available bytes, None if unknown, as one line.
+
+        `least` is the estimate for shorter rows, where their length is not known yet.
+        """
+        names = ["process", "weights", "gradients", "optimizer", "reference", "engine"]
+        names += ["activations", "logits"] if self.activations + self.logits > self.update else ["update"]
         parts = ", ".join(f"{name} {format_gib(getattr(self, name))}" for name in names if getattr(self, name))
+
+        total, rows = f"about {format_gib(self.total)}", ""
+        if least is not None and self.total > SPREAD * least.total:
+            total = f"{format_gib(least.total)} to {format_gib(self.total)}"
+            rows = f" for rows of {least.longest} to {self.longest} ids"
         of = "" if have is None else f" of {format_gib(have)}"
-        return (
-            f"memory: about {format_gib(self.total)}{of} at the peak of a step ({parts}; passes of {self.tokens} "
-            f"tokens, text alone)"
-        )
+        return f"memory: {total}{of} at the peak of a step{rows} ({parts}; passes of {self.tokens} tokens, text alone)"
 
 
-def estimate(trainer: Trainer, *, longest: int, engine: bool = True) -> MemoryEstimate:
-    """Estimate the memory of a step with rows of `longest` ids; an `engine` is a copy of the weights on the same device.
+def estimate(
+    trainer: Trainer,
+    *,
+    longest: int,
+    sequences: int | None = None,
+    engine: LocalEngine | None = None,
+    concurrency: int | None = None,
+    passes: Sequence[Allocations] | None = None,
+) -> MemoryEstimate:
+    """Estimate the memory of a step.
 
-    The memory that a forward pass saves for the backward pass is measured on short passes and extrapolated to
-    `train.micro_tokens` by a parabola, which covers attention that saves a square of the length.
+    Args:
+        trainer: before its first step.
+        longest: ids of the longest row.
+        sequences: rows of a step; None if there may be any number of them.
+        engine: an engine of the same process and device, whose cache grows with use.
+        concurrency: sequences that the engine plays at a time; None if there may be any number.
+        passes: of `short_passes`, if they were made before.
     """
     weights = _bytes(trainer.model.parameters()) + _bytes(trainer.model.buffers())
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
-    # While a gradient is accumulated it exists twice: at worst the largest one.
-    gradients = _bytes(trained) + max((p.nbytes for p in trained), default=0)
     low = any(p.dtype in (torch.bfloat16, torch.float16) for p in trained)
     # Two moments; with float32 masters also those and a float32 copy of the gradient.
     optimizer = sum(p.numel() for p in trained) * (16 if low else 2 * (trained[0].element_size() if trained else 4))
+    # A reference of its own takes the place of the trained parameters while it scores, and they wait
+    # in a copy. With a LoRA adapter it is the model without the adapter.
+    reference = _bytes(trained) if trainer.keeps_reference and trainer.adapter is None else 0
+
+    in_engine = cache = 0
+    if engine is not None:
+        in_engine = weights
+        cache = max(0, engine.cache_bytes_of(concurrency, longest) - engine.cache_bytes)
+
     tokens = trainer.micro_batch_limit.tokens
+    if sequences is not None:
+        tokens = min(tokens, sequences * longest)
+    made = carry_on(passes or short_passes(trainer), LENGTHS, tokens, min(longest, tokens))
+    heap = _heap(trainer)
     return MemoryEstimate(
+        process=max(0, _bytes_in_use(trainer.device) - weights - in_engine),
         weights=weights,
-        gradients=gradients,
+        gradients=_bytes(trained),
         optimizer=optimizer,
-        # A copy of the trained parameters, and one of those it replaces while active.
-        reference=2 * _bytes(trained) if trainer.keeps_reference else 0,
-        engine=weights if engine else 0,
-        activations=int(WORKING * activation_bytes(trainer.forward, tokens, min(longest, tokens), trainer.device)),
-        logits=_logits(trainer.forward, tokens, trainer.device),
+        reference=reference,
+        engine=in_engine + cache,
+        activations=int(heap * made.peak),
+        logits=int(heap * max(0.0, made.saved + _logits(trainer, tokens) - made.peak)),
+        update=weights,
         tokens=tokens,
+        longest=longest,
     )
 
 
-def activation_bytes(forward: ForwardPass, tokens: int, length: int, device: torch.device) -> float:
-    """Return the bytes that a forward pass over `tokens` tokens, in rows of `length`, saves up to the head."""
-    if forward.body is None and forward.tower is None:
-        return 0.0
-    x = torch.tensor(LENGTHS, dtype=torch.float64)
-    y = torch.tensor([_saved_bytes(forward, n, device) for n in LENGTHS], dtype=torch.float64)
-    a, b, c = torch.linalg.solve(torch.stack([torch.ones_like(x), x, x**2], 1), y).tolist()
-    # A constant per pass, a cost per token, and a cost per token and token of its row.
-    return float(max(0.0, a) + b * tokens + max(0.0, c) * tokens * length)
+def short_passes(trainer: Trainer) -> list[Allocations]:
+    """Run a forward and a backward pass up to the head over rows of `LENGTHS` ids; return what they allocate."""
+    known = [*trainer.model.parameters(), *trainer.model.buffers()]
+    return [trace_pass(partial(_features, trainer, count), known) for count in LENGTHS]
 
 
-def _saved_bytes(forward: ForwardPass, count: int, device: torch.device) -> int:
-    ids_bt = torch.zeros(1, count, dtype=torch.long, device=device)
-    at_m = torch.arange(count, device=device)
+def _features(trainer: Trainer, count: int) -> Tensor:
+    """Run a forward pass over one row in which each id is a target."""
+    ids_bt = torch.zeros(1, count, dtype=torch.long, device=trainer.device)
+    at_m = torch.arange(count, device=trainer.device)
     micro = MicroBatch(ids_bt=ids_bt, positions=at_m[None], before_m=at_m, targets_m=ids_bt[0], tokens_m=at_m)
-    parameters = {p.untyped_storage().data_ptr() for p in forward.model.parameters()}
-    found: dict[int, int] = {}
-
-    def record(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            found[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
-        # Kept alive while counting, so that no address is counted for two tensors.
-        hidden_md = forward.hidden(micro)
-        size = sum(found.values())
-    del hidden_md
-    return size
+    return trainer.forward.features(micro, None)[0]
 
 
-def _logits(forward: ForwardPass, tokens: int, device: torch.device) -> int:
+def _logits(trainer: Trainer, tokens: int) -> int:
     """Estimate a chunk of logits with intermediate results and the gradient of the head's weights; or all logits."""
-    if forward.head is None:
-        width = int(getattr(getattr(forward.model, "config", None), "vocab_size", 0))
+    head = trainer.forward.head
+    if head is None:
+        width = int(getattr(getattr(trainer.model, "config", None), "vocab_size", 0))
         return 4 * 4 * tokens * width
-    width = forward.head.vocabulary
-    weight = getattr(forward.head.module, "weight", None)
-    chunked = tokens * width > chunk_numbers(device)
+    width, most = head.vocabulary, chunk_numbers(trainer.device)
+    weight = getattr(head.module, "weight", None)
+    chunked = tokens * width > most
     weight_grad = 4 * weight.numel() if chunked and isinstance(weight, Tensor) and weight.requires_grad else 0
-    return 4 * 4 * min(tokens * width, chunk_numbers(device)) + weight_grad
+    return 4 * 4 * min(tokens * width, most) + weight_grad
+
+
+def _heap(trainer: Trainer) -> float:
+    """Return the memory that holds a pass over what the pass uses."""
+    if trainer.device.type != "cpu":
+        return 1.0
+    small = trainer.adapter is not None or trainer.config.gradient_checkpointing
+    return HEAP_OF_SMALL_BLOCKS if small else HEAP
+
+
+def _bytes_in_use(device: torch.device) -> int:
+    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else resident_bytes()
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -152,24 +195,44 @@ def available_bytes(device: torch.device) -> int | None:
     return have
 
 
-def report_memory(trainer: Trainer, longest: int | None, engine: Engine, note: Callable[[str], None]) -> None:
-    """Report a step's estimated memory and what is available, for rows of `longest` ids (None uses the engine's limit); nothing
-    for several ranks, which share devices."""
-    if trainer.ranks.size == 1:
-        limit = engine.context if isinstance(engine, HasContextLimit) else None
-        longest = longest or limit or trainer.micro_batch_limit.tokens
-        own = isinstance(engine, LocalEngine)
-        note(check_memory(estimate(trainer, longest=longest, engine=own), available_bytes(trainer.device)))
+def report_memory(
+    trainer: Trainer,
+    limits: Limits,
+    engine: Engine,
+    note: Callable[[str], None],
+    *,
+    sequences: int,
+    concurrency: int,
+) -> None:
+    """Report a step's estimated memory and what is available; nothing for several ranks, which share devices.
+
+    How long rows will be is not known yet: at least as long as replies that fill their limits, if
+    observations are short; at most as long as the limit or the engine allows.
+    """
+    if trainer.ranks.size > 1:
+        return
+    own = engine if isinstance(engine, LocalEngine) else None
+    longest = limits.context or (engine.context if isinstance(engine, HasContextLimit) else None)
+    longest = longest or trainer.micro_batch_limit.tokens
+    shortest = min(longest, limits.turns * limits.turn_tokens)
+
+    passes = short_passes(trainer)
+    least = estimate(
+        trainer, longest=shortest, sequences=sequences, engine=own, concurrency=min(sequences, concurrency), passes=passes
+    )
+    most = estimate(trainer, longest=longest, sequences=sequences, engine=own, concurrency=concurrency, passes=passes)
+    note(check_memory(most, available_bytes(trainer.device), least))
 
 
-def check_memory(found: MemoryEstimate, have: int | None) -> str:
+def check_memory(found: MemoryEstimate, have: int | None, least: MemoryEstimate | None = None) -> str:
     """Format the estimate, with a warning close to the available memory; raise `ConfigError` when the fixed part is over it."""
-    text = found.text(have)
+    text = found.text(have, least)
     if have is None or found.total <= 0.9 * have:
         return text
-    if found.fixed > have:
+    certain = least or found
+    if certain.fixed > have:
         raise ConfigError(
-            f"{text}: weights, gradients and optimizer alone need {format_gib(found.fixed)}. Train fewer parameters, use a "
+            f"{text}: weights, gradients and optimizer alone need {format_gib(certain.fixed)}. Train fewer parameters, use a "
             'smaller model, model.dtype = "bfloat16" or a device with more memory'
             + (", or set train.kl = 0" if found.reference else "")
         )
