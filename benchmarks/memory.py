@@ -67,6 +67,7 @@ STEPS = {
     "135M parameters, bfloat16, LoRA": StepCase(REAL, dtype="bfloat16", lora=True, length=256),
     # Not looked at when the constants were chosen.
     "eight wider layers, LoRA": StepCase(WIDER, lora=True, length=384),
+    "eight wider layers, bfloat16, LoRA": StepCase(WIDER, dtype="bfloat16", lora=True, length=384),
     "eight wider layers, checkpointing": StepCase(WIDER, {"gradient_checkpointing": True}, length=384),
     "eight wider layers, trees": StepCase(WIDER, {"batching": "tree"}, common=128, length=384),
 }

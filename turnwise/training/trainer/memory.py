@@ -28,9 +28,11 @@ for the next tensor of its size. 1.0 to 1.5 by `benchmarks/memory.py`."""
 HEAP_OF_SMALL_BLOCKS = 2.2
 """The same where a pass frees large tensors between small ones that stay, as with a LoRA adapter or
 with gradient checkpointing: 1.7 to 3.1. Memory of its own for each tensor (`MALLOC_MMAP_THRESHOLD_`)
-takes that to 1.0, and a step 15 to 30% longer."""
+takes that to 1.0, and a step 15 to 30% longer. An adapter of a bfloat16 model computes in float32, so
+what it frees has room for two tensors of the model: 1.4."""
 SPREAD = 1.1
 """Most over least memory from which on both are reported."""
+MIB = 2**20
 GIB = 2**30
 
 
@@ -74,7 +76,7 @@ class MemoryEstimate:
         """
         names = ["process", "weights", "gradients", "optimizer", "reference", "engine"]
         names += ["activations", "logits"] if self.activations + self.logits > self.update else ["update"]
-        parts = ", ".join(f"{name} {format_gib(getattr(self, name))}" for name in names if getattr(self, name))
+        parts = ", ".join(f"{name} {format_gib(getattr(self, name))}" for name in names if getattr(self, name) >= MIB)
 
         total, rows = f"about {format_gib(self.total)}", ""
         if least is not None and self.total > SPREAD * least.total:
@@ -168,7 +170,8 @@ def _heap(trainer: Trainer) -> float:
     """Return the memory that holds a pass over what the pass uses."""
     if trainer.device.type != "cpu":
         return 1.0
-    small = trainer.adapter is not None or trainer.config.gradient_checkpointing
+    adapter = trainer.adapter is not None and trainer.dtype == torch.float32
+    small = adapter or trainer.config.gradient_checkpointing
     return HEAP_OF_SMALL_BLOCKS if small else HEAP
 
 
@@ -244,7 +247,7 @@ def check_memory(found: MemoryEstimate, have: int | None, least: MemoryEstimate 
 
 def format_gib(size: float) -> str:
     """Format bytes as GiB or MiB."""
-    return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.0f} MiB"
+    return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{size / MIB:.0f} MiB"
 
 
 def _bytes(tensors: Iterable[Tensor | nn.Parameter]) -> int:
