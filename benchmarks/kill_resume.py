@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -693,15 +693,27 @@ def warmup_losses(run: Path) -> list[float]:
     return [row["loss"] for row in metrics(run) if row["phase"] == "warmup"]
 
 
+def kill_environments(root: int) -> int:
+    """Kill the processes of a run's environments, those that wait for an episode too; return how many."""
+    killed = 0
+    for pid in [pid for pid, what in below(root).items() if what == "environment"]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            killed += 1
+    return killed
+
+
 def kill_in_phase(folder: Path, mode: str, phase: str, count: int, peace: Path, rng: random.Random) -> Deaths:
     """Kill processes of environments while a run is in a phase, and compare."""
-    deaths, war = Deaths(mode, phase), folder / f"{mode}-{phase}"
+    deaths, war, rounds = Deaths(mode, phase), folder / f"{mode}-{phase}", 0
     with (folder / "said").open("wb") as said:
         process = start(command(folder / f"{mode}.toml", "--out", war), stdout=said, stderr=said)
         while process.poll() is None:
-            if deaths.kills < count and playing_now(war) == phase:
-                deaths.kills += bool(disturb(process.pid, "environment", folder / "down", rng))
+            if rounds < count and playing_now(war) == phase:
                 time.sleep(rng.uniform(0.0, 0.05))
+                killed = kill_environments(process.pid)
+                rounds += killed > 0
+                deaths.kills += killed
             time.sleep(0.001)
 
     deaths.ended = process.returncode == 0
@@ -742,7 +754,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--effects", action="store_true", help="an environment whose steps change files")
     parser.add_argument("--tree", type=int, default=0, help="this many outages and kills of processes below the run")
-    parser.add_argument("--phases", type=int, default=0, help="this many kills of environments' processes in each phase")
+    parser.add_argument("--phases", type=int, default=0, help="kill all environments' processes so often in each phase")
     parser.add_argument("--mode", choices=("sync", "one_step_off", "async", "hold"), default="sync", help="schedule.mode")
     parser.add_argument("--served", action="store_true", help="sample by `turnwise serve`, in a process that is not killed")
     args = parser.parse_args()

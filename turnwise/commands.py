@@ -362,7 +362,8 @@ def record_programs(
 ) -> list[Trajectory]:
     """Record what programs do at a port until interrupted, in the directory `out`; `note` receives a line for each session.
 
-    Programs send the `key` as their API key, by default one that is made here and printed; with `keyless`, none.
+    Requests need the `key` as their API key. By default one is made here and printed, and is needed to end a session alone:
+    programs may send any API key, which tells their sessions apart. With `keyless`, nothing needs one.
     """
     from turnwise.training.metrics import versions
 
@@ -381,11 +382,13 @@ def record_programs(
     made = "" if key or keyless else secrets.token_urlsafe(24)
 
     def started(url: str) -> None:
-        access = f"the API key {made}" if made else "the API key of TURNWISE_SERVE_TOKEN" if key else "any API key"
+        access = "the API key of TURNWISE_SERVE_TOKEN" if key else "any API key"
         note(
             f"{url}  (give programs {access} and {url}/s/NAME/v1 as their base URL, or {url}/s/NAME where they add /v1; "
             "Ctrl-C ends)"
         )
+        if made:
+            note(f"POST {url}/s/NAME/end ends a session, with the API key {made}")
         if resolved.config.engine.kind == "chat":
             note("the service returns text: ids are the built-in renderer's, without logprobs, and none can be trained on")
 
@@ -394,7 +397,14 @@ def record_programs(
         settings = ProxySettings(untrained=tuple(untrained))
         try:
             return await record_sessions(
-                rollout, port=port, idle_s=idle_s, on_start=started, note=note, settings=settings, key=key or made
+                rollout,
+                port=port,
+                idle_s=idle_s,
+                on_start=started,
+                note=note,
+                settings=settings,
+                key=key or made,
+                keyed_sampling=bool(key),
             )
         finally:
             await rollout.engine.close()

@@ -170,14 +170,29 @@ def test_a_recorder_needs_its_key_and_tells_sessions_apart_by_what_follows_it() 
     assert [trajectory.reward for trajectory in played if trajectory.key.task == "one"] == [1.0]
 
 
+def test_programs_of_a_recorder_send_any_key_where_only_the_end_of_a_session_needs_one() -> None:
+    async def work(url: str) -> None:
+        await talk(url, headers={"x-api-key": "of a program"})
+        await talk(url, "/s/one")
+        async with client(url) as http:
+            for headers in ({}, {"x-api-key": "of a program"}):
+                for path in ("/end", "/s/one/end"):
+                    assert (await http.post(path, json={"reward": 1.0}, headers=headers)).status_code == 401
+            ended = await http.post("/s/one/end", json={"reward": 1.0}, headers={"x-api-key": "key"})
+            assert ended.json() == {"ended": "one"}
+
+    played, _ = record(work, RecordingEngine(script), key="key", keyed_sampling=False)
+    assert sorted(trajectory.reward or 0.0 for trajectory in played) == [0.0, 1.0]
+
+
 @pytest.mark.parametrize(("given", "keyless"), [("", False), ("own", False), ("", True)])
 def test_the_command_makes_a_key_and_says_how_to_call_it(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, given: str, keyless: bool
 ) -> None:
-    used: list[str] = []
+    used: list[tuple[str, bool]] = []
 
-    async def recorded(rollout: Any, *, on_start: Any, key: str, **more: Any) -> list[tw.Trajectory]:
-        used.append(key)
+    async def recorded(rollout: Any, *, on_start: Any, key: str, keyed_sampling: bool, **more: Any) -> list[tw.Trajectory]:
+        used.append((key, keyed_sampling))
         on_start("http://127.0.0.1:1")
         return []
 
@@ -186,14 +201,14 @@ def test_the_command_makes_a_key_and_says_how_to_call_it(
     resolved = load(None, [*words, f"--out={tmp_path / 'run'}"], envs=["program"], training=False)
     said: list[str] = []
     commands.record_programs(resolved, port=0, idle_s=1, note=said.append, key=given, keyless=keyless)
-    (key,) = used
+    ((key, keyed_sampling),) = used
     line = next(one for one in said if "/s/NAME/v1" in one)
+    assert ("TURNWISE_SERVE_TOKEN" if given else "any API key") in line
+    assert keyed_sampling == bool(given)
     if keyless:
         assert key == ""
-        assert "any API key" in line
     elif given:
         assert key == given
-        assert "TURNWISE_SERVE_TOKEN" in line
     else:
         assert len(key) >= 32
-        assert key in line
+        assert any(key in one and "/s/NAME/end" in one for one in said)

@@ -45,6 +45,7 @@ def record(
     idle_s: float = 600.0,
     notes: list[str] | None = None,
     key: str | None = None,
+    keyed_sampling: bool = True,
 ) -> tuple[list[tw.Trajectory], list[str]]:
     """Record while `work(url)` runs; return the episodes and the notes."""
     notes = [] if notes is None else notes
@@ -54,7 +55,15 @@ def record(
         rollout = Rollout(engine, byte_renderer(), run=run_dir, limits=tw.Limits(turns=100, turn_tokens=500), sanity="off")
         started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         recording = asyncio.ensure_future(
-            record_sessions(rollout, port=0, idle_s=idle_s, on_start=started.set_result, note=notes.append, key=key)
+            record_sessions(
+                rollout,
+                port=0,
+                idle_s=idle_s,
+                on_start=started.set_result,
+                note=notes.append,
+                key=key,
+                keyed_sampling=keyed_sampling,
+            )
         )
         try:
             await work(await started)
@@ -155,7 +164,7 @@ def test_sigterm_ends_a_recording_with_every_open_session_written(
     monkeypatch.setattr("builtins.print", began)
     before = signal.signal(signal.SIGINT, interrupts)
     try:
-        status = main(["record", "--port", "0", "--no-key", "--out", str(tmp_path / "run"), "--env.use", "program"])
+        status = main(["record", "--port", "0", "--out", str(tmp_path / "run"), "--env.use", "program"])
     finally:
         signal.signal(signal.SIGINT, before)
     assert status == 0

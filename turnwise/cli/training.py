@@ -126,7 +126,7 @@ def add_record(subparsers: Any) -> None:
     parser.add_argument("--checkpoint", metavar="DIR", help="a checkpoint or model directory instead of the recipe's model")
     idle = "end a session without requests for so many seconds (default: 900)"
     parser.add_argument("--idle", metavar="S", type=_positive, default=900, help=idle)
-    no_key = "answer every local user, whatever the API key (default: a key of this command, or TURNWISE_SERVE_TOKEN)"
+    no_key = "let every local user end sessions (default: only with a key of this command, or TURNWISE_SERVE_TOKEN)"
     parser.add_argument("--no-key", action="store_true", help=no_key)
 
 

@@ -176,18 +176,20 @@ async def record_sessions(
     note: Callable[[str], None],
     settings: ProxySettings | None = None,
     key: str | None = None,
+    keyed_sampling: bool = True,
 ) -> list[Trajectory]:
     """Record the sessions of programs until cancelled; return the finished episodes. The URL goes to `on_start`.
 
     Args:
         key: API key that requests need; None for none. While the server listens, a file has it for this user's clients.
+        keyed_sampling: whether all requests need it, or only those that end a session.
 
     Raises:
         ConfigError: for a port that is not available, or a key that cannot be written.
     """
     async with rollout.stream() as stream:
         sessions = RecordedSessions(stream, idle_s=idle_s, note=note, settings=settings or ProxySettings())
-        server = ProxyServer(port=port, recorded=sessions, key=key or "")
+        server = ProxyServer(port=port, recorded=sessions, key=key or "", keyed_sampling=keyed_sampling)
         try:
             await server.__aenter__()
         except (OSError, OverflowError) as error:

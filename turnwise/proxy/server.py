@@ -82,15 +82,18 @@ class ProxyServer:
         port: int = 0,
         recorded: RecordedSessions | None = None,
         key: str = "",
+        keyed_sampling: bool = True,
         limits: IntakeLimits | None = None,
     ) -> None:
         """
         Args:
             recorded: sessions that begin with their first request; by default only opened ones are served.
             key: API key that requests of recorded ones need, as it is or followed by a dash and any name; empty for none.
+            keyed_sampling: whether all of them need it, or only those that end a session.
             limits: bounds of what is taken in at once.
         """
         self._required_key = key
+        self._keyed_sampling = keyed_sampling
         self._kept: dict[ProxySession, int] = {}
         """Bytes of the requests of which a session keeps something; the last one had the last request."""
         self._kept_bytes = 0
@@ -109,7 +112,7 @@ class ProxyServer:
         self._add(routes, "POST", "/v1/messages/count_tokens", partial(self._count_tokens, counted), counted, ends=False)
         self._add(routes, "GET", "/v1/models", self._models)
         if recorded is not None:
-            self._add(routes, "POST", "/end", self._end)
+            self._add(routes, "POST", "/end", self._end, keyed=True)
         self._folder = tempfile.TemporaryDirectory(prefix="turnwise-")
         self.socket = Path(self._folder.name, "proxy") if sys.platform.startswith("linux") else None
         """Unix socket of the server, for programs in a sandbox without a network; in a directory of this user."""
@@ -124,11 +127,13 @@ class ProxyServer:
         dialect: Dialect | None = None,
         *,
         ends: bool = True,
+        keyed: bool = False,
     ) -> None:
-        """Add a route. A program whose episode is over ends by the status of its answer, unless `ends` is false."""
+        """Add a route. A program whose episode is over ends by the status of its answer, unless `ends` is false. A `keyed` one
+        always needs the key of recorded sessions."""
         body = RawBody if method == "POST" else None
         for prefix in ("", "/s/{token}"):
-            routes[method, prefix + path] = Endpoint(handler, body, admits=partial(self._admit, dialect, ends))
+            routes[method, prefix + path] = Endpoint(handler, body, admits=partial(self._admit, dialect, ends, keyed))
 
     async def __aenter__(self) -> ProxyServer:
         await self._http.start()
@@ -162,7 +167,7 @@ class ProxyServer:
         self._sessions.pop(session.token, None)
         self._kept_bytes -= self._kept.pop(session, 0)
 
-    def _admit(self, dialect: Dialect | None, ends: bool, head: Call) -> str:
+    def _admit(self, dialect: Dialect | None, ends: bool, keyed: bool, head: Call) -> str:
         """Return the session that the head of a request names.
 
         Raises:
@@ -171,7 +176,7 @@ class ProxyServer:
         try:
             if self._recorded is None:
                 return self._opened(head).token
-            if not _fits(_key(head), self._required_key):
+            if (keyed or self._keyed_sampling) and not _fits(_key(head), self._required_key):
                 raise RequestFault(NO_KEY, 401)
             return self._recorded.name_of(head.path.get("token", ""), head.headers, _key(head))
         except RequestFault as fault:
