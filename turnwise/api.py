@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.config import EnvRules, ModelConfig, RunConfig, tiny
 from turnwise.config.constraints import changed, check_section
+from turnwise.config.fields import known_keys
 from turnwise.config.load import from_python
 from turnwise.config.schema import HISTORY_OBJECT
-from turnwise.errors import ConfigError, missing_training
+from turnwise.errors import ConfigError, did_you_mean, missing_training
 from turnwise.types import Task
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def train(
-    *,
     env: Any,
+    *,
     tasks: Iterable[Task] | None = None,
     eval_tasks: Iterable[Task] | None = None,
     model: ModelConfig | str | Path | None = None,
@@ -36,7 +37,8 @@ def train(
     """Train an agent, like `turnwise train`, with objects instead of names.
 
     Args:
-        env: an `Env` class, another factory of environments, or a play function.
+        env: an `Env` class, another factory of environments, a play function, or what a recipe names: a built-in
+            environment, `file.py:Name`.
         tasks: training tasks; None asks the environment.
         eval_tasks: held-out tasks; None asks the environment, or holds out about a fifth of `tasks`
             (selected by content; none of fewer than five).
@@ -59,7 +61,7 @@ def train(
     """
     from turnwise.commands import run_training
     from turnwise.config.dump import extend_run
-    from turnwise.envs.resolve import as_env_spec
+    from turnwise.envs.resolve import as_env_spec, load_object
     from turnwise.renderers.history import policy_name
     from turnwise.viewer.progress import make_display
 
@@ -73,15 +75,15 @@ def train(
     else:
         names = [name for name in RunConfig.__dataclass_fields__ if name not in ("env", "out", "seed", "model")]
         if unknown := [name for name in settings if name not in names]:
-            known = f"{', '.join(names[:-1])} and {names[-1]}"
-            raise ConfigError(f"train() has no setting {unknown[0]!r}; sections are {known}")
+            raise ConfigError(f"train() has no setting {unknown[0]!r}; {_likely_section(unknown[0], names)}")
         chosen = tiny() if model is None else model if isinstance(model, ModelConfig) else ModelConfig(path=str(model))
         given = {"out": str(out), "seed": seed, "model": chosen, **settings}
         if history_key != "append":
             rollout = given.get("rollout", {})
             given["rollout"] = (dict(rollout) if isinstance(rollout, Mapping) else changed(rollout)) | {"history": history_key}
         resolved = from_python(given, "tw.train()")
-    spec = as_env_spec(env, tasks=listed, eval_tasks=None if eval_tasks is None else list(eval_tasks))
+    target, name = (load_object(env), env) if isinstance(env, str) else (env, "")
+    spec = as_env_spec(target, name=name, where=name, tasks=listed, eval_tasks=None if eval_tasks is None else list(eval_tasks))
     if rules is not None:
         check_section(rules, "tw.train(rules=...)")
         spec = replace(spec, rules=rules)
@@ -93,3 +95,14 @@ def train(
             raise (missing_training(error) or error) from None
         watch.note(f"report: {path / 'report.html'}")
         return path
+
+
+def _likely_section(name: str, sections: Sequence[str]) -> str:
+    """Return what an unknown setting of `train` probably is: a misspelled section, or a key of one."""
+    if near := did_you_mean(name, sections, 0.6):
+        return near
+    owners = [key for key in known_keys() if key.rpartition(".")[2] == name.rpartition(".")[2]]
+    if owners:
+        named = [f"{section}={{{key!r}: ...}}" for section, _, key in (owner.rpartition(".") for owner in owners)]
+        return f"write {' or '.join(named[:3])}"
+    return f"sections are {', '.join(sections[:-1])} and {sections[-1]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,13 @@ def test_it_writes_four_files_and_a_recipe_that_loads(tmp_path, capsys):
         compile(path.read_text(), str(path), "exec")
         assert "{" + "{" not in path.read_text()
     assert "MyEnv" in capsys.readouterr().out
+
+
+def test_the_next_commands_are_those_of_a_shell(tmp_path, capsys):
+    assert main(["init", str(tmp_path / "My Env; echo no")]) == 0
+    next_line = capsys.readouterr().out.splitlines()[-1]
+    words = shlex.split(next_line.removeprefix("next: ").partition(" && ")[0])
+    assert words == ["cd", str(tmp_path / "My Env; echo no")]
 
 
 @pytest.mark.parametrize("name", ["1st", "class", "__main__", "ä", "random", "bisect", "turnwise", "numpy"])

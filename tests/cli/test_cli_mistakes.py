@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from mistakes_kit import GOOD, MISTAKES, SMALL
 import turnwise as tw
 from turnwise.cli.main import main
 from turnwise.config import load
-from turnwise.envs import tasks
+from turnwise.envs import check, tasks
+from turnwise.envs.likely_names import STEP, likely_name
 from turnwise.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "mistakes.md"
@@ -50,7 +52,7 @@ def test_each_mistake_prints_its_line(tmp_path, monkeypatch, capsys, name):
 
 def test_the_page_has_every_mistake():
     assert list(dict(ROW.findall(PAGE.read_text()))) == list(MISTAKES)
-    assert len(MISTAKES) >= 20
+    assert len(MISTAKES) >= 30
 
 
 def test_a_model_of_the_hub_is_fetched(tmp_path, monkeypatch):
@@ -120,3 +122,66 @@ def test_a_recipe_is_checked_by_its_name(tmp_path, capsys):
     (tmp_path / "recipe.toml").write_text('[[env]]\nuse = "hop"\n')
     assert main(["check", str(tmp_path / "recipe.toml")]) == 0
     assert "environment hop" in capsys.readouterr().out
+
+
+def test_a_step_that_hangs_is_named(monkeypatch):
+    class Hangs(tw.Env):
+        def reset(self, task, *, seed=None):
+            return "Go."
+
+        def step(self, action):
+            released.wait()
+            return tw.Step(reward=1.0, terminated=True)
+
+        @staticmethod
+        def tasks(split, n, seed):
+            return [tw.Task(f"{split} {number}") for number in range(8)]
+
+    released = threading.Event()
+    monkeypatch.setattr(check, "CALL_S", 0.2)
+    try:
+        findings = check.check_env(tw.as_env_spec(Hangs))
+    finally:
+        released.set()
+    errors = [finding.message for finding in findings if finding.severity == "error"]
+    assert len(errors) == 1  # what hangs once is not called again
+    assert errors[0].startswith("Step did not return within 0.2 s (limits.env_s in training)")
+
+
+def test_help_and_version_are_commands_too(capsys):
+    assert main(["version"]) == main(["help"]) == main(["help", "view"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("turnwise ")
+    assert [line for line in lines if line.startswith("usage:")][1].startswith("usage: turnwise view")
+
+
+@pytest.mark.parametrize(("given", "tells"), [
+    ({"trian": {"steps": 1}}, "did you mean 'train'"),
+    ({"steps": 1}, "write warmup={'steps': ...} or train={'steps': ...}"),
+    ({"xyzzy": 1}, "sections are policy, "),
+])  # fmt: skip
+def test_settings_of_train_are_named(tmp_path, given, tells):
+    with pytest.raises(ConfigError, match=re.escape(tells)):
+        tw.train("hop", out=tmp_path / "run", **given)
+
+
+@pytest.mark.parametrize(("code", "tells"), [
+    (lambda: tw.Step(finished=True), "write terminated=True"),
+    (lambda: tw.Step(rewrad=1.0), "did you mean 'reward'?"),
+    (lambda: tw.Task("x", word="y"), "write Task(..., info={'word': ...})"),
+    (lambda: tw.Task("x", info={"word": "y"}).word, "write task.info['word']"),
+    (lambda: tw.Task("x").awnser, "did you mean 'answer'?"),
+    (lambda: tw.Message("user", "x").split(), "message.text.split"),
+    (lambda: tw.Message("user", "x").contents, "did you mean 'content'?"),
+    (lambda: "x".no_such, ""),
+    (lambda: int(None), ""),
+])  # fmt: skip
+def test_likely_names(code, tells):
+    with pytest.raises((AttributeError, TypeError)) as caught:
+        code()
+    assert tells in likely_name(caught.value)
+    assert bool(likely_name(caught.value)) == bool(tells)
+
+
+def test_likely_names_know_the_fields_of_a_step():
+    assert tw.Step._fields == STEP

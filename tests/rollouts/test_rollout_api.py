@@ -153,20 +153,31 @@ def test_play_functions_may_be_objects_and_partials(play):
 
 @pytest.mark.parametrize(("given", "tells"), [
     ({"env": AsyncTalk()}, "write env=AsyncTalk"),
-    ({"env": "AsyncTalk"}, "not str"),
+    ({"env": "hopp"}, "did you mean 'hop'"),
+    ({"env": 3}, "not int"),
     ({"tasks": tw.Task("x")}, r"write tasks=\[Task"),
     ({"tasks": ["What?"]}, r"write Task\('What\?'\)"),
     ({"concurrency": 0}, "concurrency must be at least 1, not 0"),
-    ({"engine": ["42"]}, None),
+    ({"engine": ["42"]}, "engine is of type list"),
+    ({"engine": "http://127.0.0.1:9"}, r"VllmEngine\(URL\)"),
 ])  # fmt: skip
 def test_mistakes_are_told_in_one_line_with_the_remedy(given, tells):
     given = {"env": AsyncTalk, "tasks": tasks(1), "engine": Sampler()} | given
-    if tells is None:  # anything with `generate` is an engine; what has none fails as one, episode by episode
-        assert tw.rollout(**given)[0].stop in ("engine_error", "env_error")
-        return
     with pytest.raises(tw.UsageError, match=tells) as caught:
         tw.rollout(**given)
     assert "\n" not in str(caught.value)
+
+
+def test_an_environment_may_be_named():
+    hop = tw.resolve_env("hop")
+    (trajectory,) = tw.rollout("hop", hop.tasks("eval", 1), tw.ScriptedEngine(hop.solver))
+    assert (trajectory.stop, trajectory.reward) == ("done", 1.0)
+
+
+def test_an_error_is_no_consequence_of_a_missing_loop():
+    with pytest.raises(tw.UsageError) as caught:
+        tw.rollout(AsyncTalk, tasks(1), "http://127.0.0.1:9")
+    assert caught.value.__context__ is None
 
 
 def test_a_rollout_runs_where_a_loop_runs_already_and_within_one():

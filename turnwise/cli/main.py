@@ -25,7 +25,7 @@ from turnwise.cli.options import split_overrides
 from turnwise.cli.runs import add_export, add_replay, add_track, add_view
 from turnwise.cli.tools import add_check, add_convert, add_engines, add_init, add_pack, add_serve
 from turnwise.cli.training import add_evaluate, add_record, add_rollout, add_train, add_worker
-from turnwise.errors import TraceError, TurnwiseError, UsageError, did_you_mean, missing_training
+from turnwise.errors import TraceError, TurnwiseError, UsageError, missing_training
 from turnwise.files import why_not_written
 from turnwise.shutdown import StopSignals
 
@@ -132,13 +132,18 @@ def _run(words: list[str]) -> int:
     if not words:
         parser.print_help(sys.stderr)
         return 2
-    if words[0] == "--version":
+    if words[0] in ("--version", "version"):
         print(f"turnwise {__version__}")
         return 0
     commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction)).choices
     names = list(commands)
+    if words[0] == "help":
+        words = [*words[1:2], "--help"]
+    if words[0].startswith("-") and words[0] not in ("-h", "--help"):
+        command = next((word for word in words if word in names), "COMMAND")
+        raise UsageError(f"unknown option {words[0]} before the command; its options follow it: `turnwise {command} --help`")
     if not words[0].startswith("-") and words[0] not in names:
-        near = difflib.get_close_matches(words[0], names, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(words[0], [*names, "help", "version"], n=1, cutoff=0.5)
         hint = f"did you mean `turnwise {near[0]}`?" if near else f"commands are {', '.join(names)}"
         raise UsageError(f"unknown command '{words[0]}'; {hint}")
     words, overrides = split_overrides(words)
@@ -154,19 +159,36 @@ def _run(words: list[str]) -> int:
     return run(args)
 
 
+MOST_NAMED = 3
+"""Most keys of one name that an error names."""
+
+
 def _unknown(parser: argparse.ArgumentParser, command: str, word: str) -> str:
-    """Describe an option that the command does not have: similar options first, then recipe keys."""
+    """Describe an option that the command does not have, and the closest option or recipe key."""
     name = word.partition("=")[0]
     if not name.startswith("-"):
         return f"turnwise {command}: unexpected argument '{word}'; see `turnwise {command} --help`"
-    options = [option for option in parser._option_string_actions if option.startswith("--")]
-    if near := did_you_mean(name, options, 0.6):
-        return f"turnwise {command}: unknown option {name}; {near}"
-    from turnwise.config.fields import known_keys
 
-    keys = {f"--{key.rpartition('.')[2].replace('_', '-')}": f"--{key.replace('_', '-')}" for key in known_keys()}
-    found = difflib.get_close_matches(name, list(keys), n=1, cutoff=0.6)
-    hint = f"did you mean '{keys[found[0]]}'?" if found else f"see `turnwise {command} --help`"
+    # By what follows the dashes, which all have in common.
+    choices: dict[str, list[str]] = {}
+    for option in parser._option_string_actions:
+        if option.startswith("--") and option != "--help":
+            choices[option.removeprefix("--")] = [option]
+    if parser.get_default("takes_overrides"):
+        from turnwise.config.fields import known_keys
+
+        keys: dict[str, list[str]] = {}
+        for key in known_keys():
+            flag = key.replace("_", "-")
+            keys.setdefault(flag.rpartition(".")[2], []).append(f"--{flag}")
+        choices = keys | choices
+
+    near = difflib.get_close_matches(name.lstrip("-").replace("_", "-"), list(choices), n=1, cutoff=0.6)
+    hint = f"see `turnwise {command} --help`"
+    if near:
+        found = choices[near[0]]
+        more = f" or {len(found) - MOST_NAMED} others" if len(found) > MOST_NAMED else ""
+        hint = f"did you mean {' or '.join(repr(one) for one in found[:MOST_NAMED])}{more}?"
     return f"turnwise {command}: unknown option {name}; {hint}"
 
 

@@ -8,6 +8,7 @@ import keyword
 import math
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterable
 from functools import partial
@@ -327,7 +328,8 @@ def run_init(args: argparse.Namespace) -> int:
         raise UsageError(f"{folder}: cannot be written ({error.strerror}); choose another directory") from None
     for path in paths:
         print(path)
-    print(f"next: cd {folder} && pytest && turnwise check {name}.py:{class_name(name)} && turnwise train recipe.toml")
+    check = f"turnwise check {name}.py:{class_name(name)}"
+    print(f"next: cd {shlex.quote(str(folder))} && pytest && {check} && turnwise train recipe.toml")
     return 0
 
 

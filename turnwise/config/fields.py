@@ -73,6 +73,10 @@ def describe_type(hint: Any) -> str:
     return plain.get(hint, "a table")
 
 
+MOST_LISTED = 16
+"""Most keys that an error lists."""
+
+
 def unknown_key(dotted: str, *, flags: bool = False) -> str:
     """Describe an unknown key: the probably intended one, or the keys that exist."""
     plain = ".".join(part for part in dotted.split(".") if not part.isdecimal())
@@ -100,7 +104,11 @@ def unknown_key(dotted: str, *, flags: bool = False) -> str:
         if near:
             head = table[near[0]]
             return f"{error}; did you mean '{'[' + head + ']' if head in heads and not flags else spelled(head)}'?"
-    return f"{error}; " + (f"[{section}] has {', '.join(siblings)}" if section else f"sections are {', '.join(heads)}")
+    if not section:
+        return f"{error}; sections are {', '.join(heads)}"
+    if len(siblings) > MOST_LISTED:
+        return f"{error}; `turnwise train --keys` lists the {len(siblings)} keys of [{section}]"
+    return f"{error}; [{section}] has {', '.join(siblings)}"
 
 
 def current_table(table: Mapping[str, Any], where: str, *, notify: bool = True) -> dict[str, Any]:

@@ -11,9 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from turnwise.config import Limits
 from turnwise.envs.base import ChecksRow, Env
 from turnwise.envs.isolation.fork_server import open_resources
-from turnwise.envs.scripted_play import ScriptedEpisode, ScriptedRunner, Speak, call_method, play_scripted, run
+from turnwise.envs.likely_names import likely_name
+from turnwise.envs.scripted_play import CallHangs, ScriptedEpisode, ScriptedRunner, Speak, call_method, play_scripted, run
 from turnwise.envs.spec import EnvSpec
 from turnwise.envs.tasks import check_disjoint, content_key
 from turnwise.envs.tool_env import NO_REWARD, ToolEnv, ToolEnvFactory
@@ -61,9 +63,18 @@ class EnvFinding:
 _ok, _note, _warning, _error = (partial(EnvFinding, severity) for severity in ("ok", "note", "warning", "error"))
 
 
+CALL_S = Limits().env_s
+"""Seconds that a call of the environment may take."""
+
+
 def check_env(spec: EnvSpec, *, n: int = 16, seed: int = 0, made: int = _TASKS) -> list[EnvFinding]:
     """Play `n` of `made` tasks per split with scripted players and report faults; never raises for one of the environment."""
-    return run(_check(spec, n, seed, made))
+    findings: list[EnvFinding] = []
+    try:
+        run(_check(spec, n, seed, made, findings))
+    except CallHangs as error:  # the next checks would wait for the same
+        findings.append(_from_env(error))
+    return list(dict.fromkeys(findings))
 
 
 def check_first_row(spec: EnvSpec) -> None:
@@ -85,14 +96,13 @@ def check_first_row(spec: EnvSpec) -> None:
             raise ConfigError(f"{spec.name}, task {task.id}: raised {_describe_error(error)}") from error
 
 
-async def _check(spec: EnvSpec, n: int, seed: int, made: int) -> list[EnvFinding]:
-    findings: list[EnvFinding] = []
+async def _check(spec: EnvSpec, n: int, seed: int, made: int, findings: list[EnvFinding]) -> None:
     tasks = _check_tasks(spec, n, seed, made, findings)
     if spec.factory is None:
         findings.append(_note(f"{spec.name} is a play function; only its tasks are checked.", "Play it with a ScriptedEngine."))
-        return findings
+        return
     if not tasks:
-        return findings
+        return
     if isinstance(spec.factory, ToolEnvFactory) and spec.factory.needs_rewards_of_calls:
         findings.append(_warning(f"It is {NO_REWARD}."))
     contents = [content_key(task) for task in tasks]
@@ -105,7 +115,6 @@ async def _check(spec: EnvSpec, n: int, seed: int, made: int) -> list[EnvFinding
         findings += await _check_gold(spec, tasks, seed)
     if contents != [content_key(task) for task in tasks]:
         findings.append(_error("Playing changes the task, which all episodes of its group share.", "Copy what you change."))
-    return list(dict.fromkeys(findings))
 
 
 def _check_tasks(spec: EnvSpec, n: int, seed: int, made: int, findings: list[EnvFinding]) -> list[Task]:
@@ -156,7 +165,7 @@ async def _check_factory(spec: EnvSpec, tasks: Sequence[Task]) -> list[EnvFindin
 async def _check_opening(spec: EnvSpec, tasks: Sequence[Task]) -> list[EnvFinding]:
     """Check the opening messages and the tools of the first task."""
     env = _make(spec)
-    runner = ScriptedRunner(env, tasks[0], lambda messages, rng: "", random.Random(0))
+    runner = ScriptedRunner(env, tasks[0], lambda messages, rng: "", random.Random(0), call_s=CALL_S)
     opened = await _attempt(runner.open(), f"task {tasks[0].id}")
     closed = await _attempt(runner.close(), f"task {tasks[0].id}")
     if isinstance(opened, EnvFinding):
@@ -175,7 +184,7 @@ async def _check_release(spec: EnvSpec, tasks: Sequence[Task]) -> list[EnvFindin
     """Check that stateful tools are released and that episodes leak no resources."""
     env = _make(spec)
     instances = env.instances if isinstance(env, ToolEnv) else []
-    runner = ScriptedRunner(env, tasks[0], lambda messages, rng: "", random.Random(0))
+    runner = ScriptedRunner(env, tasks[0], lambda messages, rng: "", random.Random(0), call_s=CALL_S)
     opened = await _attempt(runner.open(), f"task {tasks[0].id}")
     names = [instance.name for instance in instances]
     for _ in range(2):  # closing again must not release again
@@ -281,7 +290,10 @@ def _class_state(env: Env) -> dict[str, str]:
 
 
 async def _interleaved(spec: EnvSpec, tasks: Sequence[Task], player: Speak, seed: int) -> list[list[Any]] | None:
-    runners = [ScriptedRunner(_make(spec), task, player, random.Random(seed), turns=_turns(spec), seed=seed) for task in tasks]
+    runners = [
+        ScriptedRunner(_make(spec), task, player, random.Random(seed), turns=_turns(spec), seed=seed, call_s=CALL_S)
+        for task in tasks
+    ]
     try:
         for runner in runners:
             await runner.open()
@@ -331,7 +343,8 @@ async def _check_gold(spec: EnvSpec, tasks: Sequence[Task], seed: int) -> list[E
 async def _play(
     spec: EnvSpec, task: Task, player: Speak, on: str, *, seed: int = 0, turns: int = 8
 ) -> ScriptedEpisode | EnvFinding:
-    return await _attempt(play_scripted(_make(spec), task, player, random.Random(seed), turns=turns, seed=seed), on)
+    playing = play_scripted(_make(spec), task, player, random.Random(seed), turns=turns, seed=seed, call_s=CALL_S)
+    return await _attempt(playing, on)
 
 
 async def _attempt(work: Awaitable[T], on: str) -> T | EnvFinding:
@@ -339,7 +352,10 @@ async def _attempt(work: Awaitable[T], on: str) -> T | EnvFinding:
     try:
         return await work
     except EnvError as error:
-        return _error(f"{str(error)[:1].upper()}{str(error)[1:]} (on {on}).")
+        error.add_note(f"on {on}")
+        if isinstance(error, CallHangs):
+            raise
+        return _from_env(error)
     except Exception as error:
         phase = next(iter(getattr(error, "__notes__", [])), "step")
         if phase == "player":
@@ -348,9 +364,15 @@ async def _attempt(work: Awaitable[T], on: str) -> T | EnvFinding:
         return _error(f"{phase} raised {_describe_error(error)} on {on}.", remedy)
 
 
+def _from_env(error: EnvError) -> EnvFinding:
+    on = next((f" ({note})" for note in getattr(error, "__notes__", []) if note.startswith("on ")), "")
+    return _error(f"{str(error)[:1].upper()}{str(error)[1:]}{on}.")
+
+
 def _describe_error(error: BaseException) -> str:
     lines, place = str(error).splitlines(), user_location(error)
     text = f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__
+    text += likely_name(error)
     return f"{text} ({Path(place).name})" if place else text
 
 

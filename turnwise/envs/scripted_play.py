@@ -9,10 +9,12 @@ import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from turnwise.config import Limits
 from turnwise.envs.base import Action, Env, InlineObservation, NeedsLimits, NewHistory, Scores, Step, as_step, check_size
+from turnwise.envs.threads import run_in_thread
 from turnwise.envs.user_code import as_number
 from turnwise.errors import EnvError, InvalidAction, RewardError
 from turnwise.types import EpisodeKey, Message, StopReason, Task, Trajectory, Turn, as_messages
@@ -20,6 +22,10 @@ from turnwise.types import EpisodeKey, Message, StopReason, Task, Trajectory, Tu
 T = TypeVar("T")
 Speak = Callable[[Sequence[Message], random.Random], str]
 """Scripted player: maps the model's messages to the text of a reply."""
+
+
+class CallHangs(EnvError):
+    """A call of the environment did not return in time."""
 
 
 @dataclass(slots=True)
@@ -37,8 +43,20 @@ class ScriptedRunner:
     All raise `EnvError` when the environment breaks its contract; its own exceptions pass through, with the phase as a note.
     """
 
-    def __init__(self, env: Env, task: Task, speak: Speak, rng: random.Random, *, turns: int = 8, seed: int = 0) -> None:
+    def __init__(
+        self,
+        env: Env,
+        task: Task,
+        speak: Speak,
+        rng: random.Random,
+        *,
+        turns: int = 8,
+        seed: int = 0,
+        call_s: float | None = None,
+    ) -> None:
+        """`call_s` bounds each call of the environment, in seconds; None waits for it."""
         self.env = env
+        self._call_s = call_s
         self.played = ScriptedEpisode(Trajectory(task, EpisodeKey("by hand", 0, task.id, 0)))
         self._speak, self._rng, self._turns, self._seed = speak, rng, turns, seed
         self._observation: tuple[Message, ...] = ()
@@ -53,7 +71,7 @@ class ScriptedRunner:
         with _noting_phase("reset"):
             if isinstance(self.env, NeedsLimits):
                 self.env.set_limits(Limits(turns=self._turns))
-            opening = await call_method(self.env.reset, task, seed=self._seed)
+            opening = await self._call(self.env.reset, task, seed=self._seed)
             self._observation = task.messages if opening is None else _messages(opening, "reset")
             self.played.tools = tuple(self.env.tools)
         if not self._observation:
@@ -80,9 +98,8 @@ class ScriptedRunner:
             turn.inserted, turn.kept = self._inserted
             turn.grown = replace(read_reply(message_text), tool_calls=message.tool_calls)
         with _noting_phase("step"):
-            step = await take_step(
-                self.env, Action(message.text, message, False, len(reply.encode("utf-8", "replace")), lambda: reply)
-            )
+            action = Action(message.text, message, False, len(reply.encode("utf-8", "replace")), lambda: reply)
+            step = await take_step(self.env, action, self._call)
             self._open_message = self._inserted = None
             observation: tuple[Message, ...] = ()
             self._rewritten = isinstance(step.observation, NewHistory)
@@ -111,7 +128,7 @@ class ScriptedRunner:
     async def finish(self) -> ScriptedEpisode:
         """Compute the reward."""
         with _noting_phase("reward"):
-            reward: Any = await call_method(self.env.reward, self.played.trajectory)
+            reward: Any = await self._call(self.env.reward, self.played.trajectory)
             if isinstance(reward, Scores):
                 reward = _as_env_error(reward.checked, "the reward")
                 self.played.trajectory.rewards |= reward.parts
@@ -123,14 +140,34 @@ class ScriptedRunner:
     async def close(self) -> None:
         """Close the environment."""
         with _noting_phase("close"):
-            await call_method(self.env.close)
+            await self._call(self.env.close)
+
+    async def _call(self, method: Callable[..., T | Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+        """Call a method of the environment; raise `CallHangs` if it takes too long."""
+        try:
+            async with asyncio.timeout(self._call_s):
+                return await call_method(method, *args, **kwargs)
+        except TimeoutError:
+            if self._call_s is None:
+                raise  # its own
+            raise CallHangs(
+                f"{method.__name__} did not return within {self._call_s:g} s (limits.env_s in training); "
+                "bound what it waits for"
+            ) from None
 
 
 async def play_scripted(
-    env: Env, task: Task, speak: Speak, rng: random.Random, *, turns: int = 8, seed: int = 0
+    env: Env,
+    task: Task,
+    speak: Speak,
+    rng: random.Random,
+    *,
+    turns: int = 8,
+    seed: int = 0,
+    call_s: float | None = None,
 ) -> ScriptedEpisode:
     """Play one episode with a scripted player, compute the reward, and always close the environment."""
-    runner = ScriptedRunner(env, task, speak, rng, turns=turns, seed=seed)
+    runner = ScriptedRunner(env, task, speak, rng, turns=turns, seed=seed, call_s=call_s)
     try:
         await runner.open()
         while await runner.turn():
@@ -140,10 +177,13 @@ async def play_scripted(
         await runner.close()
 
 
-async def take_step(env: Env, action: Action) -> Step:
-    """Call `step`; mistakes of the model (`InvalidAction`) become observations, a wrong return value an `EnvError`."""
+async def take_step(env: Env, action: Action, call: Callable[..., Awaitable[Any]] | None = None) -> Step:
+    """Call `step`; mistakes of the model (`InvalidAction`) become observations, a wrong return value an `EnvError`.
+
+    `call` calls methods of the environment in place of `call_method`.
+    """
     try:
-        result = await call_method(env.step, action)
+        result = await (call or call_method)(env.step, action)
     except InvalidAction as mistake:
         return Step(str(mistake))
     return _as_env_error(as_step, result)
@@ -182,7 +222,7 @@ async def call_method(method: Callable[..., T | Awaitable[T]], *args: Any, **kwa
         return await maybe_await(method(*args, **kwargs))
     if inspect.iscoroutinefunction(method):
         return cast(T, await method(*args, **kwargs))
-    return await maybe_await(await asyncio.to_thread(method, *args, **kwargs))
+    return await maybe_await(await run_in_thread(partial(method, *args, **kwargs), {}))
 
 
 async def maybe_await(value: T | Awaitable[T]) -> T:

@@ -13,6 +13,7 @@ from turnwise._old_names import Renamed
 from turnwise.config.constraints import check_rules_of_play
 from turnwise.config.schema import EnvRules
 from turnwise.envs.base import EnvFactory
+from turnwise.envs.likely_names import likely_name
 from turnwise.envs.scripted_play import ScriptedEpisode, Speak, play_scripted, run
 from turnwise.envs.tasks import TaskSource, check_disjoint
 from turnwise.envs.user_code import is_interrupt, user_location
@@ -143,7 +144,7 @@ def _describe(error: BaseException) -> str:
     if isinstance(error, EnvError):
         return str(error)
     phase, place = next(iter(getattr(error, "__notes__", [])), "it"), user_location(error)
-    return f"{phase} raised {type(error).__name__}: {shortened(str(error))}{place and f' ({place})'}"
+    return f"{phase} raised {type(error).__name__}: {shortened(str(error) + likely_name(error))}{place and f' ({place})'}"
 
 
 def check_split(split: str) -> None:

@@ -115,6 +115,8 @@ def make_task_source(
     raises `TaskError` without a source, or as `load_tasks` and `split_tasks`.
     """
     if callable(train) and "split" not in _parameters(train) and _parameters(train):
+        if inspect.ismethod(train) and "split" in _parameters(train.__func__):
+            raise TaskError(f"{name}: tasks takes no self, so write @staticmethod above def {train.__name__}")
         raise TaskError(
             f"{name}: a task function that takes {' and '.join(_parameters(train))} takes split too ('train' or 'eval')"
         )

@@ -26,6 +26,7 @@ from typing import Any, cast
 
 from turnwise import shutdown
 from turnwise.envs import user_imports
+from turnwise.envs.likely_names import likely_name
 from turnwise.envs.threads import run_in_thread
 from turnwise.errors import (
     ConfigError,
@@ -127,7 +128,7 @@ def _failure_of(error: BaseException, phase: str, turn: int) -> Failure:
         if issubclass(type(error), RemoteException):
             remote = cast(RemoteException, error).failure  # mypy does not narrow by type()
             return Failure(remote.type, remote.message, phase, remote.traceback, remote.kind, remote.place, turn)
-        message = words(error)
+        message = words(error) + likely_name(error)
         if not message and issubclass(type(error), TimeoutError):
             message = f"{phase} did not answer by its deadline"
         text = "".join(traceback.format_exception(error, limit=-8))

@@ -18,6 +18,7 @@ from turnwise.config.constraints import check_rules_of_play, check_section
 from turnwise.engines import Engine, HasRenderer, Sampling
 from turnwise.envs import Env
 from turnwise.envs.base import HasGroupReward
+from turnwise.envs.resolve import resolve_env
 from turnwise.errors import UsageError
 from turnwise.records import RunDir
 from turnwise.renderers import Renderer, byte_renderer
@@ -57,7 +58,8 @@ async def arollout(
     """Play episodes and return their trajectories, `samples` per task, in the order of the tasks.
 
     Args:
-        env: an `Env` class, another environment factory, or an agent function `async def play(task, model) -> reward`.
+        env: an `Env` class, another environment factory, an agent function `async def play(task, model) -> reward`, or what a
+            recipe names: a built-in environment, `file.py:Name`.
         tasks: tasks to play.
         engine: engine that samples the replies.
         samples: episodes per task.
@@ -86,6 +88,12 @@ async def arollout(
             renderer, or the history is unknown; ConfigError for limits or rules out of range or without effect.
         TraceError: when `out` cannot be written.
     """
+    if not isinstance(engine, Engine):
+        what = f"the URL {engine!r:.100}" if isinstance(engine, str) else f"of type {type(engine).__name__}"
+        raise UsageError(
+            f"engine is {what}, but must be an object that samples: turnwise.engines.remote.VllmEngine(URL) or "
+            "SglangEngine(URL) for a server, turnwise.engines.local.LocalEngine.load(DIR) for a model directory"
+        )
     renderer = renderer or (engine.renderer if isinstance(engine, HasRenderer) else None)
     if renderer is not None and control_text != "neutralise":
         raise UsageError("control_text applies to the built-in renderer; pass it to load_renderer(path, control_text) instead")
@@ -156,6 +164,9 @@ def make_episode_specs(
 
     Raises `UsageError` as `rollout`.
     """
+    if isinstance(env, str):
+        spec = resolve_env(env)
+        env = spec.factory or spec.agent_function
     make, play = _factory_or_agent(env)
     if rules is not None:
         check_section(rules, "tw.rollout(rules=...)")
@@ -180,11 +191,15 @@ def make_episode_specs(
 
 def run_sync(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to completion, also under a running event loop (a notebook)."""
+    return _run_in_thread(work) if _has_running_loop() else _run(work)
+
+
+def _has_running_loop() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return _run(work)
-    return _run_in_thread(work)
+        return False
+    return True
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
