@@ -126,6 +126,14 @@ def test_a_trajectory_comes_with_turns_tokens_siblings_and_what_training_made_of
     assert get(server, "/api/trajectory?at=x")[0] == 400
 
 
+def test_only_episodes_of_training_steps_are_called_trained(server):
+    entries = server.stores[0].entries
+    assert len({entry.phase for entry in entries}) > 1
+    for entry in entries:
+        whole = json.loads(get(server, f"/api/trajectory?at={entry.at}")[2])
+        assert whole["untrained"] == ("" if entry.phase == "train" else "not of a training step")
+
+
 def policies_of_spans(server, turns):
     """What an episode of so many turns names as the policies of its sampled spans, and why they are not trained."""
     entry = next(one for one in server.stores[0].entries if one.phase == "train" and one.step == 3 and one.turns == turns)

@@ -92,6 +92,10 @@ def listed(row: Row) -> dict[str, Any]:
     return {**row, **texts, "tools": [truncate(name) for name in row["tools"]]}
 
 
+NO_TRAINING = "not of a training step"
+"""Why the ids of gates, evaluations and rollouts are not trained."""
+
+
 def trajectory(store: TrajectoryIndex, number_: int, entry: IndexEntry) -> dict[str, Any]:
     """Return one trajectory in full; of a record that cannot be read, the reason in place of its error.
 
@@ -137,7 +141,7 @@ def _page_of(store: TrajectoryIndex, number_: int, entry: IndexEntry, row: Row, 
         "error": _failure(error) if error else None,
         "failures": [_failure(mapping(one)) for one in row.get("failures") or ()],
         "advantage": number(trained.get("advantage")),
-        "untrained": truncate(str(trained.get("reason") or "")),
+        "untrained": truncate(str(trained.get("reason") or "")) if entry.phase == "train" else NO_TRAINING,
         "spans": rows,
         "turns": [_turn(turn) for turn in row.get("turns") or () if isinstance(turn, Mapping)],
         "failed": [_turn(turn) for turn in row.get("failed_turns") or () if isinstance(turn, Mapping)],
