@@ -44,8 +44,9 @@ def test_the_same_loop_comes_to_the_same(run, capsys):
     assert everything.endswith("episodes replayed, all match the record\n")
     assert main(["replay", str(run), "--loop", "--env", "recipe"]) == 0
     assert capsys.readouterr().out == everything
-    assert main(["replay", str(run), "--loop", "--phase", "train", "--step", "1"]) == 0
-    assert capsys.readouterr().out == "8 episodes replayed, all match the record\n"
+    for step in ("1", "2"):  # as metrics.jsonl and the viewer count
+        assert main(["replay", str(run), "--loop", "--phase", "train", "--step", step]) == 0
+        assert capsys.readouterr().out == "8 episodes replayed, all match the record\n"
     assert {file: file.stat().st_mtime_ns for file in run.rglob("*")} == before, "the run was written to"
 
 
@@ -71,7 +72,7 @@ def test_what_changed_is_told_with_status_1(run, capsys, tmp_path):
     assert main(["replay", str(run), "--loop", "--env", f"{tmp_path / 'other.py'}:Other", "--phase", "train"]) == 1
     output = capsys.readouterr().out
     assert not {"\x1b", "\u202e"} & set(output)
-    assert output.startswith("train 0 / ")
+    assert output.startswith("train 1 / ")
     assert "differs in prompt at turn 1, id 5 (prompt)" in output
     assert output.endswith("16 episodes replayed, 16 differ: 16 in prompt\n")
 

@@ -188,5 +188,5 @@ def test_writing_for_people():
 def test_metrics_have_the_names_of_the_field():
     labels = {label for _, label, _ in _FIGURES}
     assert labels == {
-        *("loss", "reward", "success", "turns", "tokens/s", "trained", "kl", "entropy", "logprob diff", "lag"),
+        *("loss", "reward", "success", "greedy", "turns", "tokens/s", "trained", "kl", "entropy", "logprob diff", "lag"),
     }

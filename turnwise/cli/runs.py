@@ -86,7 +86,7 @@ def add_replay(subparsers: Any) -> None:
     env = "with --loop: an environment (a name, FILE.py:NAME, or `recipe`), not the recorded one"
     parser.add_argument("--env", metavar="ENV", help=env)
     parser.add_argument("--phase", metavar="NAME", help="with --loop: only this phase (`train`, `gate`, ...)")
-    parser.add_argument("--step", metavar="N", type=int, help="with --loop: only this step")
+    parser.add_argument("--step", metavar="N", type=int, help="with --loop: only this step, as the viewer counts")
     parser.add_argument("--trajectory", metavar="TASK[/N]", help="with --loop: only this task, or its sample N")
     add_trust(parser)
 
@@ -130,7 +130,7 @@ def _loop(args: argparse.Namespace, reward: Any) -> tuple[bool, Iterator[str]]:
 
     def selected(key: EpisodeKey) -> bool:
         names = (None, key.task, f"{key.task}/{key.sample}")
-        return args.trajectory in names and args.phase in (None, key.phase) and args.step in (None, key.step)
+        return args.trajectory in names and args.phase in (None, key.phase) and args.step in (None, key.metrics_step)
 
     found = replay_run(args.run_dir, env=args.env, overrides=args.overrides, reward=reward, only=selected)
     return found.ok, _differences(found)
@@ -143,7 +143,7 @@ def _differences(found: ReplayResult) -> Iterator[str]:
         first.setdefault(one.key, one)
     for key, one in islice(first.items(), MAX_DIFFERENCES):
         where = f" at {one.where}" if one.where else ""
-        yield f"{key.phase} {key.step} / {key.task} / {key.sample}: differs in {one.what}{where}"
+        yield f"{key.phase} {key.metrics_step} / {key.task} / {key.sample}: differs in {one.what}{where}"
         yield f"    recorded  {one.recorded}"
         yield f"    now       {one.now}"
     if len(first) > MAX_DIFFERENCES:

@@ -385,7 +385,7 @@ def using(run: Path, trajectory: Trajectory) -> Iterator[None]:
         raise
     except Exception as error:
         key = trajectory.key
-        name = f"{key.phase} {key.step} / {key.task} / {key.sample}"
+        name = f"{key.phase} {key.metrics_step} / {key.task} / {key.sample}"
         why = f"the record of {name:.200} does not fit together ({type(error).__name__}: {error})"
         raise TraceError(f"{run / 'trajectories.jsonl'}: {why}") from error
 

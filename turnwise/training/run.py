@@ -593,7 +593,11 @@ class TrainingRun:
             scores[mode] = found
             row = {"phase": "eval", "name": name, "mode": mode, "step": step} | dict(self.measured)
             self.record.row(row | found.row() | self.record.failed_plays(phase, step))
-            self.watch.progress(1 if blind else number, {"success": found.success, "turns": found.turns, "stops": found.stops})
+            counted = found if blind else scores["sampled"]  # as the summary does
+            figures = {"success": counted.success, "turns": counted.turns, "stops": counted.stops}
+            if mode == "greedy":
+                figures["greedy"] = found.success
+            self.watch.progress(1 if blind else number, figures)
         return scores
 
     async def _score(

@@ -259,6 +259,11 @@ class EpisodeKey:
         """What the episodes of one group share."""
         return self.phase, self.step, self.task
 
+    @property
+    def metrics_step(self) -> int:
+        """Step as metrics, displays and commands count: training steps from 1."""
+        return self.step + (self.phase == "train")
+
 
 class RowReward(NamedTuple):
     """Reward of one training row of an agent function."""

@@ -147,6 +147,7 @@ _FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("loss", "loss", "{:.3g}".format),
     ("reward", "reward", "{:.3f}".format),
     ("success", "success", "{:.1%}".format),
+    ("greedy", "greedy", "{:.1%}".format),
     ("turns", "turns", "{:.2f}".format),
     ("tokens_per_s", "tokens/s", lambda x: amount(x)),
     ("trajectories_trained_share", "trained", "{:.0%}".format),

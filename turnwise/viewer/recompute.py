@@ -119,7 +119,7 @@ def same(one: float, other: float, tolerance: float = CLOSE) -> bool:
 
 def _name(trajectory: Trajectory) -> str:
     key = trajectory.key
-    return f"{key.phase} {key.step} / {key.task} / {key.sample}"
+    return f"{key.phase} {key.metrics_step} / {key.task} / {key.sample}"
 
 
 def lines(found: RecomputeResult, limit: int = 10) -> list[str]:

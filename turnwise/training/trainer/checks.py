@@ -246,7 +246,7 @@ def check_finite(loss: float, norm: float, where: str) -> None:
 
 def _where(batch: TrainingBatch, token: int) -> str:
     key = batch.trajectories[int(batch.trajectory_n[token])].key
-    return f"task {key.task!r}, sample {key.sample}, step {key.step}"
+    return f"task {key.task!r}, sample {key.sample}, step {key.metrics_step}"
 
 
 def check_fingerprints(fingerprint: str, trajectories: Iterable[Trajectory], where: str) -> None:
