@@ -248,7 +248,7 @@ def test_the_cache_grows_as_estimated(tiny_dir):
 
 def estimated(**parts):
     names = [one.name for one in dataclasses.fields(MemoryEstimate)]
-    return MemoryEstimate(**{name: parts.get(name, 0) for name in names})
+    return MemoryEstimate(**{name: parts.get(name, 0) for name in names if name != "takes_images"})
 
 
 def test_what_is_told_before_a_run():
@@ -257,9 +257,10 @@ def test_what_is_told_before_a_run():
     assert found.total == 10 * GIB
     assert check_memory(found, 20 * GIB) == (
         "memory: about 10.0 GiB of 20.0 GiB at the peak of a step (process 1.0 GiB, weights 1.0 GiB, gradients 1.0 GiB, "
-        "optimizer 2.0 GiB, reference 1.0 GiB, activations 3.0 GiB, logits 1.0 GiB; passes of 4096 tokens, text alone)"
+        "optimizer 2.0 GiB, reference 1.0 GiB, activations 3.0 GiB, logits 1.0 GiB; passes of 4096 tokens)"
     )
     assert check_memory(found, None).startswith("memory: about 10.0 GiB at the peak")
+    assert check_memory(dataclasses.replace(found, takes_images=True), None).endswith("4096 tokens, images not counted)")
     assert check_memory(found, 9 * GIB).endswith("which may not fit: train.micro_tokens = 2048 would")
     with pytest.raises(ConfigError, match=r"optimizer alone need 6.0 GiB.*train.kl = 0"):
         check_memory(found, 5 * GIB)
@@ -271,7 +272,7 @@ def test_a_range_is_told_where_the_length_of_rows_is_open():
     most = estimated(weights=2 * GIB, engine=3 * GIB, update=2 * GIB, tokens=4096, longest=2048)
     assert check_memory(most, 20 * GIB, least) == (
         "memory: 3.0 GiB to 7.0 GiB of 20.0 GiB at the peak of a step for rows of 64 to 2048 ids "
-        "(weights 2.0 GiB, engine 3.0 GiB, update 2.0 GiB; passes of 4096 tokens, text alone)"
+        "(weights 2.0 GiB, engine 3.0 GiB, update 2.0 GiB; passes of 4096 tokens)"
     )
     assert "which may not fit" in check_memory(most, 4 * GIB, least)  # no refusal: short rows may fit
     with pytest.raises(ConfigError, match=r"alone need 2\.0 GiB"):

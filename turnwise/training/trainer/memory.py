@@ -58,6 +58,8 @@ class MemoryEstimate:
     tokens: int
     longest: int
     """Ids of the longest row."""
+    takes_images: bool = False
+    """Whether rows may have images, which are not counted."""
 
     @property
     def fixed(self) -> int:
@@ -82,8 +84,9 @@ class MemoryEstimate:
         if least is not None and self.total > SPREAD * least.total:
             total = f"{format_gib(least.total)} to {format_gib(self.total)}"
             rows = f" for rows of {least.longest} to {self.longest} ids"
+        alone = ", images not counted" if self.takes_images else ""
         of = "" if have is None else f" of {format_gib(have)}"
-        return f"memory: {total}{of} at the peak of a step{rows} ({parts}; passes of {self.tokens} tokens, text alone)"
+        return f"memory: {total}{of} at the peak of a step{rows} ({parts}; passes of {self.tokens} tokens{alone})"
 
 
 def estimate(
@@ -136,6 +139,7 @@ def estimate(
         update=weights,
         tokens=tokens,
         longest=longest,
+        takes_images=trainer.forward.tower is not None,
     )
 
 
