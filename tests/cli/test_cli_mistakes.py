@@ -148,6 +148,15 @@ def test_a_step_that_hangs_is_named(monkeypatch):
     assert errors[0].startswith("Step did not return within 0.2 s (limits.env_s in training)")
 
 
+def test_one_fault_is_told_once_whatever_it_quotes(tmp_path, monkeypatch, capsys):
+    (tmp_path / "echo.py").write_text(GOOD.replace("float(action.text == self.word)", "float(action.text)"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "echo.py:Echo"]) == 1
+    failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]
+    assert len(failed) == 1
+    assert "So do 5 other replies." in failed[0]
+
+
 def test_help_and_version_are_commands_too(capsys):
     assert main(["version"]) == main(["help"]) == main(["help", "view"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -304,8 +304,13 @@ def compare_run(a: Recording, b: Recording, used: Counter[str]) -> dict[str, Any
 
 
 def shown(value: Any) -> Any:
+    """A value as JSON has it, if it is short and has no bytes; else its beginning as text."""
     text = repr(value)
-    return value if len(text) < 400 and not isinstance(value, bytes) else text[:400] + " ..."
+    try:
+        json.dumps(value)
+    except TypeError:
+        return text[:400]
+    return value if len(text) < 400 else text[:400] + " ..."
 
 
 def runs_in(folder: Path) -> dict[str, Path]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -241,16 +242,29 @@ def _schema_problems(tool: Any) -> Iterator[str]:
 async def _check_mistakes(spec: EnvSpec, tasks: Sequence[Task]) -> list[EnvFinding]:
     """Check that replies of an untrained model are handled and not rewarded."""
     findings: dict[str, EnvFinding] = {}
+    times = Counter[str]()
     for number, reply in enumerate(MISTAKES):
         task = tasks[number % len(tasks)]
         text = repr(reply if len(reply) < 40 else reply[:20] + "...")
         played = await _play(spec, task, lambda messages, rng, reply=reply: reply, f"the reply {text}", turns=3)  # type: ignore[misc]
         if isinstance(played, EnvFinding):
-            findings.setdefault(re.split(r"[ (]on ", played.message)[0], played)
+            fault = _fault(played.message)
+            findings.setdefault(fault, played)
+            times[fault] += 1
         elif (played.trajectory.reward or 0.0) >= 1.0 and reply != str(task.answer):
             message = f"The reply {text} has the reward {played.trajectory.reward}."
             findings[reply] = _warning(message, "Check whether the reward is too easy to obtain.")
+    for fault, count in times.items():
+        if count > 1:
+            found = findings[fault]
+            findings[fault] = replace(found, message=f"{found.message} So do {count - 1} other replies.")
     return list(findings.values()) or [_ok(f"{len(MISTAKES)} invalid replies are handled, none rewarded.")]
+
+
+def _fault(message: str) -> str:
+    """Return what messages about one fault have in common: an exception and its place, whatever its text quotes of a reply."""
+    raised = re.search(r"raised (\w+).* \(([^()]+:\d+)\) on ", message, re.DOTALL)
+    return f"{raised[1]} at {raised[2]}" if raised else re.split(r"[ (]on ", message)[0]
 
 
 async def _check_isolation(spec: EnvSpec, tasks: Sequence[Task], seed: int) -> list[EnvFinding]:

@@ -555,8 +555,8 @@ def exclusion_reason(trajectory: Trajectory) -> str | None:
     if not math.isfinite(trajectory.reward):
         key = trajectory.key
         raise RewardError(
-            f"the reward of task {key.task!r}, sample {key.sample} (step {key.metrics_step}) is {trajectory.reward}; a reward is a "
-            "finite number, or None if it could not be computed: check the reward function"
+            f"the reward of task {key.task!r}, sample {key.sample} (step {key.metrics_step}) is {trajectory.reward}; "
+            "a reward is a finite number, or None if it could not be computed: check the reward function"
         )
     return None
 

@@ -314,8 +314,8 @@ def _age(trajectory: Trajectory, index: int, version: int | None) -> tuple[int, 
     if span.version > version:
         key = trajectory.key
         raise SyncError(
-            f"task {key.task!r}, sample {key.sample}, step {key.metrics_step} was sampled by policy {span.version}, newer than policy "
-            f"{version} that is trained; pass Trainer.step the version that the engine has for the trainer's weights"
+            f"task {key.task!r}, sample {key.sample}, step {key.metrics_step} was sampled by policy {span.version}, newer than "
+            f"policy {version} that is trained; pass Trainer.step the version that the engine has for the trainer's weights"
         )
     return version - span.version, span.cache_version is not None and span.cache_version < span.version
 
