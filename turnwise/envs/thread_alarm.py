@@ -60,11 +60,15 @@ class _Alarm:
         timer.start()
 
     def _stop(self) -> None:
-        """Stop the timer, and take back what it raised and the thread has not met yet."""
+        """Stop the timer. What it raised before is met here, by a call, if the thread has not met it yet.
+
+        Taking it back is no way: CPython 3.11 then keeps asking all threads whether they have an
+        exception to raise. That is slow, and never ends in a thread whose profiler is on.
+        """
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self.interval = None, 0.0
-        _raise_in(self._thread, None)
+        _meet()
 
     def _ring(self) -> None:
         """Call the handler; raise in the thread what it raises."""
@@ -85,9 +89,13 @@ class _Alarm:
                 _ringing.reset(ringing)
 
 
-def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    """Raise an exception in a thread as soon as it runs Python code; None takes back one that it has not met."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None if kind is None else ctypes.py_object(kind))
+def _raise_in(thread: int, kind: type[BaseException]) -> None:
+    """Raise an exception in a thread as soon as it runs Python code."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
+
+
+def _meet() -> None:
+    """Raise what another thread raised in this one: Python looks for it where a function begins."""
 
 
 _alarms: dict[int, _Alarm] = {}
