@@ -23,6 +23,7 @@ from turnwise.training.model.quantize import (
     quantize_for_training,
     quantized_names,
 )
+from turnwise.types import EpisodeKey
 
 GRIDS = {
     "int4": WeightGrid("int4", 8),
@@ -409,7 +410,7 @@ def test_with_rounded_activations_few_ids_may_differ_or_all_by_a_part_of_what_ro
         engine_n=engine,
         current_n=torch.ones(count, dtype=torch.bool),
         trajectory_n=torch.zeros(count, dtype=torch.long),
-        trajectories=[SimpleNamespace(turns=(), key=SimpleNamespace(task="t", sample=0, step=0))],
+        trajectories=[SimpleNamespace(turns=(), key=EpisodeKey("train", 0, "t", 0))],
         slots=[(0, 0)] * count,
     )
 
