@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.config import EnvRules, ModelConfig, RunConfig, tiny
 from turnwise.config.constraints import changed, check_section
-from turnwise.config.fields import known_keys
+from turnwise.config.fields import keys_by_name
 from turnwise.config.load import from_python
 from turnwise.config.schema import HISTORY_OBJECT
 from turnwise.errors import ConfigError, did_you_mean, missing_training
@@ -101,8 +101,7 @@ def _likely_section(name: str, sections: Sequence[str]) -> str:
     """Return what an unknown setting of `train` probably is: a misspelled section, or a key of one."""
     if near := did_you_mean(name, sections, 0.6):
         return near
-    owners = [key for key in known_keys() if key.rpartition(".")[2] == name.rpartition(".")[2]]
-    if owners:
-        named = [f"{section}={{{key!r}: ...}}" for section, _, key in (owner.rpartition(".") for owner in owners)]
-        return f"write {' or '.join(named[:3])}"
+    key = name.rpartition(".")[2]
+    if owners := [dotted.rpartition(".")[0] for dotted in keys_by_name().get(key, ())]:
+        return f"write {' or '.join(f'{section}={{{key!r}: ...}}' for section in owners[:3])}"
     return f"sections are {', '.join(sections[:-1])} and {sections[-1]}"

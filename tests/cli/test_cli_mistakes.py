@@ -148,6 +148,23 @@ def test_a_step_that_hangs_is_named(monkeypatch):
     assert errors[0].startswith("Step did not return within 0.2 s (limits.env_s in training)")
 
 
+def test_an_environments_own_timeout_is_no_call_that_hangs():
+    class Late(tw.Env):
+        def reset(self, task, *, seed=None):
+            return "Go."
+
+        def step(self, action):
+            raise TimeoutError("the database is away")
+
+        @staticmethod
+        def tasks(split, n, seed):
+            return [tw.Task(f"{split} {number}") for number in range(8)]
+
+    findings = check.check_env(tw.as_env_spec(Late))
+    (error,) = [finding.message for finding in findings if finding.severity == "error"]
+    assert error.startswith("step raised TimeoutError: the database is away")
+
+
 def test_one_fault_is_told_once_whatever_it_quotes(tmp_path, monkeypatch, capsys):
     (tmp_path / "echo.py").write_text(GOOD.replace("float(action.text == self.word)", "float(action.text)"))
     monkeypatch.chdir(tmp_path)

@@ -175,13 +175,11 @@ def _unknown(parser: argparse.ArgumentParser, command: str, word: str) -> str:
         if option.startswith("--") and option != "--help":
             choices[option.removeprefix("--")] = [option]
     if parser.get_default("takes_overrides"):
-        from turnwise.config.fields import known_keys
+        from turnwise.config.fields import keys_by_name
 
-        keys: dict[str, list[str]] = {}
-        for key in known_keys():
-            flag = key.replace("_", "-")
-            keys.setdefault(flag.rpartition(".")[2], []).append(f"--{flag}")
-        choices = keys | choices
+        for key, dotted in keys_by_name().items():
+            flags = [f"--{one.replace('_', '-')}" for one in dotted]
+            choices.setdefault(key.replace("_", "-"), flags)
 
     near = difflib.get_close_matches(name.lstrip("-").replace("_", "-"), list(choices), n=1, cutoff=0.6)
     hint = f"see `turnwise {command} --help`"

@@ -73,6 +73,14 @@ def describe_type(hint: Any) -> str:
     return plain.get(hint, "a table")
 
 
+def keys_by_name() -> dict[str, list[str]]:
+    """Return the dotted keys of all sections by their last part."""
+    found: dict[str, list[str]] = {}
+    for key in known_keys():
+        found.setdefault(key.rpartition(".")[2], []).append(key)
+    return found
+
+
 MOST_LISTED = 16
 """Most keys that an error lists."""
 
@@ -96,7 +104,7 @@ def unknown_key(dotted: str, *, flags: bool = False) -> str:
     if section.partition(".")[0] in table_lists() and "." in section:  # in `env.arg.depth`, the middle word is unknown
         section, key = section.split(".")[:2]
     siblings = {k.rpartition(".")[2]: k for k in known_keys(section)} if section else {k: k for k in (*known_keys(), *heads)}
-    elsewhere = {k.rpartition(".")[2]: k for k in known_keys()}
+    elsewhere = {name: keys[-1] for name, keys in keys_by_name().items()}
     if key not in siblings and key in elsewhere:  # the same key of another section
         return f"{error}; did you mean '{spelled(elsewhere[key])}'?"
     for table in (siblings, elsewhere):

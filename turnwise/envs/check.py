@@ -16,7 +16,7 @@ from turnwise.config import Limits
 from turnwise.envs.base import ChecksRow, Env
 from turnwise.envs.isolation.fork_server import open_resources
 from turnwise.envs.likely_names import likely_name
-from turnwise.envs.scripted_play import CallHangs, ScriptedEpisode, ScriptedRunner, Speak, call_method, play_scripted, run
+from turnwise.envs.scripted_play import CallHangs, ScriptedEpisode, ScriptedRunner, Speak, call_within, run
 from turnwise.envs.spec import EnvSpec
 from turnwise.envs.tasks import check_disjoint, content_key
 from turnwise.envs.tool_env import NO_REWARD, ToolEnv, ToolEnvFactory
@@ -156,7 +156,9 @@ async def _check_factory(spec: EnvSpec, tasks: Sequence[Task]) -> list[EnvFindin
         return [_error(message, "Make a new one per call: an episode must own its state.")]
     for env in (first, second):
         try:
-            await call_method(env.close)
+            await call_within(CALL_S, env.close)
+        except CallHangs:
+            raise
         except Exception as error:
             message = f"close raised {_describe_error(error)} on an environment that was never reset."
             return [_warning(message, "It is always called, also after a failed reset: close what is open.")]
@@ -357,8 +359,8 @@ async def _check_gold(spec: EnvSpec, tasks: Sequence[Task], seed: int) -> list[E
 async def _play(
     spec: EnvSpec, task: Task, player: Speak, on: str, *, seed: int = 0, turns: int = 8
 ) -> ScriptedEpisode | EnvFinding:
-    playing = play_scripted(_make(spec), task, player, random.Random(seed), turns=turns, seed=seed, call_s=CALL_S)
-    return await _attempt(playing, on)
+    runner = ScriptedRunner(_make(spec), task, player, random.Random(seed), turns=turns, seed=seed, call_s=CALL_S)
+    return await _attempt(runner.play(), on)
 
 
 async def _attempt(work: Awaitable[T], on: str) -> T | EnvFinding:
@@ -379,6 +381,7 @@ async def _attempt(work: Awaitable[T], on: str) -> T | EnvFinding:
 
 
 def _from_env(error: EnvError) -> EnvFinding:
+    """Return the finding about an error, on what its note names."""
     on = next((f" ({note})" for note in getattr(error, "__notes__", []) if note.startswith("on ")), "")
     return _error(f"{str(error)[:1].upper()}{str(error)[1:]}{on}.")
 

@@ -142,39 +142,39 @@ class ScriptedRunner:
         with _noting_phase("close"):
             await self._call(self.env.close)
 
-    async def _call(self, method: Callable[..., T | Awaitable[T]], *args: Any, **kwargs: Any) -> T:
-        """Call a method of the environment; raise `CallHangs` if it takes too long."""
+    async def play(self) -> ScriptedEpisode:
+        """Play the episode from `open` to `finish`, and always close the environment."""
         try:
-            async with asyncio.timeout(self._call_s):
-                return await call_method(method, *args, **kwargs)
-        except TimeoutError:
-            if self._call_s is None:
-                raise  # its own
-            raise CallHangs(
-                f"{method.__name__} did not return within {self._call_s:g} s (limits.env_s in training); "
-                "bound what it waits for"
-            ) from None
+            await self.open()
+            while await self.turn():
+                pass
+            return await self.finish()
+        finally:
+            await self.close()
+
+    async def _call(self, method: Callable[..., T | Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+        return await call_within(self._call_s, method, *args, **kwargs)
 
 
 async def play_scripted(
-    env: Env,
-    task: Task,
-    speak: Speak,
-    rng: random.Random,
-    *,
-    turns: int = 8,
-    seed: int = 0,
-    call_s: float | None = None,
+    env: Env, task: Task, speak: Speak, rng: random.Random, *, turns: int = 8, seed: int = 0
 ) -> ScriptedEpisode:
     """Play one episode with a scripted player, compute the reward, and always close the environment."""
-    runner = ScriptedRunner(env, task, speak, rng, turns=turns, seed=seed, call_s=call_s)
+    return await ScriptedRunner(env, task, speak, rng, turns=turns, seed=seed).play()
+
+
+async def call_within(seconds: float | None, method: Callable[..., T | Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+    """Call a method of an environment; raise `CallHangs` if it takes longer, None waits for it."""
+    deadline = asyncio.timeout(seconds)
     try:
-        await runner.open()
-        while await runner.turn():
-            pass
-        return await runner.finish()
-    finally:
-        await runner.close()
+        async with deadline:
+            return await call_method(method, *args, **kwargs)
+    except TimeoutError:
+        if not deadline.expired():
+            raise  # of the method itself
+        raise CallHangs(
+            f"{method.__name__} did not return within {seconds:g} s (limits.env_s in training); bound what it waits for"
+        ) from None
 
 
 async def take_step(env: Env, action: Action, call: Callable[..., Awaitable[Any]] | None = None) -> Step:

@@ -24,12 +24,12 @@ LENGTHS = (16, 32, 64)
 """Ids of the measured passes."""
 HEAP = 1.25
 """Memory that holds a pass on a CPU over what the pass uses: the C library does not take a freed block
-for the next tensor of its size. 1.0 to 1.5 by `benchmarks/memory.py`."""
+for the next tensor of its size. Fitted to the cases of `benchmarks/memory.py`."""
 HEAP_OF_SMALL_BLOCKS = 2.2
-"""The same where a pass frees large tensors between small ones that stay, as with a LoRA adapter or
-with gradient checkpointing: 1.7 to 3.1. Memory of its own for each tensor (`MALLOC_MMAP_THRESHOLD_`)
-takes that to 1.0, and a step 15 to 30% longer. An adapter of a bfloat16 model computes in float32, so
-what it frees has room for two tensors of the model: 1.4."""
+"""The same where a pass frees large tensors between small ones that stay, as with gradient checkpointing
+or a LoRA adapter; but not that of a bfloat16 model, which computes in float32, so that what it frees
+has room for two tensors of the model. Memory of its own for each tensor (`MALLOC_MMAP_THRESHOLD_`)
+would need neither, and makes a step 20 to 30% longer."""
 SPREAD = 1.1
 """Most over least memory from which on both are reported."""
 MIB = 2**20
@@ -84,9 +84,9 @@ class MemoryEstimate:
         if least is not None and self.total > SPREAD * least.total:
             total = f"{format_gib(least.total)} to {format_gib(self.total)}"
             rows = f" for rows of {least.longest} to {self.longest} ids"
-        alone = ", images not counted" if self.takes_images else ""
+        images = ", images not counted" if self.takes_images else ""
         of = "" if have is None else f" of {format_gib(have)}"
-        return f"memory: {total}{of} at the peak of a step{rows} ({parts}; passes of {self.tokens} tokens{alone})"
+        return f"memory: {total}{of} at the peak of a step{rows} ({parts}; passes of {self.tokens} tokens{images})"
 
 
 def estimate(
