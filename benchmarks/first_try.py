@@ -1,11 +1,14 @@
-"""Ten small tasks of `examples/`, each trained with the recipe that `turnwise init` writes, and with shuffled rewards.
+"""Small tasks of `examples/`, each trained with the recipe that `turnwise init` writes, and with shuffled rewards.
 
     python benchmarks/first_try.py [--quick] [--only NAME ...] [--set KEY=VALUE ...] [--jobs N]
 
-A task is learned if held-out success is at least 0.8 of its solver's, and reinforcement closed at least half of the gap between
+Four look at images, four take seven or more turns with JSON tools. A task is learned if held-out success is at least 0.8 of its solver's, and reinforcement closed at least half of the gap between
 the policy before it and the solver. With rewards shuffled among the episodes of each step (the control) none may be learned (a
 gain over 0.1), and none broken (a loss over 0.1). Success is that of 480 held-out episodes after the run: in the run's own 120
 a policy that did not change may gain a tenth. CPU seconds are without them, and in the last line (JSON) without controls.
+
+`idle` is the share of steps with a learning rate of 0 although most groups had episodes with different rewards, `lost` the
+largest loss of the success of a step's episodes within three steps.
 """
 
 from __future__ import annotations
@@ -36,9 +39,17 @@ TASKS = {
     "text_edit": "TextEdit",
     "haggling": "Haggling",
     "zoom_count": "ZoomCount",
+    "click_target": "ClickTarget",
+    "level_tuning": "LevelTuning",
+    "find_pair": "FindPair",
+    "belt_sorting": "BeltSorting",
+    "order_form": "env",
+    "stock_refill": "env",
+    "mail_rules": "env",
+    "machine_repair": "env",
 }
-IMAGES = ("zoom_count",)
-HEADER = "| task | seed | demonstrations | before | after | solver | steps | CPU s | gate | |"
+IMAGES = ("zoom_count", "click_target", "level_tuning", "find_pair", "belt_sorting")
+HEADER = "| task | seed | demonstrations | before | after | solver | steps | CPU s | idle | lost | gate | |"
 OF_SOLVER, OF_GAP, DRIFT = 0.8, 0.5, 0.1
 
 
@@ -131,6 +142,16 @@ def run_one(name: str, seed: int, kinds: Sequence[bool], overrides: Sequence[str
     return rows
 
 
+def wasted(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return how far the training steps of a run were wasted: `idle` and `lost`, as above."""
+    if not rows:
+        return {}
+    idle = sum(row["lr"] == 0 and row["groups_no_signal"] < row["groups"] / 2 for row in rows)
+    success = [row["success"] for row in rows]
+    lost = (success[step] - min(success[step : step + 4]) for step in range(len(success)))
+    return {"idle": idle / len(rows), "lost": max(lost)}
+
+
 def child(name: str, seed: str, recipe: str, out: str, shuffled: str, *overrides: str) -> None:
     """Train one task and print its row."""
     summary = train(Path(recipe), int(seed), Path(out), overrides, bool(int(shuffled)))
@@ -139,7 +160,8 @@ def child(name: str, seed: str, recipe: str, out: str, shuffled: str, *overrides
     row = {key: summary.get(key) for key in keys}
     row["demos"] = next((one["demo_reward"] for one in gates if one["phase"] == "warmup"), None)
     row["gate"] = [round(one["success"], 2) for one in gates if one["phase"] == "gate"]
-    row["steps"] = sum(one["phase"] == "train" for one in gates)
+    steps = [one for one in gates if one["phase"] == "train"]
+    row |= {"steps": len(steps)} | wasted(steps)
     row["solver"] = solver_success(name, Path(recipe))
     print(json.dumps(row))
 
@@ -160,7 +182,8 @@ def line(row: dict[str, Any]) -> str:
     shares = [f"{100 * row[key]:.0f}" if row.get(key) is not None else "-" for key in keys]
     control = " shuffled" if row["shuffled"] else ""
     told = f" | {row['error'][:110]}" if row.get("error") else " | rolled back" if row.get("rolled_back") else ""
-    rest = f"{row.get('warmup_steps')} + {row.get('steps')} | {row.get('cpu_s') or 0:.0f} | {row.get('gate')}"
+    waste = " | ".join(f"{100 * row[key]:.0f}" if row.get(key) is not None else "-" for key in ("idle", "lost"))
+    rest = f"{row.get('warmup_steps')} + {row.get('steps')} | {row.get('cpu_s') or 0:.0f} | {waste} | {row.get('gate')}"
     return f"| {row['task']}{control} | {row['seed']} | {' | '.join(shares)} | {rest} | {judge(row)}{told} |"
 
 
@@ -185,12 +208,16 @@ def main() -> None:
             print("\n".join(map(line, found)), flush=True)
     learned = {name: all(judge(r) == "learned" for r in rows if r["task"] == name and not r["shuffled"]) for name in args.only}
     control = [judge(row) for row in rows if row["shuffled"]]
+    trained = [row for row in rows if not row["shuffled"] and row.get("steps")]
+    steps = sum(row["steps"] for row in trained)
     found = {
         "tasks": len(learned),
         "learned_first_try": sum(learned.values()),
         "cpu_s_max": max((row.get("cpu_s") or 0.0) for row in rows if not row["shuffled"]),
         "control_learned": control.count("learned"),
         "control_broken": control.count("broken"),
+        "idle": sum(row["idle"] * row["steps"] for row in trained) / steps if steps else None,
+        "lost": max((row["lost"] for row in trained), default=None),
     }
     print(json.dumps(found))
 
