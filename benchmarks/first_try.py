@@ -2,10 +2,11 @@
 
     python benchmarks/first_try.py [--quick] [--only NAME ...] [--set KEY=VALUE ...] [--jobs N]
 
-Four look at images, four take seven or more turns with JSON tools. A task is learned if held-out success is at least 0.8 of its solver's, and reinforcement closed at least half of the gap between
-the policy before it and the solver. With rewards shuffled among the episodes of each step (the control) none may be learned (a
-gain over 0.1), and none broken (a loss over 0.1). Success is that of 480 held-out episodes after the run: in the run's own 120
-a policy that did not change may gain a tenth. CPU seconds are without them, and in the last line (JSON) without controls.
+Four look at images, four take seven or more turns with JSON tools. A task is learned if held-out success is at least 0.8 of its
+solver's, and reinforcement closed at least half of the gap between the policy before it and the solver. With rewards shuffled
+among the episodes of each step (the control) none may be learned (a gain over 0.1), and none broken (a loss over 0.1). Success
+is that of 480 held-out episodes after the run: in the run's own 120 a policy that did not change may gain a tenth. CPU seconds
+are without them, and in the last line (JSON) without controls.
 
 `idle` is the share of steps with a learning rate of 0 although most groups had episodes with different rewards, `lost` the
 largest loss of the success of a step's episodes within three steps.

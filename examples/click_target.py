@@ -52,9 +52,7 @@ class ClickTarget(tw.Env):
         rng = random.Random(f"{split} {seed}")
         tasks = {}
         for _ in range(40 * n):
-            screens = [
-                [rng.choice(list(COLORS)), dict(zip(COLORS, rng.sample(CELLS, 3), strict=True))] for _ in range(SCREENS)
-            ]
+            screens = [[rng.choice(list(COLORS)), dict(zip(COLORS, rng.sample(CELLS, 3), strict=True))] for _ in range(SCREENS)]
             first = screens[0][1]
             if (sum(map(CELLS.index, first.values())) % 5 == 0) == (split == "eval"):
                 task = tw.Task(info={"screens": screens})
