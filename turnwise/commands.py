@@ -220,20 +220,31 @@ def _warn_early(resolved: ResolvedConfig, specs: Sequence[EnvSpec], watch: Progr
 
 
 def _record_extension(training_run: TrainingRun, resolved: ResolvedConfig) -> None:
-    """Write the settings of a run that is being extended; a `ConfigError` when its warm-up is over and would get more steps."""
-    run = training_run.run
-    more = resolved.config.warmup.steps > load_run_config(run.path).config.warmup.steps
-    if more and training_run.cursor["phase"] != "warmup":
-        raise ConfigError(f"--resume {run.given_path}: the warm-up is over, so warmup.steps has no effect; leave it out")
+    """Write the settings of a run that is being extended; a `ConfigError` when its warm-up is over and would change."""
+    run, warmup = training_run.run, resolved.config.warmup
+    before = load_run_config(run.path).config.warmup
+    changed = [key for key in ("steps", "gate_success") if getattr(warmup, key) != getattr(before, key)]
+    if changed and training_run.cursor["phase"] != "warmup":
+        recipe = resolved.recipe or "RECIPE"
+        flag = changed[0].replace("_", "-")
+        raise ConfigError(
+            f"--resume {run.given_path}: the warm-up is over, so warmup.{changed[0]} has no effect; leave it out, or start a "
+            f"new run: turnwise train {recipe} --out {run.given_path}-2 --warmup.{flag} {getattr(warmup, changed[0])}"
+        )
     run.write_json("config.json", files.read_json(run.path / "config.json") | to_json_dict(resolved))
     (run.path / "summary.json").unlink(missing_ok=True)
 
 
 def _is_extended(resolved: ResolvedConfig, run: Path) -> bool:
-    """Return whether a run is resumed with more steps or another early stop."""
+    """Return whether a run is resumed with more steps, another early stop or another gate."""
     before = load_run_config(run)
-    stops = [(train.stop_success, train.patience) for train in (resolved.config.train, before.config.train)]
-    return resolved.extended != before.extended or stops[0] != stops[1]
+    if resolved.extended != before.extended:
+        return True
+
+    def ends(config: RunConfig) -> tuple[float | None, ...]:
+        return config.train.stop_success, config.train.patience, config.warmup.gate_success
+
+    return ends(resolved.config) != ends(before.config)
 
 
 def _finished(training_run: TrainingRun) -> str:

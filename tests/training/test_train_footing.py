@@ -25,7 +25,8 @@ from turnwise.training import Trainer
 from turnwise.training.checkpoint import Checkpoints
 from turnwise.training.evaluation import EvalResult, summarize
 from turnwise.training.task_plan import TaskPlan, eval_samples
-from turnwise.training.warmup import GATE_SHARE, NO_DEMONSTRATOR, NO_START, Gate, cannot_learn, cut_note, demonstrations
+from turnwise.training.warmup import NO_START, cannot_learn, cut_note, demonstrations
+from turnwise.training.warmup_gate import GATE_SHARE, NO_DEMONSTRATOR, Gate
 from turnwise.types import StopReason, Trajectory
 from turnwise.viewer.diagnosis import diagnose
 
@@ -328,12 +329,12 @@ def test_a_warm_up_that_missed_its_gate_goes_on(tmp_path):
             return float(Later.paid or said == "xxx")
 
     run = tmp_path / "run"
-    with pytest.raises(TurnwiseError, match=r"resume with --resume .* --warmup.steps 4"):
+    with pytest.raises(TurnwiseError, match=r"resume with --resume .* --warmup.steps 8"):
         train(Later, run)
     Later.paid = True
-    summary = resume(Later, run, warmup={"steps": 4})
-    assert (summary["warmup_steps"], summary["rl_steps"]) == (4, 3)
-    assert [row["step"] for row in rows_of(run, "warmup")] == [1, 2, 3, 4]
+    summary = resume(Later, run, warmup={"steps": 8})
+    assert (summary["warmup_steps"], summary["rl_steps"]) == (8, 3)
+    assert [row["step"] for row in rows_of(run, "warmup")] == list(range(1, 9))
 
 
 class Four(Echo):

@@ -13,7 +13,7 @@ from turnwise.training.evaluation import summarize
 from turnwise.training.metrics import no_signal_reason, step_row
 from turnwise.training.run import STOP_STEPS, TrainingRun
 from turnwise.training.run_record import RunRecord
-from turnwise.training.warmup import Gate
+from turnwise.training.warmup_gate import Gate
 from turnwise.viewer.diagnosis import diagnose
 
 TINY = {"hidden": 16, "heads": 1, "kv_heads": 1, "layers": 1}

@@ -94,7 +94,14 @@ def load_run_config(run: Path) -> ResolvedConfig:
     return ResolvedConfig(build(merged.tree, where), origins, Path(recipe) if recipe else None, extended)
 
 
-EXTENDABLE = ("train.steps", "warmup.steps", "train.stop_success", "train.patience", "scale.*")
+EXTENDABLE = (
+    "train.steps",
+    "warmup.steps",
+    "warmup.gate_success",
+    "train.stop_success",
+    "train.patience",
+    "scale.*",
+)
 """Keys that a resumed run accepts: they change nothing that it has done."""
 
 

@@ -500,14 +500,17 @@ class WarmupConfig:
     """Conversations to train on instead: JSONL, Parquet or Arrow rows with `messages` and optionally `tools`; none records
     demonstrations."""
     steps: Annotated[PositiveInt, WARMED_UP] = 500
-    """Maximum steps."""
+    """Steps of a round, at whose end the learning rate is a tenth; rounds after the first begin at about half of it."""
+    rounds: Annotated[PositiveInt, WARMED_UP] = 3
+    """Maximum rounds: another begins where the gate is not met and the loss fell in the second half of the one before."""
     batch: Annotated[PositiveInt, WARMED_UP] = 32
     """Episodes per step."""
     lr: Annotated[PositiveFloat, WARMED_UP] = 4e-3
     """Peak learning rate, with cosine decay to a tenth."""
     gate_success: Annotated[Fraction | None, WARMED_UP] = None
     """Success rate of sampled episodes on training tasks that ends the warmup; a lower rate at the last step stops the run.
-    None is 0.75 of the demonstrations' own; a lower rate then stops the run only where rewards do not differ."""
+    None is 0.75 of the demonstrations' own; a lower rate then stops the run only where rewards do not differ, or the replies
+    succeed as often in other tasks."""
     gate_loss: Annotated[PositiveFloat | None, WARMED_UP] = None
     """Maximum supervised loss per sampled token that is required too; none requires no loss."""
     gate_every: Annotated[PositiveInt, WARMED_UP] = 50

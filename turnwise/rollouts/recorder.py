@@ -163,7 +163,7 @@ class Recorder:
         self._key = key
         self.seed = episode_seed(self._seed, key)
         """Seed of the attempt's random streams."""
-        self.session = f"{key.phase}/{key.step}/{key.task}/{key.sample}/{key.attempt}"
+        self.session = key.session
 
     def limit_turns(self, max_turns: Any) -> None:
         """Apply the turn limit that an environment sets, `Env.max_turns`; raise `EnvError` if it is no number of turns."""

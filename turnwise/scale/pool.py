@@ -312,15 +312,11 @@ class WorkerPool:
     def pending(self, now: float) -> list[PendingEpisode]:
         """As `GroupPlayer.pending`."""
         return [
-            PendingEpisode(_session(key), asked.turns(key), _phase(asked), now - asked.since, asked.since)
+            PendingEpisode(key.session, asked.turns(key), _phase(asked), now - asked.since, asked.since)
             for asked in list(self._asked)
             for key in asked.spec.keys
             if key not in asked.finished
         ]
-
-
-def _session(key: EpisodeKey) -> str:
-    return f"{key.phase}/{key.step}/{key.task}/{key.sample}/{key.attempt}"
 
 
 def _phase(asked: _Asked) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.config import RunConfig
-from turnwise.engines import Sampling
+from turnwise.engines import Sampling, ScriptedEngine
 from turnwise.engines.local import torch_settings
 from turnwise.envs.spec import EnvSpec
 from turnwise.errors import TurnwiseError
@@ -54,12 +54,23 @@ from turnwise.training.task_plan import (
     planned_steps,
 )
 from turnwise.training.trainer.memory import report_memory
-from turnwise.training.warmup import SIGNAL, Gate, cut_note, demonstrations, learning_rate, sample_demos
+from turnwise.training.warmup import cut_note, demonstrations, sample_demos
+from turnwise.training.warmup_gate import (
+    SIGNAL,
+    Gate,
+    exceeds,
+    learning_rate,
+    round_ends,
+    still_falls,
+    success_in_other_tasks,
+)
 from turnwise.types import ROUTES, Trajectory
 
 if TYPE_CHECKING:
     from turnwise.engines.remote.placed import ServerPlacer
 
+RECENT = 20
+"""Last warm-up steps, whose mean loss `warmup.gate_loss` bounds."""
 STOP_STEPS = 5
 """Steps over which the success that ends reinforcement is averaged."""
 
@@ -101,7 +112,8 @@ class TrainingRun:
         watch.phase("set up", 0, "")
         train, rollout = config.train, config.rollout
         self._train_steps = (*extended.get("train.steps", ()), train.steps)
-        self._warmup_steps = (*extended.get("warmup.steps", ()), config.warmup.steps)
+        lengths = (*extended.get("warmup.steps", ()), config.warmup.steps)
+        self._round_ends = round_ends(lengths, config.warmup.rounds)
         self.plan = TaskPlan(
             env_specs,
             steps=self._train_steps,
@@ -281,7 +293,7 @@ class TrainingRun:
             self.cursor |= {"phase": "reinforce", "step": 0}
             self.policies.reference()
             return
-        self.watch.phase("warm-up", warmup.steps, "steps")
+        self.watch.phase("warm-up", planned_steps(self._round_ends, step), "steps")
         note = self.watch.note
         demos = await self._demonstrate()
         failed_plays = self.record.failed_plays("demonstrate", 0)  # in the first row, for they are played before it
@@ -292,40 +304,114 @@ class TrainingRun:
             note(f"{gate.demo_success:.0%} of {len(demos)} demonstrations succeed; the warm-up's goal is {gate.success:.0%}")
         if cut := cut_note(config, demos):
             note(cut)
-        missing, result = "the gate was not evaluated yet", summarize([])
-        losses: list[float] = list(self.cursor.get("losses", ()))
-        while step < warmup.steps:
+
+        missing, played = "the gate was not evaluated yet", list[Trajectory]()
+        losses: list[float] = list(self.cursor.get("losses", ()))  # of this round
+        while step < self._round_ends[-1]:
             await release_engine_memory(self.parts.engine, config)
-            total = planned_steps(self._warmup_steps, step)
-            figures = self.policies.supervised(sample_demos(demos, config, step), lr=learning_rate(warmup.lr, step, total))
-            losses = [*losses[-19:], figures["loss"]]
+            end = planned_steps(self._round_ends, step)
+            figures = self.policies.supervised(sample_demos(demos, config, step), lr=learning_rate(warmup.lr, step, end))
+            losses.append(figures["loss"])
             step += 1
             self.record.row({"phase": "warmup", "step": step, "demo_reward": demo_reward} | figures | failed_plays)
             failed_plays = {}
             self.watch.progress(step, figures)
-            if step % warmup.gate_every == 0 or step == warmup.steps:
-                missing, result = await self._check_gate(gate, step, sum(losses) / len(losses))
-                if not missing or step == warmup.steps:
+            if step % warmup.gate_every and step != end:
+                continue
+
+            recent = losses[-RECENT:]
+            missing, played = await self._check_gate(gate, step, sum(recent) / len(recent))
+            if not missing:
+                break
+            if step == end:
+                # A user who asked for more steps than this round has gets them whatever the loss does.
+                asked_for_more = step < warmup.steps
+                if not asked_for_more and not self._another_round(step, losses, played):
                     break
-                self._save("warmup", phase="warmup", step=step, losses=losses)
-        if missing and result.success is None:
-            raise TurnwiseError(
-                f"the warm-up ended after {step} steps without meeting its gate, since {missing}: training longer changes "
-                "nothing. Find out why the environment or its reward function returned None for each of them (episodes are in "
-                f"{self.run.given_path / 'trajectories.jsonl'}), mend it, and resume with --resume {self.run.given_path}"
-            )
-        if missing and (gate.demo_success is None or result.differing < SIGNAL):
-            raise TurnwiseError(
-                f"the warm-up ended after {step} steps without meeting its gate: {missing}. Reinforcement would have nothing "
-                f"to build on: resume with --resume {self.run.given_path} --warmup.steps {2 * warmup.steps} if the loss still "
-                "falls, or raise warmup.demos, or lower the gate if the demonstrations allow no more"
-            )
+                note(f"after {step} steps {missing}, but the loss still falls: the warm-up goes on")
+                self.watch.phase("warm-up", planned_steps(self._round_ends, step), "steps")
+                losses = []
+            self._save("warmup", phase="warmup", step=step, losses=losses)
         if missing:
-            note(f"warm-up ended below its goal ({missing}); training goes on, since {result.differing:.0%} of rewards differ")
+            await self._judge_missed_gate(gate, missing, demos, played, step)
+
         # Reinforcement starts with fresh moments: those of cross entropy have another scale.
         self.policies.reset_optimizer()
         self.policies.reference()
         self._save("warmed", phase="reinforce", step=0, warmed=step, losses=[])
+
+    def _another_round(self, step: int, losses: Sequence[float], played: Sequence[Trajectory]) -> bool:
+        """Return whether a warm-up that missed its gate at the end of a round goes on."""
+        is_last = step == self._round_ends[-1]
+        has_rewards = any(trajectory.reward is not None for trajectory in played)
+        return not is_last and has_rewards and still_falls(losses)
+
+    async def _judge_missed_gate(
+        self,
+        gate: Gate,
+        missing: str,
+        demos: Sequence[Trajectory],
+        played: Sequence[Trajectory],
+        step: int,
+    ) -> None:
+        """Note that reinforcement begins below the gate; raise `TurnwiseError` where it would have nothing to build on."""
+        run, warmup = self.run.given_path, self.config.warmup
+        result = summarize(played, self.config.eval.success)
+        if result.success is None:
+            raise TurnwiseError(
+                f"the warm-up ended after {step} steps without meeting its gate, since {missing}: training longer changes "
+                "nothing. Find out why the environment or its reward function returned None for each of them (episodes are in "
+                f"{run / 'trajectories.jsonl'}), mend it, and resume with --resume {run}"
+            )
+
+        longer = f"--resume {run} --warmup.steps {step + warmup.steps}"
+        if gate.demo_success is None or result.differing < SIGNAL:
+            raise TurnwiseError(
+                f"the warm-up ended after {step} steps without meeting its gate: {missing}. Reinforcement would have nothing "
+                f"to build on: resume with {longer} if the loss still falls, or with --resume {run} --warmup.gate-success X "
+                "if the demonstrations allow no more, or start a new run with more warmup.demos"
+            )
+
+        chance = await self._success_in_other_tasks(played)
+        reads = chance is None or exceeds(result, chance)
+        if chance is not None and not reads and await self._demonstrations_read(demos):
+            raise TurnwiseError(
+                f"the warm-up ended after {step} steps without meeting its gate: {missing}, and the same replies succeed in "
+                f"{chance.success:.0%} of other tasks, so what a task shows is not used yet. Reinforcement would learn from "
+                f"luck: resume with {longer} if the loss still falls, or with --resume {run} --warmup.gate-success "
+                f"{result.success:.2g} to begin it all the same; else a larger model or plainer observations"
+            )
+        self.watch.note(
+            f"warm-up ended below its goal ({missing}); training goes on, since {result.differing:.0%} of rewards differ"
+        )
+
+    async def _demonstrations_read(self, demos: Sequence[Trajectory]) -> bool:
+        """Return whether demonstrations succeed more often than their replies do in other tasks: what pays there depends on
+        the task."""
+        some = demos[: self.config.warmup.gate_tasks]
+        chance = await self._success_in_other_tasks(some)
+        return chance is not None and exceeds(summarize(some, self.config.eval.success), chance)
+
+    async def _success_in_other_tasks(self, played: Sequence[Trajectory]) -> EvalResult | None:
+        """Return the success of replies in other tasks than those they were said in; None if that cannot be known."""
+
+        def make_rollout(engine: ScriptedEngine) -> Rollout:
+            return Rollout(
+                engine,
+                self.parts.renderer,
+                limits=self.config.limits,
+                seed=self.config.seed,
+                stop=self.config.rollout.stop,
+                history=self.history,
+                media=self.rollout.media_intake.store,
+                sanity="off",
+            )
+
+        by_id = {choice.task.id: choice for choice in self.plan.train}
+        for env_spec in self.env_specs:
+            choices = self.plan.demonstrated(env_spec, self.config.warmup.demos)
+            by_id |= {choice.task.id: choice for choice in choices}
+        return await success_in_other_tasks(by_id, played, make_rollout, self.config.eval.success)
 
     async def _demonstrate(self) -> list[Trajectory]:
         """Play the demonstrations as the other episodes of a run; one that failed for good stays left out after a resume."""
@@ -351,22 +437,23 @@ class TrainingRun:
         torch_settings.keep()
         return demos
 
-    async def _check_gate(self, gate: Gate, step: int, loss: float) -> tuple[str, EvalResult]:
-        """Play some training tasks; return the unmet gate conditions, empty when the gate is met twice, and the last result."""
+    async def _check_gate(self, gate: Gate, step: int, loss: float) -> tuple[str, list[Trajectory]]:
+        """Play some training tasks; return the unmet gate conditions, empty when the gate is met twice, and the last plays."""
         await self._sync(step)
-        missing, result = "", summarize([])
+        missing, trajectories = "", list[Trajectory]()
         for name in ("gate", "gate-again"):
             if missing:
                 break
             episodes = self.config.warmup.gate_tasks
             tasks = self.plan.preview(episodes)
             samples = math.ceil(episodes / len(tasks))
-            result = await self._score(tasks, name, step, samples, sampling_of(self.config.rollout))
+            trajectories = await self._play_scored(tasks, name, step, samples, sampling_of(self.config.rollout))
+            result = summarize(trajectories, self.config.eval.success)
             missing = gate.unmet(result, loss)
             row = {"phase": "gate", "step": step, "loss": loss, "gate_passed": not missing} | dict(self.measured)
             row |= {"name": "again"} if name == "gate-again" else {}
             self.record.row(row | result.row() | self.record.failed_plays(name, step))
-        return missing, result
+        return missing, trajectories
 
     # Reinforcement
 
@@ -589,8 +676,8 @@ class TrainingRun:
             phase, blind = f"eval-{name}-{mode}", mode == "blind"
             if blind:  # known only now: a pass over the others would be "3/2"
                 self.watch.phase("evaluate blind", 1, "passes")
-            found = await self._score(self.plan.held_out, phase, step, samples, sampling, blind)
-            scores[mode] = found
+            trajectories = await self._play_scored(self.plan.held_out, phase, step, samples, sampling, blind)
+            found = scores[mode] = summarize(trajectories, self.config.eval.success)
             row = {"phase": "eval", "name": name, "mode": mode, "step": step} | dict(self.measured)
             self.record.row(row | found.row() | self.record.failed_plays(phase, step))
             counted = found if blind else scores["sampled"]  # as the summary does
@@ -600,9 +687,10 @@ class TrainingRun:
             self.watch.progress(1 if blind else number, figures)
         return scores
 
-    async def _score(
+    async def _play_scored(
         self, choices: Sequence[TaskChoice], phase: str, step: int, samples: int, sampling: Sampling, blind: bool = False
-    ) -> EvalResult:
+    ) -> list[Trajectory]:
+        """Play tasks for an evaluation, and keep what was measured of them."""
         work = play_evaluation(
             self.rollout,
             choices,
@@ -613,10 +701,10 @@ class TrainingRun:
             blind=blind,
             play=self._play_with_retries,
         )
-        trajectories = await self._with_progress(work, len(choices) * samples)
+        trajectories: list[Trajectory] = await self._with_progress(work, len(choices) * samples)
         self._accept(trajectories, f"the {phase} episodes")
         self.measured = rollout_metrics(trajectories, success=self.config.eval.success)
-        return summarize(trajectories, self.config.eval.success)
+        return trajectories
 
     async def _with_progress(self, work: Any, episodes: int) -> Any:
         """Await episodes while reporting what they wait for."""

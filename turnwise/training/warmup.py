@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -24,7 +23,6 @@ from turnwise.renderers.chat_renderer import ChatRenderer
 from turnwise.renderers.history import History
 from turnwise.renderers.row_arguments import COLUMN, check_arguments_of_row
 from turnwise.rollouts import EpisodeSpec, Rollout
-from turnwise.training.evaluation import EvalResult
 from turnwise.training.task_plan import TaskPlan
 from turnwise.types import EpisodeKey, Message, StopReason, Task, Trajectory
 
@@ -118,7 +116,7 @@ async def conversations(
         key = EpisodeKey("converse", 0, f"conversation-{total}", 0)
         task = Task(conversation.opening, id=key.task)
         episodes.append(EpisodeSpec(task, key, partial(ConversationEnv, conversation), None, len(conversation.replies)))
-        lines[f"{key.phase}/{key.step}/{key.task}/{key.sample}/{key.attempt}"] = [text for text in texts if text is not None]
+        lines[key.session] = [text for text in texts if text is not None]
     turns = max((len(texts) for texts in lines.values()), default=1)
     own = Limits(turns=turns, turn_tokens=LONGEST, context=limits.context, images=limits.images)
     rollout = Rollout(ConversationEngine(lines), renderer, limits=own, history=history, media=media, sanity="off")
@@ -293,55 +291,6 @@ def cut_note(config: RunConfig, demos: Sequence[Trajectory]) -> str:
     return f"{count / len(demos):.0%} of the demonstrations are cut at {limit}; raise it, or what they show has no end"
 
 
-GATE_SHARE = 0.75
-"""Share of the demonstrations' success that the warm-up must reach by default; 0.9 was too strict for one of six tasks."""
-NO_DEMONSTRATOR = 0.15
-"""Gate of a warm-up on conversations, whose success is unknown."""
-SIGNAL = 0.02
-"""Share of episodes whose reward differs from the most common one from which on reinforcement has something to learn from."""
-
-
 def sample_demos(demos: Sequence[Trajectory], config: RunConfig, step: int) -> list[Trajectory]:
     """Draw the demonstrations of one step uniformly (buckets by length would favor middle lengths)."""
     return random.Random(f"{config.seed}/warmup/{step}").choices(demos, k=config.warmup.batch)
-
-
-def learning_rate(peak: float, step: int, steps: int) -> float:
-    """Return the warm-up learning rate: ten steps up, then a cosine to a tenth of the peak at `steps`."""
-    rise = min(1.0, (step + 1) / 10)
-    fall = 0.1 + 0.45 * (1 + math.cos(math.pi * min(step / steps, 1.0)))
-    return peak * rise * fall
-
-
-@dataclass(frozen=True, slots=True)
-class Gate:
-    """What a policy must reach for the warm-up to end."""
-
-    success: float
-    """Success rate of sampled episodes."""
-    loss: float | None
-    """Maximum loss per sampled token."""
-    demo_success: float | None
-    """Success rate of the demonstrations, if the gate is relative to it."""
-
-    @classmethod
-    def of(cls, config: RunConfig, demos: Sequence[Trajectory]) -> Gate:
-        """Return the gate of a run, relative to its demonstrations unless the recipe sets it."""
-        warmup = config.warmup
-        rewards = [t.reward for t in demos if t.reward is not None]
-        if warmup.gate_success is not None or not rewards:  # conversations of a dataset have no rewards
-            return cls(NO_DEMONSTRATOR if warmup.gate_success is None else warmup.gate_success, warmup.gate_loss, None)
-        success = sum(reward >= config.eval.success for reward in rewards) / len(rewards)
-        return cls(GATE_SHARE * success, warmup.gate_loss, success)
-
-    def unmet(self, score: EvalResult, loss: float) -> str:
-        """Describe the unmet conditions; empty if the gate is met."""
-        missing = []
-        if score.success is None:
-            missing.append(f"no episode had a reward, all {score.failed} were None")
-        elif score.success < self.success:
-            of = "" if self.demo_success is None else f" ({GATE_SHARE:g} of the demonstrations' {self.demo_success:.2f})"
-            missing.append(f"success is {score.success:.2f}, the gate {self.success:.2g}{of}")
-        if self.loss is not None and loss > self.loss:
-            missing.append(f"loss is {loss:.3f}, warmup.gate_loss {self.loss:g}")
-        return " and ".join(missing)

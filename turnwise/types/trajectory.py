@@ -255,6 +255,11 @@ class EpisodeKey:
     attempt: int = 0
 
     @property
+    def session(self) -> str:
+        """Name of the episode in requests to an engine."""
+        return f"{self.phase}/{self.step}/{self.task}/{self.sample}/{self.attempt}"
+
+    @property
     def group(self) -> GroupKey:
         """What the episodes of one group share."""
         return self.phase, self.step, self.task

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from turnwise.engines import Generation, Request
@@ -154,8 +154,8 @@ class RecordedEngine:
             failures = [failure for failure in episode.trajectory.failures if failure.phase == "generate"]
             key = episode.key
             for number, attempt in enumerate(episode.attempts):
-                name = f"{key.phase}/{key.step}/{key.task}/{key.sample}/{key.attempt + number}"
-                self._sessions[name] = _Session(episode, attempt, failures)
+                session = replace(key, attempt=key.attempt + number).session
+                self._sessions[session] = _Session(episode, attempt, failures)
 
     async def generate(self, request: Request) -> Generation:
         """Return the recorded answer; raise `ReplayDiverged` if there is none, `EngineError` if the record has a failure."""
