@@ -148,6 +148,29 @@ def test_a_step_that_hangs_is_named(monkeypatch):
     assert errors[0].startswith("Step did not return within 0.2 s (limits.env_s in training)")
 
 
+def test_tasks_that_never_end_where_a_run_asks_for_more_are_named(monkeypatch):
+    class Few(Talk):
+        """Has 300 different tasks: enough for the other checks, not for a run."""
+
+        @staticmethod
+        def tasks(split, n, seed):
+            found = set()
+            while len(found) < n and not released.is_set():
+                found.add(f"{split} {len(found) % 300}")
+                released.wait(0.0)
+            return [tw.Task(text) for text in found]
+
+    released = threading.Event()
+    monkeypatch.setattr(check, "CALL_S", 1.0)
+    try:
+        findings = check.check_env(tw.as_env_spec(Few))
+    finally:
+        released.set()
+    (finding,) = [finding for finding in findings if finding.severity == "error"]
+    assert finding.message == "tasks('train', 4000, 0) did not return within 1 s."
+    assert "return fewer" in finding.remedy
+
+
 def test_an_environments_own_timeout_is_no_call_that_hangs():
     class Late(tw.Env):
         def reset(self, task, *, seed=None):

@@ -79,6 +79,7 @@ def breaks(trajectory: tw.Trajectory) -> dict[str, float]:
 @pytest.mark.parametrize("rule", ["qwen3", "qwq"])
 def test_the_default_warns_once_with_both_texts(rule: str) -> None:
     found, said = played(rule)
+    assert "What was sampled is trained as it is" in said[0]
     assert len(said) == 1, "thinking was stripped from what a full render shows, and nobody was told"
     assert "thinking_stripped" in said[0]
     trained, template = said[0].split("trained:")[1].split("template:")

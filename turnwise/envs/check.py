@@ -98,7 +98,7 @@ def check_first_row(spec: EnvSpec) -> None:
 
 
 async def _check(spec: EnvSpec, n: int, seed: int, made: int, findings: list[EnvFinding]) -> None:
-    tasks = _check_tasks(spec, n, seed, made, findings)
+    tasks = await _check_tasks(spec, n, seed, made, findings)
     if spec.factory is None:
         findings.append(_note(f"{spec.name} is a play function; only its tasks are checked.", "Play it with a ScriptedEngine."))
         return
@@ -118,15 +118,23 @@ async def _check(spec: EnvSpec, n: int, seed: int, made: int, findings: list[Env
         findings.append(_error("Playing changes the task, which all episodes of its group share.", "Copy what you change."))
 
 
-def _check_tasks(spec: EnvSpec, n: int, seed: int, made: int, findings: list[EnvFinding]) -> list[Task]:
+async def _check_tasks(spec: EnvSpec, n: int, seed: int, made: int, findings: list[EnvFinding]) -> list[Task]:
     sides: dict[str, list[Task]] = {}
     for split in ("train", "eval"):
+        asked = made
         try:
-            sides[split] = spec.tasks(split, made, seed)
+            sides[split] = await call_within(CALL_S, spec.tasks, split, asked, seed)
+            if split == "train":
+                asked = max(made, _MANY)
+                await call_within(CALL_S, spec.tasks, split, asked, seed)
+        except CallHangs:
+            hangs = f"tasks({split!r}, {asked}, {seed}) did not return within {CALL_S:g} s."
+            findings.append(_error(hangs, MANY_HANG))
+            return []
         except UsageError as error:
             findings.append(_error(f"Cannot load the {split} tasks: {error}."))
         except Exception as error:
-            findings.append(_error(f"tasks({split!r}, {made}, {seed}) raised {_describe_error(error)}."))
+            findings.append(_error(f"tasks({split!r}, {asked}, {seed}) raised {_describe_error(error)}."))
     if len(sides) < 2:
         return sides.get("train", [])[:n]
     repeated = _repeated(sides["train"]) or _repeated(sides["eval"])
@@ -141,6 +149,13 @@ def _check_tasks(spec: EnvSpec, n: int, seed: int, made: int, findings: list[Env
         none = _warning("There are no held-out tasks.", "Give at least 5 tasks, or eval tasks of their own.")
         findings.append(_ok(f"{counts} have nothing in common.") if sides["eval"] else none)
     return sides["train"][:n] + sides["eval"][:n]
+
+
+MANY_HANG = (
+    "A run asks for a task for each group of each step and for each demonstration. Where there are fewer different ones, "
+    "return fewer: a loop that waits for more never ends."
+)
+_MANY = 4000  # training tasks that a run of the recipe of `init` asks for
 
 
 def _repeated(tasks: Sequence[Task]) -> str | None:

@@ -98,8 +98,9 @@ class RenderCheck:
                     f"the ids of an episode differ from a full render of its conversation ({difference.cause}, "
                     f"turn {difference.turn + 1} of {key.phase}/{key.step}/{key.task}/{key.sample}). {difference.description}\n"
                     f"  trained:  {difference.sent!r}\n  template: {difference.canonical!r}\n"
-                    "Other differences are only counted (template_breaks_*); "
-                    'sanity = "ignore_strippable" or "off" checks less.',
+                    "What was sampled is trained as it is, so nothing has to change here; a server of chats that renders the "
+                    "conversation again has other ids than the policy learned from. Other differences are only counted "
+                    '(template_breaks_*); sanity = "ignore_strippable" or "off" checks less.',
                     stacklevel=1,
                 )
         if difference.cause in self.reports:

@@ -110,7 +110,8 @@ def truncated(rows: DiagnosisInput) -> Diagnosis | None:
     cause = next(iter(sum_tables(rows.last, "truncations").most_common(1)), ("a limit", 0))[0]
     remedy = {
         "turn_length": "Replies do not end: raise limits.turn_tokens, or check the stop ids (turnwise check --model).",
-        "max_turns": "Raise limits.turns, or the environment's own max_turns if that is lower, or reward finishing.",
+        "max_turns": "If so many turns are the task's rule, the limit is right: reward what leads to the end, or demonstrate "
+        "how to end in time. Else raise limits.turns, or the environment's own max_turns if that is lower.",
         "context": "Raise limits.context, truncate observations (limits.observation_tokens), or shorten rollout.history.",
         "episode_tokens": "Raise limits.episode_tokens, or truncate observations (limits.observation_tokens).",
         "wall_clock": "Raise limits.wall_clock_s, or find the slow phase: seconds.<phase> in docs/reference/metrics.md.",
