@@ -56,7 +56,7 @@ OF_SOLVER, OF_GAP, DRIFT = 0.8, 0.5, 0.1
 
 def recipe_of(name: str, folder: Path) -> Path:
     """Write what `turnwise init` writes, with the example in place of its environment; return the recipe."""
-    words = [sys.executable, "-m", "turnwise", "init", name]
+    words = [sys.executable, "-m", "turnwise", "init", name, *(["--vision"] if name in IMAGES else [])]
     subprocess.run(words, cwd=folder, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(ROOT)})
     recipe = folder / name / "recipe.toml"
     text = recipe.read_text()
@@ -126,10 +126,9 @@ def run_one(name: str, seed: int, kinds: Sequence[bool], overrides: Sequence[str
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         recipe = recipe_of(name, Path(folder))
-        given = [*overrides, *(["model.vision=true"] if name in IMAGES else [])]
         out, warm = f"{folder}/run", f"{folder}/run-warm"
         for shuffled in kinds:
-            words = [sys.executable, __file__, "--child", name, str(seed), str(recipe), out, str(int(shuffled)), *given]
+            words = [sys.executable, __file__, "--child", name, str(seed), str(recipe), out, str(int(shuffled)), *overrides]
             done = subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
             found = {"error": done.stderr[-300:]} if done.returncode else json.loads(done.stdout.splitlines()[-1])
             rows.append({"task": name, "seed": seed, "shuffled": shuffled, **found})

@@ -295,6 +295,11 @@ def _change_list(what: str, url: str, path: Path | None) -> int:
     return 0
 
 
+READS = "model = { heads = 4, kv_heads = 4 }"
+SEES = """\
+# It sees images up to this size, larger ones are scaled down; of text it reads what is beside them, never their alt.
+model = { vision = true, image_side = 64, heads = 4, kv_heads = 4 }"""
+"""What a recipe says of the tiny model."""
 _FILES = {"{name}.py": "env.py", "recipe.toml": "recipe.toml", "test_{name}.py": "test.py", "README.md": "README.md"}
 
 
@@ -302,6 +307,8 @@ def add_init(subparsers: Any) -> None:
     """Register the command."""
     parser = add_command(subparsers, "init", "write a starter environment, recipe and test", run_init)
     parser.add_argument("directory", metavar="NAME", type=Path, help="directory to create; its name is the environment's")
+    vision = "an environment with images, and a recipe for a model that sees"
+    parser.add_argument("--vision", action="store_true", help=vision)
 
 
 def run_init(args: argparse.Namespace) -> int:
@@ -320,10 +327,12 @@ def run_init(args: argparse.Namespace) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, template in zip(paths, _FILES.values(), strict=True):
+            if args.vision and template == "env.py":
+                template = "env_vision.py"
             text = (Path(__file__).parent / "templates" / f"{template}.jinja").read_text(encoding="utf-8")
-            # Two placeholders need no template engine.
+            # Three placeholders need no template engine.
             text = text.replace("{{ name }}", name).replace("{{ cls }}", class_name(name))
-            path.write_text(text, encoding="utf-8")
+            path.write_text(text.replace("{{ model }}", SEES if args.vision else READS), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{folder}: cannot be written ({error.strerror}); choose another directory") from None
     for path in paths:

@@ -58,6 +58,8 @@ class MediaStore:
         self._decoded: dict[Hashable, ImageRef] = {}
         """References by the content key of files."""
         self._gray: dict[tuple[int, int], ImageRef] = {}
+        self.has_unseen = False
+        """Whether a model without vision read the alternative texts of media in place of them."""
         self._lock = threading.Lock()
         # Every decoding thread contends for the interpreter lock, and the event loop waits for all of them.
         self._decode_slots = threading.Semaphore(max(1, (os.cpu_count() or 1) // 2))
@@ -89,6 +91,10 @@ class MediaStore:
         if blank or self.blank:
             return self._blank(width, height, alt, max_pixels)
         return ImageRef(self._add(pixels), width, height, max_pixels, alt)
+
+    def note_unseen(self) -> None:
+        """Note that a model without vision reads the alternative texts of media."""
+        self.has_unseen = True
 
     def pixels(self, ref: ImageRef) -> Any:
         """Return the 8-bit RGB pixels of an image, [height, width, 3], read-only; scaled down as the reference specifies.

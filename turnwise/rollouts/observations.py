@@ -102,6 +102,7 @@ class MediaIntake:
         if not has_media(messages):
             return messages
         if not self.has_vision:
+            self.store.note_unseen()
             return media_as_text(messages, strict=not final)
         count = count_media(messages)
         if count > self._max_per_observation:

@@ -138,6 +138,7 @@ class TrainingRun:
         self._template = self.parts.renderer.template.source if own else None
         check_run_template(run, self.parts.renderer, resumed=resumed)
         self._codes_reported = False
+        self._unseen_noted = False
         self._version = 0
         """Policy version of the last weight update."""
         self.stopped_by = ""
@@ -296,6 +297,7 @@ class TrainingRun:
         self.watch.phase("warm-up", planned_steps(self._round_ends, step), "steps")
         note = self.watch.note
         demos = await self._demonstrate()
+        self._note_unseen_images()
         failed_plays = self.record.failed_plays("demonstrate", 0)  # in the first row, for they are played before it
         rewards = [t.reward for t in demos if t.reward is not None]
         demo_reward = sum(rewards) / len(rewards) if rewards else None
@@ -704,7 +706,18 @@ class TrainingRun:
         trajectories: list[Trajectory] = await self._with_progress(work, len(choices) * samples)
         self._accept(trajectories, f"the {phase} episodes")
         self.measured = rollout_metrics(trajectories, success=self.config.eval.success)
+        self._note_unseen_images()
         return trajectories
+
+    def _note_unseen_images(self) -> None:
+        """Note once that the model reads the alternative texts of images, where it has no vision."""
+        if self.rollout.media_intake.store.has_unseen and not self._unseen_noted:
+            self._unseen_noted = True
+            how = "set model.vision = true" if self.config.model.path is None else "take a model with vision"
+            self.watch.note(
+                f"warning: the environment shows images, and the model has no vision: it reads their alt texts; {how} to "
+                "train one that sees them"
+            )
 
     async def _with_progress(self, work: Any, episodes: int) -> Any:
         """Await episodes while reporting what they wait for."""

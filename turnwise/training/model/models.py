@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -152,9 +153,26 @@ def vision_model(config: ModelConfig, sizes: Mapping[str, Any], token: Callable[
             dtype=dtype,
         )
     )
-    # Positions must be comparable in size to patch contents, or hundreds of steps learn nothing from images.
-    torch.nn.init.normal_(model.model.visual.pos_embed.weight, std=0.3)
+    _init_positions(model.model.visual.pos_embed.weight, side)
     return model
+
+
+POSITION_STD = 2.0
+"""Standard deviation of the position codes of image patches.
+
+A patch of one color has contents of about 1 in each channel. With codes of 0.3 a warm-up of 200
+steps of 48 images learned nothing of where the only target of an image was (7% of 16 cells); with
+1.5 it found 24%, with 3 94%, and with 6 nothing again.
+"""
+
+
+def _init_positions(table: Tensor, side: int) -> None:
+    """Fill a table of positions, [side * side, width]: a random code of the row plus one of the column, so that what is
+    learned in one place holds in its row and its column."""
+    width = table.shape[1]
+    rows, columns = (torch.randn(side, width) * (POSITION_STD / math.sqrt(2.0)) for _ in range(2))
+    with torch.no_grad():
+        table.copy_((rows[:, None] + columns[None, :]).reshape(side * side, width))
 
 
 def write_processor(config: ModelConfig, directory: Path) -> None:
