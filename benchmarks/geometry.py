@@ -4,9 +4,10 @@
 
 Each recipe is trained twice from the same warm-up: with its rewards, and with rewards shuffled
 within each group (the control). The table has the means of the first and the last 5 steps. The exit
-status is 1 where a run takes 300 s of CPU, the reward does not rise by 0.2 with disjoint intervals
-of held-out success, repetition does not halve, replies do not shorten by a fifth, or a control
-moves: 0.1 of reward, a tenth of the repetition or of the reply length. Last line JSON.
+status is 1 where a run takes 300 s of CPU, held-out episodes take under 2 turns (long: 8) before
+reinforcement, the reward does not rise by 0.2 with disjoint intervals of held-out success,
+repetition does not halve, replies do not shorten by a fifth, or a control moves: by 0.1 of reward,
+or a tenth of the repetition or the reply length. Last line JSON.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ CURVES = {
     "reward": "{:.3f}",
     "repetition": "{:.3f}",
     "reply_tokens.mean": "{:.1f}",
+    "sampled_tokens": "{:,.0f}",
     "tokens_per_s": "{:,.0f}",
     "train_s": "{:.2f}",
     "rollout_s": "{:.2f}",
@@ -39,13 +41,13 @@ CURVES = {
     "turns": "{:.1f}",
 }
 HEADER = (
-    "| recipe | seed | rewards | reward | repetition | reply, ids | ids/s | train, s | rollout, s "
-    "| rollout / train | turns | held-out, % | blind, % | CPU s |"
+    "| recipe | seed | rewards | reward | repetition | reply, ids | sampled, ids | ids/s "
+    "| train, s | rollout, s | rollout / train | turns | held-out, % | blind, % | CPU s |"
 )
 
 
 def train(recipe: str, seed: int, shuffled: bool, out: Path) -> dict[str, Any]:
-    """Train a recipe in a process of its own; return the ends of its curves and its summary."""
+    """Train a recipe in a process of its own, unless `out` has the finished run; return figures."""
     words = [sys.executable, "-m", "turnwise", "train", str(ROOT / "recipes" / f"{recipe}.toml")]
     words += ["--seed", str(seed), "--out", str(out), "--display", "none"]
     if shuffled:
@@ -53,7 +55,10 @@ def train(recipe: str, seed: int, shuffled: bool, out: Path) -> dict[str, Any]:
         control = str(ROOT / "recipes" / "geometry_tiny.py") + ":Shuffled"
         words += ["--env.use", control, "--env.name", "Figures"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run(words, check=True, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    if not (out / "summary.json").exists():
+        done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"{' '.join(words)}\n{done.stderr}")
 
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["phase"] == "train"]
@@ -98,8 +103,8 @@ def line(name: str, run: Mapping[str, Any]) -> str:
         ends = ["-" if value is None else form.format(value) for value in run["curves"][curve]]
         cells.append(", ".join(ends))
     summary = run["summary"]
-    before, after, blind = (100 * summary[f"success_{when}"] for when in ("before", "after", "blind"))
-    cells += [f"{before:.1f}, {after:.1f}", f"{blind:.1f}", f"{summary['cpu_s']:.0f}"]
+    held_out = [f"{100 * summary[f'success_{when}']:.1f}" for when in ("before", "after", "blind")]
+    cells += [", ".join(held_out[:2]), held_out[2], f"{summary['cpu_s']:.0f}"]
     return f"| {' | '.join(cells)} |"
 
 
@@ -109,7 +114,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="seed 0 alone")
     parser.add_argument("--only", nargs="+", choices=tuple(RECIPES), default=tuple(RECIPES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
-    parser.add_argument("--runs", type=Path, help="directory to keep the runs in")
+    parser.add_argument("--runs", type=Path, help="directory of the runs, finished ones included")
     args = parser.parse_args()
 
     runs: list[dict[str, Any]] = []

@@ -3,7 +3,7 @@
 ::
 
     user       (image: a circle of radius 3)  What is the circumference of each circle?
-    assistant  let me see<tool_call>{"name": "check_answer", "arguments": {"answer": "12.6"}}</tool_call>
+    assistant  let me see let me see<tool_call>{"name": "check_answer", ... "12.6"}}</tool_call>
     tool       12.6 is wrong. Think again.
     assistant  <tool_call>{"name": "check_answer", "arguments": {"answer": "18.8"}}</tool_call>
     tool       18.8 is right. (image: a circle of radius 5)

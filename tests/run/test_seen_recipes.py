@@ -140,9 +140,9 @@ def test_the_tiny_geometry_recipes_run_and_only_images_have_the_radii(recipe: st
     tokenizer = Tokenizer.from_file(str(out / "model" / "tokenizer.json"))
     for row in rows:
         assert row["error"] is None
-        assert shown(row)
-        if not row["key"]["phase"].endswith("blind"):  # a gray image has no description
-            assert all(part["alt"].startswith("a circle with the radius ") for part in shown(row))
+        images = [part for part in shown(row) if part["type"] == "image"]
+        assert images
+        assert all(part["alt"].startswith("a circle with the radius ") for part in images)
         read = "".join(
             tokenizer.decode(span["ids"], skip_special_tokens=False) for span in row["spans"] if span["origin"] != "model"
         )
