@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from turnwise.cli.main import main
 from turnwise.config import load
@@ -125,6 +126,40 @@ def test_slime_s_settings_run_two_steps_with_a_tiny_model_of_the_same_architectu
     assert len(rows) == 8
     assert all(row["error"] is None and shown(row) for row in rows)
     assert json.loads((out / "model" / "config.json").read_text())["architectures"] == ["Qwen3VLForConditionalGeneration"]
+
+
+@pytest.mark.parametrize("recipe", ["geometry_tiny_short", "geometry_tiny_long"])
+def test_the_tiny_geometry_recipes_run_and_only_images_have_the_radii(recipe: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    use = f"{ROOT / 'recipes' / 'geometry_tiny.py'}:Shuffled"
+    few = {"warmup__steps": "20", "warmup__demos": "32", "warmup__batch": "8"}
+    summary = train(ROOT / "recipes" / f"{recipe}.toml", out, **few, env__use=use, env__name="Figures")
+    assert summary["rl_steps"] == 2
+    rows = lines(out / "trajectories.jsonl")
+    assert rows
+    tokenizer = Tokenizer.from_file(str(out / "model" / "tokenizer.json"))
+    for row in rows:
+        assert row["error"] is None
+        images = [part for part in shown(row) if part["type"] == "image"]
+        assert images
+        assert all(part["alt"].startswith("a circle with the radius ") for part in images)
+        read = "".join(
+            tokenizer.decode(span["ids"], skip_special_tokens=False) for span in row["spans"] if span["origin"] != "model"
+        )
+        assert "radius" not in read
+        assert "<|image_pad|>" in read
+    page = (out / "report.html").read_text()
+    for title in ("Reward", "Repetition", "Reply length", "Tokens per second", "Rollout time", "Training time"):
+        assert f"<title>{title}</title>" in page, title
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_the_tiny_geometry_recipe_learns_and_its_control_does_not() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "geometry.py"), "--quick", "--only", "short"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["holds"]
 
 
 @pytest.mark.slow

@@ -242,14 +242,35 @@ def test_a_place_that_cannot_be_written_is_named(make_run, tmp_path):
         write_report(run, tmp_path / "gone" / "r.html")
 
 
-def test_the_figures_of_slime_s_report_are_drawn(make_run, tmp_path):
-    """Reward, repetition, reply length, effective tokens, rollout time and training time, each with its curve."""
+SLIME_CURVES = {
+    "Reward": ("reward", [0.25, 0.5, 0.75], "0.75"),
+    "Repetition": ("repetition", [0.4, 0.2, 0.03], "3.0%"),
+    "Reply length": ("reply_tokens.mean", [44.0, 33.0, 26.0], "26"),
+    "Tokens per second": ("tokens_per_s", [9_500.0, 9_100.0, 8_900.0], "8900"),
+    "Training time": ("train_s", [3.25, 2.25, 1.25], "1.25 s"),
+    "Rollout time": ("rollout_s", [4.5, 3.5, 2.75], "2.75 s"),
+    "Rollout over training": ("rollout_over_train", [1.38, 1.56, 2.2], "2.20"),
+}
+
+
+@pytest.mark.parametrize("title", SLIME_CURVES)
+def test_the_curves_of_slime_s_report_are_drawn(make_run, tmp_path, title):
+    """Reward, repetition, reply length, effective tokens a second, training and rollout time, and their ratio."""
+    name, values, last = SLIME_CURVES[title]
+    key, _, inner = name.partition(".")
     run = make_run(tmp_path / "geometry", steps=3)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    more = {"repetition": 0.1, "reply_tokens": {"mean": 40.0}, "trained_tokens": 900, "rollout_s": 0.5, "train_s": 12.0}
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row | more) + "\n" for row in rows))
-    drawn = re.findall(r"<svg[^>]*><title>([^<]*)</title>", render_report(run))
-    assert {"Reward", "Repetition", "Reply length", "Trained tokens", "Rollout time", "Training time"} <= set(drawn)
+    for row in rows:
+        row.pop(key, None)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert f"<title>{title}</title>" not in render_report(run)
+    steps = [row for row in rows if row["phase"] == "train"]
+    for row, value in zip(steps, values, strict=True):
+        row[key] = {inner: value} if inner else value
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (drawn,) = re.findall(rf"<svg[^>]*><title>{title}</title>.*?</svg>", render_report(run))
+    assert len(re.findall(rf"<title>{title}, step \d+: ", drawn)) == 3
+    assert re.search(rf'class="endlabel"[^>]*>{last}<', drawn)
 
 
 def test_tokens_by_lag_are_summed_and_their_figures_weighted(tmp_path):

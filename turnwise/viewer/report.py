@@ -74,8 +74,10 @@ _CURVES: tuple[Curve, ...] = (
     ("Reply length", "reply_tokens.mean", amount, "mean sampled tokens of a reply", _FROM_0),
     ("Sampled tokens", "sampled_tokens", amount, "per step", _FROM_0),
     ("Trained tokens", "trained_tokens", amount, "tokens that carried loss, per step", _FROM_0),
+    ("Tokens per second", "tokens_per_s", amount, "sampled tokens over the rollout time", _FROM_0),
     ("Rollout time", "rollout_s", _seconds, "wall-clock seconds of a step's episodes", _FROM_0),
     ("Training time", "train_s", _seconds, "wall-clock seconds of a step's training", _FROM_0),
+    ("Rollout over training", "rollout_over_train", _fixed2, "ratio of the two times, where there was an update", _FROM_0),
     ("Used share", "trajectories_trained_share", _percent0, _USED_SHARE, _SHARE),
     ("Mismatch", "mismatch_max", _power, "maximum |trainer logprob − engine logprob| of a token", _FROM_0),
     ("Lag", "lag_mean", _fixed2, "mean updates between the policy that sampled a trained token and the one trained", _FROM_0),
@@ -84,7 +86,6 @@ _CURVES: tuple[Curve, ...] = (
     ("Agreement", "gradient_agreement", _fixed2, "cosine of the gradient and those of earlier steps; around 0 is noise", _FREE),
     ("Clipped share", "clip_fraction", percent, "of sampled tokens", _FROM_0),
     ("KL", "kl", _power, "to the policy at the start of reinforcement", _FROM_0),
-    ("Tokens per second", "tokens_per_s", amount, "sampled", _FROM_0),
 )
 
 
