@@ -264,7 +264,7 @@ def test_a_tiny_model_that_sees_is_a_whole_directory(tmp_path):
     assert (other / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
     settings = json.loads((path / "preprocessor_config.json").read_text())
     assert settings["size"] == {"shortest_edge": 256, "longest_edge": 1024}
-    assert float(model.model.visual.pos_embed.weight.detach().std()) == pytest.approx(0.3, rel=0.2)
+    assert float(model.model.visual.pos_embed.weight.detach().std()) == pytest.approx(models.POSITION_STD, rel=0.2)
     for changes, message in (({"image_side": 40}, "no multiple of 2"), ({"heads": 8}, r"no multiple of 8 \* model.heads")):
         with pytest.raises(ConfigError, match=message):
             models.create_tiny_model(dataclasses.replace(sizes, **changes), example_texts(), tmp_path / "c")

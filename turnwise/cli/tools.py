@@ -299,7 +299,7 @@ READS = "model = { heads = 4, kv_heads = 4 }"
 SEES = """\
 # It sees images up to this size, larger ones are scaled down; of text it reads what is beside them, never their alt.
 model = { vision = true, image_side = 64, heads = 4, kv_heads = 4 }"""
-"""What a recipe says of the tiny model."""
+"""The tiny model in a recipe, for text and with images."""
 _FILES = {"{name}.py": "env.py", "recipe.toml": "recipe.toml", "test_{name}.py": "test.py", "README.md": "README.md"}
 
 

@@ -117,6 +117,8 @@ tree_gain | ratio | estimated cost of rows over that of trees | under 1.1 rows a
 tree_unique_share | share | tokens left after shared prefixes are counted once | near 1: rows share little | tree_unique
 gradient_agreement | cosine | cosine of a step's first gradient with those before | around 0: noise, use larger groups | agreement
 gradient_agreement_scaled | cosine | the same with each coordinate divided by its root mean square | around 0: noise, use larger groups
+step_kl | nats | KL of the policy after a step from that before it, per episode that succeeded, with `train.gradient_signal_steps` | over 0.15: the step was shortened
+step_share | share | share of the step that was made | often under 1: lower lr
 advantage_abs | 1 | mean absolute advantage | to 0: rewards tie
 lr | 1 | learning rate | nothing
 optimizer_steps | count | optimizer steps | 0: no group gave a signal | updates

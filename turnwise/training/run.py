@@ -395,7 +395,7 @@ class TrainingRun:
         return chance is not None and exceeds(summarize(some, self.config.eval.success), chance)
 
     async def _success_in_other_tasks(self, played: Sequence[Trajectory]) -> EvalResult | None:
-        """Return the success of replies in other tasks than those they were said in; None if that cannot be known."""
+        """Return the success of replies in other tasks than their own; None if that cannot be known."""
 
         def make_rollout(engine: ScriptedEngine) -> Rollout:
             return Rollout(

@@ -251,7 +251,7 @@ async def demonstrations(
             stop=config.rollout.stop,
             history=history,
             media=media,
-            sanity="off",  # the run's own rollout compares what the model says, and warns once
+            sanity="off",  # the run's own rollout compares the replies of the model, and warns once
         )
         # With fewer tasks than demonstrations, tasks repeat with another sample number.
         episodes = [own[i % len(own)].episode("demonstrate", 0, i // len(own)) for i in range(count)]

@@ -100,7 +100,7 @@ class RecordedReplies(ScriptedEngine):
 
     async def generate(self, request: Request) -> Generation:
         """Return the next reply of the request's session."""
-        episode, _, _ = request.session.rpartition("/")  # another attempt says the same
+        episode, _, _ = request.session.rpartition("/")  # another attempt has the same
         replies = self.replies[episode]
         ids = list(replies[min(request.call, len(replies) - 1)][: request.max_tokens])
         finish: Finish = "stop" if ids[-1] in request.stop_ids else "length"
@@ -117,9 +117,9 @@ async def success_in_other_tasks(
     make_rollout: Callable[[ScriptedEngine], Rollout],
     threshold: float,
 ) -> EvalResult | None:
-    """Return the success of a policy's replies in tasks other than those they were said in.
+    """Return the success of a policy's replies in tasks other than their own.
 
-    What a policy says without reading its task succeeds as often there. None if there are no such
+    Replies of a policy that does not read its task succeed as often there. None if there are no such
     tasks, or if an agent function plays them, whose conversations may be other ones.
 
     Args:
@@ -128,15 +128,15 @@ async def success_in_other_tasks(
         make_rollout: returns a rollout with an engine.
         threshold: reward of a success.
     """
-    said: dict[str, list[list[Sequence[int]]]] = {}
+    replies_by_task: dict[str, list[list[Sequence[int]]]] = {}
     for trajectory in trajectories:
         replies = [span.ids for span in trajectory.spans if span.origin is Origin.MODEL]
         if replies:
-            said.setdefault(trajectory.task.id, []).append(replies)
+            replies_by_task.setdefault(trajectory.task.id, []).append(replies)
 
     # Replies to another environment's tasks would not even be understood.
     lanes: dict[str, list[TaskChoice]] = {}
-    for task in said:
+    for task in replies_by_task:
         choice = choices[task]
         if choice.env_spec.agent_function is None and choice.env_spec.factory is not None:
             lanes.setdefault(choice.env_spec.name, []).append(choice)
@@ -146,7 +146,7 @@ async def success_in_other_tasks(
     for lane in lanes.values():
         for shift in SHIFTS[: len(lane) - 1]:
             for place, choice in enumerate(lane):
-                for replies in said[lane[place - shift].task.id]:
+                for replies in replies_by_task[lane[place - shift].task.id]:
                     episode = choice.episode("chance", 0, len(episodes))
                     episodes.append(episode)
                     replies_of[episode.key.session.rpartition("/")[0]] = replies

@@ -543,6 +543,12 @@ class BatchPacker:
             return pack_rows(rows, passes, device, vision)
         return [tree_micro(rows, shared, lo, hi, device, vision) for lo, hi in ranges]
 
+    def pack_plainly(
+        self, rows: Sequence[TrainingRow], micro_tokens: int, device: torch.device | str, vision: VisionProcessor | None
+    ) -> list[MicroBatch]:
+        """Pack rows as `pack` does without a tree; `figures` does not count them."""
+        return pack_rows(rows, row_passes(rows, micro_tokens, self.overhead), device, vision)
+
     def start_step(self) -> None:
         """Start a step: `figures` and `summary` cover the batches from here on."""
         self.choices.clear()

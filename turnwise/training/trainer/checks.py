@@ -50,6 +50,11 @@ class StepMetrics:
     agreement: Agreement | None = None
     """Agreement of the step's first gradient with the momentum of earlier steps."""
 
+    good_kl: float | None = None
+    """KL divergence of the policy after the step from that before it, over good episodes (`StepLimit`)."""
+    step_share: float = 1.0
+    """Share of the step that was made."""
+
     def add(self, terms: PolicyTerms, entropy_m: Tensor, reference: tuple[Tensor, Tensor] | None) -> None:
         """Add one pass; `reference` is (policy logprobs, reference logprobs)."""
         self.ratio.append(terms.ratio_m)
@@ -79,6 +84,9 @@ class StepMetrics:
         if self.agreement is not None:
             metrics["gradient_agreement"] = self.agreement.cosine
             metrics["gradient_agreement_scaled"] = self.agreement.scaled
+        if self.good_kl is not None:
+            metrics["step_kl"] = self.good_kl
+            metrics["step_share"] = self.step_share
         if self.kl:
             metrics["kl"] = float(torch.cat(self.kl).double().mean())
         if self.corrections:

@@ -122,11 +122,26 @@ class Optimizer:
                 for p, old in zip(direction, before, strict=True):
                     p.copy_(old)
 
+    def parameters(self) -> list[Tensor]:
+        """Return copies of the parameters, for `shorten`."""
+        return [master.detach().clone() for master in self.masters]
+
+    def shorten(self, before: Sequence[Tensor], share: float) -> None:
+        """Go back towards parameters of earlier: a share of the way from them remains. The moments stay."""
+        with torch.no_grad():
+            for master, old in zip(self.masters, before, strict=True):
+                master.lerp_(old, 1.0 - share)
+        self._round()
+
     def step(self, lr: float) -> None:
         """Update the parameters from the gradients that `grad_norm` clipped."""
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
+        self._round()
+
+    def _round(self) -> None:
+        """Copy the masters to parameters of lower precision."""
         if self.masters is not self.params:
             with torch.no_grad():
                 for master, p in zip(self.masters, self.params, strict=True):

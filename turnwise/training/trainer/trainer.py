@@ -24,6 +24,7 @@ from turnwise.training.forward.batch import (
     BatchPacker,
     LossDenominator,
     MicroBatch,
+    Pack,
     Ranks,
     TrainingBatch,
     make_batch,
@@ -54,6 +55,7 @@ from turnwise.training.trainer.checks import (
     teacher_figures,
 )
 from turnwise.training.trainer.optimizer import Direction, GradientSignal, Optimizer, schedule
+from turnwise.training.trainer.step_limit import SHORT, StepLimit, good_episodes
 from turnwise.types import Group, Trajectory
 from turnwise.types.seeds import derive_seed
 
@@ -210,11 +212,12 @@ class Trainer:
         probe = WeightSyncProbe.before(step_credits.credits, self._at_temperature_one, self.device) if needed else None
         # Updates.
         codes = self._codes()
-        for epoch in range(config.epochs):
-            if epoch == self.passes:
-                break
-            for batch in batches:
-                self._update(batch, lr, step_metrics, step)
+        with self._limited(step_credits.credits, step_metrics, version) if batches else nullcontext():
+            for epoch in range(config.epochs):
+                if epoch == self.passes:
+                    break
+                for batch in batches:
+                    self._update(batch, lr, step_metrics, step)
         self._probe = None if probe is None else probe.after(self._at_temperature_one)
         self._moved_steps = self._moved_steps + 1 if step_metrics.moved else 0
         if self.objective.by_agent:
@@ -247,6 +250,27 @@ class Trainer:
             torch.manual_seed(derive_seed(self.seed, "update", self.updates, self.ranks.rank))
             yield
 
+    @contextmanager
+    def _limited(self, credits: Sequence[Credit], step_metrics: StepMetrics, version: int | None) -> Iterator[None]:
+        """Shorten the step that is made inside, where it would move good episodes too far."""
+        good = good_episodes(credits) if self.config.gradient_signal_steps else []
+        if not good:
+            yield
+            return
+
+        scale = LossDenominator.of(good, self.objective.settings.aggregation, self.config.fixed_length, 1)
+        batch = self._batch(good, scale, pack=self.layout.pack_plainly, version=version)
+        exact = self.dtype == torch.float32 and not self._rounded_inputs and bool(batch.current_n.all())
+        limit = StepLimit(batch, self._score, exact=exact)
+        before = self.optimizer.parameters()
+        yield
+        if self.signal_share < SHORT:
+            return
+
+        step_metrics.step_share, step_metrics.good_kl = limit.share()
+        if step_metrics.step_share < 1.0:
+            self.optimizer.shorten(before, step_metrics.step_share)
+
     def _codes(self) -> dict[str, Tensor]:
         """Return the codes of quantized weights by name; empty without `[quant]`."""
         stage = next((stage for stage in self.transforms if isinstance(stage, OnGrid)), None)
@@ -265,7 +289,13 @@ class Trainer:
         return self.objective.step_credits(groups, penalty)
 
     def _batch(
-        self, credits: Sequence[Credit], scale: LossDenominator, *, routes: bool = True, version: int | None = None
+        self,
+        credits: Sequence[Credit],
+        scale: LossDenominator,
+        *,
+        routes: bool = True,
+        version: int | None = None,
+        pack: Pack | None = None,
     ) -> TrainingBatch:
         vision = None if self.pixels is None else self.pixels.vision
         positions = sum(len(span.ids) for credit in credits for span in credit.trajectory.spans)
@@ -277,7 +307,7 @@ class Trainer:
             micro_tokens=limit,
             device=self.device,
             vision=vision,
-            pack=self.layout.pack,
+            pack=pack or self.layout.pack,
             routes=routes,
             version=version,
         )
