@@ -86,6 +86,8 @@ class Gate:
         elif score.success < self.success:
             of = "" if self.demo_success is None else f" ({GATE_SHARE:g} of the demonstrations' {self.demo_success:.2f})"
             missing.append(f"success is {score.success:.2f}, the gate {self.success:.2g}{of}")
+        elif self.demo_success == 0 and score.differing < SIGNAL:
+            missing.append("no demonstration succeeds, and the rewards of the policy do not differ")
         if self.loss is not None and loss > self.loss:
             missing.append(f"loss is {loss:.3f}, warmup.gate_loss {self.loss:g}")
         return " and ".join(missing)
