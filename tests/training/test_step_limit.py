@@ -11,7 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import turnwise as tw
+from turnwise.config import TrainConfig
 from turnwise.training.advantages import NO_SIGNAL, Credit
+from turnwise.training.forward.batch import Ranks
+from turnwise.training.trainer.optimizer import Optimizer
 from turnwise.training.trainer.step_limit import MAX_GOOD_KL, MOST, StepLimit, good_episodes
 from turnwise.training.trainer.trainer import Trainer
 from turnwise.types import Task, Trajectory
@@ -81,14 +84,18 @@ def test_a_step_that_moves_too_far_keeps_the_share_that_a_quadratic_allows():
 def test_a_step_to_no_number_is_taken_back():
     share, _ = shares([-1.0] * 6, [math.nan] * 6)
     assert share == 0.0
+    model = torch.nn.Linear(3, 2)
+    optimizer = Optimizer(model, TrainConfig(lr=0.1), Ranks())
+    before = optimizer.parameters()
+    kept = [parameter.clone() for parameter in before]
+    with torch.no_grad():
+        model.weight.fill_(math.inf)
+    optimizer.shorten(before, share)
+    assert all(torch.equal(parameter, old) for parameter, old in zip(model.parameters(), kept, strict=True))
 
 
 @given(st.floats(0.0, 1.0), st.integers(0, 99))
 def test_shortening_keeps_that_share_of_every_parameter(share, seed):
-    from turnwise.config import TrainConfig
-    from turnwise.training.forward.batch import Ranks
-    from turnwise.training.trainer.optimizer import Optimizer
-
     rng = random.Random(seed)
     model = torch.nn.Linear(3, 2)
     optimizer = Optimizer(model, TrainConfig(lr=0.1), Ranks())

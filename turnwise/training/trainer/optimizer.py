@@ -130,7 +130,8 @@ class Optimizer:
         """Go back towards parameters of earlier: a share of the way from them remains. The moments stay."""
         with torch.no_grad():
             for master, old in zip(self.masters, before, strict=True):
-                master.lerp_(old, 1.0 - share)
+                # What became infinite or no number stays so times 0.
+                master.copy_(old + share * (master - old) if share else old)
         self._round()
 
     def step(self, lr: float) -> None:

@@ -260,7 +260,13 @@ class Trainer:
 
         scale = LossDenominator.of(good, self.objective.settings.aggregation, self.config.fixed_length, 1)
         batch = self._batch(good, scale, pack=self.layout.pack_plainly, version=version)
-        exact = self.dtype == torch.float32 and not self._rounded_inputs and bool(batch.current_n.all())
+        # Else the engine's logprobs are of an older policy, of rounded numbers, or of a cut vocabulary.
+        exact = (
+            self.dtype == torch.float32
+            and not self._rounded_inputs
+            and not self.distribution.truncates
+            and bool(batch.current_n.all())
+        )
         limit = StepLimit(batch, self._score, exact=exact)
         before = self.optimizer.parameters()
         yield
