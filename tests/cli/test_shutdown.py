@@ -47,6 +47,14 @@ print("ended", flush=True)
 """
 
 
+@pytest.fixture(autouse=True)
+def hangups_end() -> Iterator[None]:
+    """The tests run under `nohup` too, which ignores SIGHUP in all that it starts."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def last_words(code: str, number: int) -> tuple[list[str], int]:
     """Run code until it prints `up`, send the signal, and return the lines that follow and the status."""
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:

@@ -191,6 +191,8 @@ SELDOM = {
     "render_check_failed_<error>": "needs a bug",
     "gradient_agreement": "needs two updates",
     "gradient_agreement_scaled": "needs two updates",
+    "step_kl": "needs train.gradient_signal_steps",
+    "step_share": "needs train.gradient_signal_steps",
     "tree_share": "needs a signal",
     "tree_gain": "needs a signal",
     "tree_unique_share": "needs a signal",
