@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import turnwise as tw
 from turnwise.envs.base import Action, Step
 from turnwise.envs.builtin import common
-from turnwise.envs.builtin.answers import LONGEST, is_correct
+from turnwise.envs.builtin.answers import is_correct
 from turnwise.envs.builtin.geometry import (
     BACKGROUND,
     KINDS,
@@ -28,6 +28,7 @@ from turnwise.envs.builtin.geometry import (
     TOOL,
     Geometry,
     format_number,
+    read_answer,
 )
 from turnwise.errors import ConfigError, EnvError
 
@@ -78,9 +79,7 @@ class Figures(Geometry):
         if not action.tool_calls:
             return Step(terminated=True, info={"right": False})
         try:
-            answer = str(common.read_single_call(action.tool_calls, TOOL)["answer"]).strip()
-            if not answer or len(answer) > LONGEST:
-                raise common.CallError(f"an answer is 1 to {LONGEST} characters", "no_answer")
+            answer = read_answer(action)
         except common.CallError as mistake:
             messages, info = common.error_results(action.tool_calls, TOOL.name, mistake)
             return Step(messages, terminated=not self._left, info=info)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, variance
 
 from turnwise.config import RunConfig
-from turnwise.engines import Finish, Generation, Request, ScriptedEngine
+from turnwise.engines import Generation, Request, ScriptedEngine
 from turnwise.rollouts import EpisodeSpec, Rollout
 from turnwise.training.evaluation import EvalResult, summarize
 from turnwise.training.task_plan import TaskChoice
@@ -104,9 +104,8 @@ class RecordedReplies(ScriptedEngine):
         """Return the next reply of the request's session."""
         episode, _, _ = request.session.rpartition("/")  # another attempt has the same
         replies = self.replies[episode]
-        ids = list(replies[min(request.call, len(replies) - 1)][: request.max_tokens])
-        finish: Finish = "stop" if ids[-1] in request.stop_ids else "length"
-        return Generation(ids, [0.0] * len(ids), finish, self.version)
+        reply = replies[min(request.call, len(replies) - 1)]
+        return await ScriptedEngine(lambda messages, rng: reply).generate(request)
 
 
 SHIFTS = (1, 2, 3)

@@ -221,9 +221,7 @@ class Geometry(Env):
         if not action.tool_calls:
             return self._end(action)
         try:
-            answer = str(common.read_single_call(action.tool_calls, TOOL)["answer"]).strip()
-            if not answer or len(answer) > LONGEST:
-                raise common.CallError(f"an answer is 1 to {LONGEST} characters", "no_answer")
+            answer = read_answer(action)
         except common.CallError as mistake:
             messages, info = common.error_results(action.tool_calls, TOOL.name, mistake)
             return self._end(action) if not self._left else Step(messages, info=info)
@@ -279,6 +277,14 @@ class Geometry(Env):
         if rng.random() < 0.5:
             answer = format_number(float(answer) + rng.choice((-2, -1, 1, 2)))
         return f"\\boxed{{{answer}}}" if "no further check" in last else _call(answer)
+
+
+def read_answer(action: Action) -> str:
+    """Return the answer of a reply's call of `check_answer`; raise `CallError` for any other call."""
+    answer = str(common.read_single_call(action.tool_calls, TOOL)["answer"]).strip()
+    if not answer or len(answer) > LONGEST:
+        raise common.CallError(f"an answer is 1 to {LONGEST} characters", "no_answer")
+    return answer
 
 
 def format_number(value: float) -> str:

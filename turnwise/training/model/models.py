@@ -162,7 +162,8 @@ POSITION_STD = 2.0
 
 A patch of one color has contents of about 1 in each channel. With codes of 0.3 a warm-up of 200
 steps of 48 images learned nothing of where the only target of an image was (7% of 16 cells); with
-1.5 it found 24%, with 2 96%, with 3 94%, and with 6 nothing again.
+1.5 it found 24%, with 2 96%, with 3 94%, and with 6 nothing again
+(29 November 2026, by a script that is not kept).
 """
 
 

@@ -11,11 +11,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from turnwise.training.advantages import NO_SIGNAL, Credit
 from turnwise.training.forward.batch import TrainingBatch
+from turnwise.training.loss import k3
 
 MAX_GOOD_KL = 0.15
 """Largest mean KL divergence of the policy after a step from that before it, over good episodes, in
@@ -58,13 +58,11 @@ class StepLimit:
     def divergence(self) -> float:
         """Return KL(before || now), mean over the episodes, in nats.
 
-        Estimated from the sampled ids as `r - 1 - log r` with r = now / before, which is never
-        negative (Schulman's k3, http://joschu.net/blog/kl-approx.html).
+        Estimated from the sampled ids by `k3`, which is never negative.
         """
-        change_n = self._score(self._batch) - self._before_n
-        k3_n = torch.expm1(change_n) - change_n
+        divergence_n = k3(self._before_n, self._score(self._batch))
         episodes = len(set(self._batch.trajectory_n.tolist()))
-        return float(k3_n.sum()) / episodes
+        return float(divergence_n.sum()) / episodes
 
     def share(self) -> tuple[float, float]:
         """Return the share of the step that keeps the bound, from 0 to 1, and the divergence of all of it.
