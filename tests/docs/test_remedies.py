@@ -153,6 +153,14 @@ def test_what_does_not_read_its_task_goes_on_by_either_command(capsys):
     assert "reinforcement" in printed(capsys)
 
 
+def test_a_model_with_more_layers_is_built():
+    assert "`--model.layers 3`" in ROWS["the same replies succeed in other tasks"]
+    short = ["--warmup.gate-success", "0", "--warmup.steps", "2", "--warmup.gate-every", "2"]
+    assert main(["train", "recipe.toml", *short, "--model.layers", "3"]) == 0
+    config = json.loads(Path("runs/quiz/model/config.json").read_text())
+    assert config["num_hidden_layers"] == 3
+
+
 def test_a_run_with_more_rounds_is_another_run(capsys):
     text = stopped(capsys, "--out", "runs/again", "--warmup.rounds", "6", "--warmup.steps", "10", "--warmup.gate-every", "10")
     steps = int(re.search(r"ended after (\d+) steps", text)[1])
@@ -186,12 +194,16 @@ def test_half_the_learning_rate_and_more_steps(capsys):
     assert json.loads(Path("runs/quiz/summary.json").read_text())["rl_steps"] == 3
 
 
-TRIED = (
-    "the warm-up ended without meeting its gate",
-    "the same replies succeed in other tasks",
-    "the warm-up ended below its goal, training goes on",
-    "the demonstrations are cut at a limit",
-    "the model has no vision",
-    "reinforcement made it worse",
-    "success still rises at the end",
-)
+TRIED = {
+    "the warm-up ended without meeting its gate": (test_a_warm_up_that_ended_goes_on_by_the_command_that_is_printed,),
+    "the same replies succeed in other tasks": (
+        test_what_does_not_read_its_task_goes_on_by_either_command,
+        test_a_model_with_more_layers_is_built,
+    ),
+    "the warm-up ended below its goal, training goes on": (test_a_run_with_more_rounds_is_another_run,),
+    "the demonstrations are cut at a limit": (test_a_raised_limit_no_longer_cuts_demonstrations,),
+    "the model has no vision": (test_a_model_with_vision_sees,),
+    "reinforcement made it worse": (test_half_the_learning_rate_and_more_steps,),
+    "success still rises at the end": (test_half_the_learning_rate_and_more_steps,),
+}
+"""The tests that follow a remedy."""
