@@ -192,13 +192,13 @@ def test_an_episode_that_asks_for_more_replies_hears_the_last_one_again():
     class Long(Sum):
         """Asks as often as the number's last digit says."""
 
-        def step(self, action):
-            self.left = getattr(self, "left", int(self.number[-1]) % 3) - 1
-            return super().step(action) if self.left < 0 else tw.Step("again")
-
         def reset(self, task, *, seed=None):
-            self.number = task.info["number"]
+            self.left = int(task.info["number"][-1]) % 3
             return super().reset(task, seed=seed)
+
+        def step(self, action):
+            self.left -= 1
+            return super().step(action) if self.left < 0 else tw.Step("again")
 
     _, chance = play(Long, lambda messages, rng: letter(messages[0].text.split()[-1]))
     assert chance.failed == 0
