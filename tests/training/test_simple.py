@@ -27,6 +27,7 @@ def trained(out: Path, env: str, vision: bool) -> Path:
         warmup={"demos": 600, "steps": 60, "rounds": 1, "gate_success": 0.02, "gate_tasks": 32},
         train={"steps": simple.STEPS},
         eval={"tasks": 4, "samples": 1, "greedy": False},
+        checkpoint={"every": simple.STEPS, "keep": 3},
         display="none",
     )
 
