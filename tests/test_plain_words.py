@@ -26,7 +26,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     "docs/environments.md": {"shown": "argument of the built-in environment zoom"},
     "docs/runs.md": {"said": "a key of the journal"},
     "turnwise/engines/remote/base.py": {"told": "a counter's key, waited_as_told"},
-    "turnwise/envs/base.py": {"whole": "old name of Action.raw_source"},
     "turnwise/envs/builtin/geometry.py": {"whole": "a rule that the model reads"},
     "turnwise/envs/builtin/hop.py": {"stands": "a rule that the model reads"},
     "turnwise/envs/builtin/zoom.py": {
@@ -41,8 +40,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     "turnwise/envs/tools/schema_check.py": {"whole": "an argument error that the model reads"},
     "turnwise/errors.py": {"afresh": "an exception's name in older records"},
     "turnwise/records/journal.py": {"said": "a key of the journal"},
-    "turnwise/records/metrics.py": {"told": "an old name of a metric"},
-    "turnwise/renderers/base.py": {"eyes": "old name of Renderer.vision"},
     "turnwise/renderers/contract.py": {"shown": "a value of TemplateContract.system, printed as JSON"},
     "turnwise/renderers/history.py": {"shown": "text that the model reads in place of an image"},
     "turnwise/renderers/parsers/readers.py": {"stands": "tool-call errors that the model reads"},

@@ -6,7 +6,6 @@ Names are loaded when they are first used, so that `import turnwise` costs milli
 from typing import TYPE_CHECKING, Any
 
 from turnwise._lazy import lazy_names
-from turnwise._old_names import PUBLIC, install, warn_renamed
 
 if TYPE_CHECKING:
     from turnwise.api import train as train
@@ -44,15 +43,9 @@ __all__ = ["__version__", *_NAMES]
 
 
 def __getattr__(name: str) -> Any:
-    if name in PUBLIC:
-        warn_renamed(f"turnwise.{name}", f"turnwise.{PUBLIC[name]}")
-        name = PUBLIC[name]
     value = globals()[name] = _load(name)
     return value
 
 
 def __dir__() -> list[str]:
     return __all__
-
-
-install()

@@ -255,7 +255,7 @@ def _finished(training_run: TrainingRun) -> str:
         steps = summary["rl_steps"]
     except (OSError, ValueError, KeyError):
         return ""
-    key = summary.get("stopped_by", "train.stop_success") if steps < train.steps else ""  # the only one of older releases
+    key = summary.get("stopped_by", "") if steps < train.steps else ""
     value = {"train.stop_success": train.stop_success, "train.patience": train.patience}.get(key)
     if (training_run.cursor["phase"], training_run.cursor["step"]) != ("reinforce", steps) or (key and value is None):
         return ""

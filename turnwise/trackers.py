@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from turnwise import files
 from turnwise.errors import ConfigError, UsageError
-from turnwise.records.metrics import flatten_row, with_current_metrics
+from turnwise.records.metrics import flatten_row
 from turnwise.records.run_dir import complete_lines
 from turnwise.viewer.run_data import integer, mapping, parse
 from turnwise.viewer.text import single_line
@@ -171,7 +171,7 @@ def forward_rows(tracker: Tracker, run: Path, position: TrackerPosition) -> None
     for offset, line in complete_lines(run / "metrics.jsonl", position.offset):
         if shutil.disk_usage(run).free < MIN_FREE:
             raise DiskFull(f"less than {MIN_FREE >> 20} MiB are free on the disk of {run}")
-        row = with_current_metrics(mapping(parse(line)))
+        row = mapping(parse(line))
         figures = {name: value for name, value in flatten_row(row) if name != "step"}
         phase = "/".join(str(row[name]) for name in ("phase", "mode") if isinstance(row.get(name), str))
         if figures and phase:

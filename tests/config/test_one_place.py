@@ -1,4 +1,4 @@
-"""A key is declared on its field and nowhere else: `--keys`, tables, checks, needs, paths and old names follow from it."""
+"""A key is declared on its field and nowhere else: `--keys`, tables, checks, needs and paths follow from it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 SCHEMA = Path(importlib.util.find_spec("turnwise.config.schema").origin)
 ANCHOR = """    epochs: PositiveInt = 1
 """
-FIELDS = '''    new_share: Annotated[Fraction, Needs("train.kl > 0"), Formerly("old_share", "older_share")] = 0.25
+FIELDS = '''    new_share: Annotated[Fraction, Needs("train.kl > 0")] = 0.25
     """Share that is new; 0 is none."""
     new_file: Annotated[str | None, PathKind.DATA] = None
     """File that is new."""
-    new_mode: Annotated[Literal["fast", "slow"], Formerly(values={"quick": "fast"})] = "slow"
+    new_mode: Literal["fast", "slow"] = "slow"
     """How new it is."""
 '''
 PROGRAM = '''
@@ -35,7 +35,7 @@ sys.path.insert(0, sys.argv[1])
 from recipe_keys import tables
 from turnwise.config import TrainConfig, load
 from turnwise.config.load import from_python
-from turnwise.config.dump import to_json_dict, load_run_config, help_keys
+from turnwise.config.dump import help_keys
 from turnwise.errors import ConfigError
 
 def attempt(make):
@@ -55,17 +55,6 @@ def recipe(lines, *words):
 def python(**train):
     return attempt(lambda: from_python({"train": train}, "tw.train()"))
 
-def run(**train):
-    """Load a run whose config.json was written by the release before."""
-    Path("r.toml").write_text("[train]\\nkl = 0.1\\n[[env]]\\nuse = 'hop'\\n")
-    row = to_json_dict(load(Path("r.toml"), ["--train.new-share", "0.5"]))
-    for name in ("new_share", "new_mode"):
-        del row["config"]["train"][name]
-    row["config"]["train"] |= train
-    row["origins"]["train.old_share"] = row["origins"].pop("train.new_share")
-    Path("config.json").write_text(json.dumps(row))
-    return [*attempt(lambda: load_run_config(Path())), load_run_config(Path()).origins["train.new_share"]]
-
 print(json.dumps(eval(sys.stdin.read(), {**globals()})))
 '''
 
@@ -76,8 +65,7 @@ def evaluate(tmp_path_factory):
     folder = tmp_path_factory.mktemp("schema")
     text = SCHEMA.read_text(encoding="utf-8")
     assert text.count(ANCHOR) == 1
-    names = "from turnwise.config.constraints import Formerly\n"
-    text = text.replace(ANCHOR, FIELDS + ANCHOR).replace("from turnwise.config", names + "from turnwise.config", 1)
+    text = text.replace(ANCHOR, FIELDS + ANCHOR)
     (folder / "schema.py").write_text(text, encoding="utf-8")
     (folder / "rows.jsonl").write_text("{}\n")
 
@@ -99,7 +87,6 @@ def test_help_and_tables_have_the_new_key(evaluate):
         '--train.new-mode (one of "fast", "slow"; default "slow"): How new it is.',
     ]
     assert "| `new_share` | a number | `0.25` | Share that is new; 0 is none. Needs `train.kl > 0`. |" in page
-    assert "old_share" not in page
 
 
 def test_values_are_held_to_type_bounds_needs_and_files(evaluate):
@@ -119,27 +106,3 @@ def test_values_are_held_to_type_bounds_needs_and_files(evaluate):
     ]
     path = str(evaluate.folder / "rows.jsonl")
     assert evaluate("recipe('new_file = \"rows.jsonl\"')") == [[0.25, "slow", path]]  # relative to the recipe
-
-
-def test_old_names_and_old_values_load_with_one_line(evaluate):
-    assert evaluate("recipe('kl = 0.1\\nold_share = 0.5\\nnew_mode = \"quick\"')") == [
-        [0.5, "fast", None],
-        "r.toml: train.old_share is now called new_share",
-        "r.toml: train.new_mode = 'quick' is now called 'fast'",
-    ]
-    assert evaluate("recipe('kl = 0.1', '--train.older-share', '0.5', '--train.new-mode', 'quick')") == [
-        [0.5, "fast", None],
-        "command line: train.older_share is now called new_share",
-        "command line: train.new_mode = 'quick' is now called 'fast'",
-    ]
-    values, line = evaluate("python(kl=0.1, old_share=0.5)")
-    assert (values[0], line) == (0.5, "tw.train(): train.old_share is now called new_share")
-
-
-def test_a_key_under_two_names_is_refused(evaluate):
-    (error,) = evaluate("recipe('old_share = 0.5\\nnew_share = 0.5')")
-    assert error == "r.toml: train.old_share is the old name of new_share, which is given too; leave old_share out"
-
-
-def test_runs_of_the_release_before_load_without_a_word(evaluate):
-    assert evaluate("run(old_share=0.5, new_mode='quick')") == [[0.5, "fast", None], "command line"]

@@ -21,7 +21,7 @@ def calls_of(trajectory):
         spans = [trajectory.spans[i] for i in turn.spans]
         ids = tuple(i for span in spans for i in span.ids)
         logprobs = tuple(p for span in spans for p in span.logprobs)
-        rows.append((turn.agent, tuple(trajectory.received(number)), ids, logprobs, turn.finish))
+        rows.append((turn.agent, tuple(trajectory.prompt_ids(number)), ids, logprobs, turn.finish))
     return Counter(rows)
 
 

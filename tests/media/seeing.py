@@ -37,7 +37,7 @@ def check_media(trajectory, renderer) -> None:
     eyes = renderer.vision
     for number, turn in enumerate(trajectory.turns):
         ids = trajectory.prompt_ids(number)
-        placed = placements_between(trajectory.placed(turn.prompt), 0, turn.context)
+        placed = placements_between(trajectory.media_placements(turn.prompt), 0, turn.context)
         eyes.check(ids, placed)
         conversation = trajectory.conversation(number)[:-1]
         assert [block.media for block in placed] == shown(conversation), number

@@ -58,8 +58,8 @@ def test_the_blocks_stand_among_the_continued_ids(vlm):
     assert texts[2].endswith(f"then goTwback {image}")
     assert texts[3].endswith(f"back {image}Three.ok\n{image}x")
     assert trajectory.metrics["neutralised"] == 1  # the placeholder that is text
-    assert trajectory.metrics["template_breaks_inline"] >= 1
-    assert "template_breaks_image" not in trajectory.metrics
+    assert trajectory.metrics["render_mismatch_inline"] >= 1
+    assert "render_mismatch_image" not in trajectory.metrics
 
     for sample in trajectory.samples():
         vlm.vision.check(sample.ids, sample.media)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -16,8 +17,10 @@ from rollout_kit import AsyncTalk, Sampler, Talk, check_record, facts, renderer,
 from test_inv_exact import best_of_two, edited, planner_and_worker, verbatim
 
 import turnwise as tw
+from turnwise.cli.main import main
 from turnwise.errors import TraceError
 from turnwise.records import JsonLines, RunDir, read_json_lines, rebuild_trajectories, to_json
+from turnwise.records.run_dir import RECORD_VERSION
 from turnwise.rollouts import Rollout, make_episode_specs
 from turnwise.types import (
     EpisodeKey,
@@ -394,6 +397,7 @@ FULL = """
 import resource, signal, sys
 sys.path[:0] = {path!r}
 from rollout_kit import *
+from turnwise.cli.main import main
 from turnwise.errors import TraceError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 closed = []
@@ -440,3 +444,14 @@ def test_a_broken_file_takes_nothing_more(tmp_path):
         lines.append({"c": 1})
     lines.close()
     assert list(read_json_lines(tmp_path / "x.jsonl")) == [{"a": 1}]
+
+
+def test_a_run_of_an_earlier_version_is_refused_in_one_line(tmp_path, capsys):
+    with RunDir(tmp_path / "old") as run:
+        run.journal.append_definition("settings", {"v": RECORD_VERSION - 1})
+    (tmp_path / "old" / "config.json").write_text("{}")
+    line = f"{tmp_path / 'old'}: recorded by an earlier version of turnwise, whose runs this one does not read"
+    with pytest.raises(TraceError, match=re.escape(line)):
+        RunDir(tmp_path / "old")
+    assert main(["view", str(tmp_path / "old")]) == 2
+    assert line in capsys.readouterr().err

@@ -224,8 +224,8 @@ def everything() -> list[Trajectory]:
     one = episode(branches={"rewrite": 1}, failures=[Failure("OSError", "gone", "step")], rewards={"part": 1.0})
     one.metrics = {
         "control_text_user": 1,
-        "template_breaks_strip": 1,
-        "template_checks": 1,
+        "render_mismatch_strip": 1,
+        "render_checks": 1,
         "malformed_not_json": 1,
         "judge_calls": 1,
         "draft_ids": 4,

@@ -67,18 +67,18 @@ def cause_of(*args: Any, **options: Any) -> dict[str, Any]:
     assert trajectory.error is None
     assert len(reports) == 1, reports
     (cause,) = reports
-    assert trajectory.metrics[f"template_breaks_{cause}"] == 1
+    assert trajectory.metrics[f"render_mismatch_{cause}"] == 1
     report: dict[str, Any] = reports[cause]
     assert report["sentence"] == CAUSES[cause]
     assert report["canonical"] != report["sent"]
     return report
 
 
-def test_an_append_only_template_breaks_nowhere() -> None:
+def test_an_append_only_render_mismatch_nowhere() -> None:
     trajectory, reports = played(renderer(), [THOUGHT, "Well.", THOUGHT], "Go on.", "More.", sanity_every="turn")
     assert reports == {}
-    assert trajectory.metrics["template_checks"] == 3
-    assert not any(name.startswith("template_breaks") for name in trajectory.metrics)
+    assert trajectory.metrics["render_checks"] == 3
+    assert not any(name.startswith("render_mismatch") for name in trajectory.metrics)
 
 
 def test_thinking_that_is_stripped() -> None:
@@ -211,9 +211,9 @@ def test_one_report_of_each_cause_is_kept_and_nothing_else_changes(tmp_path: Pat
     checked, reports = played(render, [THOUGHT, THOUGHT, "Well."], "Go on.", "More.", sanity_every="turn", directory=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "sanity.jsonl").read_text().splitlines()]
     assert [row["cause"] for row in rows] == list(reports) == ["thinking_stripped"]
-    assert checked.metrics["template_breaks_thinking_stripped"] == 2
+    assert checked.metrics["render_mismatch_thinking_stripped"] == 2
     again, _ = played(render, [THOUGHT, "Well."], "Go on.", directory=tmp_path)
-    assert again.metrics["template_breaks_thinking_stripped"] == 1
+    assert again.metrics["render_mismatch_thinking_stripped"] == 1
     assert len((tmp_path / "sanity.jsonl").read_text().splitlines()) == 1
     off, _ = played(render, [THOUGHT, THOUGHT, "Well."], "Go on.", "More.", sanity="off")
     checked.metrics = {}
@@ -262,4 +262,4 @@ def test_equal_conversations_have_no_difference(words: list[str], data: Any) -> 
     name = data.draw(st.sampled_from(["chatml", "qwen3_with_thinking"]))
     trajectory, reports = played(renderer(name), words, *observations, sanity_every="turn")
     assert reports == {}
-    assert trajectory.metrics["template_checks"] == len(words)
+    assert trajectory.metrics["render_checks"] == len(words)

@@ -73,7 +73,7 @@ def played(rule: str, **options: Any) -> tuple[list[tw.Trajectory], list[str]]:
 
 
 def breaks(trajectory: tw.Trajectory) -> dict[str, float]:
-    return {name: value for name, value in trajectory.metrics.items() if name.startswith("template_breaks")}
+    return {name: value for name, value in trajectory.metrics.items() if name.startswith("render_mismatch")}
 
 
 @pytest.mark.parametrize("rule", ["qwen3", "qwq"])
@@ -86,7 +86,7 @@ def test_the_default_warns_once_with_both_texts(rule: str) -> None:
     assert "<think>\\nuser asked about a simple" in trained
     assert "<think>" not in template.split("Other differences")[0]
     assert "2 + 2 = 4." in template
-    assert sum(trajectory.metrics.get("template_checks", 0) for trajectory in found) >= 2, "hardly any episode is compared"
+    assert sum(trajectory.metrics.get("render_checks", 0) for trajectory in found) >= 2, "hardly any episode is compared"
 
 
 @pytest.mark.parametrize("rule", ["qwen3", "qwq"])
@@ -97,8 +97,8 @@ def test_every_mode_over_the_conversation(rule: str, mode: Any) -> None:
     compared = mode in ("strict", "ignore_strippable")
     assert len(said) == compared
     for trajectory in found:
-        assert trajectory.metrics.get("template_checks", 0) == compared
-        assert breaks(trajectory) == ({"template_breaks_thinking_stripped": 1} if compared else {})
+        assert trajectory.metrics.get("render_checks", 0) == compared
+        assert breaks(trajectory) == ({"render_mismatch_thinking_stripped": 1} if compared else {})
         assert trajectory.branches == {}, "a measurement changes nothing"
 
 
@@ -106,7 +106,7 @@ def test_a_template_that_keeps_all_thinking_is_not_warned_about() -> None:
     if "sanity_share" in inspect.signature(tw.rollout).parameters:
         found, said = played("keeps all", sanity_share=1.0)
         assert said == []
-        assert all(trajectory.metrics["template_checks"] == 1 and not breaks(trajectory) for trajectory in found)
+        assert all(trajectory.metrics["render_checks"] == 1 and not breaks(trajectory) for trajectory in found)
 
 
 @pytest.mark.parametrize("rule", ["qwen3", "qwq"])

@@ -182,7 +182,7 @@ def once(said, replies, **settings):
 
 
 def text_of(trajectory, number):
-    return tw.byte_renderer().decode(trajectory.received(number))
+    return tw.byte_renderer().decode(trajectory.prompt_ids(number))
 
 
 PIXELS = np.zeros((40, 40, 3), np.uint8)

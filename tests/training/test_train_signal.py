@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from test_train_trainer import ANY, fingerprint
 from torch import nn
 from train_kit import distance, gradient, random_groups
@@ -188,11 +187,18 @@ def shares_of(agreements):
     return shares
 
 
+def restore(signal, average, variance):
+    """Restore the evidence of many steps."""
+    each = 1.0 / signal.memory
+    squares, fourths = (each**n / (1.0 - (1.0 - each) ** n) for n in (2, 4))
+    signal.restore(average, variance, 1.0, squares, fourths)
+
+
 @given(st.floats(0.01, 0.1))
 def test_the_share_rises_from_nothing_where_noise_has_just_become_evidence(error):
     signal, shares = GradientSignal(20, 0.9), []
     for percent in range(1001):
-        signal.restore(percent / 100 * error, error**2)
+        restore(signal, percent / 100 * error, error**2)
         shares.append(signal.share)
     opened = next(number for number, share in enumerate(shares) if share)
     assert 280 <= opened <= 300  # the square of the average is in its variance too
@@ -253,8 +259,6 @@ def test_only_the_first_steps_of_a_run_are_split_by_groups():
         young.append(signal.is_young)
         signal.update(0.1)
     assert young == [True] * YOUNG + [False] * (8 - YOUNG)
-    signal.restore(0.5, 0.01)  # of a run from before there was a weight
-    assert not signal.is_young
     assert not GradientSignal(0, 0.9).is_young
 
 
@@ -283,16 +287,6 @@ def test_noise_of_groups_rarely_opens_it():
             signal.update(sum(parts) / max(16.0, abs(sum(parts))), [part / 16.0 for part in parts])
             opened += signal.share > 0
     assert opened / 10_000 < 0.004
-
-
-def test_checkpoints_of_older_versions_have_no_weight():
-    signal = GradientSignal(20, 0.9)
-    signal.restore(0.5, 0.01)
-    assert signal.state()[:3] == (0.5, 0.01, 1.0)
-    steady = GradientSignal(20, 0.9)
-    for _ in range(400):
-        steady.update(0.1)
-    assert signal.terms == pytest.approx(steady.terms)
 
 
 # In the trainer.
@@ -397,7 +391,7 @@ def test_the_same_episodes_again_are_no_evidence(tiny_dir):
     """Epochs and minibatches of a step share episodes, so their noise agrees; only what a step begins with counts."""
     trainer = trainer_of(tiny_dir, gradient_signal_steps=6, epochs=4, minibatches=2)
     assert trainer.signals[0].beta == 0.9**4
-    trainer.signals[1].restore(0.8, 0.001)  # of a run in which gradients agree
+    restore(trainer.signals[1], 0.8, 0.001)  # of a run in which gradients agree
     figures = trainer.step(random_groups(0), step=0, steps=9).metrics
     assert figures["optimizer_steps"] == 8
     assert trainer.signals[0].average == pytest.approx(figures["gradient_agreement"] / 6)
@@ -463,25 +457,10 @@ def test_another_phase_forgets_what_was_seen(tiny_dir):
     assert trainer.signals[0].average == 0.0
 
 
-@pytest.mark.parametrize("state", [None, (0.5, 0.01), (0.5, 0.01, 0.9)])
-def test_a_checkpoint_of_an_older_release_is_read(tiny_dir, tmp_path, state):
-    trainer = trainer_of(tiny_dir, gradient_signal_steps=20)
-    trainer.step(random_groups(0), step=0, steps=9)
-    trainer.save(tmp_path)
-    old = load_file(tmp_path / "optimizer.safetensors")
-    old.pop("signal")
-    save_file(old | ({"signal": torch.tensor(state, dtype=torch.float64)} if state else {}), tmp_path / "optimizer.safetensors")
-    trainer = trainer_of(tiny_dir, gradient_signal_steps=20)
-    trainer.load(tmp_path)
-    assert trainer.updates == 1
-    assert trainer.signals[0].average == (state[0] if state else 0.0)
-    assert trainer.signals[1].state() == (0.0,) * 5
-
-
 def test_the_rate_follows_the_measure_that_shows_more(tiny_dir):
     trainer = trainer_of(tiny_dir, gradient_signal_steps=20)
     assert trainer.signal_share == 0.0
-    trainer.signals[1].restore(0.2, 0.001)
+    restore(trainer.signals[1], 0.2, 0.001)
     assert trainer.signal_share == trainer.signals[1].share > 0.0
-    trainer.signals[0].restore(0.4, 0.001)
+    restore(trainer.signals[0], 0.4, 0.001)
     assert trainer.signal_share == trainer.signals[0].share > trainer.signals[1].share

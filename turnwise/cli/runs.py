@@ -265,6 +265,9 @@ def _run_dir(run_dir: Path) -> Path:
     if not any((run_dir / name).exists() for name in ("config.json", "metrics.jsonl", "summary.json", "trajectories.jsonl")):
         why = "not a run directory (no config.json, no metrics.jsonl); name the directory that train printed"
         raise UsageError(f"{run_dir}: {why}")
+    from turnwise.records.run_dir import check_version
+
+    check_version(run_dir)
     return run_dir
 
 

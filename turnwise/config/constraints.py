@@ -6,16 +6,14 @@ import ast
 import inspect
 import math
 import sys
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum
-from functools import cache, wraps
+from functools import cache
 from itertools import pairwise
-from types import MappingProxyType, UnionType
+from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from turnwise._old_names import Renamed
 from turnwise.errors import ConfigError, did_you_mean
 
 FILE = "file.py:name"  # placeholder in a condition for any value that names an object of a file
@@ -89,14 +87,6 @@ def is_template_file(value: str) -> bool:
     return value.endswith((".jinja", ".jinja2", ".j2", ".txt")) or "/" in value or "\\" in value
 
 
-class Formerly:
-    """Old spellings of a key or of its values, for a field's `Annotated`; recipes and runs with them still load."""
-
-    def __init__(self, *names: str, values: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Take old names of the key, the newest first, and old spellings of its values -> the current ones."""
-        self.names, self.values = names, values
-
-
 class Needs:
     """Conditions for a key to have an effect, for a field's `Annotated` (`Needs("train.kl > 0")`); one of them must hold.
 
@@ -145,64 +135,9 @@ def declared(cls: Any) -> dict[str, tuple[Needs, ...]]:
     return {name: needs for name, needs in found if needs}
 
 
-@cache
-def formerly(cls: Any) -> dict[str, Formerly]:
-    """Return the old spellings of each field of a configuration class that has some."""
-    return {name: one for name, extras in metadata(cls).items() for one in extras if isinstance(one, Formerly)}
-
-
-def with_current_names(cls: Any, values: Mapping[str, Any], place: str, warn: Callable[[str], None]) -> dict[str, Any]:
-    """Return the values of a section under current names and spellings; a key given under two names is a ConfigError.
-
-    Unknown keys are left unchanged. `warn` receives a line per replacement; `place` names the section, as `recipe.toml: train`.
-    """
-    found = dict(values)
-    for name, old in formerly(cls).items():
-        for key in found.keys() & old.names:
-            if name in found:
-                raise ConfigError(f"{place}.{key} is the old name of {name}, which is given too; leave {key} out")
-            found = {name if other == key else other: value for other, value in found.items()}
-            warn(f"{place}.{key} is now called {name}")
-        if isinstance(value := found.get(name), str) and value in old.values:
-            found[name] = old.values[value]
-            warn(f"{place}.{name} = {value!r} is now called {old.values[value]!r}")
-    return found
-
-
-def accepts_old_names(cls: type[T]) -> type[T]:
-    """Make a configuration class accept old names and values of fields (`Formerly`), with a DeprecationWarning for each use."""
-    kind: Any = cls
-    init = kind.__init__
-
-    @wraps(init)
-    def with_old_names(self: Any, **values: Any) -> None:
-        def warn(message: str) -> None:
-            warnings.warn(f"{message}; the next release removes the old name", DeprecationWarning, stacklevel=4)
-
-        init(self, **with_current_names(kind, values, cls.__name__, warn))
-
-    kind.__init__ = with_old_names
-    for name, old in formerly(kind).items():
-        for key in old.names:
-            renamed = Renamed(name)
-            renamed.__set_name__(cls, key)
-            setattr(cls, key, renamed)
-    return cls
-
-
-def as_recorded(cls: Any, section: Any) -> dict[str, Any]:
-    """Return a section as journals have it: under the first name of each field and value, so that no rename changes them."""
-    row: dict[str, Any] = {}
-    for name in defaults(cls):
-        value, old = getattr(section, name), formerly(cls).get(name, Formerly())
-        first_values = (first for first, current in old.values.items() if current == value)
-        row[old.names[-1] if old.names else name] = next(first_values, value)
-    return row
-
-
-def from_recorded(cls: type[T], row: Mapping[str, Any]) -> T:
-    """Return the section that a journal has, under old or current names; missing fields have their defaults."""
-    return cls(**with_current_names(cls, row, cls.__name__, lambda message: None))
+def values_of(section: Any) -> dict[str, Any]:
+    """Return the values of a section by key, in the order of its fields."""
+    return {name: getattr(section, name) for name in section.__dataclass_fields__}
 
 
 @cache

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from turnwise import files
-from turnwise.config.fields import current_key, current_table, describe_type, field_docs, field_type, table_lists
-from turnwise.config.load import COMMAND_LINE, ConfigMerge, ResolvedConfig, build, flatten, override, parse_overrides
+from turnwise.config.fields import describe_type, field_docs, field_type, table_lists
+from turnwise.config.load import ConfigMerge, ResolvedConfig, build, flatten, override, parse_overrides
 from turnwise.config.schema import RunConfig
 from turnwise.errors import ConfigError
 
@@ -75,8 +75,8 @@ def load_run_config(run: Path) -> ResolvedConfig:
         raise ConfigError(f"{run}: no such run directory; name the one that `turnwise train` printed")
     try:
         row = files.read_json(path)
-        config = current_table(row["config"], str(path), notify=False)
-        origins = {current_key(key, str(path), notify=False): origin for key, origin in row.get("origins", {}).items()}
+        config = row["config"]
+        origins = dict(row.get("origins", {}))
         extended = {str(key): tuple(map(int, totals)) for key, totals in row.get("extended", {}).items()}
     except FileNotFoundError:
         why = f"{path}: missing, so {run} is not a run directory; name the one that `turnwise train` printed"
@@ -108,7 +108,7 @@ EXTENDABLE = (
 def extend_run(run: Path, overrides: Sequence[str]) -> ResolvedConfig:
     """Load the configuration of a run that is resumed, with more steps or as it is; a `ConfigError` for fewer or other keys."""
     for key, _ in parse_overrides(overrides):
-        if not any(fnmatchcase(current_key(key, COMMAND_LINE), one) for one in EXTENDABLE):
+        if not any(fnmatchcase(key, one) for one in EXTENDABLE):
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in EXTENDABLE)
             raise ConfigError(
                 f"--resume {run} uses the run's own settings; leave out --{key.replace('_', '-')}, or start a new run "

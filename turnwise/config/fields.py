@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from turnwise.config.constraints import PathKind, declared, help_texts, path_kinds, with_current_names
+from turnwise.config.constraints import PathKind, declared, help_texts, path_kinds
 from turnwise.config.schema import RunConfig
 from turnwise.errors import did_you_mean
 
@@ -117,32 +116,6 @@ def unknown_key(dotted: str, *, flags: bool = False) -> str:
     if len(siblings) > MOST_LISTED:
         return f"{error}; `turnwise train --keys` lists the {len(siblings)} keys of [{section}]"
     return f"{error}; [{section}] has {', '.join(siblings)}"
-
-
-def current_table(table: Mapping[str, Any], where: str, *, notify: bool = True) -> dict[str, Any]:
-    """Return a recipe's tables with old names of keys (`Formerly`) replaced, each with a FutureWarning if `notify`."""
-
-    def warn(message: str) -> None:
-        if notify:
-            warnings.warn(message, FutureWarning, stacklevel=2)
-
-    def current(name: str, value: Any) -> Any:
-        if isinstance(value, list):
-            return [current(name, item) for item in value]
-        is_section = name in sections() and isinstance(value, Mapping)
-        return with_current_names(sections()[name], value, f"{where}: {name}", warn) if is_section else value
-
-    return {name: current(name, value) for name, value in table.items()}
-
-
-def current_key(dotted: str, where: str, *, notify: bool = True) -> str:
-    """Return the current name of a dotted key, with or without the index of a table (`env.0.use`, `env.use`)."""
-    section, _, rest = dotted.partition(".")
-    index, _, key = rest.rpartition(".")
-    if section not in sections() or not key or (index and not index.isdecimal()):
-        return dotted
-    (name,) = current_table({section: {key: None}}, where, notify=notify)[section]
-    return ".".join(filter(None, (section, index, name)))
 
 
 @cache

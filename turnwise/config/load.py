@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from turnwise import files
 from turnwise.config.constraints import changed
 from turnwise.config.fields import (
-    current_key,
-    current_table,
     describe_type,
     field_type,
     known_keys,
@@ -71,7 +69,7 @@ def load(
     merged = ConfigMerge()
     merged.add(defaults or {}, DEFAULT, where="defaults")
     if path is not None:
-        table = current_table(read_toml(path), str(path))
+        table = read_toml(path)
         _make_absolute(table, path.parent)
         merged.add(table, path.name, where=str(path))
     for dotted, text in parse_overrides(overrides):
@@ -104,7 +102,7 @@ def from_python(settings: Mapping[str, Any], place: str) -> ResolvedConfig:
     merged = ConfigMerge()
     for name, value in settings.items():
         section = changed(value) if is_dataclass(value) and not isinstance(value, type) else value
-        table = current_table({name: _as_toml(section)}, place)
+        table = {name: _as_toml(section)}
         _make_absolute(table, Path())
         merged.add(table, place, where=place)
     return merged.resolved(merged.origins, place, has_objects=True)
@@ -295,7 +293,6 @@ class ConfigMerge:
     def override(self, dotted: str, text: str) -> str:
         """Set one value from the command line and return its dotted key."""
         flag = "--" + dotted.replace("_", "-")
-        dotted = current_key(dotted, COMMAND_LINE)
         if dotted == "env":
             raise ConfigError(f"{COMMAND_LINE}: {flag}: say what of it, --env.use NAME or --env.args.KEY VALUE")
         section, _, key = dotted.partition(".")
@@ -310,8 +307,6 @@ class ConfigMerge:
         parts = dotted.split(".")
         plain = ".".join(part for part in parts if not part.isdecimal())
         value = _absolute(plain, _parse(dotted, text), Path())
-        if plain.count(".") == 1:
-            (value,) = current_table({parts[0]: {parts[-1]: value}}, COMMAND_LINE)[parts[0]].values()
         self.set_value(parts, value, COMMAND_LINE)
         return dotted
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from turnwise.config.constraints import OF_ENVIRONMENTS, Check, Formerly, Needs, PathKind, accepts_old_names, bounds, named
+from turnwise.config.constraints import OF_ENVIRONMENTS, Check, Needs, PathKind, bounds, named
 from turnwise.config.snapshots import snapshot
 from turnwise.errors import did_you_mean
 
@@ -37,7 +37,6 @@ def _url_error(url: str) -> str:
     return "" if url.startswith(("http://", "https://")) else f"{url!r} is not a URL; write http://host:port"
 
 
-@accepts_old_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Sampling engine: in this process, or vLLM, SGLang or llama.cpp servers, with token ids as input and output."""
@@ -60,7 +59,7 @@ class EngineConfig:
     engines join URL --list FILE`)."""
     servers: Annotated[PositiveInt, STARTED_HERE] = 1
     """Number of servers started without `urls` and `urls_file`."""
-    install_dir: Annotated[str | None, PathKind.DIRECTORY, STARTED_HERE, Formerly("home")] = None
+    install_dir: Annotated[str | None, PathKind.DIRECTORY, STARTED_HERE] = None
     """Directory used by `turnwise engines install`; none is its default."""
     model: Annotated[str | None, OF_SERVERS] = None
     """Model name on the servers; none asks them. Required for a chat endpoint."""
@@ -95,11 +94,11 @@ class EngineConfig:
     """Timeout in seconds for a server to join a group, and for each bucket of weights, including one in a request."""
     concurrency: Annotated[PositiveInt, OF_SERVERS] = 256
     """Maximum concurrent calls per server; further calls wait."""
-    unavailable_timeout_s: Annotated[PositiveFloat, OF_SERVERS, Formerly("patience_s")] = 300.0
+    unavailable_timeout_s: Annotated[PositiveFloat, OF_SERVERS] = 300.0
     """Seconds a call waits for an available server before failing."""
     start_s: Annotated[PositiveFloat, STARTED_HERE] = 600.0
     """Timeout in seconds for a server started by the run to answer."""
-    weight_check_tolerance: Annotated[PositiveFloat | None, OF_SERVERS, Formerly("tolerance")] = None
+    weight_check_tolerance: Annotated[PositiveFloat | None, OF_SERVERS] = None
     """Maximum |server logprob - trainer logprob| of known ids after a weight update, in nats; none is 1e-3 in float32, 0.5 in
     bfloat16."""
 
@@ -287,21 +286,16 @@ def tiny(
     )
 
 
-@accepts_old_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvRules:
     """Handling of invalid actions and of failures in one environment."""
 
-    on_invalid: Annotated[OnInvalid, OF_ENVIRONMENTS, Formerly(values={"ask_again": "resample"})] = "observe"
+    on_invalid: Annotated[OnInvalid, OF_ENVIRONMENTS] = "observe"
     """Response to `InvalidAction`: `observe` sends its message as the next observation; `resample` samples the reply again
     from the same context."""
-    rejected_replies: Annotated[RejectedReplies, OF_ENVIRONMENTS, Needs("env.on_invalid = resample"), Formerly("rejected")] = (
-        "trained"
-    )
+    rejected_replies: Annotated[RejectedReplies, OF_ENVIRONMENTS, Needs("env.on_invalid = resample")] = "trained"
     """Whether rejected replies are trained on if replies are sampled again; they are recorded in either case."""
-    max_resamples_per_turn: Annotated[
-        NonNegativeInt, OF_ENVIRONMENTS, Needs("env.on_invalid = resample"), Formerly("max_asks_per_turn")
-    ] = 2
+    max_resamples_per_turn: Annotated[NonNegativeInt, OF_ENVIRONMENTS, Needs("env.on_invalid = resample")] = 2
     """Maximum times a reply is sampled again in one turn; the message about the last invalid one becomes an observation."""
     max_env_retries_per_turn: Annotated[NonNegativeInt, OF_ENVIRONMENTS] = 0
     """Maximum retries of a turn after its environment or tool failed; errors in its code are not retried."""
@@ -325,7 +319,6 @@ class EnvRules:
     """Where the reward runs; a process is killed if it computes forever. Everything it needs must be picklable."""
 
 
-@accepts_old_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvConfig(EnvRules):
     """One environment of the run."""
@@ -403,7 +396,6 @@ OF_THE_RUN = ("steps", "data_epochs", "stop_success", "patience", "refill", "gro
 """Keys of `[train]` that a policy cannot change."""
 
 
-@accepts_old_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Limits of one episode. Times are in seconds, lengths in token ids."""
@@ -429,7 +421,7 @@ class Limits:
     """Maximum images and videos per observation; more fail the episode."""
     episode_images: int | None = None
     """Maximum images and videos in all observations of an episode; more fail it. None is unlimited."""
-    wall_clock_s: Annotated[PositiveFloat, Formerly("wall_clock")] = 600.0
+    wall_clock_s: PositiveFloat = 600.0
     """Maximum seconds per episode."""
     generate_s: PositiveFloat = 300.0
     """Timeout of one reply, in seconds."""
@@ -519,7 +511,6 @@ class WarmupConfig:
     """Tasks per gate evaluation; one that passes is repeated with other samples."""
 
 
-@accepts_old_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """Reinforcement learning."""
@@ -549,9 +540,7 @@ class TrainConfig:
     """Momentum coefficients of AdamW."""
     eps: PositiveFloat = 1e-8
     """Term added to the denominator of AdamW; a larger one damps updates of weights with tiny gradients."""
-    gradient_signal_steps: Annotated[
-        NonNegativeInt, _error_unless(lambda steps: steps not in range(1, 10), TOO_FEW_STEPS), Formerly("signal_memory")
-    ] = 0
+    gradient_signal_steps: Annotated[NonNegativeInt, _error_unless(lambda steps: steps not in range(1, 10), TOO_FEW_STEPS)] = 0
     """Steps over which gradient agreement is averaged to scale the learning rate by its signal, five times as many while no
     step is taken; 0 disables scaling."""
     max_grad_norm: PositiveFloat = 1.0
@@ -639,7 +628,7 @@ class TrainConfig:
     """Lower bound of the correction's ratio; none is the correction's default."""
     correction_high: PositiveFloat | None = None
     """Upper bound of the correction's ratio; none is the correction's default."""
-    routing_replay: Annotated[ExpertRouting, Formerly("routes")] = "off"
+    routing_replay: ExpertRouting = "off"
     """Whether a mixture-of-experts model is trained with the experts that the engine selected for each token (R3, arXiv
     2510.11370)."""
 

@@ -9,7 +9,6 @@ from itertools import pairwise
 from math import isfinite
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from turnwise._old_names import Renamed, old_member
 from turnwise.errors import BackendContractError, UsageError
 from turnwise.types import ROUTES, ExpertRoutes, MediaPlacement, Message, Sampling, Tools
 
@@ -141,7 +140,6 @@ class Request:
     """Number of ids at the end of `ids` that earlier calls sampled for this reply; its draws continue at this position."""
     tools: Tools = ()
     """Tools that `ids` offer, for evaluation chat endpoints."""
-    want = Renamed("extras")
 
     def continued(self, part: Generation) -> Request:
         """Return the request that continues this one's reply after its first ids."""
@@ -260,11 +258,9 @@ class NeedsRenderer(Protocol):
 
 
 def give_renderer(engine: Engine, renderer: Any) -> None:
-    """Set the renderer of an engine that takes one, by `set_renderer` or its old name."""
+    """Set the renderer of an engine that takes one, with `set_renderer`."""
     if isinstance(engine, NeedsRenderer):
         engine.set_renderer(renderer)
-    elif set_renderer := old_member(engine, "bind", "set_renderer"):
-        set_renderer(renderer)
 
 
 @runtime_checkable
@@ -276,11 +272,9 @@ class AcceptsPixelSource(Protocol):
 
 
 def add_pixel_source(engine: Engine, pixels: Any) -> None:
-    """Add a source of pixel values to an engine that takes one, by `add_pixel_source` or its old name."""
+    """Add a source of pixel values to an engine that takes one, with `add_pixel_source`."""
     if isinstance(engine, AcceptsPixelSource):
         engine.add_pixel_source(pixels)
-    elif add := old_member(engine, "see", "add_pixel_source"):
-        add(pixels)
 
 
 @runtime_checkable

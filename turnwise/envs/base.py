@@ -10,7 +10,6 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-from turnwise._old_names import Renamed
 from turnwise.envs.user_code import LARGEST, as_flag, as_number, describe_value
 from turnwise.errors import EnvError
 from turnwise.types import ContentPart, Message, Messages, StopReason, Task, ToolCall, Trajectory, read_part
@@ -174,8 +173,6 @@ class Action:
     def reasoning(self) -> str | None:
         """Reasoning of the reply, if the model's format separates it."""
         return self.message.reasoning
-
-    whole = Renamed("raw_source")
 
 
 @dataclass(frozen=True, slots=True)

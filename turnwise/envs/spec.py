@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from turnwise._old_names import Renamed
 from turnwise.config.constraints import check_rules_of_play
 from turnwise.config.schema import EnvRules
 from turnwise.envs.base import EnvFactory
@@ -135,8 +134,6 @@ class EnvSpec:
             schemas.update(dict.fromkeys(json.dumps(dict(tool), ensure_ascii=False) for tool in played.tools))
         prompts = [render([json.loads(schema) for schema in schemas])] * 2 if render is not None and schemas else []
         return [*prompts, *schemas, *texts]  # twice, since pairs that occur once are not merged
-
-    both = Renamed("train_and_eval_tasks")
 
 
 def _describe(error: BaseException) -> str:

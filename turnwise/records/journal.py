@@ -26,7 +26,7 @@ class RecordedTurn:
     info: Mapping[str, Any] = field(default_factory=dict)
     sampled: tuple[Span, ...] = ()  # its spans as they were sampled, before the environment untrained any of their ids
     drafts: tuple[int, int] = (0, 0)  # drafted ids, and how many of them were sampled
-    seed: int | None = None  # seed of its calls; None in journals of releases that did not write it
+    seed: int | None = None  # seed of its calls
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class RecordedEpisode:
     """One episode of a journal."""
 
     trajectory: Trajectory
-    settings: Mapping[str, Any]  # settings of the episode; empty in journals of releases that did not write them
+    settings: Mapping[str, Any]  # settings of the episode
     attempts: list[RecordedAttempt]
     scores: Mapping[str, Any] = field(default_factory=dict)
     """Rewards by `own` and `group`: (value, number of reward failures before)."""

@@ -24,12 +24,11 @@ class MetricDoc(NamedTuple):
     unit: str
     meaning: str
     advice: str  # what to do when the metric changes
-    aliases: tuple[str, ...] = ()  # old names, of rows of older runs
 
 
 def _rows(text: str) -> tuple[MetricDoc, ...]:
     lines = [[part.strip() for part in line.split("|")] for line in text.strip().splitlines()]
-    return tuple(MetricDoc(name, unit, meaning, advice, tuple(old)) for name, unit, meaning, advice, *old in lines)
+    return tuple(MetricDoc(*line) for line in lines)
 
 
 METRIC_GROUPS: dict[str, tuple[MetricDoc, ...]] = {
@@ -58,7 +57,7 @@ n | count | rewarded episodes of an evaluation | nothing
 ci | share | Wilson's 95% interval of `success` | wide: more `eval.tasks`
 failed | count | episodes of an evaluation without a reward | over 0: see `errors.<where>`
 demo_reward | reward | mean reward of the warm-up's demonstrations | low: the demonstrator fails, imitation cannot do better
-gate_passed | yes or no | whether a gate evaluation met the gate | never: see the diagnosis "the warmup gate is not met" | passed
+gate_passed | yes or no | whether a gate evaluation met the gate | never: see the diagnosis "the warmup gate is not met"
 """),
     "How episodes went": _rows("""
 turns | count | mean turns of an episode | to 1: the model no longer uses its environment; to the limit: it does not finish
@@ -72,13 +71,13 @@ errors.<where> | count | failed episodes, by phase and exception (`step/Connecti
 retries.<where> | count | recovered failures, by phase and exception | growing: the environment is near its capacity, set `rollout.environments`
 failed_plays | count | failed plays of episodes that were played again (`rollout.max_retries`, `--resume`); absent if there were none | as `errors.<where>`
 failed_play_tokens | count | ids sampled in those plays; in no other count, never trained | as `failed_plays`
-calls_continued | count | calls aborted by the engine (weight updates) and then continued | growing: updates interrupt long replies | continued
+calls_continued | count | calls aborted by the engine (weight updates) and then continued | growing: updates interrupt long replies
 branches.<reason> | count | history rewrites, by reason | growing: the same ids are computed more than once
 resume.<what> | count | interrupted episodes that could not go on from the journal (`new_attempts`), recorded turns and tokens that they did not use (`lost_turns`, `lost_tokens`), and steps with effects that may have run before the kill and ran again (`steps_in_doubt`) | growing: the environment is not deterministic, or it has effects and no snapshots; `retries.<where>` and `turnwise view` have the reason
 invalid_actions | count | actions that an environment rejected | growing: the model loses the format; falling is learning
 """),
     "Tools": _rows("""
-tools_offered | count | maximum number of tools offered to the model in an episode of the run | 0 where there should be some: the environment offers none | tools_told
+tools_offered | count | maximum number of tools offered to the model in an episode of the run | 0 where there should be some: the environment offers none
 tool_users | share | episodes that called a tool at least once | to 0: the model answers from memory; does the reward need the tool, does the template render it?
 tool_calls.<tool> | count | calls by tool; `(unknown)` are calls of unknown tools | one tool takes all: are the others described?
 tool_failures.<tool> | count | calls answered by an error, by tool | high share of calls: the schema or its description misleads
@@ -99,11 +98,11 @@ image_tokens | ids | ids of their blocks | large: lower `max_pixels`
 image_token_share | share | share of image ids in all ids | near 1: most of training is pixels
 cache_hit | share | context ids that the engine had in its cache | low over several turns: sessions change servers, or history is rewritten
 draft_acceptance | share | drafted ids of speculative decoding that were then sampled | under 0.5: little repeats; lower `engine.speculate`, or set it to 0
-control_text_neutralized | count | control texts in messages that were encoded as plain text | over 0: an environment, or a model through it, writes control tokens | neutralised
-control_text.<role> | count | control texts by the role of the message | `tool` or `user`: a possible attack, read those episodes | injections.<role>
-render_checks | count | episodes checked by the sanity check | 0: nothing is checked, see `rollout.sanity` | template_checks
-render_mismatch_<cause> | count | episodes that differ from a complete render, by cause | over 0: `turnwise view` shows three columns | template_breaks_<cause>
-render_check_failed_<error> | count | checks that raised an exception | over 0: a bug, report it | template_check_failed_<error>
+control_text_neutralized | count | control texts in messages that were encoded as plain text | over 0: an environment, or a model through it, writes control tokens
+control_text.<role> | count | control texts by the role of the message | `tool` or `user`: a possible attack, read those episodes
+render_checks | count | episodes checked by the sanity check | 0: nothing is checked, see `rollout.sanity`
+render_mismatch_<cause> | count | episodes that differ from a complete render, by cause | over 0: `turnwise view` shows three columns
+render_check_failed_<error> | count | checks that raised an exception | over 0: a bug, report it
 """),
     "Training": _rows("""
 loss | nats | policy loss (around 0 by construction), or loss on demonstrations | NaN stops the run
@@ -114,14 +113,14 @@ entropy | nats | entropy of the policy, per sampled token | to 0: exploration ha
 kl | nats | KL to the reference policy, where `train.kl` is over 0 | growing fast: the policy leaves its start; raise `train.kl`
 tree_share | share | batches whose shared prefixes were computed once, as a tree | 0: `train.batching`, or it would not pay
 tree_gain | ratio | estimated cost of rows over that of trees | under 1.1 rows are computed one by one
-tree_unique_share | share | tokens left after shared prefixes are counted once | near 1: rows share little | tree_unique
-gradient_agreement | cosine | cosine of a step's first gradient with those before | around 0: noise, use larger groups | agreement
+tree_unique_share | share | tokens left after shared prefixes are counted once | near 1: rows share little
+gradient_agreement | cosine | cosine of a step's first gradient with those before | around 0: noise, use larger groups
 gradient_agreement_scaled | cosine | the same with each coordinate divided by its root mean square | around 0: noise, use larger groups
 step_kl | nats | KL of the policy after a step from that before it, per episode that succeeded, with `train.gradient_signal_steps` | over 0.15: the step was shortened
 step_share | share | share of the step that was made | often under 1: lower lr
 advantage_abs | 1 | mean absolute advantage | to 0: rewards tie
 lr | 1 | learning rate | nothing
-optimizer_steps | count | optimizer steps | 0: no group gave a signal | updates
+optimizer_steps | count | optimizer steps | 0: no group gave a signal
 codes_changed | count | codes of quantized weights that the step's updates changed, with `[quant]` | 0 in most steps: updates are below the rounding step, raise `train.lr`
 trajectories | count | trajectories of the step | nothing
 trajectories_trained | count | trajectories with an advantage | 0: nothing was learned in the step
@@ -130,13 +129,13 @@ policy/<name>/<metric> | as the metric | the policy's own, with `[[policy]]` | a
 curriculum.<env>.share | share | share of the groups that the environment has from now on, with `env.sampler` or `rollout.adapt` | at its floor: the environment gives no signal
 curriculum.<env>.pass_rate | share | mean pass rate of the step's groups, replaced ones included | with `window`, far from a half: few tasks are near it
 groups_filtered.<reason> | count | groups that `train.group_filter` left out, by the reason in slime's `DynamicFilterOutput` | near `groups`: the filter leaves too little to train
-trajectories_trained_share | share | `trajectories_trained` over `trajectories` | falls as tasks are solved; at 0 see `groups_no_signal` | used
+trajectories_trained_share | share | `trajectories_trained` over `trajectories` | falls as tasks are solved; at 0 see `groups_no_signal`
 mismatch_mean | nats | mean absolute difference between the trainer's and the engine's logprobs, of tokens of the current policy (so are the next five) | rising: engine and trainer compute different policies
 mismatch_p95 | nats | its 95th percentile | as `mismatch_mean`
 mismatch_max | nats | its maximum | over `train.max_mismatch` the run stops
-mismatch_kl | nats | k3 estimate of the KL between the two | as `mismatch_mean` | mismatch_k3
+mismatch_kl | nats | k3 estimate of the KL between the two | as `mismatch_mean`
 mismatch_by_turn.<turn> | nats | the mean difference by turn number | rising with turns: engine and trainer render later prompts differently
-importance_ess | share | effective sample size of importance weights between the two | under 0.9: updates rest on few tokens | ess
+importance_ess | share | effective sample size of importance weights between the two | under 0.9: updates rest on few tokens
 lag_mean | updates | mean lag of trained tokens: updates between the policy that sampled a token and the one trained; absent where all are 0 | near `schedule.staleness`: the trainer is the bottleneck
 lag_max | updates | its maximum | over `schedule.staleness`: a bug, report it
 tokens_by_lag.<lag> | count | trained tokens by lag | as `lag_mean`
@@ -167,21 +166,6 @@ peak_gpu_memory_mib | MiB | peak memory of the GPU | near its size: smaller `tra
 
 
 METRICS: tuple[MetricDoc, ...] = tuple(doc for docs in METRIC_GROUPS.values() for doc in docs)
-_STEMS = {alias.partition("<")[0]: doc.name.partition("<")[0] for doc in METRICS for alias in doc.aliases}
-"""Old name -> name; of a family only what precedes `<`."""
-_KEYS = {old.removesuffix("."): new.removesuffix(".") for old, new in _STEMS.items() if not old.endswith("_")}
-_PREFIXES = {old: new for old, new in _STEMS.items() if old.endswith("_")}
-
-
-def with_current_metrics(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of metrics.jsonl with old names of metrics replaced by `MetricDoc.name`."""
-    current = {}
-    for name, value in row.items():
-        old = next(filter(name.startswith, _PREFIXES), "")
-        current[_PREFIXES[old] + name.removeprefix(old) if old else _KEYS.get(name, name)] = value
-    return current
-
-
 MAX_NAMES = 32
 MAX_TURNS = 32  # turns with metrics of their own; later ones have none
 REPEAT_LENGTH = 4  # length of the id runs whose repetition is counted

@@ -22,6 +22,8 @@ from turnwise.records.own_runs import remember_run
 
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 _MAX_DEPTH = 60
+RECORD_VERSION = 2
+"""Version of the records, in the settings of each journal; other versions are not read."""
 
 
 def to_json(value: Any) -> bytes:
@@ -324,6 +326,19 @@ def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
                 start += len(line)
 
 
+def check_version(run: Path) -> None:
+    """Raise `TraceError` for the directory of a run that was recorded in an earlier format."""
+    for event in read_json_lines(run / "journal.jsonl", Checks()):
+        if event.get("e") != "settings":
+            continue
+        if event["value"].get("v") != RECORD_VERSION:
+            raise TraceError(
+                f"{run}: recorded by an earlier version of turnwise, whose runs this one does not read; use that "
+                "version, or start a new run"
+            )
+        return
+
+
 class RunDir:
     """The directory of one run, written by one process at a time: the one that locks the journal.
 
@@ -351,6 +366,7 @@ class RunDir:
         try:
             for name in ("journal", "trajectories", "metrics"):
                 self._files.append(JsonLines(self.path / f"{name}.jsonl", sealed=name == "journal"))
+            check_version(self.path)
         except TraceError:
             self.close()
             raise

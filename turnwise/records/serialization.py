@@ -38,7 +38,6 @@ from turnwise.types import (
 from turnwise.types.trajectory import is_json
 
 SCHEMA = 1  # version of the record format; raised whenever an old reader would misread a new record
-LOOP = 1  # version of the journal's data for replay: settings, tools, observations without a reply, scores
 REWOUND = "rewound"  # untrained reason: the environment removed these ids from the context and excluded them from training
 INVALID = "invalid_action"  # untrained reason: the environment rejected the reply and the model was asked again
 BANNED = "banned_id"  # untrained reason: ids from the first banned id on; a trainer's softmax excludes it

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from turnwise import files
-from turnwise._old_names import old_member
 from turnwise.errors import ModelError
 from turnwise.types import ContentPart, MediaPlacement, Message, Tools
 
@@ -172,8 +171,8 @@ class Renderer(Protocol):
 
 
 def vision_of(renderer: Renderer) -> VisionProcessor | None:
-    """Return the vision processor of a renderer, which a user's renderer may declare under its old name or not at all."""
-    found: VisionProcessor | None = getattr(renderer, "vision", None) or old_member(renderer, "eyes", "vision")
+    """Return the vision processor of a renderer, which a user's renderer need not declare."""
+    found: VisionProcessor | None = getattr(renderer, "vision", None)
     return found
 
 

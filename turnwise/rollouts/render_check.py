@@ -75,11 +75,11 @@ class RenderCheck:
             try:
                 difference = compare_with_render(self._renderer, built, level)
             except Exception as error:  # the check never fails an episode; its failures are counted
-                add_counts(trajectory, f"template_check_failed_{class_name(error)}")
+                add_counts(trajectory, f"render_check_failed_{class_name(error)}")
                 continue
-            add_counts(trajectory, "template_checks")
+            add_counts(trajectory, "render_checks")
             if difference is not None:
-                add_counts(trajectory, f"template_breaks_{difference.cause}")
+                add_counts(trajectory, f"render_mismatch_{difference.cause}")
                 self._report(difference, trajectory)
 
     def _turns(self, trajectory: Trajectory) -> Iterator[int]:
@@ -100,7 +100,7 @@ class RenderCheck:
                     f"  trained:  {difference.sent!r}\n  template: {difference.canonical!r}\n"
                     "What was sampled is trained as it is, so nothing has to change here; a server of chats that renders the "
                     "conversation again has other ids than the policy learned from. Other differences are only counted "
-                    '(template_breaks_*); sanity = "ignore_strippable" or "off" checks less.',
+                    '(render_mismatch_*); sanity = "ignore_strippable" or "off" checks less.',
                     stacklevel=1,
                 )
         if difference.cause in self.reports:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from turnwise.config import EnvRules, Limits
-from turnwise.config.constraints import as_recorded, check_section
+from turnwise.config.constraints import check_section, values_of
 from turnwise.config.schema import HISTORY_MODES, HISTORY_OBJECT, history_error
 from turnwise.engines import Engine, HasContextLimit, Sampling, StopText
 from turnwise.engines.base import add_pixel_source, give_renderer
@@ -34,8 +34,7 @@ from turnwise.errors import (
 from turnwise.media import MediaStore
 from turnwise.records import RunDir, trajectory_row
 from turnwise.records.journal import RecordedEpisode
-from turnwise.records.run_dir import EventLog
-from turnwise.records.serialization import LOOP
+from turnwise.records.run_dir import RECORD_VERSION, EventLog
 from turnwise.renderers import Renderer
 from turnwise.renderers.base import vision_of
 from turnwise.renderers.history import POLICIES, History, policy_name
@@ -474,13 +473,13 @@ class Rollout:
         key = id(rules), episode.max_turns, context, want, blank, sampling, play, group
         if key not in self._settings_names:
             row = {
-                "v": LOOP,
+                "v": RECORD_VERSION,
                 "seed": self.seed,
-                "limits": as_recorded(Limits, self.limits),
+                "limits": values_of(self.limits),
                 "stop": list(self._stop.texts) if self._stop is not None else [],
                 "history": self._history_name,
                 "sanity": self.sanity.settings,
-                "rules": as_recorded(EnvRules, rules),
+                "rules": values_of(rules),
                 "max_turns": episode.max_turns,
                 "context": context,
                 "want": sorted(want),

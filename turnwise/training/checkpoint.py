@@ -210,11 +210,11 @@ def _seal(state: Mapping[str, Any]) -> str:
 
 
 def _damage(path: Path) -> str:
-    """Describe the damage of a checkpoint's files; empty if there is none, or no checksums from an older release."""
+    """Describe the damage of a checkpoint's files; empty if there is none."""
     state = files.read_json(path / STATE_FILE)
-    if "crc" in state and state.pop("crc") != _seal(state):
+    if state.pop("crc", "") != _seal(state):
         return f"{STATE_FILE} is not what was written (its checksum differs)"
-    for name, checksum in state.get("files", {}).items():
+    for name, checksum in state["files"].items():
         file = path / name
         if not file.is_file():
             return f"{name} is missing"

@@ -19,7 +19,7 @@ import torch
 from turnwise import __version__
 from turnwise.config import RunConfig
 from turnwise.envs.spec import EnvSpec
-from turnwise.records.metrics import MAX_TURNS, rollout_metrics, with_current_metrics
+from turnwise.records.metrics import MAX_TURNS, rollout_metrics
 from turnwise.records.run_dir import JsonLines
 from turnwise.records.serialization import key_row
 from turnwise.training.advantages import REJECTED, Credit
@@ -104,7 +104,7 @@ def peak_memory() -> dict[str, float]:
 
 
 def _parts(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """Return sums of the render check's counters (under names of metrics) and of those of judges, users and rewards, and means
+    """Return sums of the render check's counters and of those of judges, users and rewards, and means
     of named reward parts; empty ones omitted."""
     checks: dict[str, int] = {}
     values: dict[str, list[float]] = {}
@@ -113,7 +113,7 @@ def _parts(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
         for name, value in trajectory.rewards.items():
             values.setdefault(name, []).append(value)
         for name, value in trajectory.metrics.items():
-            if name.startswith("template_"):
+            if name.startswith("render_"):
                 checks[name] = checks.get(name, 0) + int(value)
             if name.startswith(COUNTED):
                 counts[name] = counts.get(name, 0.0) + value
@@ -121,7 +121,7 @@ def _parts(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
         "rewards": {name: sum(given) / len(given) for name, given in values.items()},
         "reward_counts": dict(sorted(counts.items())),
     }
-    return with_current_metrics(dict(sorted(checks.items()))) | {name: row for name, row in rows.items() if row}
+    return dict(sorted(checks.items())) | {name: row for name, row in rows.items() if row}
 
 
 def success_figures(

@@ -23,7 +23,7 @@ class Sampling:
     """Minimum probability as a share of the most likely id's, before top-k and top-p; 0 disables it."""
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments to repeat it; parameters newer than old journals only if they are set."""
+        """Return the arguments to repeat it; `min_p` only if it is set."""
         row = {name: value for name, value in asdict(self).items() if name != "banned_ids"}
         return row if self.min_p else {name: value for name, value in row.items() if name != "min_p"}
 

@@ -12,7 +12,6 @@ from hashlib import blake2b
 from itertools import repeat
 from typing import Any, NamedTuple
 
-from turnwise._old_names import Renamed
 from turnwise.types.expert_routing import ExpertRoutes, SpanRoutes
 from turnwise.types.media import Image, ImageRef, MediaPlacement, placements_between
 from turnwise.types.messages import Message, Messages, as_messages
@@ -329,8 +328,6 @@ class Sample:
             raise ValueError(f"the ids of this path were sampled from {len(distributions)} distributions; see Sample.samplings")
         return next(iter(distributions), None)
 
-    routed = Renamed("routes_mask")
-
 
 @dataclass(slots=True)
 class Trajectory:
@@ -587,11 +584,6 @@ class Trajectory:
         for (span, offset), value in token_rewards.items():
             by_span.setdefault(span, {})[offset] = value
         return by_span
-
-    received = Renamed("prompt_ids")
-    begins = Renamed("reply_start")
-    lineage = Renamed("turn_chain")
-    placed = Renamed("media_placements")
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ import orjson
 from turnwise import files
 from turnwise.engines.policies import AgentPolicies
 from turnwise.errors import UsageError
-from turnwise.records.metrics import flatten_row, with_current_metrics
+from turnwise.records.metrics import flatten_row
 from turnwise.types import StopReason
 
 Row = Mapping[str, Any]
@@ -197,12 +197,11 @@ def episode_record(row: Row) -> Row:
 
 
 def metrics_row(row: Row) -> Row:
-    """Return a row of metrics under current names; raise an error for one that cannot be used."""
+    """Return a row of metrics ; raise an error for one that cannot be used."""
     hash(row.get("step"))  # it distinguishes rows
-    current = with_current_metrics(row)
-    for _ in flatten_row(current):  # fails for tables in tables without end
+    for _ in flatten_row(row):  # fails for tables in tables without end
         pass
-    return current
+    return row
 
 
 def lines_of(path: Path, problems: list[str], read: Callable[[Row], Row] = as_it_is) -> Iterator[tuple[int, Row]]:

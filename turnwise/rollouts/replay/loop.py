@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.config import EnvRules, Limits
-from turnwise.config.constraints import from_recorded
 from turnwise.engines import Sampling
 from turnwise.envs import EnvSpec
 from turnwise.envs.resolve import as_env_spec
@@ -185,7 +184,7 @@ def _replay(
         engine,
         renderer,
         sampling=_sampling(episodes[0], settings),
-        limits=changes.limits or from_recorded(Limits, settings.get("limits", {})),
+        limits=changes.limits or Limits(**settings.get("limits", {})),
         seed=settings.get("seed", 0),
         stop=settings.get("stop", ()) if changes.stop is None else changes.stop,
         history=settings.get("history", "append") if changes.history is None else changes.history,
@@ -220,7 +219,7 @@ def _episode(
     recorded: Mapping[EpisodeKey, RecordedEpisodeEnvs],
 ) -> EpisodeSpec:
     """Return the spec of one episode, as recorded except for the changes."""
-    rules = changes.rules or from_recorded(EnvRules, episode.settings.get("rules", {}))
+    rules = changes.rules or EnvRules(**episode.settings.get("rules", {}))
     max_turns, task = _max_turns(episode), episode.trajectory.task
     if env_specs is None:
         compares: Any = partial(group_reward, recorded) if episode.settings["group"] else None
@@ -250,6 +249,6 @@ def uses_builtin_renderer(episode: RecordedEpisode) -> Renderer:
         if renderer.fingerprint == episode.trajectory.template:
             return renderer
     raise UsageError(
-        f"the run was played with the renderer {episode.trajectory.template or 'of an older release'}, "
+        f"the run was played with the renderer {episode.trajectory.template}, "
         "which is not the built-in one: pass renderer=load_renderer(PATH) of its model"
     )

@@ -304,8 +304,7 @@ class GradientSignal:
         """Return the arguments of `restore`."""
         return self.average, self.variance, self.weight, self.squares, self.fourths
 
-    def restore(self, average: float, variance: float, weight: float = 1.0, *sums: float) -> None:
-        """Restore what `state` returned; checkpoints of older versions have no weight, or no sums of its powers."""
+    def restore(self, average: float, variance: float, weight: float, squares: float, fourths: float) -> None:
+        """Restore what `state` returned."""
         self.average, self.variance, self.weight = average, variance, weight
-        each = 1.0 / self.memory if self.memory else 1.0
-        self.squares, self.fourths = sums or (each**n / (1.0 - (1.0 - each) ** n) for n in (2, 4))
+        self.squares, self.fourths = squares, fourths

@@ -603,11 +603,9 @@ class Trainer:
         """Restore what `save` wrote, not the weights; raise `ModelError` when it is unreadable or of another model."""
         directory = Path(directory)
         tensors = read_tensors(directory / OPTIMIZER_FILE)
-        tensors.pop("rng.cpu", None)  # of older checkpoints
         self.updates = int(tensors.pop("updates"))
-        if "signal" in tensors:  # older checkpoints have none, or the first alone
-            for signal, state in zip(self.signals, torch.atleast_2d(tensors.pop("signal")).tolist(), strict=False):
-                signal.restore(*state)
+        for signal, state in zip(self.signals, tensors.pop("signal").tolist(), strict=True):
+            signal.restore(*state)
         self.optimizer.restore(tensors)
         self._reference = None
         if self.keeps_reference and (directory / REFERENCE_FILE).exists():

@@ -1,0 +1,23 @@
+"""Optional capabilities are found where rollouts look for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from turnwise.engines import AcceptsPixelSource, NeedsRenderer
+from turnwise.engines.local import LocalEngine
+from turnwise.engines.remote import Fleet, RemoteEngine
+from turnwise.envs.base import IsolatedReward
+from turnwise.envs.isolation.process_env import ProcessEnv
+from turnwise.envs.tool_env import ToolEnv
+
+
+@pytest.mark.parametrize("engine", [LocalEngine, RemoteEngine, Fleet])
+def test_engines_have_the_capabilities_that_rollouts_look_for(engine):
+    assert issubclass(engine, NeedsRenderer)
+    assert issubclass(engine, AcceptsPixelSource)
+
+
+def test_environments_compute_isolated_rewards_where_rollouts_look_for_it():
+    assert issubclass(ToolEnv, IsolatedReward)
+    assert issubclass(ProcessEnv, IsolatedReward)
