@@ -30,7 +30,7 @@ setup: $(READY)
 # Touched last, so that an installation that was cut off is done again.
 $(READY): pyproject.toml constraints.txt
 	@echo "Installing into .venv (once; some minutes) ..."
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Turnwise needs Python 3.11 or later: make setup PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Turnwright needs Python 3.11 or later: make setup PYTHON=python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv 2>/dev/null || $(PYTHON) -m venv --clear --without-pip .venv
 	@pip="$(BIN)/python -m pip"; $$pip --version >/dev/null 2>&1 || pip="$(PYTHON) -m pip --python $(BIN)/python"; \
 	$$pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,vision,dev]'
@@ -44,26 +44,26 @@ quickstart-vlm: RECIPE = quickstart_vlm
 quickstart quickstart-vlm: $(READY)
 	@out=runs/$@; n=1; \
 	while [ -e "$$out" ]; do n=$$((n + 1)); out=runs/$@-$$n; done; \
-	$(BIN)/turnwise train recipes/$(RECIPE).toml --out "$$out" $(ARGS) && \
-	echo "(turnwise is $(BIN)/turnwise here; . $(BIN)/activate makes it turnwise)"
+	$(BIN)/turnwright train recipes/$(RECIPE).toml --out "$$out" $(ARGS) && \
+	echo "(turnwright is $(BIN)/turnwright here; . $(BIN)/activate makes it turnwright)"
 
 test: $(READY)
 	@$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ARGS)
 
 test-engines: $(READY)
-	@home="$${TURNWISE_ENGINES:-$$HOME/.cache/turnwise/engines}"; for kind in vllm sglang; do \
+	@home="$${TURNWRIGHT_ENGINES:-$$HOME/.cache/turnwright/engines}"; for kind in vllm sglang; do \
 	[ -e "$$home/$$kind" ] || $(BIN)/python contrib/cpu_servers.py install $$kind --home "$$home" || exit 1; done; \
-	[ -e "$$home/llamacpp" ] || $(BIN)/turnwise engines install llamacpp --home "$$home"
+	[ -e "$$home/llamacpp" ] || $(BIN)/turnwright engines install llamacpp --home "$$home"
 	@$(BIN)/python -m pytest -m engines --timeout 3600 -s $(ARGS) tests/engines_real
 
 test-compat: $(READY)
-	@home="$${TURNWISE_COMPAT:-$$HOME/.cache/turnwise/compat}"; \
+	@home="$${TURNWRIGHT_COMPAT:-$$HOME/.cache/turnwright/compat}"; \
 	[ -e "$$home/ready" ] || $(BIN)/python tests/compat/originals.py "$$home" || exit 1
 	@$(BIN)/python -m pytest -m compat --timeout 3600 -n0 $(ARGS) tests/compat
 
 # A namespace of its own, where the programs reach this machine and nothing else.
 test-agents: $(READY)
-	@home="$${TURNWISE_AGENTS:-$$HOME/.cache/turnwise/agents}"; \
+	@home="$${TURNWRIGHT_AGENTS:-$$HOME/.cache/turnwright/agents}"; \
 	[ -e "$$home/ready" ] || $(BIN)/python tests/agents/real_programs.py "$$home" || exit 1
 	@unshare --net --map-root-user sh -c 'ip link set lo up && exec "$$@"' sh \
 	$(BIN)/python -m pytest -m agents -n0 $(ARGS) tests/agents

@@ -32,12 +32,12 @@ WARM = 2
 
 def ours(warmed: Path, seed: int, steps: int, out: Path) -> list[dict[str, float]]:
     """Train the quickstart's recipe from warmed weights in this process."""
-    from turnwise.cli.main import main
+    from turnwright.cli.main import main
 
     words = ["train", RECIPE, "--seed", seed, "--out", out, "--display", "none", "--model.path", warmed, "--warmup.demos", 0]
     words += ["--train.steps", steps, "--eval.every", steps, "--eval.tasks", 1]
     if main([str(word) for word in words]):
-        raise SystemExit("turnwise train failed")
+        raise SystemExit("turnwright train failed")
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     before = max((row["cpu_s"] for row in rows if row["phase"] != "train" and row.get("step", 0) == 0), default=0.0)
     found = []
@@ -60,8 +60,8 @@ def theirs(warmed: Path, seed: int, steps: int, out: Path) -> list[dict[str, flo
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from turnwise.config import load
-    from turnwise.envs.builtin.hop import Hop
+    from turnwright.config import load
+    from turnwright.envs.builtin.hop import Hop
 
     torch.manual_seed(seed)
     config = load(RECIPE).config
@@ -126,9 +126,9 @@ class Player:
         """Play an episode for each task."""
         import torch
 
-        from turnwise.envs.base import Action
-        from turnwise.envs.builtin.hop import Hop
-        from turnwise.types import Message
+        from turnwright.envs.base import Action
+        from turnwright.envs.builtin.hop import Hop
+        from turnwright.types import Message
 
         model = trainer.accelerator.unwrap_model(trainer.model)
         worlds = [Hop() for _ in tasks]
@@ -232,7 +232,7 @@ def main() -> None:
     for seed in args.seeds:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            words = [sys.executable, "-m", "turnwise", "train", RECIPE, "--seed", seed, "--out", folder / "warm"]
+            words = [sys.executable, "-m", "turnwright", "train", RECIPE, "--seed", seed, "--out", folder / "warm"]
             words += ["--train.steps", 1, "--checkpoint.keep", 99, "--display", "none"]
             subprocess.run([str(word) for word in words], env=env, check=True, stdout=subprocess.DEVNULL)
             for side in SIDES:

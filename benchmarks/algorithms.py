@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from turnwise.config.schema import ALGORITHMS
+from turnwright.config.schema import ALGORITHMS
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "quickstart.toml"
@@ -32,7 +32,7 @@ def trained(algorithm: str, seed: int, folder: Path, steps: int | None, warmed: 
         warmed: a model that was warmed up; none warms one up.
     """
     out = folder / f"{algorithm}-{seed}"
-    command = [sys.executable, "-m", "turnwise.cli.main", "train", str(RECIPE), "--out", str(out), "--seed", str(seed)]
+    command = [sys.executable, "-m", "turnwright.cli.main", "train", str(RECIPE), "--out", str(out), "--seed", str(seed)]
     command += ["--train.algorithm", algorithm, "--display", "none", "--checkpoint.keep", "99"]
     command += [] if steps is None else ["--train.steps", str(steps)]
     command += [] if warmed is None else ["--model.path", str(warmed), "--warmup.demos", "0"]

@@ -21,11 +21,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import turnwise as tw
-from turnwise.envs import as_env_spec
-from turnwise.renderers import ChatRenderer, ChatTemplate, HFTokenizer
-from turnwise.renderers.template import find_source
-from turnwise.training.model.models import train_tokenizer
+import turnwright as tw
+from turnwright.envs import as_env_spec
+from turnwright.renderers import ChatRenderer, ChatTemplate, HFTokenizer
+from turnwright.renderers.template import find_source
+from turnwright.training.model.models import train_tokenizer
 
 COLUMNS = ("turns", "rows", "ids_leaves", "ids_tree", "ids_calls", "leaves_of_calls", "tree_of_calls", "ms_per_turn")
 
@@ -115,7 +115,7 @@ def main() -> None:
 
 
 def _env(name: str) -> Any:
-    from turnwise.config import EnvConfig
+    from turnwright.config import EnvConfig
 
     return EnvConfig(use=name, args={"think": True})
 

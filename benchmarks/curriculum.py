@@ -27,9 +27,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from turnwise.envs.builtin import Hop  # noqa: E402
-from turnwise.envs.resolve import load_object  # noqa: E402
-from turnwise.training.samplers import Window  # noqa: E402
+from turnwright.envs.builtin import Hop  # noqa: E402
+from turnwright.envs.resolve import load_object  # noqa: E402
+from turnwright.training.samplers import Window  # noqa: E402
 
 HERE = Path(__file__).resolve()
 TASKS = f"{ROOT / 'recipes' / 'noisy_hop.py'}:tasks"
@@ -76,9 +76,9 @@ SAMPLERS = {"window": "window", "uniform": "uniform", "permuted": f"{HERE}:Permu
 
 
 def run(*words: object) -> float:
-    """Run `turnwise train`; return its seconds."""
+    """Run `turnwright train`; return its seconds."""
     began = time.monotonic()
-    command = [sys.executable, "-m", "turnwise.cli.main", "train", *map(str, words), "--display", "none"]
+    command = [sys.executable, "-m", "turnwright.cli.main", "train", *map(str, words), "--display", "none"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

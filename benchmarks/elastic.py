@@ -22,12 +22,12 @@ from unittest.mock import patch
 import kill_resume
 import psutil
 
-from turnwise.cli.main import main as turnwise
-from turnwise.engines import Request
-from turnwise.engines.remote import Fleet
-from turnwise.engines.remote.base import CANARY
-from turnwise.engines.remote.engine_list import EngineList
-from turnwise.engines.remote.replica import Replica
+from turnwright.cli.main import main as turnwright
+from turnwright.engines import Request
+from turnwright.engines.remote import Fleet
+from turnwright.engines.remote.base import CANARY
+from turnwright.engines.remote.engine_list import EngineList
+from turnwright.engines.remote.replica import Replica
 
 SERVERS, AT_A_TIME = 4, 2
 RECIPE = kill_resume.RECIPE.replace("groups = 6", "groups = 24\nconcurrency = 12").replace("steps = 16", "steps = {steps}")
@@ -35,10 +35,10 @@ EPISODES = 24 * 4
 
 
 class Server:
-    """`turnwise serve` in a process of its own."""
+    """`turnwright serve` in a process of its own."""
 
     def __init__(self, model: Path) -> None:
-        words = [sys.executable, "-m", "turnwise.cli.main", "serve", str(model), "--port", "0", "--device", "cpu"]
+        words = [sys.executable, "-m", "turnwright.cli.main", "serve", str(model), "--port", "0", "--device", "cpu"]
         self.begun = time.monotonic()
         self.process = kill_resume.start(words, stdout=subprocess.PIPE, text=True)
         self.listening = self.answered = self.joined = self.cpu_s = 0.0
@@ -168,7 +168,7 @@ def play(folder: Path, recipe: str, model: Path, rounds: int, seed: int) -> tupl
         stack.enter_context(patch.object(Replica, "check", asked))
         stack.enter_context(patch.object(Fleet, "update_from", paced))
         stack.enter_context(patch.object(Fleet, "__init__", kept))
-        status = turnwise(words)
+        status = turnwright(words)
     for server in [*siege.running, *siege.spare]:
         server.kill()
     siege.counts = FLEETS.pop().counts

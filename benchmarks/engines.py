@@ -1,10 +1,10 @@
 """The same rollouts of several turns on the local engine, vLLM and SGLang, one after another in one run.
 
 A tiny Qwen3 (128 wide, 4 layers, heads of 32 numbers, fp32, random weights) plays episodes of 4 turns: replies of 48 ids that
-nothing ends, observations of about 20 ids, siblings of 8 with one prompt. Servers are started as `turnwise engines start` does,
-each alone, and get the model as training gives it; their environments are those of `contrib/cpu_servers.py`. After a first
-round, whose first calls pay for warming up, the medians of the rounds are told: sampled ids a second by the clock, the share of
-the prompts' ids that came from a cache, the time until the first reply, and the largest |logprob - trainer's|.
+nothing ends, observations of about 20 ids, siblings of 8 with one prompt. Servers are started as `turnwright engines start`
+does, each alone, and get the model as training gives it; their environments are those of `contrib/cpu_servers.py`. After a
+first round, whose first calls pay for warming up, the medians of the rounds are told: sampled ids a second by the clock, the
+share of the prompts' ids that came from a cache, the time until the first reply, and the largest |logprob - trainer's|.
 
     python benchmarks/engines.py [--home DIR] [--engines local,vllm,sglang] [--episodes 64] [--rounds 3]
 
@@ -27,13 +27,13 @@ from typing import Any
 
 import torch
 
-import turnwise as tw
-from turnwise.config import EngineConfig, Limits, ModelConfig, RunConfig, TrainConfig
-from turnwise.engines.remote.managed import HOME, how_to_install
-from turnwise.renderers import load_renderer
-from turnwise.rollouts import arollout
-from turnwise.training import Trainer, create_tiny_model, make_engine, unique_weights
-from turnwise.training.model.models import load
+import turnwright as tw
+from turnwright.config import EngineConfig, Limits, ModelConfig, RunConfig, TrainConfig
+from turnwright.engines.remote.managed import HOME, how_to_install
+from turnwright.renderers import load_renderer
+from turnwright.rollouts import arollout
+from turnwright.training import Trainer, create_tiny_model, make_engine, unique_weights
+from turnwright.training.model.models import load
 
 TURNS, TOKENS, SIBLINGS = 4, 48, 8
 TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(200)]
@@ -116,14 +116,14 @@ def gap(trainer: Trainer, trajectories: list[tw.Trajectory]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--home", type=Path, default=Path(os.environ.get("TURNWISE_ENGINES", HOME)))
+    parser.add_argument("--home", type=Path, default=Path(os.environ.get("TURNWRIGHT_ENGINES", HOME)))
     parser.add_argument("--engines", default="local,vllm,sglang")
     parser.add_argument("--episodes", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, dict[str, float]] = {}
-    with tempfile.TemporaryDirectory(prefix="turnwise-") as place:
+    with tempfile.TemporaryDirectory(prefix="turnwright-") as place:
         source = create_tiny_model(ModelConfig(hidden=128, layers=4, heads=4, kv_heads=2), TEXTS, Path(place) / "model", seed=1)
         for kind in args.engines.split(","):
             if kind != "local" and not (args.home / kind).is_dir():

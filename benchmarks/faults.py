@@ -25,9 +25,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import turnwise as tw
-from turnwise.engines import Generation
-from turnwise.rollouts import Rollout, make_episode_specs
+import turnwright as tw
+from turnwright.engines import Generation
+from turnwright.rollouts import Rollout, make_episode_specs
 
 AWAITS = ("reset", "step", "reward", "generate", "close")
 FAULTS = ("raises", "hangs", "garbage", "late", "dies")
@@ -176,7 +176,7 @@ def state() -> dict[str, set[Any]]:
                 kids.add(entry.name)
         except OSError:
             continue
-    folders = set(Path(tempfile.gettempdir()).glob("turnwise-env-*"))
+    folders = set(Path(tempfile.gettempdir()).glob("turnwright-env-*"))
     fds = set(os.listdir("/proc/self/fd"))
     return {"processes": kids, "descriptors": fds, "threads": set(threading.enumerate()), "directories": folders}
 

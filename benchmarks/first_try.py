@@ -1,4 +1,4 @@
-"""Small tasks of `examples/`, each trained with the recipe that `turnwise init` writes, and with shuffled rewards.
+"""Small tasks of `examples/`, each trained with the recipe that `turnwright init` writes, and with shuffled rewards.
 
     python benchmarks/first_try.py [--quick] [--only NAME ...] [--set KEY=VALUE ...] [--jobs N]
 
@@ -55,8 +55,8 @@ OF_SOLVER, OF_GAP, DRIFT = 0.8, 0.5, 0.1
 
 
 def recipe_of(name: str, folder: Path) -> Path:
-    """Write what `turnwise init` writes, with the example in place of its environment; return the recipe."""
-    words = [sys.executable, "-m", "turnwise", "init", name, *(["--vision"] if name in IMAGES else [])]
+    """Write what `turnwright init` writes, with the example in place of its environment; return the recipe."""
+    words = [sys.executable, "-m", "turnwright", "init", name, *(["--vision"] if name in IMAGES else [])]
     subprocess.run(words, cwd=folder, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(ROOT)})
     recipe = folder / name / "recipe.toml"
     text = recipe.read_text()
@@ -72,12 +72,12 @@ def train(recipe: Path, seed: int, out: Path, overrides: Sequence[str], shuffled
     """
     from honesty import Shuffled
 
-    from turnwise.config import load
-    from turnwise.config.dump import to_json_dict
-    from turnwise.errors import TurnwiseError
-    from turnwise.records import NullListener, RunDir
-    from turnwise.training import TrainingRun
-    from turnwise.training.task_plan import make_env_specs
+    from turnwright.config import load
+    from turnwright.config.dump import to_json_dict
+    from turnwright.errors import TurnwrightError
+    from turnwright.records import NullListener, RunDir
+    from turnwright.training import TrainingRun
+    from turnwright.training.task_plan import make_env_specs
 
     class Copied(TrainingRun):
         def _save(self, name: str, **cursor: Any) -> None:
@@ -94,16 +94,16 @@ def train(recipe: Path, seed: int, out: Path, overrides: Sequence[str], shuffled
             if shuffled:
                 run.policies = Shuffled(run.policies, seed)  # type: ignore[assignment]
             return asyncio.run(run.play())
-        except TurnwiseError as error:
+        except TurnwrightError as error:
             return {"error": str(error)}
 
 
 def solver_success(name: str, recipe: Path, seed: int = 0, n: int = 128) -> float:
     """Success of the solver on held-out tasks, within the turns of the recipe."""
-    import turnwise as tw
-    from turnwise.config import load
-    from turnwise.config.schema import EnvConfig
-    from turnwise.envs import resolve_env
+    import turnwright as tw
+    from turnwright.config import load
+    from turnwright.config.schema import EnvConfig
+    from turnwright.envs import resolve_env
 
     spec = resolve_env(EnvConfig(use=f"{ROOT}/examples/{name}.py:{TASKS[name]}"))
     assert spec.factory is not None
@@ -117,7 +117,7 @@ def success_of(run: str, checkpoint: str | Path) -> float:
     """Return held-out success of a checkpoint of a run."""
     words = ["eval", "--run", run, "--checkpoint", str(checkpoint), "--samples", "4", "--json"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-m", "turnwise", *words], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-m", "turnwright", *words], env=env, capture_output=True, text=True, check=True)
     return float(json.loads(done.stdout)["sampled"]["success"])
 
 

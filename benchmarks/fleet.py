@@ -13,9 +13,9 @@ are medians of the rounds' own.
 
     python benchmarks/fleet.py elastic [--kills 20]
 
-Trains with four `turnwise serve`, of which two are killed (-9) and two others join in the middle of a step, and once more with
-servers that stay; compares the ids that were trained and the final weights. A replacement's time runs from the start of its
-process, or from joining the list, to its first reply, which only proven weights give.
+Trains with four `turnwright serve`, of which two are killed (-9) and two others join in the middle of a step, and once more
+with servers that stay; compares the ids that were trained and the final weights. A replacement's time runs from the start of
+its process, or from joining the list, to its first reply, which only proven weights give.
 
 Last line: JSON. Of the client: `ratio` (a / b, the cheapest library, at the second context), `client_us` and `by_hand_us` by
 context, and `growth` (a at the longest context / a at the shortest).
@@ -226,9 +226,9 @@ async def episodes(turn: Callable[[Any, int], Awaitable[list[int]]], start: Call
 
 async def measure(url: str, size: int, args: argparse.Namespace) -> tuple[dict[str, float], dict[str, float]]:
     """CPU microseconds of a request on each side, and our ratio to each."""
-    from turnwise.engines import Request
-    from turnwise.engines.ids import GrowingIds
-    from turnwise.engines.remote import Fleet, VllmEngine
+    from turnwright.engines import Request
+    from turnwright.engines.ids import GrowingIds
+    from turnwright.engines.remote import Fleet, VllmEngine
 
     first, stops, calls = prompt(size), frozenset([32_001]), 0
     fleet = Fleet([VllmEngine(url, most=EPISODES)], most=EPISODES, check_s=60.0)
@@ -238,7 +238,7 @@ async def measure(url: str, size: int, args: argparse.Namespace) -> tuple[dict[s
 
     async with AsyncExitStack() as stack:
         sides: dict[str, tuple[Callable[[Any, int], Awaitable[list[int]]], Callable[[], Any]]] = {}
-        sides["turnwise"] = ours, lambda: GrowingIds(first)
+        sides["turnwright"] = ours, lambda: GrowingIds(first)
         for name, post in (await libraries(stack, args.libraries)).items():
 
             async def hand(post: Post, ids: list[int], number: int) -> list[int]:
@@ -260,7 +260,7 @@ async def measure(url: str, size: int, args: argparse.Namespace) -> tuple[dict[s
     await fleet.close()
     figures = {name: statistics.median(row) for name, row in rows.items()}
     # Neighbors in a round: what else the machine does meets both.
-    pairs = {name: zip(rows["turnwise"], row, strict=True) for name, row in rows.items()}
+    pairs = {name: zip(rows["turnwright"], row, strict=True) for name, row in rows.items()}
     return figures, {name: statistics.median(a / b for a, b in pair) for name, pair in pairs.items()}
 
 
@@ -280,7 +280,7 @@ def client(args: argparse.Namespace) -> dict[str, Any]:
     for name in next(iter(tables.values())):
         print(f"{name:28}" + "".join(f"{tables[size][name]:8.0f}" for size in args.contexts))
     hand = {size: min((us, name) for name, us in row.items() if "by hand" in name) for size, row in tables.items()}
-    ours = {size: row["turnwise"] for size, row in tables.items()}
+    ours = {size: row["turnwright"] for size, row in tables.items()}
     ratios = {size: round(against[size][name], 3) for size, (_, name) in hand.items()}
     return {
         "ratio": ratios[args.contexts[min(1, len(ratios) - 1)]],

@@ -48,7 +48,7 @@ HEADER = (
 
 def train(recipe: str, seed: int, shuffled: bool, out: Path) -> dict[str, Any]:
     """Train a recipe in a process of its own, unless `out` has the finished run; return figures."""
-    words = [sys.executable, "-m", "turnwise", "train", str(ROOT / "recipes" / f"{recipe}.toml")]
+    words = [sys.executable, "-m", "turnwright", "train", str(ROOT / "recipes" / f"{recipe}.toml")]
     words += ["--seed", str(seed), "--out", str(out), "--display", "none"]
     if shuffled:
         # The same name gives the same tasks and draws, so both runs have the same warm-up.

@@ -57,10 +57,10 @@ class Shuffled:
 
 def control(seed: int, out: Path) -> dict[str, Any]:
     """The quickstart with shuffled rewards, in this process."""
-    from turnwise.config import load
-    from turnwise.records import NullListener, RunDir
-    from turnwise.training import TrainingRun
-    from turnwise.training.task_plan import make_env_specs
+    from turnwright.config import load
+    from turnwright.records import NullListener, RunDir
+    from turnwright.training import TrainingRun
+    from turnwright.training.task_plan import make_env_specs
 
     config = replace(load(RECIPE).config, seed=seed)
     with RunDir(out) as directory:
@@ -71,7 +71,7 @@ def control(seed: int, out: Path) -> dict[str, Any]:
 
 def quickstart(seed: int, out: Path) -> dict[str, Any]:
     """The quickstart as anyone runs it."""
-    words = [sys.executable, "-m", "turnwise.cli.main", "train", RECIPE, "--seed", seed, "--out", out, "--display", "none"]
+    words = [sys.executable, "-m", "turnwright.cli.main", "train", RECIPE, "--seed", seed, "--out", out, "--display", "none"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run([str(word) for word in words], env=env, check=True, stdout=subprocess.DEVNULL)
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
@@ -80,11 +80,11 @@ def quickstart(seed: int, out: Path) -> dict[str, Any]:
 
 def overlap(seed: int) -> int:
     """Held-out tasks that are in training by id, by content or by the chain of names that they lead over."""
-    from turnwise.config import load
-    from turnwise.envs.builtin.hop import chain_of
-    from turnwise.envs.tasks import content_key
-    from turnwise.training import TaskPlan
-    from turnwise.training.task_plan import make_env_specs
+    from turnwright.config import load
+    from turnwright.envs.builtin.hop import chain_of
+    from turnwright.envs.tasks import content_key
+    from turnwright.training import TaskPlan
+    from turnwright.training.task_plan import make_env_specs
 
     config = load(RECIPE).config
     steps, groups = config.train.steps, config.rollout.groups
@@ -99,7 +99,7 @@ def single_turn_best(split: str) -> float:
 
     The reply sees the question alone, so it does best with the code that is likeliest given the question.
     """
-    from turnwise.envs.builtin import hop
+    from turnwright.envs.builtin import hop
 
     mass: dict[str, Counter[str]] = {}
     for hops in range(1, hop.MAX_HOPS + 1):
@@ -111,7 +111,7 @@ def single_turn_best(split: str) -> float:
 
 def drawn_best(n: int = 30_000) -> float:
     """The same of tasks as they are drawn: the share of the likeliest code of each question, chance included."""
-    from turnwise.envs.builtin import Hop
+    from turnwright.envs.builtin import Hop
 
     codes: dict[str, Counter[str]] = {}
     for task in Hop.tasks("eval", n, 12345):

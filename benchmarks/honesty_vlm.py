@@ -28,7 +28,7 @@ STARTS_UNDER, ENDS_OVER, BLIND_UNDER = 0.58, 0.93, 0.15
 
 def quickstart(seed: int, out: Path, overrides: list[str]) -> dict[str, Any] | None:
     """The quickstart as anyone runs it; None where it did not come to its end."""
-    words = [sys.executable, "-m", "turnwise.cli.main", "train", RECIPE, "--seed", seed, "--out", out, "--display", "none"]
+    words = [sys.executable, "-m", "turnwright.cli.main", "train", RECIPE, "--seed", seed, "--out", out, "--display", "none"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*map(str, words), *overrides], env=env, stdout=subprocess.DEVNULL)
     if done.returncode:
@@ -55,10 +55,10 @@ def row(seed: int, summary: dict[str, Any] | None) -> str:
 
 def overlap(seed: int) -> int:
     """Held-out tasks that are in training by id, by content, or by the place and the colour of their goal at the start."""
-    from turnwise.config import load
-    from turnwise.envs.tasks import content_key
-    from turnwise.training import TaskPlan
-    from turnwise.training.task_plan import make_env_specs
+    from turnwright.config import load
+    from turnwright.envs.tasks import content_key
+    from turnwright.training import TaskPlan
+    from turnwright.training.task_plan import make_env_specs
 
     config = load(RECIPE).config
     steps, groups = config.train.steps, config.rollout.groups
@@ -70,7 +70,7 @@ def overlap(seed: int) -> int:
 
 def shared_images(reach: int) -> int:
     """Images that both sides of the split can show, of all that there are."""
-    from turnwise.envs.builtin import radar
+    from turnwright.envs.builtin import radar
 
     fields = range(-reach, reach + 1)
     sides: dict[str, set[bytes]] = {"train": set(), "eval": set()}
@@ -82,7 +82,7 @@ def shared_images(reach: int) -> int:
 
 def blind_best(reach: int) -> float:
     """The share of starts from which the best sequence of moves reaches the goal; who sees nothing can choose no more."""
-    from turnwise.envs.builtin.radar import MOVES
+    from turnwright.envs.builtin.radar import MOVES
 
     fields = range(-reach, reach + 1)
     goals = [(x, y) for x in fields for y in fields if abs(x) + abs(y) >= 2]

@@ -1,6 +1,6 @@
 """What an image a turn costs the rollout loop, over the floor: work W2.
 
-One episode of T turns, a new 224 x 224 image in each, runs through the public `turnwise.rollout` with its defaults on (media
+One episode of T turns, a new 224 x 224 image in each, runs through the public `turnwright.rollout` with its defaults on (media
 store, journal and records on disk), against an engine that answers at once with fixed ids and asks for the pixel values of
 each image that is new to it, as an engine in the same process does. Behind it the pixel values of the whole episode are merged
 for training. The floor is what no loop can do without: each image through the processor once, one PNG, one encode of the
@@ -32,11 +32,11 @@ import numpy as np
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-import turnwise as tw
-from turnwise.engines import Generation
-from turnwise.media import MediaStore
-from turnwise.renderers import load_renderer, template_source
-from turnwise.renderers.vision import PixelCache
+import turnwright as tw
+from turnwright.engines import Generation
+from turnwright.media import MediaStore
+from turnwright.renderers import load_renderer, template_source
+from turnwright.renderers.vision import PixelCache
 
 SIDE = 224
 SPECIAL = [

@@ -1,7 +1,7 @@
 """Episodes with a new image in each turn through a real vLLM: images sent once and named after that, or sent with each turn.
 
 A tiny Qwen3-VL (random weights, float32) plays episodes of 8 turns, replies of 8 ids, an image of noise of 224 x 224 pixels in
-each. The server is started as `turnwise engines start` does; its environment is that of `contrib/cpu_servers.py`. Both
+each. The server is started as `turnwright engines start` does; its environment is that of `contrib/cpu_servers.py`. Both
 ways take turns with it, each with weights of its own number, so that nothing is known from before. Told are the medians of the
 rounds: bytes that requests sent, and seconds by the clock.
 
@@ -25,14 +25,14 @@ from typing import Any
 import numpy as np
 import torch
 
-import turnwise as tw
-from turnwise.config import EngineConfig, Limits, ModelConfig, RunConfig
-from turnwise.engines.remote import vllm_images
-from turnwise.engines.remote.managed import HOME
-from turnwise.renderers import load_renderer
-from turnwise.rollouts import arollout
-from turnwise.training import create_tiny_model, make_engine, unique_weights
-from turnwise.training.model.models import load
+import turnwright as tw
+from turnwright.config import EngineConfig, Limits, ModelConfig, RunConfig
+from turnwright.engines.remote import vllm_images
+from turnwright.engines.remote.managed import HOME
+from turnwright.renderers import load_renderer
+from turnwright.rollouts import arollout
+from turnwright.training import create_tiny_model, make_engine, unique_weights
+from turnwright.training.model.models import load
 
 TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(200)]
 NAMED, EACH = "named", "each turn"
@@ -94,7 +94,7 @@ async def measure(source: Path, place: Path, args: argparse.Namespace) -> dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--home", type=Path, default=Path(os.environ.get("TURNWISE_ENGINES", HOME)))
+    parser.add_argument("--home", type=Path, default=Path(os.environ.get("TURNWRIGHT_ENGINES", HOME)))
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--episodes", type=int, default=16)
     parser.add_argument("--pixels", type=int, default=224)
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="turnwise-") as place:
+    with tempfile.TemporaryDirectory(prefix="turnwright-") as place:
         source = create_tiny_model(
             ModelConfig(hidden=64, heads=2, kv_heads=2, vision=True), TEXTS, Path(place) / "model", seed=1
         )

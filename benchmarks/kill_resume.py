@@ -99,8 +99,8 @@ class Outcome:
 
 
 def command(*words: str | Path) -> list[str]:
-    """The command line of `turnwise train`."""
-    return [sys.executable, "-m", "turnwise.cli.main", "train", *map(str, words), "--display", "none"]
+    """The command line of `turnwright train`."""
+    return [sys.executable, "-m", "turnwright.cli.main", "train", *map(str, words), "--display", "none"]
 
 
 def environment() -> dict[str, str]:
@@ -277,7 +277,7 @@ def serving(model: Path | None) -> Iterator[list[str]]:
     if model is None:
         yield []
         return
-    words = [sys.executable, "-m", "turnwise.cli.main", "serve", str(model), "--port", "0", "--device", "cpu"]
+    words = [sys.executable, "-m", "turnwright.cli.main", "serve", str(model), "--port", "0", "--device", "cpu"]
     with start(words, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
@@ -398,7 +398,7 @@ import os
 import time
 from pathlib import Path
 
-import turnwise as tw
+import turnwright as tw
 
 
 class Ledger(tw.Env):
@@ -444,7 +444,7 @@ WORLD = '''
 import time
 from pathlib import Path
 
-import turnwise as tw
+import turnwright as tw
 
 DOWN = Path(__file__).with_name("down")
 
@@ -614,7 +614,7 @@ SLOW = '''
 
 import asyncio
 
-from turnwise.envs.builtin.hop import Hop
+from turnwright.envs.builtin.hop import Hop
 
 
 class Slow(Hop):
@@ -756,7 +756,7 @@ def main() -> None:
     parser.add_argument("--tree", type=int, default=0, help="this many outages and kills of processes below the run")
     parser.add_argument("--phases", type=int, default=0, help="kill all environments' processes so often in each phase")
     parser.add_argument("--mode", choices=("sync", "one_step_off", "async", "hold"), default="sync", help="schedule.mode")
-    parser.add_argument("--served", action="store_true", help="sample by `turnwise serve`, in a process that is not killed")
+    parser.add_argument("--served", action="store_true", help="sample by `turnwright serve`, in a process that is not killed")
     args = parser.parse_args()
     if args.phases:
         with tempfile.TemporaryDirectory() as name:

@@ -34,10 +34,10 @@ from transformers import (
     Qwen3Config,
 )
 
-from turnwise.engines import Generation, Request
-from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.batch import RowDraw
-from turnwise.engines.local.sampling import Sampler
+from turnwright.engines import Generation, Request
+from turnwright.engines.local import LocalEngine
+from turnwright.engines.local.batch import RowDraw
+from turnwright.engines.local.sampling import Sampler
 
 VOCABULARY = 2048
 GROUPS, SIBLINGS, TURNS = 16, 8, 8

@@ -41,24 +41,24 @@ from kill_resume import RECIPE as KILLED
 from kill_resume import compare, events, instants
 from kill_resume import trained as trained_spans
 
-from turnwise.cli.main import main as turnwise
-from turnwise.config import ModelConfig, QuantConfig, TrainConfig
-from turnwise.engines import Request
-from turnwise.engines.local import LocalEngine
-from turnwise.errors import SyncError
-from turnwise.records.serialization import rebuild_trajectories
-from turnwise.rollouts import group_by_task
-from turnwise.training import Trainer, load_model_and_renderer
-from turnwise.training.model.models import create_tiny_model, load
-from turnwise.training.model.packed import quant_of, write_packed
-from turnwise.training.model.quantize import (
+from turnwright.cli.main import main as turnwright
+from turnwright.config import ModelConfig, QuantConfig, TrainConfig
+from turnwright.engines import Request
+from turnwright.engines.local import LocalEngine
+from turnwright.errors import SyncError
+from turnwright.records.serialization import rebuild_trajectories
+from turnwright.rollouts import group_by_task
+from turnwright.training import Trainer, load_model_and_renderer
+from turnwright.training.model.models import create_tiny_model, load
+from turnwright.training.model.packed import quant_of, write_packed
+from turnwright.training.model.quantize import (
     OnGrid,
     grid_of,
     quantize_for_sampling,
     quantize_for_training,
     quantized_names,
 )
-from turnwise.types import EpisodeKey, Group, Origin, Span, StopReason, Task, Trajectory
+from turnwright.types import EpisodeKey, Group, Origin, Span, StopReason, Task, Trajectory
 
 ROOT = Path(__file__).resolve().parents[1]
 INT4, FP8 = ("--quant.kind", "int4", "--quant.group", "32"), ("--quant.kind", "fp8", "--quant.block", "64")
@@ -81,7 +81,7 @@ def trained(name: str, out: Path) -> dict[str, Any]:
     run = out / name
     if not (run / "summary.json").is_file():
         shutil.rmtree(run, ignore_errors=True)
-        command = [sys.executable, "-m", "turnwise", "train", str(ROOT / "recipes" / "quickstart.toml"), *RUNS[name]]
+        command = [sys.executable, "-m", "turnwright", "train", str(ROOT / "recipes" / "quickstart.toml"), *RUNS[name]]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run([*command, "--out", str(run)], env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -192,7 +192,7 @@ def resumed(kind: str) -> bool:
 
 
 LENGTH = """\
-import turnwise as tw
+import turnwright as tw
 
 class Length(tw.Env):
     def reset(self, task, *, seed=None):
@@ -249,7 +249,7 @@ def experts(kind: str, folder: Path) -> dict[str, Any]:
     (folder / "length.py").write_text(LENGTH)
     recipe.write_text(EXPERTS + QUANTS[kind] + ("activations = false\n" if kind == "fp8" else ""))
     words = ["train", str(recipe), "--out", str(run), "--model.path", str(mixture(folder / "model")), "--display", "none"]
-    assert turnwise(words) == 0
+    assert turnwright(words) == 0
     rows = [row for row in map(json.loads, (run / "metrics.jsonl").open()) if row["phase"] == "train"]
     before, after = (load(path)[0].state_dict() for path in (folder / "model", checkpoint_of(run)))
     stacked = [name for name in quantized_names(load(checkpoint_of(run))[0], quant_of(checkpoint_of(run))) if "experts" in name]
@@ -368,7 +368,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", choices=tuple(RUNS), default=tuple(RUNS), help="runs; no others, and no more")
     parser.add_argument("--gpu", action="store_true", help="also measure speed on a CUDA device")
     args = parser.parse_args(argv)
-    out = args.out or Path(tempfile.mkdtemp(prefix="turnwise-low-precision-"))
+    out = args.out or Path(tempfile.mkdtemp(prefix="turnwright-low-precision-"))
     torch.set_num_threads(1)
     result: dict[str, Any] = {}
 

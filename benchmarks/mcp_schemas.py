@@ -24,9 +24,9 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-import turnwise as tw
-from turnwise.envs.tools.schema import InvalidArguments, ToolSchemaError, ToolSignature
-from turnwise.types.json_schema import read_schema
+import turnwright as tw
+from turnwright.envs.tools.schema import InvalidArguments, ToolSchemaError, ToolSignature
+from turnwright.types.json_schema import read_schema
 
 CACHE = Path(__file__).resolve().parents[1] / ".cache" / "mcp_servers"
 

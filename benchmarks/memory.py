@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from turnwise.config import LoraConfig, TrainConfig
-from turnwise.training import LogitDistribution, Trainer, add_lora
-from turnwise.training.forward.forward import OutputHead, target_stats
-from turnwise.training.trainer.memory import GIB, estimate
-from turnwise.types import EpisodeKey, Group, Origin, Span, StopReason, Task, Trajectory
+from turnwright.config import LoraConfig, TrainConfig
+from turnwright.training import LogitDistribution, Trainer, add_lora
+from turnwright.training.forward.forward import OutputHead, target_stats
+from turnwright.training.trainer.memory import GIB, estimate
+from turnwright.types import EpisodeKey, Group, Origin, Span, StopReason, Task, Trajectory
 
 DEEP = {"hidden_size": 384, "num_hidden_layers": 12, "vocab_size": 4096}
 WIDE = {"hidden_size": 256, "num_hidden_layers": 4, "vocab_size": 151_936}

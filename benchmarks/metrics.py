@@ -10,8 +10,8 @@ import json
 import random
 import time
 
-import turnwise as tw
-from turnwise.records import rollout_metrics
+import turnwright as tw
+from turnwright.records import rollout_metrics
 
 
 class Talk(tw.Env):

@@ -1,6 +1,6 @@
 """Success and time of the quickstart's task by schedule, with the engine in a process of its own, slowed as a large model's is.
 
-`turnwise serve` samples, 50 ms a pass; the run trains beside it. Per seed all modes reinforce the same weights, those of the
+`turnwright serve` samples, 50 ms a pass; the run trains beside it. Per seed all modes reinforce the same weights, those of the
 warm-up of a run in one process. `wall_over_sync` compares the seconds from the first evaluation's end to the last step's.
 
     python benchmarks/overlap.py                                     # three seeds, sync, one_step_off and async: about an hour
@@ -33,7 +33,7 @@ SIZE = {QUICKSTART: ["--model.heads", "2", "--model.kv-heads", "2"]}
 
 def train(recipe: str, out: Path, words: list[str]) -> None:
     """Train in a process of its own."""
-    command = [sys.executable, "-m", "turnwise.cli.main", "train", recipe, "--out", str(out), "--display", "none", *words]
+    command = [sys.executable, "-m", "turnwright.cli.main", "train", recipe, "--out", str(out), "--display", "none", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(command)} ended with status {done.returncode}: {done.stderr[-2000:]}")

@@ -22,7 +22,7 @@ from unittest import mock
 
 from play_trees import Example, Skip
 
-import turnwise as tw
+import turnwright as tw
 
 FOLDERS = ("examples", "integrations", "skyrl-gym", "skyrl-agent", "tests")
 """Folders of the tree with code that a user writes, or would copy."""

@@ -25,7 +25,7 @@ from play_slime_kit import (
 )
 from play_trees import Example, Skip
 
-import turnwise as tw
+import turnwright as tw
 
 FOLDERS = ("examples", "slime_plugins")
 

@@ -1,7 +1,7 @@
 """What the examples of slime and Miles are played with: services on real sockets, stubs of closed clients, tokenizers on disk.
 
-`TURNWISE_PLAY_PACKAGES` names a folder of packages that only examples need (`pip install --target`). An example that needs one
-is skipped where it is missing.
+`TURNWRIGHT_PLAY_PACKAGES` names a folder of packages that only examples need (`pip install --target`). An example that needs
+one is skipped where it is missing.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any
 
 from play_trees import Example, Skip
 
-import turnwise as tw
-from turnwise.renderers import CHATML, load_renderer
+import turnwright as tw
+from turnwright.renderers import CHATML, load_renderer
 
 TESTS = Path(__file__).parents[1] / "tests"
-PACKAGES = os.environ.get("TURNWISE_PLAY_PACKAGES", "")
+PACKAGES = os.environ.get("TURNWRIGHT_PLAY_PACKAGES", "")
 
 
 def needs(packages: Mapping[str, str], example: Example) -> Example | Skip:
@@ -38,7 +38,7 @@ def needs(packages: Mapping[str, str], example: Example) -> Example | Skip:
     missing = [package for module, package in packages.items() if not _importable(module)]
     if not missing:
         return example
-    why = f"needs the packages {', '.join(missing)} (set TURNWISE_PLAY_PACKAGES to a folder that has them)"
+    why = f"needs the packages {', '.join(missing)} (set TURNWRIGHT_PLAY_PACKAGES to a folder that has them)"
     return Skip(example.use, why, example.names)
 
 

@@ -112,7 +112,7 @@ def texts(found: Any, role: str = "user") -> list[str]:
 
 def context(found: Any, turn: int) -> str:
     """Return the text of a context of the first episode, in bytes."""
-    import turnwise as tw
+    import turnwright as tw
 
     return str(tw.byte_renderer().decode(found[0].prompt_ids(turn)))
 
@@ -250,7 +250,7 @@ def vlm() -> Any:
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from vision_kit import tiny_vlm_directory
 
-    import turnwise as tw
+    import turnwright as tw
 
     folder = Path(tempfile.mkdtemp())
     tiny_vlm_directory(folder, weights=False)

@@ -32,10 +32,10 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import turnwise as tw
-from turnwise.config.schema import EnvConfig
-from turnwise.envs.resolve import resolve_env
-from turnwise.errors import ConfigError, TurnwiseError
+import turnwright as tw
+from turnwright.config.schema import EnvConfig
+from turnwright.envs.resolve import resolve_env
+from turnwright.errors import ConfigError, TurnwrightError
 
 MOST_TASKS = 4
 """Rows that are played of an example that brings its own."""
@@ -107,7 +107,7 @@ def play(example: Example, tree: Path) -> Result:
                 found = _rollout(example, home, rows)
         except ConfigError as error:
             return Result(system, example.use, "refused", str(error))
-        except TurnwiseError as error:
+        except TurnwrightError as error:
             return Result(system, example.use, "refused", f"{type(error).__name__}: {error}")
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):

@@ -235,7 +235,7 @@ def vlm() -> Any:
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from vision_kit import tiny_vlm_directory
 
-    import turnwise as tw
+    import turnwright as tw
 
     folder = Path(tempfile.mkdtemp())
     tiny_vlm_directory(folder, weights=False)

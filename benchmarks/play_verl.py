@@ -14,7 +14,7 @@ from typing import Any
 from play_skyrl import Server, both, needs, pictures, vlm
 from play_trees import Example, Skip
 
-import turnwise as tw
+import turnwright as tw
 
 FOLDERS = ("examples", "tests", "verl/experimental/agent_loop")
 """Folders of the tree with code that a user writes, or would copy; the loops that rows name by `agent_name`."""

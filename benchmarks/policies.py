@@ -44,15 +44,15 @@ import torch  # noqa: E402
 from honesty import Shuffled  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config  # noqa: E402
 
-from turnwise.config import PolicyConfig, load  # noqa: E402
-from turnwise.engines import Generation, PolicyEngine, Request  # noqa: E402
-from turnwise.engines.local import LocalEngine  # noqa: E402
-from turnwise.records import NullListener, RunDir  # noqa: E402
-from turnwise.rollouts import Rollout  # noqa: E402
-from turnwise.training import TrainingRun  # noqa: E402
-from turnwise.training.policies import Policies  # noqa: E402
-from turnwise.training.task_plan import make_env_specs  # noqa: E402
-from turnwise.types import Trajectory  # noqa: E402
+from turnwright.config import PolicyConfig, load  # noqa: E402
+from turnwright.engines import Generation, PolicyEngine, Request  # noqa: E402
+from turnwright.engines.local import LocalEngine  # noqa: E402
+from turnwright.records import NullListener, RunDir  # noqa: E402
+from turnwright.rollouts import Rollout  # noqa: E402
+from turnwright.training import TrainingRun  # noqa: E402
+from turnwright.training.policies import Policies  # noqa: E402
+from turnwright.training.task_plan import make_env_specs  # noqa: E402
+from turnwright.types import Trajectory  # noqa: E402
 
 RECIPE = ROOT / "recipes" / "two_policies.toml"
 AGENTS = ("left", "right")
@@ -158,7 +158,7 @@ def replaced(trajectory: Trajectory, agent: str, rng: random.Random) -> Trajecto
 
 def only(trajectory: Trajectory, agent: str) -> Trajectory:
     """Return the part of an episode that an agent played."""
-    from turnwise.training.policies import view_of
+    from turnwright.training.policies import view_of
 
     view = view_of(trajectory, agent.__eq__, agent)
     assert view is not None
@@ -278,7 +278,7 @@ async def sampled_per_s(run: TrainingRun, two: Any) -> dict[str, float]:
 
 async def long_replies(task: Any, model: Any) -> float:
     """Sample replies of 48 tokens, which no end token ends, from both agents at once."""
-    from turnwise import LimitReached
+    from turnwright import LimitReached
 
     async def reply(agent: str) -> None:
         with suppress(LimitReached):

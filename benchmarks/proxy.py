@@ -61,7 +61,7 @@ async def client(sessions: int, calls: int, size: int) -> None:
 
 def measure(kind: str, sessions: int, calls: int, size: int, *, collects: bool = True) -> list[float]:
     """Play the episodes; return the CPU seconds of each round of calls. `collects`: with Python's collector of cycles."""
-    import turnwise as tw
+    import turnwright as tw
 
     class InStep(tw.ScriptedEngine):
         """Answers when all sessions asked, and notes the CPU time of this process then."""

@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-import turnwise as tw
-from turnwise.engines.local import LocalEngine
-from turnwise.training import Credit, LogitDistribution, LossDenominator, make_batch, trainable_tokens
-from turnwise.training.forward.batch import MicroBatch
-from turnwise.training.forward.forward import ForwardPass
+import turnwright as tw
+from turnwright.engines.local import LocalEngine
+from turnwright.training import Credit, LogitDistribution, LossDenominator, make_batch, trainable_tokens
+from turnwright.training.forward.batch import MicroBatch
+from turnwright.training.forward.forward import ForwardPass
 
 LIMITS = tw.Limits(turns=3, turn_tokens=24, on_turn_length="continue")
 WORDS = ("lamp", "river", "stone", "cloud", "ember", "moss")
@@ -154,7 +154,7 @@ def cost(model: Any) -> dict[str, float]:
     """CPU seconds of the engine's share of recording, and bytes of routes per token in memory and in the journal."""
     import tempfile
 
-    from turnwise.engines.local.model import RouteRecorder
+    from turnwright.engines.local.model import RouteRecorder
 
     seconds = {}
     for name in ("recorded", "not recorded"):

@@ -15,13 +15,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "README.md"
-FIRST, LAST = "success    ", "  turnwise train recipes/quickstart.toml --seed 1"
+FIRST, LAST = "success    ", "  turnwright train recipes/quickstart.toml --seed 1"
 """Beginnings of the block's first and last line."""
 
 
 def last_lines(out: Path) -> list[str]:
     """Run the quickstart; return its last lines, with the run where `make quickstart` puts it."""
-    command = [sys.executable, "-m", "turnwise", "train", "recipes/quickstart.toml", "--out", str(out), "--display", "plain"]
+    command = [sys.executable, "-m", "turnwright", "train", "recipes/quickstart.toml", "--out", str(out), "--display", "plain"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return block_of(done.stdout.replace(str(out), "runs/quickstart").splitlines())
 

@@ -1,4 +1,4 @@
-"""Five steps of the recipes that come with Turnwise, end to end: do all their parts meet, and how long does it take?
+"""Five steps of the recipes that come with Turnwright, end to end: do all their parts meet, and how long does it take?
 
     python benchmarks/recipes.py [NAME ...]
 
@@ -32,7 +32,7 @@ def main() -> int:
 
 def play(name: str) -> int:
     """Run five steps of one recipe, and print its row."""
-    from turnwise.cli.main import main as turnwise
+    from turnwright.cli.main import main as turnwright
 
     if (lacking := missing(name)) is not None:
         print(f"| {name} | 0 | cannot run here: {lacking} | | | |")
@@ -41,7 +41,7 @@ def play(name: str) -> int:
         began = time.monotonic()
         out = Path(folder) / "run"
         words = ["train", str(RECIPES / f"{name}.toml"), "--train.steps", "5", "--out", str(out), "--display", "none"]
-        status = turnwise(words)
+        status = turnwright(words)
         wall = time.monotonic() - began
         steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] if status == 0 else []
         rows = [json.loads(line) for line in (out / "trajectories.jsonl").read_text().splitlines()] if status == 0 else []
@@ -57,7 +57,7 @@ def missing(name: str) -> str | None:
     """What this machine lacks for a recipe."""
     from importlib.util import find_spec
 
-    from turnwise.envs.isolation.sandbox import sandbox_problem
+    from turnwright.envs.isolation.sandbox import sandbox_problem
 
     package = {"search": "bm25s", "frozen_lake": "gymnasium"}.get(name)
     if package is not None and find_spec(package) is None:

@@ -23,7 +23,7 @@ RISE = 0.2
 def train(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
     """Train a recipe in a process of its own; its summary, and how many verdicts failed in training."""
     out = folder / f"{recipe}-{seed}"
-    command = [sys.executable, "-m", "turnwise.cli.main", "train", str(ROOT / "recipes" / f"{recipe}.toml")]
+    command = [sys.executable, "-m", "turnwright.cli.main", "train", str(ROOT / "recipes" / f"{recipe}.toml")]
     command += ["--seed", str(seed), "--out", str(out), "--display", "none"]
     subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

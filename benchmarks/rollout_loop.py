@@ -1,14 +1,14 @@
 """What the rollout loop costs per turn, over the floor: work W1.
 
-N episodes of T turns run at once through the public `turnwise.rollout` with its defaults on (reply decoded and parsed,
+N episodes of T turns run at once through the public `turnwright.rollout` with its defaults on (reply decoded and parsed,
 deadlines, limits, journal and records on disk), against an engine that answers at once with fixed ids. The floor is what no
 loop can do without: scaffold ids, one encode of the observation's text, and appending both, measured in the same run.
 CPU time of the process, medians of the repeats. The ids of every episode are compared with a re-tokenisation of its whole
 conversation, and in a second pool, whose replies do not survive decoding and encoding, with what was sampled.
 
-The floor encodes by `Tokenizer.encode`, as the peers do. Turnwise looks words up that it has met before
-(`turnwise.renderers.bpe_cache`), so it can come out below what is called the floor; `ratio_library` is the same loop with that
-switched off, and `ratio_fast_floor` is against a floor with the library's faster call.
+The floor encodes by `Tokenizer.encode`, as the peers do. Turnwright looks words up that it has met before
+(`turnwright.renderers.bpe_cache`), so it can come out below what is called the floor; `ratio_library` is the same loop with
+that switched off, and `ratio_fast_floor` is against a floor with the library's faster call.
 
     python benchmarks/rollout_loop.py            # about two minutes
     python benchmarks/rollout_loop.py --quick    # smaller, for a look
@@ -29,9 +29,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-import turnwise as tw
-from turnwise.engines import Generation
-from turnwise.renderers import CHATML, ChatRenderer, ChatTemplate, HFTokenizer
+import turnwright as tw
+from turnwright.engines import Generation
+from turnwright.renderers import CHATML, ChatRenderer, ChatTemplate, HFTokenizer
 
 WORDS = 4000
 REPLY = OBSERVATION = 64

@@ -36,10 +36,10 @@ import fleet
 import orjson
 from rollout_loop import OBSERVATION, make_env, make_tokenizer, text_of
 
-import turnwise as tw
-from turnwise.engines.remote import Fleet, VllmEngine
-from turnwise.engines.remote.http import HttpClient
-from turnwise.renderers import CHATML, ChatRenderer, ChatTemplate, HFTokenizer
+import turnwright as tw
+from turnwright.engines.remote import Fleet, VllmEngine
+from turnwright.engines.remote.http import HttpClient
+from turnwright.renderers import CHATML, ChatRenderer, ChatTemplate, HFTokenizer
 
 TURNS, REPLIES = 8, (720, 64)
 TOKENS_S, PER_MACHINE, PORT_MB_S = 6000, 8, 25_000 / 8
@@ -142,7 +142,7 @@ async def relay_rates(folder: Path, megabytes: int = 256) -> tuple[float, float,
     serves, in a process of its own."""
     import psutil
 
-    from turnwise.engines.sharing import Manifest, WeightRelay
+    from turnwright.engines.sharing import Manifest, WeightRelay
 
     source = folder / "source"
     source.mkdir()
@@ -152,13 +152,13 @@ async def relay_rates(folder: Path, megabytes: int = 256) -> tuple[float, float,
         for number in range(megabytes):
             file.seek(number * 2**20)
             file.write(number.to_bytes(8, "little"))
-    command = [sys.executable, "-m", "turnwise", "engines", "relay", str(folder / "peer"), "--port", "0"]
+    command = [sys.executable, "-m", "turnwright", "engines", "relay", str(folder / "peer"), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as peer:
         assert peer.stdout is not None
         url = peer.stdout.readline().strip()
         manifest = await asyncio.to_thread(Manifest.of, source, 1)
-        from turnwise.engines.remote.weight_sync import DiskWeights
-        from turnwise.engines.sharing import WeightTree
+        from turnwright.engines.remote.weight_sync import DiskWeights
+        from turnwright.engines.sharing import WeightTree
 
         tree = WeightTree()
         shared = await tree.share(DiskWeights(source, 1), [url])

@@ -58,13 +58,13 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-import turnwise as tw
-from turnwise.engines import Generation
-from turnwise.envs.builtin.hop import Hop
-from turnwise.renderers import byte_renderer
-from turnwise.rollouts import Rollout, make_episode_specs
-from turnwise.rollouts.scheduler import BatchScheduler
-from turnwise.training.batches import AsyncBatches, Batches, OneStepOffBatches, StreamRecord, SyncBatches
+import turnwright as tw
+from turnwright.engines import Generation
+from turnwright.envs.builtin.hop import Hop
+from turnwright.renderers import byte_renderer
+from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.rollouts.scheduler import BatchScheduler
+from turnwright.training.batches import AsyncBatches, Batches, OneStepOffBatches, StreamRecord, SyncBatches
 
 PLACES, GROUPS, SAMPLES = 64, 32, 8
 TOKEN_S, ENV_S, TRAIN_S = 0.002, 0.05, 2.0

@@ -29,12 +29,12 @@ sys.path.insert(0, str(ROOT / "recipes"))
 import torch  # noqa: E402
 from self_play import ODDS, play, tasks, wins  # noqa: E402
 
-import turnwise as tw  # noqa: E402
-from turnwise.config import RunConfig, load  # noqa: E402
-from turnwise.engines.local import LocalEngine  # noqa: E402
-from turnwise.records import NullListener, RunDir  # noqa: E402
-from turnwise.training import TrainingRun  # noqa: E402
-from turnwise.training.task_plan import make_env_specs  # noqa: E402
+import turnwright as tw  # noqa: E402
+from turnwright.config import RunConfig, load  # noqa: E402
+from turnwright.engines.local import LocalEngine  # noqa: E402
+from turnwright.records import NullListener, RunDir  # noqa: E402
+from turnwright.training import TrainingRun  # noqa: E402
+from turnwright.training.task_plan import make_env_specs  # noqa: E402
 
 RECIPE = ROOT / "recipes" / "self_play.toml"
 ROLES = ("first", "second")

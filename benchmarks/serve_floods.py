@@ -1,4 +1,4 @@
-"""Clients of `turnwise serve`, the proxy of programs and `turnwise record` that send too much, too slowly or too often.
+"""Clients of `turnwright serve`, the proxy of programs and `turnwright record` that send too much, too slowly or too often.
 
 Part of `serve_fuzz.py`. Each server has a process of its own, whose memory is watched; a second process floods it with every
 access that an adversary may have, and a third one asks for something small, again and again, on new connections. What counts
@@ -76,9 +76,9 @@ async def until_told() -> None:
 
 async def host_engine(stack: contextlib.AsyncExitStack, folder: Path) -> None:
     """Serve a tiny model."""
-    from turnwise.config import ModelConfig
-    from turnwise.engines.server import JsonHttpServer
-    from turnwise.training import create_tiny_model, make_service
+    from turnwright.config import ModelConfig
+    from turnwright.engines.server import JsonHttpServer
+    from turnwright.training import create_tiny_model, make_service
 
     source = create_tiny_model(ModelConfig(hidden=32, layers=1), TEXTS, folder / "model", seed=3)
     app, engine = make_service(source, context=100, device="cpu")
@@ -99,8 +99,8 @@ def chat(text: str) -> dict[str, Any]:
 
 async def host_proxy(stack: contextlib.AsyncExitStack, folder: Path) -> None:
     """Serve two sessions: that of a hostile program, and another one."""
-    import turnwise as tw
-    from turnwise.proxy import ProxyServer, ProxySession
+    import turnwright as tw
+    from turnwright.proxy import ProxyServer, ProxySession
 
     async def play(task: tw.Task, model: tw.Model) -> float:
         async with ProxyServer() as server:
@@ -123,10 +123,10 @@ async def host_proxy(stack: contextlib.AsyncExitStack, folder: Path) -> None:
 
 async def host_record(stack: contextlib.AsyncExitStack, folder: Path) -> None:
     """Record sessions."""
-    import turnwise as tw
-    from turnwise.proxy.recording import record_sessions
-    from turnwise.renderers import byte_renderer
-    from turnwise.rollouts.runner import Rollout
+    import turnwright as tw
+    from turnwright.proxy.recording import record_sessions
+    from turnwright.renderers import byte_renderer
+    from turnwright.rollouts.runner import Rollout
 
     def started(url: str) -> None:
         port = int(url.rpartition(":")[2])

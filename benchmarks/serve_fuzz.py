@@ -1,4 +1,4 @@
-"""Requests of every kind against `turnwise serve`: bodies, headers, sizes and raw bytes that hypothesis makes up.
+"""Requests of every kind against `turnwright serve`: bodies, headers, sizes and raw bytes that hypothesis makes up.
 
 Both formats answer on real sockets with a tiny model behind them. Each request has to be answered with JSON and a status that
 blames it (or be dropped, where it is no whole request), and a known request has the same ids and logprobs, to the bit, before,
@@ -7,9 +7,9 @@ between and after.
     .venv/bin/python benchmarks/serve_fuzz.py              # 10,000 requests
     .venv/bin/python benchmarks/serve_fuzz.py --requests 500 --seed 3
 
-Then `turnwise serve`, the proxy of programs and `turnwise record` are flooded (`serve_floods.py`): with sums of bodies, bodies
-of many values, slow bodies and heads, connections, and bodies without access. Of each, the last line has by how many MiB the
-server's process grew (`grown_mib`; `bound_mib` is what docs/reference/servers.md states), and how long a small request of
+Then `turnwright serve`, the proxy of programs and `turnwright record` are flooded (`serve_floods.py`): with sums of bodies,
+bodies of many values, slow bodies and heads, connections, and bodies without access. Of each, the last line has by how many MiB
+the server's process grew (`grown_mib`; `bound_mib` is what docs/reference/servers.md states), and how long a small request of
 others waited at most (`longest_s`). The exit status is 1 where one is over its bound, or a request of others failed.
 """
 
@@ -73,9 +73,9 @@ class Both:
         self._folder.cleanup()
 
     async def _run(self) -> None:
-        from turnwise.config import ModelConfig
-        from turnwise.engines.server import JsonHttpServer
-        from turnwise.training import create_tiny_model, make_service
+        from turnwright.config import ModelConfig
+        from turnwright.engines.server import JsonHttpServer
+        from turnwright.training import create_tiny_model, make_service
 
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
         source = create_tiny_model(ModelConfig(hidden=32, layers=1), TEXTS, Path(self._folder.name) / "model", seed=3)

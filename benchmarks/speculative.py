@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from turnwise.engines import Generation, Request
-from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.batch import RowDraw
-from turnwise.engines.local.sampling import Sampler
+from turnwright.engines import Generation, Request
+from turnwright.engines.local import LocalEngine
+from turnwright.engines.local.batch import RowDraw
+from turnwright.engines.local.sampling import Sampler
 
 VOCABULARY, PROMPT, REPLY = 2048, 128, 384
 SIZES = {"small": (128, 4, 4), "medium": (512, 6, 8)}

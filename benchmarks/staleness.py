@@ -21,14 +21,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from turnwise.config import load
-from turnwise.config.dump import to_json_dict
-from turnwise.envs.spec import EnvSpec
-from turnwise.errors import SyncError
-from turnwise.records import NullListener, RunDir, read_json_lines
-from turnwise.rollouts.api import run_sync
-from turnwise.training.run import TrainingRun
-from turnwise.training.task_plan import make_env_specs
+from turnwright.config import load
+from turnwright.config.dump import to_json_dict
+from turnwright.envs.spec import EnvSpec
+from turnwright.errors import SyncError
+from turnwright.records import NullListener, RunDir, read_json_lines
+from turnwright.rollouts.api import run_sync
+from turnwright.training.run import TrainingRun
+from turnwright.training.task_plan import make_env_specs
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "quickstart.toml"

@@ -28,10 +28,10 @@ from PIL import Image
 from rollout_loop import Fixed, make_tokenizer, text_of
 from vision_kit import tiny_vlm_directory
 
-import turnwise as tw
-from turnwise.media import MediaStore
-from turnwise.renderers import CHATML, ChatRenderer, ChatTemplate, HFTokenizer, load_renderer
-from turnwise.rollouts import Rollout, make_episode_specs
+import turnwright as tw
+from turnwright.media import MediaStore
+from turnwright.renderers import CHATML, ChatRenderer, ChatTemplate, HFTokenizer, load_renderer
+from turnwright.rollouts import Rollout, make_episode_specs
 
 TOKENS = 128_000
 IMAGES = 8

@@ -2,7 +2,7 @@
 
     python benchmarks/step_limit.py [--lr LR] [--seeds N ...] [--only NAME ...] [--jobs N]
 
-Small tasks of `examples/` by the recipe of `turnwise init`, for 40 steps at four times its learning
+Small tasks of `examples/` by the recipe of `turnwright init`, for 40 steps at four times its learning
 rate, with the bound of `train.gradient_signal_steps` on a step's divergence and without it.
 `lost` is the largest loss of the success of a step's episodes within three steps.
 """
@@ -30,7 +30,7 @@ def child(recipe: str, seed: str, out: str, lr: str, bounded: str) -> None:
     """Train one task and print its row."""
     from first_try import train, wasted
 
-    from turnwise.training.trainer.trainer import Trainer
+    from turnwright.training.trainer.trainer import Trainer
 
     if not int(bounded):
 

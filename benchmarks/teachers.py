@@ -8,8 +8,8 @@ with 90% success: `*_reward` trains by rewards, `*_teacher` by the teacher alone
 one). `held_out_shuffled` trains on the teacher's answers exchanged between ids. `hint_self` is a policy that teaches itself
 with hints (the right answer of each task), from `hint_start`, and `hint_shuffled` with hints drawn without regard to the task;
 `hint_error` is the standard error of each of the three. `cross_tokenizer` is the success of a policy with another tokenizer
-than its teacher's. `remote_gap` is the largest difference in nats between the answers of a model that `turnwise serve` serves,
-in the formats of vLLM and SGLang, and of the same model in this process, text with branches and images. Last line JSON.
+than its teacher's. `remote_gap` is the largest difference in nats between the answers of a model that `turnwright serve`
+serves, in the formats of vLLM and SGLang, and of the same model in this process, text with branches and images. Last line JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import turnwise as tw  # noqa: E402
+import turnwright as tw  # noqa: E402
 
 HERE = Path(__file__).resolve()
 SIZES = (16, 32, 64, 128)
@@ -155,12 +155,12 @@ def other_hint(trajectory: Any) -> list[dict[str, str]]:
 
 
 def play(words: Sequence[str], *, shuffled: bool = False) -> None:
-    """Run `turnwise` here, with the teacher's answers exchanged between ids."""
-    from turnwise.cli.main import main as turnwise
+    """Run `turnwright` here, with the teacher's answers exchanged between ids."""
+    from turnwright.cli.main import main as turnwright
 
     if shuffled:
         exchange_answers()
-    sys.exit(turnwise(list(words)))
+    sys.exit(turnwright(list(words)))
 
 
 def exchange_answers() -> None:
@@ -169,7 +169,7 @@ def exchange_answers() -> None:
 
     import torch
 
-    from turnwise.training.teachers.local import LocalTeacher
+    from turnwright.training.teachers.local import LocalTeacher
 
     scored, generator = LocalTeacher.score, torch.Generator().manual_seed(0)
 
@@ -267,9 +267,9 @@ def hints(folder: Path, seed: int) -> dict[str, float]:
 
 def crossed(folder: Path, seed: int, teacher: Path) -> dict[str, float]:
     """Train a policy whose tokenizer knows the questions alone, by the probabilities of the teacher's chunks of text."""
-    from turnwise.config import ModelConfig
-    from turnwise.envs.builtin import Hop
-    from turnwise.training import create_tiny_model
+    from turnwright.config import ModelConfig
+    from turnwright.envs.builtin import Hop
+    from turnwright.training import create_tiny_model
 
     texts = [task.messages[0].text for task in Hop.tasks("train", 300, seed)]
     model = create_tiny_model(ModelConfig(heads=4, kv_heads=4), texts, folder / f"other-{seed}", seed=seed)

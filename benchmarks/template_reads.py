@@ -1,8 +1,8 @@
 """Replies as every chat template writes them, read by the renderer's parser; see `templates.py --turns`.
 
 A reply is rendered where it comes last and cut as an engine cuts it: from the generation prompt to the first stop. What is not
-read back must be said by `turnwise check`: that a stop comes before the end of such replies, or that no parser reads the calls.
-"""
+read back must be said by `turnwright check`: that a stop comes before the end of such replies, or that no parser reads the
+calls."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from template_reference import Refused
 from template_scenarios import QUESTION, VALUE_TOOLS, VALUES, calling
 from template_turns import Fault, Player
 
-from turnwise.errors import TemplateError
-from turnwise.renderers import ChatTemplate
-from turnwise.types import Message, ToolCall
+from turnwright.errors import TemplateError
+from turnwright.renderers import ChatTemplate
+from turnwright.types import Message, ToolCall
 
 KINDS = ("rendered", "read", "warned", "silent")
 READ_COUNTS = tuple(f"{what}_{kind}" for what in ("calls", "texts") for kind in KINDS)
@@ -112,7 +112,7 @@ def shown_once(player: Player, tools: Any) -> int:
 
 
 def is_warned(player: Player, wanted: Message) -> bool:
-    """Whether `turnwise check` says that such replies are not read."""
+    """Whether `turnwright check` says that such replies are not read."""
     if wanted.tool_calls and player.renderer.call_format[1]:
         return True
     contract = player.renderer.contract

@@ -13,9 +13,9 @@ from template_scenarios import QUESTION, answers, reply_to
 from tokenizers import Tokenizer
 from transformers.utils import chat_template_utils
 
-from turnwise.renderers import ChatTemplate
-from turnwise.renderers.template import ADAPT
-from turnwise.types import Message
+from turnwright.renderers import ChatTemplate
+from turnwright.renderers.template import ADAPT
+from turnwright.types import Message
 
 MARK = "80316420795318642075"
 _MAX_TEXTS = 1000

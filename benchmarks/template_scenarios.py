@@ -15,8 +15,8 @@ from typing import Any
 from corpus import TOOLS
 from jinja2 import nodes
 
-from turnwise.renderers import ChatTemplate
-from turnwise.types import Message, ToolCall
+from turnwright.renderers import ChatTemplate
+from turnwright.types import Message, ToolCall
 
 PLANS = {
     "all": ("user", "tool", "tools", "user", "tool user", "tool", "tools", "user", "user"),

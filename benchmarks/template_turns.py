@@ -29,11 +29,11 @@ from template_scenarios import (
     worded,
 )
 
-from turnwise.errors import TemplateError
-from turnwise.renderers import Branch, ChatRenderer, ChatTemplate, Extend, HFTokenizer, SampledReply
-from turnwise.renderers.contract import SCENARIOS
-from turnwise.renderers.recompose import REASONS
-from turnwise.types import Message
+from turnwright.errors import TemplateError
+from turnwright.renderers import Branch, ChatRenderer, ChatTemplate, Extend, HFTokenizer, SampledReply
+from turnwright.renderers.contract import SCENARIOS
+from turnwright.renderers.recompose import REASONS
+from turnwright.types import Message
 
 COUNTS = ("equal", "branched", "refused", "explained", "wrong", "unexplained", "crashes")
 _GROUPED_CHARS = 60
@@ -72,7 +72,7 @@ class Tally:
     counts: Counter[str] = field(default_factory=Counter)
     conversations: int = 0
     explained: Counter[str] = field(default_factory=Counter)
-    """By class, what `turnwise check` says beforehand."""
+    """By class, what `turnwright check` says beforehand."""
     faults: list[Fault] = field(default_factory=list)
     """What was wrong, unexplained or crashed."""
 

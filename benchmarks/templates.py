@@ -28,8 +28,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from corpus import PACKAGES, TOOLS, distinct, fetch, template_of, templates, tokenizer_of  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 
-from turnwise.errors import TemplateError  # noqa: E402
-from turnwise.renderers import (  # noqa: E402
+from turnwright.errors import TemplateError  # noqa: E402
+from turnwright.renderers import (  # noqa: E402
     Branch,
     ChatRenderer,
     ChatTemplate,
@@ -37,9 +37,9 @@ from turnwise.renderers import (  # noqa: E402
     HFTokenizer,
     SampledReply,
 )
-from turnwise.renderers.contract import SCENARIOS, TemplateContract  # noqa: E402
-from turnwise.renderers.recompose import REASONS  # noqa: E402
-from turnwise.types import Message, ToolCall  # noqa: E402
+from turnwright.renderers.contract import SCENARIOS, TemplateContract  # noqa: E402
+from turnwright.renderers.recompose import REASONS  # noqa: E402
+from turnwright.types import Message, ToolCall  # noqa: E402
 
 if TYPE_CHECKING:
     from template_reads import Reads

@@ -36,8 +36,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from turnwise.training import LogitDistribution, build_prefix_tree
-from turnwise.training.forward.batch import (
+from turnwright.training import LogitDistribution, build_prefix_tree
+from turnwright.training.forward.batch import (
     BatchPacker,
     MicroBatch,
     TrainingRow,
@@ -45,8 +45,8 @@ from turnwise.training.forward.batch import (
     shared_prefixes,
     tree_micro,
 )
-from turnwise.training.forward.forward import ForwardPass
-from turnwise.training.forward.prefix_tree import split_passes
+from turnwright.training.forward.forward import ForwardPass
+from turnwright.training.forward.prefix_tree import split_passes
 
 SIZES = {"cpu": (369, 256, 4, 4, 2, 64), "cuda": (32_000, 1024, 24, 16, 8, 64)}
 """Vocabulary, width, layers, heads, key heads and size of a head."""

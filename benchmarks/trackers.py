@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-import turnwise as tw
-from turnwise import trackers
+import turnwright as tw
+from turnwright import trackers
 
 FAULTY = Path(__file__).resolve().parents[1] / "tests" / "viewer" / "faulty_trackers.py"
 KINDS = ("none", "Hangs", "Raises", "Slow", "Full")

@@ -1,4 +1,4 @@
-"""What a weight update costs while calls are in flight: `turnwise serve` in a process of its own, over a socket.
+"""What a weight update costs while calls are in flight: `turnwright serve` in a process of its own, over a socket.
 
 The engine is slowed to 50 ms a token, as a large model's: otherwise callers and update compete for the same processor.
 A fleet of one server gets new weights from disk (written, loaded, and proven by their logprobs), with no call in flight and
@@ -25,20 +25,20 @@ from pathlib import Path
 
 import torch
 
-from turnwise.config import ModelConfig
-from turnwise.engines import Request
-from turnwise.engines.remote import Fleet, SglangEngine, VllmEngine
-from turnwise.engines.remote.weight_files import ModelDirectories
-from turnwise.training import create_tiny_model, score_with_model, unique_weights
-from turnwise.training.model.models import load
+from turnwright.config import ModelConfig
+from turnwright.engines import Request
+from turnwright.engines.remote import Fleet, SglangEngine, VllmEngine
+from turnwright.engines.remote.weight_files import ModelDirectories
+from turnwright.training import create_tiny_model, score_with_model, unique_weights
+from turnwright.training.model.models import load
 
 TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(60)]
 CLIENTS = {"vllm": VllmEngine, "sglang": SglangEngine}
 PROMPT = list(range(10, 40))
 SLOWED = """
 import sys, time
-from turnwise.cli.main import main
-from turnwise.engines.local.sampling import Sampler
+from turnwright.cli.main import main
+from turnwright.engines.local.sampling import Sampler
 pick, seconds = Sampler.pick, float(sys.argv[1])
 Sampler.pick = lambda *args: time.sleep(seconds) or pick(*args)
 sys.exit(main(sys.argv[2:]))

@@ -160,7 +160,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         run = Path(name) / "large"
         size = write_run(run, args.trajectories)
-        words = [sys.executable, "-m", "turnwise.cli.main", "view", str(run)]
+        words = [sys.executable, "-m", "turnwright.cli.main", "view", str(run)]
         server = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
         try:
             assert server.stdout is not None

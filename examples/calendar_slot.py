@@ -3,7 +3,7 @@
 import json
 import random
 
-import turnwise as tw
+import turnwright as tw
 
 PEOPLE = ("ann", "bob", "cleo", "dan", "eve")
 HOURS = ("8", "9", "10", "11", "12", "13", "14", "15")

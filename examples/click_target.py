@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-import turnwise as tw
+import turnwright as tw
 
 COLORS = {"red": (230, 40, 40), "green": (40, 200, 60), "blue": (60, 90, 240)}
 CELLS = [column + row for column in "abcd" for row in "1234"]

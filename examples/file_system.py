@@ -2,7 +2,7 @@
 
 import random
 
-import turnwise as tw
+import turnwright as tw
 
 NAMES = ("red", "blue", "green", "white", "black", "gold", "pink", "gray")
 

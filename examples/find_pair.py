@@ -5,7 +5,7 @@ from itertools import combinations
 
 import numpy as np
 
-import turnwise as tw
+import turnwright as tw
 
 COLORS = {
     "red": (230, 40, 40),

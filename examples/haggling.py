@@ -2,7 +2,7 @@
 
 import random
 
-import turnwise as tw
+import turnwright as tw
 
 THINGS = ("lamp", "chair", "vase", "clock", "bowl", "coat", "ring", "drum")
 

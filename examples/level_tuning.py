@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-import turnwise as tw
+import turnwright as tw
 
 LEVELS = 6
 WIDTH = 8  # pixels of a step

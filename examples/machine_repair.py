@@ -3,7 +3,7 @@
 import json
 import random
 
-import turnwise as tw
+import turnwright as tw
 
 PARTS = ("pump", "valve", "motor", "fan", "belt", "gear")
 TOOLS = ("wrench", "oil", "tape", "file")

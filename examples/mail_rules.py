@@ -3,7 +3,7 @@
 import json
 import random
 
-import turnwise as tw
+import turnwright as tw
 
 KINDS = ("bill", "offer", "note", "card")
 FOLDERS = ("red", "blue", "gold", "gray")

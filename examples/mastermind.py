@@ -2,7 +2,7 @@
 
 import random
 
-import turnwise as tw
+import turnwright as tw
 
 CODES = [f"{one} {other}" for one in range(1, 6) for other in range(1, 6)]
 

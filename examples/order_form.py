@@ -3,7 +3,7 @@
 import json
 import random
 
-import turnwise as tw
+import turnwright as tw
 
 FIELDS = ("size", "count", "floor", "shelf", "door")
 

@@ -3,7 +3,7 @@
 import json
 import random
 
-import turnwise as tw
+import turnwright as tw
 
 GOODS = ("nuts", "rice", "salt", "tea", "oats", "corn")
 FULL = 6

@@ -2,7 +2,7 @@
 
 import random
 
-import turnwise as tw
+import turnwright as tw
 
 TYPOS = {"rde": "red", "bleu": "blue", "gren": "green", "wihte": "white", "blak": "black", "glod": "gold", "pnik": "pink"}
 WORDS = tuple(TYPOS.values())

@@ -3,7 +3,7 @@
 import json
 import random
 
-import turnwise as tw
+import turnwright as tw
 
 UNITS = {"hand": 4, "foot": 12, "yard": 36, "fathom": 72, "rod": 198}
 

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-import turnwise as tw
+import turnwright as tw
 
 
 def draw(counts):

@@ -1,4 +1,4 @@
-"""An agent in mini-swe-agent's form, which knows nothing of Turnwise: a bash command each turn; its output is the answer."""
+"""An agent in mini-swe-agent's form, which knows nothing of Turnwright: a bash command each turn; its output is the answer."""
 
 import http.client
 import json

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from bash_agent import OUTPUT, SYSTEM
 
-import turnwise as tw
-from turnwise.envs.builtin.hop import Hop
+import turnwright as tw
+from turnwright.envs.builtin.hop import Hop
 
 
 class Files(Hop):

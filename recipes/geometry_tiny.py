@@ -17,11 +17,11 @@ import random
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import turnwise as tw
-from turnwise.envs.base import Action, Step
-from turnwise.envs.builtin import common
-from turnwise.envs.builtin.answers import is_correct
-from turnwise.envs.builtin.geometry import (
+import turnwright as tw
+from turnwright.envs.base import Action, Step
+from turnwright.envs.builtin import common
+from turnwright.envs.builtin.answers import is_correct
+from turnwright.envs.builtin.geometry import (
     BACKGROUND,
     KINDS,
     LINE_COLORS,
@@ -30,7 +30,7 @@ from turnwise.envs.builtin.geometry import (
     format_number,
     read_answer,
 )
-from turnwise.errors import ConfigError, EnvError
+from turnwright.errors import ConfigError, EnvError
 
 QUESTION = "What is the circumference of each circle?"
 RADII = (2, 3, 4, 5)

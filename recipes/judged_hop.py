@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from hashlib import blake2b
 
-import turnwise as tw
-from turnwise.envs.builtin import Hop
+import turnwright as tw
+from turnwright.envs.builtin import Hop
 
 RUBRIC = "10 when the assistant's last message is `answer CODE` with the right code, else 0."
 

@@ -3,8 +3,8 @@
 import random
 from dataclasses import replace
 
-from turnwise import Task
-from turnwise.envs.builtin.hop import CODES, Hop
+from turnwright import Task
+from turnwright.envs.builtin.hop import CODES, Hop
 
 TASKS, WRONG = 400, 0.8
 

@@ -1,4 +1,4 @@
-"""A ReAct agent over the openai package, which knows nothing of Turnwise: it looks names up until it can answer."""
+"""A ReAct agent over the openai package, which knows nothing of Turnwright: it looks names up until it can answer."""
 
 import json
 import sys

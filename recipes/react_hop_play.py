@@ -3,7 +3,7 @@
 import react_hop
 from openai import OpenAI
 
-import turnwise as tw
+import turnwright as tw
 
 CLIENT = OpenAI(base_url="http://127.0.0.1", api_key="none")  # one pool of connections for all episodes
 

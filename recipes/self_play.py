@@ -2,7 +2,7 @@
 
 import asyncio
 
-from turnwise import Model, Scores, Task
+from turnwright import Model, Scores, Task
 
 ODDS = 3
 

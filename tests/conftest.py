@@ -24,7 +24,7 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent))
 
 # Runs of the tests are listed apart from those of whoever runs them.
-os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="turnwise-state-")
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="turnwright-state-")
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 # What a shell starts in the background ignores Ctrl-C; tests of it send the signal all the same, to this process and to others.
@@ -33,9 +33,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline per example: a machine that is busy with other things is no failure. pytest-timeout bounds whole tests.
 # One commit has one set of examples, so that it passes always or never; ARGS=--hypothesis-profile=explore draws others.
-settings.register_profile("turnwise", deadline=None, derandomize=True)
+settings.register_profile("turnwright", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, print_blob=True)
-settings.load_profile("turnwise")
+settings.load_profile("turnwright")
 
 
 LONG = (
@@ -140,7 +140,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _own_temporary_files():
     """Tests look at what is left among temporary files, so that neither other runs nor other workers may put theirs there."""
-    with tempfile.TemporaryDirectory(prefix="turnwise-tests-") as folder, pytest.MonkeyPatch.context() as patch:
+    with tempfile.TemporaryDirectory(prefix="turnwright-tests-") as folder, pytest.MonkeyPatch.context() as patch:
         Path(folder).chmod(0o755)  # sandboxed code runs as another user
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)

@@ -25,11 +25,11 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from turnwise.renderers import ChatTemplate
-from turnwise.renderers.load import _MARKER
-from turnwise.renderers.template import sample_conversations
+from turnwright.renderers import ChatTemplate
+from turnwright.renderers.load import _MARKER
+from turnwright.renderers.template import sample_conversations
 
-CACHE = Path(os.environ.get("TURNWISE_TEMPLATES") or Path(__file__).resolve().parents[1] / ".cache" / "templates")
+CACHE = Path(os.environ.get("TURNWRIGHT_TEMPLATES") or Path(__file__).resolve().parents[1] / ".cache" / "templates")
 _WHEEL = ["--only-binary", ":all:"]
 PACKAGES = {"trl": _WHEEL, "llama-cpp-python": ["--no-binary", "llama-cpp-python"]}
 """Options of pip for the packages whose templates the tests read."""

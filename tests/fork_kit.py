@@ -1,4 +1,4 @@
-"""Commands of `turnwise`, each a process that was forked from one with torch and transformers imported.
+"""Commands of `turnwright`, each a process that was forked from one with torch and transformers imported.
 
 A new interpreter takes about four seconds of CPU to import them, which was most of what tests with many processes cost.
 Everything else is as in one started by `subprocess`: its memory, files, signals and exit status are its own.
@@ -23,15 +23,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-MAIN = "turnwise.cli.main"
+MAIN = "turnwright.cli.main"
 CONTEXT = multiprocessing.get_context("forkserver")
 multiprocessing.util.get_temp_dir()  # before a test's own folder becomes the one of temporary files
 CONTEXT.set_forkserver_preload([MAIN, "fork_kit", "fork_preload"])
 
 
 def run_command(words: list[str], environment: dict[str, str], folder: str, outputs: list[Connection | str | None]) -> None:
-    """Run a command of `turnwise` in the child."""
-    from turnwise.cli.main import main
+    """Run a command of `turnwright` in the child."""
+    from turnwright.cli.main import main
 
     os.environ.clear()
     os.environ.update(environment)

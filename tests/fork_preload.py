@@ -10,20 +10,20 @@ from pathlib import Path
 
 from transformers import conversion_mapping
 
-from turnwise.config import load
+from turnwright.config import load
 
 for name in (
     "array_api_compat.torch",
     "peft",
     "transformers.models.qwen3.modeling_qwen3",
-    "turnwise.commands",
-    "turnwise.engines.local.numba_kernels",
-    "turnwise.envs.builtin",
-    "turnwise.renderers.sandbox",
-    "turnwise.training.run",
-    "turnwise.training.server",
-    "turnwise.viewer.progress",
-    "turnwise.viewer.report",
+    "turnwright.commands",
+    "turnwright.engines.local.numba_kernels",
+    "turnwright.envs.builtin",
+    "turnwright.renderers.sandbox",
+    "turnwright.training.run",
+    "turnwright.training.server",
+    "turnwright.viewer.progress",
+    "turnwright.viewer.report",
 ):
     with contextlib.suppress(ImportError):  # of an extra
         import_module(name)

@@ -10,9 +10,9 @@ import corpus
 from rollout_kit import Sampler, bpe, unigram
 from tokenizers import AddedToken, Tokenizer
 
-import turnwise as tw
-from turnwise.errors import TemplateError
-from turnwise.renderers import CHATML, ChatRenderer, ChatTemplate, HFTokenizer
+import turnwright as tw
+from turnwright.errors import TemplateError
+from turnwright.renderers import CHATML, ChatRenderer, ChatTemplate, HFTokenizer
 
 _CALLS = """{%- for call in m.tool_calls or [] %}{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
 {{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}{%- endfor %}"""

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.engines import Generation, Request
-from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.sampling import Sampler
-from turnwise.engines.local.scheduler import Scheduler
+from turnwright.engines import Generation, Request
+from turnwright.engines.local import LocalEngine
+from turnwright.engines.local.sampling import Sampler
+from turnwright.engines.local.scheduler import Scheduler
 
 Generate = Callable[[Request], Awaitable[Generation]]
 

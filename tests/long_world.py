@@ -2,7 +2,7 @@
 
 LONG = """\
 import random
-import turnwise as tw
+import turnwright as tw
 
 class Long(tw.Env):
     def reset(self, task, *, seed=None):

@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx2
 
-import turnwise as tw
-from turnwise.proxy import ProxyServer, ProxySession, ProxySettings, program
-from turnwise.proxy.programs import ProgramEndpoint
+import turnwright as tw
+from turnwright.proxy import ProxyServer, ProxySession, ProxySettings, program
+from turnwright.proxy.programs import ProgramEndpoint
 
 TOOL = {
     "name": "look_up",

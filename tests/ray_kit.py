@@ -20,10 +20,10 @@ SERVER = f"""\
 import os, sys
 given = dict(zip(sys.argv[1:], sys.argv[2:]))
 words = [given["--model"], "--host", given["--host"], "--port", given["--port"], "--context", given["--max-model-len"]]
-os.execv(sys.executable, [sys.executable, "-m", "turnwise.cli.main", "serve", *words])
+os.execv(sys.executable, [sys.executable, "-m", "turnwright.cli.main", "serve", *words])
 """
-"""Starts `turnwise serve`, which speaks vLLM's API, where vLLM would be."""
-TOKEN = "TURNWISE_SERVE_TOKEN"
+"""Starts `turnwright serve`, which speaks vLLM's API, where vLLM would be."""
+TOKEN = "TURNWRIGHT_SERVE_TOKEN"
 VARIABLES = {TOKEN: "a-key", "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 """Of every process of a cluster."""
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-import turnwise as tw
-from turnwise.engines import Generation
-from turnwise.renderers import CHATML, MARKUP, SPECIAL, ChatRenderer, ChatTemplate, HFTokenizer
-from turnwise.training.advantages import advantages
+import turnwright as tw
+from turnwright.engines import Generation
+from turnwright.renderers import CHATML, MARKUP, SPECIAL, ChatRenderer, ChatTemplate, HFTokenizer
+from turnwright.training.advantages import advantages
 
 WORDS = "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but not"
 

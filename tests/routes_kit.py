@@ -10,9 +10,9 @@ import numpy as np
 from history_kit import Speaker
 from rollout_kit import Sampler
 
-import turnwise as tw
-from turnwise.engines import Generation
-from turnwise.types import ExpertRoutes, SpanRoutes
+import turnwright as tw
+from turnwright.engines import Generation
+from turnwright.types import ExpertRoutes, SpanRoutes
 
 LAYERS, K = 3, 2
 

@@ -20,7 +20,7 @@ ENVIRONMENT = '''\
 import os
 import time
 
-import turnwise as tw
+import turnwright as tw
 
 
 class World(tw.Env):
@@ -91,7 +91,7 @@ def write_recipe(folder: Path, *, pause: float = 0.0, steps: int = 2, more: str 
 
 def start(*words: Any, log: Path, **variables: str) -> Forked:
     """Start a command, with output to a file."""
-    command = [sys.executable, "-m", "turnwise.cli.main", *map(str, words)]
+    command = [sys.executable, "-m", "turnwright.cli.main", *map(str, words)]
     with log.open("ab") as file:
         return Forked(command, env={**os.environ, "OMP_NUM_THREADS": "1", **variables}, stdout=file, stderr=file)
 

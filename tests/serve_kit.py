@@ -1,4 +1,4 @@
-"""`turnwise serve` of a model in this process."""
+"""`turnwright serve` of a model in this process."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from turnwise.engines.server import JsonHttpServer
-from turnwise.training import make_service
+from turnwright.engines.server import JsonHttpServer
+from turnwright.training import make_service
 
 
 @asynccontextmanager

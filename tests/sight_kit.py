@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from turnwise.config import ModelConfig
-from turnwise.media import MediaStore
-from turnwise.renderers.vision import PixelCache, VisionProcessor
-from turnwise.training import load_model_and_renderer
-from turnwise.types import EpisodeKey, ImageRef, Media, MediaPlacement, Origin, Span, StopReason, Task, Trajectory, VideoRef
+from turnwright.config import ModelConfig
+from turnwright.media import MediaStore
+from turnwright.renderers.vision import PixelCache, VisionProcessor
+from turnwright.training import load_model_and_renderer
+from turnwright.types import EpisodeKey, ImageRef, Media, MediaPlacement, Origin, Span, StopReason, Task, Trajectory, VideoRef
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from turnwise.types import EpisodeKey, Failure, Group, Origin, Span, StopReason, Task, Trajectory
+from turnwright.types import EpisodeKey, Failure, Group, Origin, Span, StopReason, Task, Trajectory
 
 AGENTS = ("main", "planner", "worker")
 REASONS = ("failed_attempt", "rewound", "stale")

@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 from serve_kit import served
 from sight_kit import Gallery, episode
 
-from turnwise.config import ModelConfig, TeacherConfig, TrainConfig
-from turnwise.training import Trainer, create_tiny_model, load_model_and_renderer
-from turnwise.training.advantages import Credit, trainable_tokens
-from turnwise.training.forward.batch import LossDenominator, TeacherScores
-from turnwise.training.forward.forward import ForwardPass
-from turnwise.training.teachers.base import Hint, TaughtPolicy, Teacher, Teachers
-from turnwise.training.teachers.local import LocalTeacher
-from turnwise.training.teachers.remote import RemoteTeacher
-from turnwise.types import EpisodeKey, Origin, Span, StopReason, Task, Trajectory
+from turnwright.config import ModelConfig, TeacherConfig, TrainConfig
+from turnwright.training import Trainer, create_tiny_model, load_model_and_renderer
+from turnwright.training.advantages import Credit, trainable_tokens
+from turnwright.training.forward.batch import LossDenominator, TeacherScores
+from turnwright.training.forward.forward import ForwardPass
+from turnwright.training.teachers.base import Hint, TaughtPolicy, Teacher, Teachers
+from turnwright.training.teachers.local import LocalTeacher
+from turnwright.training.teachers.remote import RemoteTeacher
+from turnwright.types import EpisodeKey, Origin, Span, StopReason, Task, Trajectory
 
 TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(60)]
 SEEN = [f"<|im_start|>user\nlook {n}<|im_end|>\n<|im_start|>assistant\nleft {n}<|im_end|>" for n in range(40)]
@@ -151,7 +151,7 @@ def gap_to(
 
 
 def gap(kind: str, directory: Path, trajectories: Sequence[Trajectory], config: TeacherConfig, **more: Any) -> Gap:
-    """Compare `turnwise serve`, in the format of a kind of server, with the same model in this process."""
+    """Compare `turnwright serve`, in the format of a kind of server, with the same model in this process."""
 
     async def work() -> Gap:
         async with served(directory, kind, context=1024) as (_, url), asyncio.timeout(100):

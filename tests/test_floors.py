@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-import turnwise
+import turnwright
 
-ROOT = Path(turnwise.__file__).parent
+ROOT = Path(turnwright.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py") if "templates" not in path.relative_to(ROOT).parts)
 NAMES = [str(path.relative_to(ROOT)) for path in FILES]
 HEAVY = ("torch", "transformers", "ray", "numpy", "numba")
@@ -29,7 +29,7 @@ def test_imports_point_only_down():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("statement", ["import turnwise", "; ".join(f"import turnwise.{room}" for room in CORE)])
+@pytest.mark.parametrize("statement", ["import turnwright", "; ".join(f"import turnwright.{room}" for room in CORE)])
 def test_the_core_imports_nothing_heavy(statement):
     code = f"{statement}; import json, sys; print(json.dumps(sorted({{name.split('.')[0] for name in sys.modules}})))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -37,7 +37,7 @@ def test_the_core_imports_nothing_heavy(statement):
 
 
 def exported():
-    rooms = ["turnwise", *[f"turnwise.{room}" for room in CORE]]
+    rooms = ["turnwright", *[f"turnwright.{room}" for room in CORE]]
     return [(room, name) for room in rooms for name in getattr(import_module(room), "__all__", ())]
 
 

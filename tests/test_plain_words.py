@@ -25,29 +25,29 @@ WORDS = frozenset(
 ALLOWED: dict[str, dict[str, str]] = {
     "docs/environments.md": {"shown": "argument of the built-in environment zoom"},
     "docs/runs.md": {"said": "a key of the journal"},
-    "turnwise/engines/remote/base.py": {"told": "a counter's key, waited_as_told"},
-    "turnwise/envs/builtin/geometry.py": {"whole": "a rule that the model reads"},
-    "turnwise/envs/builtin/hop.py": {"stands": "a rule that the model reads"},
-    "turnwise/envs/builtin/zoom.py": {
+    "turnwright/engines/remote/base.py": {"told": "a counter's key, waited_as_told"},
+    "turnwright/envs/builtin/geometry.py": {"whole": "a rule that the model reads"},
+    "turnwright/envs/builtin/hop.py": {"stands": "a rule that the model reads"},
+    "turnwright/envs/builtin/zoom.py": {
         "stands": "a question that the model reads",
         "whole": "tool schema and alt text that the model reads",
         "shown": "argument of the environment",
     },
-    "turnwise/envs/isolation/process_env.py": {"nursery": "the environment variable TURNWISE_NURSERY"},
-    "turnwise/envs/rewards/judge.py": {"says": "the question to the judge"},
-    "turnwise/envs/simulated_user.py": {"says": "the question to the simulated user"},
-    "turnwise/envs/tools/results.py": {"shown": "the truncation marker that the model reads"},
-    "turnwise/envs/tools/schema_check.py": {"whole": "an argument error that the model reads"},
-    "turnwise/errors.py": {"afresh": "an exception's name in older records"},
-    "turnwise/records/journal.py": {"said": "a key of the journal"},
-    "turnwise/renderers/contract.py": {"shown": "a value of TemplateContract.system, printed as JSON"},
-    "turnwise/renderers/history.py": {"shown": "text that the model reads in place of an image"},
-    "turnwise/renderers/parsers/readers.py": {"stands": "tool-call errors that the model reads"},
-    "turnwise/renderers/render_check.py": {"said": "a key of the rows in sanity.jsonl"},
-    "turnwise/rollouts/recorder.py": {"said": "a key of the journal"},
-    "turnwise/rollouts/conversation.py": {"shown": "the metric media_shown"},
-    "turnwise/rollouts/observations.py": {"shown": "the truncation marker that the model reads"},
-    "turnwise/viewer/diagnosis.py": {"said": "a key of the rows in sanity.jsonl"},
+    "turnwright/envs/isolation/process_env.py": {"nursery": "the environment variable TURNWRIGHT_NURSERY"},
+    "turnwright/envs/rewards/judge.py": {"says": "the question to the judge"},
+    "turnwright/envs/simulated_user.py": {"says": "the question to the simulated user"},
+    "turnwright/envs/tools/results.py": {"shown": "the truncation marker that the model reads"},
+    "turnwright/envs/tools/schema_check.py": {"whole": "an argument error that the model reads"},
+    "turnwright/errors.py": {"afresh": "an exception's name in older records"},
+    "turnwright/records/journal.py": {"said": "a key of the journal"},
+    "turnwright/renderers/contract.py": {"shown": "a value of TemplateContract.system, printed as JSON"},
+    "turnwright/renderers/history.py": {"shown": "text that the model reads in place of an image"},
+    "turnwright/renderers/parsers/readers.py": {"stands": "tool-call errors that the model reads"},
+    "turnwright/renderers/render_check.py": {"said": "a key of the rows in sanity.jsonl"},
+    "turnwright/rollouts/recorder.py": {"said": "a key of the journal"},
+    "turnwright/rollouts/conversation.py": {"shown": "the metric media_shown"},
+    "turnwright/rollouts/observations.py": {"shown": "the truncation marker that the model reads"},
+    "turnwright/viewer/diagnosis.py": {"said": "a key of the rows in sanity.jsonl"},
 }
 """File -> word -> why it may be there: data that is read by a model or by older files, a quotation, or a name of others."""
 _PIECES = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
@@ -86,7 +86,7 @@ def found_in(path: Path) -> list[tuple[int, str]]:
 
 def files() -> list[Path]:
     """Return the product's modules, templates and documents."""
-    product = [path for path in (ROOT / "turnwise").rglob("*.py") if "templates" not in path.relative_to(ROOT).parts]
+    product = [path for path in (ROOT / "turnwright").rglob("*.py") if "templates" not in path.relative_to(ROOT).parts]
     return sorted([*product, *(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 
 

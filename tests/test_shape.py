@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1] / "turnwise"
+ROOT = Path(__file__).parents[1] / "turnwright"
 
 
 @functools.cache

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-import turnwise as tw
-from turnwise.envs.check import check_env
-from turnwise.errors import ConfigError
+import turnwright as tw
+from turnwright.envs.check import check_env
+from turnwright.errors import ConfigError
 
 pytest.importorskip("verifiers.legacy", reason="needs verifiers below 0.4")
-pytest.importorskip("turnwise_verifiers_legacy", reason="pip install ./contrib/verifiers_legacy")
+pytest.importorskip("turnwright_verifiers_legacy", reason="pip install ./contrib/verifiers_legacy")
 import verifiers.legacy as vf
 from datasets import Dataset
 

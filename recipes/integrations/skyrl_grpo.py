@@ -1,4 +1,4 @@
-"""SkyRL's trainer on a Turnwise environment, with the flags of SkyRL's own program.
+"""SkyRL's trainer on a Turnwright environment, with the flags of SkyRL's own program.
 
     python recipes/integrations/skyrl_grpo.py --rows data/hop
     python recipes/integrations/skyrl_grpo.py data.train_data="['data/hop/train.parquet']" trainer.policy.model.path=MODEL ...
@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from turnwise.integrations.skyrl import SkyRLEpisodes, TurnwiseGenerator
+from turnwright.integrations.skyrl import SkyRLEpisodes, TurnwrightGenerator
 
 
 def make_episodes() -> SkyRLEpisodes:
@@ -36,7 +36,7 @@ def train() -> None:
 
     class Experiment(BasePPOExp):
         def get_generator(self, cfg, tokenizer, inference_engine_client):
-            return TurnwiseGenerator(make_episodes(), cfg, tokenizer, inference_engine_client)
+            return TurnwrightGenerator(make_episodes(), cfg, tokenizer, inference_engine_client)
 
     @ray.remote(num_cpus=1)
     def run(cfg):

@@ -1,4 +1,4 @@
-"""slime's or Miles' trainer on a Turnwise environment: a module with the custom generate function, which also writes the rows.
+"""slime's or Miles' trainer on a Turnwright environment: a module with the custom generate function, and the rows.
 
     python recipes/integrations/slime_generate.py data/hop
     PYTHONPATH=recipes/integrations python train.py --custom-generate-function-path slime_generate.generate \
@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from turnwise.integrations.slime import SlimeEpisodes, make_generate
+from turnwright.integrations.slime import SlimeEpisodes, make_generate
 
 episodes = SlimeEpisodes(os.environ.get("ENV", "hop"), n_tasks=4096, n_eval=256, out="runs/slime/episodes")
 generate = make_generate(episodes)

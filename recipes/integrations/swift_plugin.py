@@ -1,7 +1,7 @@
-"""ms-swift's GRPO trainer on a Turnwise environment: a plugin of its rollout server, which also writes the rows.
+"""ms-swift's GRPO trainer on a Turnwright environment: a plugin of its rollout server, which also writes the rows.
 
     python recipes/integrations/swift_plugin.py data/hop
-    swift rollout --model MODEL --external_plugins recipes/integrations/swift_plugin.py --multi_turn_scheduler turnwise \
+    swift rollout --model MODEL --external_plugins recipes/integrations/swift_plugin.py --multi_turn_scheduler turnwright \
         --vllm_use_async_engine true --max_turns 6
     swift rlhf --rlhf_type grpo --model MODEL --dataset data/hop/train.jsonl --use_vllm true --vllm_mode server \
         --vllm_server_pass_dataset true --use_gym_env true ...
@@ -14,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-from turnwise.integrations.swift import SwiftEpisodes, make_scheduler
+from turnwright.integrations.swift import SwiftEpisodes, make_scheduler
 
 episodes = SwiftEpisodes(os.environ.get("ENV", "hop"), n_tasks=4096, n_eval=256, out="runs/swift/episodes")
 
@@ -27,4 +27,4 @@ if __name__ == "__main__":
 else:
     from swift.rollout.multi_turn import multi_turns
 
-    multi_turns["turnwise"] = make_scheduler(episodes)
+    multi_turns["turnwright"] = make_scheduler(episodes)

@@ -1,6 +1,6 @@
-"""TRL's GRPOTrainer on a Turnwise environment: `python recipes/integrations/trl_grpo.py MODEL --env hop --steps 100`.
+"""TRL's GRPOTrainer on a Turnwright environment: `python recipes/integrations/trl_grpo.py MODEL --env hop --steps 100`.
 
-MODEL is a Hugging Face model directory; the checkpoint `warmed` of a Turnwise run is one. Needs `pip install trl` (tried:
+MODEL is a Hugging Face model directory; the checkpoint `warmed` of a Turnwright run is one. Needs `pip install trl` (tried:
 1.16.0).
 """
 
@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-import turnwise as tw
-from turnwise.integrations.trl import TurnwiseRollout, turnwise_reward
+import turnwright as tw
+from turnwright.integrations.trl import TurnwrightRollout, turnwright_reward
 
 parser = argparse.ArgumentParser()
 parser.add_argument("model")
@@ -23,10 +23,10 @@ parser.add_argument("--lr", type=float, default=1e-3)
 parser.add_argument("--out", default="runs/trl")
 args = parser.parse_args()
 
-play = TurnwiseRollout(args.env, n_tasks=4096, limits=tw.Limits(turns=6, turn_tokens=32), out=f"{args.out}/episodes")
+play = TurnwrightRollout(args.env, n_tasks=4096, limits=tw.Limits(turns=6, turn_tokens=32), out=f"{args.out}/episodes")
 trainer = GRPOTrainer(
     AutoModelForCausalLM.from_pretrained(args.model),
-    turnwise_reward,
+    turnwright_reward,
     GRPOConfig(
         output_dir=args.out,
         per_device_train_batch_size=args.groups * args.group_size,

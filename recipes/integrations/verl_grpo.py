@@ -1,4 +1,4 @@
-"""verl's trainer on a Turnwise environment: rows and the file of agent loops, then verl's own program.
+"""verl's trainer on a Turnwright environment: rows and the file of agent loops, then verl's own program.
 
     python recipes/integrations/verl_grpo.py data/hop --env hop
     python -m verl.trainer.main_ppo data.train_files=data/hop/train.parquet data.val_files=data/hop/eval.parquet \
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from turnwise.integrations.verl import VerlEpisodes
+from turnwright.integrations.verl import VerlEpisodes
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
@@ -27,5 +27,5 @@ episodes = VerlEpisodes(**settings)
 args.folder.mkdir(parents=True, exist_ok=True)
 for split in ("train", "eval"):
     Dataset.from_list(episodes.rows(split)).to_parquet(args.folder / f"{split}.parquet")
-loop = {"name": "turnwise", "_target_": "turnwise.integrations.verl.TurnwiseAgentLoop", **settings}
+loop = {"name": "turnwright", "_target_": "turnwright.integrations.verl.TurnwrightAgentLoop", **settings}
 (args.folder / "agent_loops.yaml").write_text(json.dumps([loop], indent=2))  # JSON is YAML

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import turnwise as tw
+import turnwright as tw
 from tests.agents.real_programs import installed
 from tests.proxy_kit import RecordingEngine, account, called, contexts
-from turnwise.proxy import ProgramResult, program
+from turnwright.proxy import ProgramResult, program
 
 TASK = "Add the numbers of numbers.txt and write the sum to total.txt."
 STEPS = ["ls", "cat numbers.txt", "echo 42 > total.txt", "cat total.txt"]
@@ -22,11 +22,11 @@ LIMITS = tw.Limits(turns=40, turn_tokens=4000)
 OPENCODE: dict[str, Any] = {
     "npm": "@ai-sdk/openai-compatible",
     "options": {"baseURL": "{env:OPENAI_BASE_URL}", "apiKey": "{env:OPENAI_API_KEY}"},
-    "models": {"turnwise": {"limit": {"context": 200_000, "output": 8_000}}},
+    "models": {"turnwright": {"limit": {"context": 200_000, "output": 8_000}}},
 }
-MINI = ("mini", "--task", "{task}", "--yolo", "--exit-immediately", "--model", "openai/turnwise", "--cost-limit", "0")
+MINI = ("mini", "--task", "{task}", "--yolo", "--exit-immediately", "--model", "openai/turnwright", "--cost-limit", "0")
 MINI_ENV = {"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors"}
-CODEX = '{name="turnwise",base_url="{base_url}",env_key="OPENAI_API_KEY",wire_api="responses"}'
+CODEX = '{name="turnwright",base_url="{base_url}",env_key="OPENAI_API_KEY",wire_api="responses"}'
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Agent:
 
 def opencode_settings(context: int) -> dict[str, str]:
     """Return OpenCode's settings file with a context of so many tokens."""
-    provider = OPENCODE | {"models": {"turnwise": {"limit": {"context": context, "output": 8_000}}}}
-    return {"opencode.json": json.dumps({"provider": {"turnwise": provider}})}
+    provider = OPENCODE | {"models": {"turnwright": {"limit": {"context": context, "output": 8_000}}}}
+    return {"opencode.json": json.dumps({"provider": {"turnwright": provider}})}
 
 
 AGENTS = {
@@ -73,8 +73,8 @@ AGENTS = {
     "codex": Agent(
         "codex",
         (
-            *("codex", "exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "-c", "model_provider=turnwise"),
-            *("-c", f"model_providers.turnwise={CODEX}", "--model", "{model}", "{task}"),
+            *("codex", "exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "-c", "model_provider=turnwright"),
+            *("-c", f"model_providers.turnwright={CODEX}", "--model", "{model}", "{task}"),
         ),
         lambda command: called("exec_command", cmd=command),
         lambda task: called("multi_agent_v1.spawn_agent", message=task),
@@ -82,7 +82,7 @@ AGENTS = {
     ),
     "opencode": Agent(
         "opencode",
-        ("opencode", "run", "--model", "turnwise/{model}", "{task}"),
+        ("opencode", "run", "--model", "turnwright/{model}", "{task}"),
         lambda command: called("bash", command=command, description="Run"),
         lambda task: called("task", description="Look", prompt=task, subagent_type="general"),
         files=opencode_settings(200_000),

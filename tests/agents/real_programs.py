@@ -22,7 +22,7 @@ NODE_PACKAGES = ["@openai/codex@0.169.0", "opencode-ai@1.18.33"]
 
 def folder() -> Path:
     """Return the folder of the programs."""
-    return Path(os.environ.get("TURNWISE_AGENTS") or Path.home() / ".cache/turnwise/agents")
+    return Path(os.environ.get("TURNWRIGHT_AGENTS") or Path.home() / ".cache/turnwright/agents")
 
 
 def installed(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Claude Code, Codex and OpenCode at one port of `turnwise record`, distinguished by their own headers: `make test-agents`."""
+"""Claude Code, Codex and OpenCode at one port of `turnwright record`, distinguished by their headers: `make test-agents`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-import turnwise as tw
+import turnwright as tw
 from tests.agents.agents_kit import AGENTS, STEPS, TASK, Agent, check, reason_of, replies
 from tests.agents.real_programs import installed
 from tests.proxy_kit import RecordingEngine
-from turnwise.proxy.programs import fill
-from turnwise.proxy.recording import record_sessions
-from turnwise.renderers import byte_renderer
-from turnwise.rollouts.runner import Rollout
+from turnwright.proxy.programs import fill
+from turnwright.proxy.recording import record_sessions
+from turnwright.renderers import byte_renderer
+from turnwright.rollouts.runner import Rollout
 
 pytestmark = [pytest.mark.agents, pytest.mark.timeout(600)]
 
@@ -26,7 +26,7 @@ async def start(agent: Agent, url: str, folder: Path) -> int:
     (folder / "numbers.txt").write_text("12\n30\n")
     for name, text in agent.files.items():
         (folder / name).write_text(text)
-    values = {"task": TASK, "model": "turnwise", "base_url": f"{url}/v1"}
+    values = {"task": TASK, "model": "turnwright", "base_url": f"{url}/v1"}
     variables = {"OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url, "OPENAI_API_KEY": "key", "ANTHROPIC_API_KEY": "key"}
     env = {"PATH": os.environ["PATH"], "HOME": str(folder / "home"), **variables, **agent.env}
     command = [installed(agent.command[0]), *(fill(one, values) for one in agent.command[1:])]

@@ -18,10 +18,21 @@ SMALL = {
 
 
 def training(recipe, out, **more):
-    """`turnwise train` of a shipped recipe, a small one, as a process of its own."""
+    """`turnwright train` of a shipped recipe, a small one, as a process of its own."""
     sections = {name: keys | more.get(name, {}) for name, keys in SMALL.items()}
     words = [f"--{section}.{key}={value}" for section, keys in sections.items() for key, value in keys.items()]
-    command = [sys.executable, "-m", "turnwise", "train", str(RECIPES / recipe), "--out", str(out), "--display", "none", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "turnwright",
+        "train",
+        str(RECIPES / recipe),
+        "--out",
+        str(out),
+        "--display",
+        "none",
+        *words,
+    ]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

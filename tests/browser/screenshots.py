@@ -14,8 +14,8 @@ from typing import Any
 
 from playwright.sync_api import Page, sync_playwright
 
-from turnwise.viewer.web import ViewerServer
-from turnwise.viewer.web.index import IndexEntry
+from turnwright.viewer.web import ViewerServer
+from turnwright.viewer.web.index import IndexEntry
 
 WIDTH, HEIGHT = 1280, 860
 

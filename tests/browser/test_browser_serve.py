@@ -1,4 +1,4 @@
-"""A page of another origin, in a real browser, and `turnwise serve` on the same machine."""
+"""A page of another origin, in a real browser, and `turnwright serve` on the same machine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 pytest.importorskip("torch")
-from turnwise.config import ModelConfig
-from turnwise.engines.server import JsonHttpServer
-from turnwise.training import create_tiny_model, make_service
+from turnwright.config import ModelConfig
+from turnwright.engines.server import JsonHttpServer
+from turnwright.training import create_tiny_model, make_service
 
 pytestmark = pytest.mark.browser
 TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(60)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 GOOD = """
-import turnwise as tw
+import turnwright as tw
 
 class Echo(tw.Env):
     def reset(self, task, *, seed=None):

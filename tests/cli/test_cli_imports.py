@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from turnwise.cli.options import import_training
+from turnwright.cli.options import import_training
 
 
 @pytest.mark.parametrize("on", [True, False])
@@ -17,7 +17,7 @@ def test_nothing_is_collected_during_the_imports_and_later_as_before(tmp_path, m
     (tmp_path / f"{name}.py").write_text("import gc\ncollects = gc.isenabled()\n")
     monkeypatch.syspath_prepend(tmp_path)
     for thread in threading.enumerate():  # of earlier tests; one that ends meanwhile frees frozen objects
-        if thread.name.startswith("turnwise"):
+        if thread.name.startswith("turnwright"):
             thread.join(20)
     try:
         if not on:

@@ -1,4 +1,4 @@
-"""What `turnwise init` writes."""
+"""What `turnwright init` writes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.cli.main import main
-from turnwise.config import load
+from turnwright.cli.main import main
+from turnwright.config import load
 
 
 def test_it_writes_four_files_and_a_recipe_that_loads(tmp_path, capsys):
@@ -37,7 +37,7 @@ def test_the_next_commands_are_those_of_a_shell(tmp_path, capsys):
     assert words == ["cd", str(tmp_path / "My Env; echo no")]
 
 
-@pytest.mark.parametrize("name", ["1st", "class", "__main__", "ä", "random", "bisect", "turnwise", "numpy"])
+@pytest.mark.parametrize("name", ["1st", "class", "__main__", "ä", "random", "bisect", "turnwright", "numpy"])
 def test_names_that_cannot_be_modules(tmp_path, capsys, name):
     assert main(["init", str(tmp_path / name)]) == 2
     assert not (tmp_path / name).exists()
@@ -51,7 +51,7 @@ def test_it_never_overwrites(tmp_path, capsys):
 
 
 OTHER = """
-import turnwise as tw
+import turnwright as tw
 
 {body}
 """
@@ -104,7 +104,7 @@ def test_its_tests_find_a_reward_for_silence(tmp_path, monkeypatch):
 
 
 def test_its_tasks_end_where_there_are_fewer(tmp_path):
-    from turnwise.envs import resolve_env
+    from turnwright.envs import resolve_env
 
     main(["init", str(tmp_path / "my_env")])
     file = tmp_path / "my_env" / "my_env.py"
@@ -118,8 +118,8 @@ def test_its_tasks_end_where_there_are_fewer(tmp_path):
 
 
 def test_its_environment_keeps_the_contract(tmp_path):
-    from turnwise.envs import resolve_env
-    from turnwise.envs.check import check_env
+    from turnwright.envs import resolve_env
+    from turnwright.envs.check import check_env
 
     main(["init", str(tmp_path / "my_env")])
     world = resolve_env(load(tmp_path / "my_env" / "recipe.toml").config.env[0])

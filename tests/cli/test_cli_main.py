@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-import turnwise as tw
-from turnwise.cli.main import _own_warnings_without_source, main
-from turnwise.errors import TaskError, TraceError
+import turnwright as tw
+from turnwright.cli.main import _own_warnings_without_source, main
+from turnwright.errors import TaskError, TraceError
 
 HOP = '[[env]]\nuse = "hop"\n'
 
@@ -27,8 +27,8 @@ def recipe(tmp_path: Path) -> str:
 
 @pytest.fixture
 def commands(monkeypatch, tmp_path):
-    """A stand-in for `turnwise.commands` that keeps what it was called with."""
-    module = types.ModuleType("turnwise.commands")
+    """A stand-in for `turnwright.commands` that keeps what it was called with."""
+    module = types.ModuleType("turnwright.commands")
     module.calls = []
 
     def keep(name, result=None):
@@ -47,8 +47,8 @@ def commands(monkeypatch, tmp_path):
     for name in ("run_evaluation", "preview_rollouts", "check_env", "check_template"):
         keep(name)
     module.keep = keep
-    monkeypatch.setitem(sys.modules, "turnwise.commands", module)
-    monkeypatch.setattr("turnwise.commands", module, raising=False)
+    monkeypatch.setitem(sys.modules, "turnwright.commands", module)
+    monkeypatch.setattr("turnwright.commands", module, raising=False)
     return module
 
 
@@ -58,13 +58,13 @@ def refusal(capsys, *words: str) -> str:
     out, err = capsys.readouterr()
     assert status == 2, err
     assert out == ""
-    assert err.startswith("turnwise: error: ")
+    assert err.startswith("turnwright: error: ")
     assert err.count("\n") == 1
     return err
 
 
 def shell(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "turnwise.cli.main", *words], cwd=cwd, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-m", "turnwright.cli.main", *words], cwd=cwd, capture_output=True, text=True)
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,9 @@ def _importable_from_anywhere(monkeypatch):
 
 def test_help_imports_nothing_heavy(tmp_path):
     heavy = ("torch", "transformers", "pydantic", "asyncio", "rich", "jinja2", "tokenizers", "orjson", "tomllib")
-    code = f"import sys; from turnwise.cli.main import main; main(['--help']); print([m for m in {heavy} if m in sys.modules])"
+    code = (
+        f"import sys; from turnwright.cli.main import main; main(['--help']); print([m for m in {heavy} if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
     assert all(verb in done.stdout for verb in ("train", "eval", "rollout", "check", "init", "view"))
@@ -87,7 +89,7 @@ def test_help_imports_nothing_heavy(tmp_path):
         (("train", "bad.toml"), ["bad.toml", "not TOML", "line 1"]),
         (("train", "hop.toml", "--train.lr", "fast"), ["--train.lr fast", "a number"]),
         (("eval", "hpo.toml"), ["env.0.use", "did you mean 'hop'"]),
-        (("trian",), ["did you mean `turnwise train`"]),
+        (("trian",), ["did you mean `turnwright train`"]),
     ],
 )
 def test_mistakes_in_a_real_process(tmp_path, words, expected):
@@ -125,9 +127,9 @@ def test_mistakes_of_the_command_line(capsys, recipe, tmp_path):
 
 def test_no_words_prints_help_and_version_prints_one_line(capsys):
     assert main([]) == 2
-    assert "turnwise init my_env" in capsys.readouterr().err
+    assert "turnwright init my_env" in capsys.readouterr().err
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("turnwise ")
+    assert capsys.readouterr().out.startswith("turnwright ")
 
 
 def test_dry_run_shows_origins_and_loads_nothing(capsys, recipe, commands):
@@ -150,8 +152,8 @@ def test_keys_lists_every_key_with_its_meaning(capsys):
 
 
 def test_train_and_resume_reach_their_function(capsys, recipe, commands, tmp_path):
-    from turnwise.config import load
-    from turnwise.config.dump import to_json_dict
+    from turnwright.config import load
+    from turnwright.config.dump import to_json_dict
 
     assert main(["train", recipe, "--display", "none", "--train.steps=3"]) == 0
     name, (resolved,), kwargs = commands.calls[-1]
@@ -218,7 +220,7 @@ def test_a_warning_of_ours_is_one_line_without_a_line_of_our_code():
 def test_interrupts_leave_with_130_and_other_errors_show_their_traceback(capsys, recipe, commands):
     commands.outcome = KeyboardInterrupt()
     assert main(["train", recipe, "--display", "none"]) == 130
-    assert capsys.readouterr().err == "turnwise: error: interrupted; journaled episodes are kept; resume with --resume RUN\n"
+    assert capsys.readouterr().err == "turnwright: error: interrupted; journaled episodes are kept; resume with --resume RUN\n"
     commands.outcome = ZeroDivisionError()
     with pytest.raises(ZeroDivisionError):
         main(["train", recipe, "--display", "none"])
@@ -244,8 +246,8 @@ def test_eval_prints_a_table_with_intervals_and_pass_at_k(capsys, recipe, comman
 
 
 def test_eval_of_a_run_takes_its_settings_and_overrides(capsys, recipe, commands, tmp_path):
-    from turnwise.config import load
-    from turnwise.config.dump import to_json_dict
+    from turnwright.config import load
+    from turnwright.config.dump import to_json_dict
 
     (tmp_path / "config.json").write_text(json.dumps(to_json_dict(load(Path(recipe), ["--train.steps", "4"]))))
     commands.outcome = {"success": 0.5, "ci": [0.4, 0.6], "n": 8}
@@ -293,7 +295,7 @@ def test_check_says_what_a_template_does(capsys, tmp_path):
 
 
 def test_rollout_prints_conversations(capsys, recipe, commands, tmp_path):
-    from turnwise.types import EpisodeKey, Message, Origin, Span, StopReason, Task, Trajectory, Turn
+    from turnwright.types import EpisodeKey, Message, Origin, Span, StopReason, Task, Trajectory, Turn
 
     reply = Message("assistant", "lookup \x1b]0;pwn\x07amber")
     turn = Turn("main", 0, 1, (1,), (Message("user", "code of amber"),), reply)
@@ -308,13 +310,13 @@ def test_rollout_prints_conversations(capsys, recipe, commands, tmp_path):
 
 
 def test_a_closed_pipe_is_no_error(recipe, tmp_path):
-    command = f"{sys.executable} -m turnwise.cli.main train {recipe} --dry-run | head -1"
+    command = f"{sys.executable} -m turnwright.cli.main train {recipe} --dry-run | head -1"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
     assert done.stderr == ""
 
 
 FAILING = """\
-import turnwise as tw
+import turnwright as tw
 
 
 class Failing(tw.Env):
@@ -364,7 +366,7 @@ def test_eval_tells_of_episodes_that_failed_and_leaves_their_tasks_out_of_pass_a
 
 UNTIL_STOPPED = """
 import asyncio, signal
-from turnwise.cli.options import stopped_by_signals
+from turnwright.cli.options import stopped_by_signals
 
 async def work():
     try:

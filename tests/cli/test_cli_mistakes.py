@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from mistakes_kit import GOOD, MISTAKES, SMALL
 
-import turnwise as tw
-from turnwise.cli.main import main
-from turnwise.config import load
-from turnwise.envs import check, tasks
-from turnwise.envs.likely_names import STEP, likely_name
-from turnwise.errors import ConfigError
+import turnwright as tw
+from turnwright.cli.main import main
+from turnwright.config import load
+from turnwright.envs import check, tasks
+from turnwright.envs.likely_names import STEP, likely_name
+from turnwright.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "mistakes.md"
 ROW = re.compile(r"^\| (.+?) \| ``(.+)`` \|$", re.MULTILINE)
@@ -27,7 +27,7 @@ def no_network(*args, **kwargs):
 
 def last_line(text: str, folder: Path) -> str:
     """Return the line that names the fault, without the directory of the test."""
-    lines = [line for line in text.splitlines() if line.startswith(("turnwise: error:", "FAIL", "diagnosis"))]
+    lines = [line for line in text.splitlines() if line.startswith(("turnwright: error:", "FAIL", "diagnosis"))]
     return lines[0].replace(f"{folder}/", "").replace(str(folder), ".") if lines else ""
 
 
@@ -200,8 +200,8 @@ def test_one_fault_is_told_once_whatever_it_quotes(tmp_path, monkeypatch, capsys
 def test_help_and_version_are_commands_too(capsys):
     assert main(["version"]) == main(["help"]) == main(["help", "view"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("turnwise ")
-    assert [line for line in lines if line.startswith("usage:")][1].startswith("usage: turnwise view")
+    assert lines[0].startswith("turnwright ")
+    assert [line for line in lines if line.startswith("usage:")][1].startswith("usage: turnwright view")
 
 
 @pytest.mark.parametrize(("given", "tells"), [

@@ -1,4 +1,4 @@
-"""`turnwise replay RUN --loop` over a run of the quickstart's recipe, sampled by the local engine."""
+"""`turnwright replay RUN --loop` over a run of the quickstart's recipe, sampled by the local engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.cli.main import main
+from turnwright.cli.main import main
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
 SMALL = {
@@ -20,7 +20,7 @@ SMALL = {
     "eval": {"tasks": 4},
 }
 WORLD = """
-from turnwise.envs.builtin.hop import Hop
+from turnwright.envs.builtin.hop import Hop
 
 class Other(Hop):
     async def reset(self, task, *, seed=None):

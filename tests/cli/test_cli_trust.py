@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.cli.main import main
-from turnwise.config import load
-from turnwise.config.dump import to_json_dict
-from turnwise.records import RunDir
-from turnwise.records.own_runs import is_own_run, own_runs_file, remember_run
+from turnwright.cli.main import main
+from turnwright.config import load
+from turnwright.config.dump import to_json_dict
+from turnwright.records import RunDir
+from turnwright.records.own_runs import is_own_run, own_runs_file, remember_run
 
 WORLD = """
 from pathlib import Path
-import turnwise as tw
+import turnwright as tw
 
 Path(__file__).with_name("was_run").touch()
 
@@ -40,7 +40,7 @@ class Tracker:
 
 
 def make_run(run: Path, code: Path, *words: str) -> Path:
-    """Write a run as `turnwise train` begins one, with an environment in `code`."""
+    """Write a run as `turnwright train` begins one, with an environment in `code`."""
     code.parent.mkdir(parents=True, exist_ok=True)
     code.write_text(WORLD)
     resolved = load(None, [f"--env.use={code}:World", f'--track.to=["{code}:Tracker"]', *words])
@@ -151,7 +151,7 @@ def test_without_a_state_directory_runs_are_made_and_asked_about(tmp_path: Path,
 
 
 def test_the_list_stays_small_and_keeps_what_is_new(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turnwise.records.own_runs.MAX_BYTES", 1000)
+    monkeypatch.setattr("turnwright.records.own_runs.MAX_BYTES", 1000)
     for number in range(60):
         remember_run(b"%d" % number)
         remember_run(b"%d" % number)  # once is enough
@@ -163,7 +163,7 @@ def test_the_list_stays_small_and_keeps_what_is_new(state: Path, tmp_path: Path,
 @pytest.mark.parametrize("answer", ["n", "", "y"])
 def test_on_a_terminal_one_question_names_the_code(answer: str, foreign: Path) -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "turnwise", "eval", "--run", str(foreign), "--dry-run"]
+    command = [sys.executable, "-m", "turnwright", "eval", "--run", str(foreign), "--dry-run"]
     asking = subprocess.Popen(
         command, stdin=theirs, stdout=subprocess.DEVNULL, stderr=theirs, env=os.environ | {"TERM": "dumb"}
     )

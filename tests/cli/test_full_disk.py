@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.cli.main import main
+from turnwright.cli.main import main
 
 RECIPE = """
 [[env]]
@@ -84,6 +84,6 @@ def test_it_is_one_line(trained: Path, tmp_path: Path, monkeypatch: pytest.Monke
     status, said = limited(words, limit)
     assert status in (1, 2), said
     assert not any("Traceback" in line for line in said), said
-    errors = [line for line in said if line.startswith("turnwise: error: ")]
+    errors = [line for line in said if line.startswith("turnwright: error: ")]
     assert errors == said[-1:]
     assert any(reason in errors[0] for reason in ("may not grow so large", "File too large"))

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.cli.main import main
-from turnwise.files import open_file, read_json
+from turnwright.cli.main import main
+from turnwright.files import open_file, read_json
 
 ENV = """
-import turnwise as tw
+import turnwright as tw
 
 class Short(tw.Env):
     def reset(self, task, *, seed=None):
@@ -122,7 +122,7 @@ def test_it_is_refused_in_one_line_that_names_it(
     capsys.readouterr()
     assert main(words) in (1, 2)
     said = capsys.readouterr().err.splitlines()
-    assert [line for line in said if line.startswith("turnwise: error: ")] == said[-1:]
+    assert [line for line in said if line.startswith("turnwright: error: ")] == said[-1:]
     assert Path(file).name in said[-1] or "run/model" in said[-1]
     assert not any("Traceback" in line for line in said)
 

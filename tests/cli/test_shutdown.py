@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.cli.main import main
-from turnwise.cli.options import stopped_by_signals
+from turnwright.cli.main import main
+from turnwright.cli.options import stopped_by_signals
 
 NUMBERS = [signal.SIGTERM, signal.SIGHUP]
 KINDS = {"ignored": signal.SIG_IGN, "default": signal.default_int_handler}
 
 IN_ORDER = """
 import asyncio, signal
-from turnwise.cli.options import stopped_by_signals
-from turnwise.shutdown import run_loop
+from turnwright.cli.options import stopped_by_signals
+from turnwright.shutdown import run_loop
 
 async def session(over):
     await over.wait()
@@ -89,7 +89,7 @@ def test_a_second_signal_does_not_wait() -> None:
 
 FORKED = """
 import os, signal, time
-from turnwise.cli.options import stopped_by_signals
+from turnwright.cli.options import stopped_by_signals
 
 with stopped_by_signals():
     ready, started = os.pipe()
@@ -133,20 +133,20 @@ def interrupts(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_the_status_is_that_of_the_signal_and_the_handlers_are_put_back(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, interrupts: None, number: int
 ) -> None:
-    module = types.ModuleType("turnwise.commands")
+    module = types.ModuleType("turnwright.commands")
     module.run_training = lambda *_, **__: signal.raise_signal(number)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "turnwise.commands", module)
-    monkeypatch.setattr("turnwise.commands", module, raising=False)
+    monkeypatch.setitem(sys.modules, "turnwright.commands", module)
+    monkeypatch.setattr("turnwright.commands", module, raising=False)
     (tmp_path / "hop.toml").write_text('[[env]]\nuse = "hop"\n')
     before = [signal.getsignal(one) for one in NUMBERS]
     assert main(["train", str(tmp_path / "hop.toml"), "--display", "none"]) == 128 + number
-    assert capsys.readouterr().err.startswith("turnwise: error: interrupted; journaled episodes are kept; resume with")
+    assert capsys.readouterr().err.startswith("turnwright: error: interrupted; journaled episodes are kept; resume with")
     assert [signal.getsignal(one) for one in NUMBERS] == before
 
 
 ENDING_ENV = """
 import os, signal
-import turnwise as tw
+import turnwright as tw
 
 class Ends(tw.Env):
     def reset(self, task, *, seed=None):
@@ -186,7 +186,7 @@ def test_sigterm_of_a_run_prints_the_command_that_resumes_it(
     monkeypatch.setenv("ENDS_AT", "train-1")
     assert main(["train", "run.toml", "--out", "run", "--display", "none"]) == 143
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "turnwise: error: interrupted; resume with: turnwise train --resume run"
+        "turnwright: error: interrupted; resume with: turnwright train --resume run"
     )
     monkeypatch.delenv("ENDS_AT")
     assert main(["train", "--resume", "run", "--display", "none"]) == 0
@@ -194,7 +194,7 @@ def test_sigterm_of_a_run_prints_the_command_that_resumes_it(
 
 def test_a_view_in_the_background_ends_in_order(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
-    words = [sys.executable, "-m", "turnwise", "view", str(tmp_path)]
+    words = [sys.executable, "-m", "turnwright", "view", str(tmp_path)]
     ignore = f"import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv({sys.executable!r}, {words!r})"
     with subprocess.Popen([sys.executable, "-c", ignore], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -23,8 +23,8 @@ def check(name, id, seconds):
         signal.alarm(20 * seconds)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(1, 2)
-        from turnwise.envs.check import check_env
-        from turnwise.envs.resolve import resolve_env
+        from turnwright.envs.check import check_env
+        from turnwright.envs.resolve import resolve_env
 
         try:
             findings = check_env(resolve_env(f"{name}:{id}"), n=4, made=16)
@@ -43,7 +43,7 @@ def check(name, id, seconds):
 def main():
     name, site, seconds, *only = sys.argv[1:]
     sys.path.append(site)
-    from turnwise.envs.foreign import framework
+    from turnwright.envs.foreign import framework
 
     again = ("-raw", "-train")  # the same games in other wrappers, which do not apply
     ids = only or [id for id in framework(name).ids() if not id.endswith(again)]

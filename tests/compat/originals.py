@@ -74,7 +74,7 @@ NEEDED = [
 
 def folder() -> Path:
     """Return the folder of the originals."""
-    return Path(os.environ.get("TURNWISE_COMPAT") or Path.home() / ".cache/turnwise/compat")
+    return Path(os.environ.get("TURNWRIGHT_COMPAT") or Path.home() / ".cache/turnwright/compat")
 
 
 def use() -> None:

@@ -3,13 +3,13 @@
 import asyncio
 from dataclasses import dataclass, field
 
-import turnwise as tw
-from turnwise.config import ModelConfig
-from turnwise.engines import Request
-from turnwise.engines.local import LocalEngine
-from turnwise.media import MediaStore
-from turnwise.renderers.vision import PixelCache
-from turnwise.training import create_tiny_model, load_model_and_renderer
+import turnwright as tw
+from turnwright.config import ModelConfig
+from turnwright.engines import Request
+from turnwright.engines.local import LocalEngine
+from turnwright.media import MediaStore
+from turnwright.renderers.vision import PixelCache
+from turnwright.training import create_tiny_model, load_model_and_renderer
 
 
 class Letters(tw.Env):

@@ -131,7 +131,7 @@ def _tokenizer(vision, folder):
     from rollout_kit import bpe
     from transformers import PreTrainedTokenizerFast
 
-    from turnwise.renderers import CHATML
+    from turnwright.renderers import CHATML
 
     made = PreTrainedTokenizerFast(tokenizer_object=bpe(), eos_token="<|im_end|>", pad_token="<|im_end|>")
     made.chat_template = CHATML
@@ -167,7 +167,7 @@ class Processor:
 def _renderer(vision, folder):
     from rollout_kit import renderer
 
-    from turnwise.renderers import load_renderer
+    from turnwright.renderers import load_renderer
 
     return load_renderer(Path(folder) / "vlm") if vision else renderer("bpe")
 

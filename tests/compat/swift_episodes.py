@@ -17,7 +17,7 @@ from rollout_kit import renderer  # noqa: E402
 from stand_ins_kit import USERS  # noqa: E402
 from vision_kit import tiny_vlm_directory  # noqa: E402
 
-from turnwise.envs.user_imports import STAND_INS  # noqa: E402
+from turnwright.envs.user_imports import STAND_INS  # noqa: E402
 
 TEXT = renderer("bpe")
 WRONG, RIGHT = "<think>it is</think><answer>5</answer>", " four</think><answer>4</answer>"
@@ -187,7 +187,7 @@ def main(original: bool) -> None:
 
         assert "stand_ins" not in theirs.__file__
         import_module("swift.rollout.gym_env").count_qwen_tokens = lambda *_: (0, False)  # it downloads a tokenizer
-    import turnwise as tw
+    import turnwright as tw
 
     names = set(import_module(f"{STAND_INS}.swift.rollout.multi_turn").multi_turns)
     if original:
@@ -220,8 +220,8 @@ def played(tw, name, use, args, columns, replies, *, tokens=300, samples=1, mode
     """Return what was recorded of the samples of an episode."""
     from PIL import Image
 
-    from turnwise.config.schema import EnvConfig
-    from turnwise.envs.resolve import resolve_env
+    from turnwright.config.schema import EnvConfig
+    from turnwright.envs.resolve import resolve_env
 
     made = resolve_env(EnvConfig(use=use, args={**args, "external_plugins": PLUGINS}), base=USERS / "swift")
     prompt = "Go on." if model is TEXT else [tw.Message("user", [tw.Image(Image.new("RGB", (64, 64), "red")), "Go on."])]
@@ -256,9 +256,9 @@ def scored(use, args, columns, replies):
     from swift.rl_core.data import GRPOSample
     from swift.rl_core.grpo_algorithm import score_completions
 
-    import turnwise as tw
-    from turnwise.config.schema import EnvConfig
-    from turnwise.envs.resolve import resolve_env
+    import turnwright as tw
+    from turnwright.config.schema import EnvConfig
+    from turnwright.envs.resolve import resolve_env
 
     made = resolve_env(EnvConfig(use=use, args={**args, "external_plugins": PLUGINS}), base=USERS / "swift")
     play = made.agent_function

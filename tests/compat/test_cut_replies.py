@@ -5,12 +5,12 @@ from stand_ins_kit import USERS
 from training.train_kit import distance, gradient
 from training.train_model64 import Model64
 
-import turnwise as tw
-from turnwise.config import TrainConfig
-from turnwise.config.schema import EnvConfig
-from turnwise.envs.resolve import resolve_env
-from turnwise.training import Trainer
-from turnwise.types import Group
+import turnwright as tw
+from turnwright.config import TrainConfig
+from turnwright.config.schema import EnvConfig
+from turnwright.envs.resolve import resolve_env
+from turnwright.training import Trainer
+from turnwright.types import Group
 
 RENDERER = tw.byte_renderer()
 CUT = "never ending"

@@ -12,7 +12,7 @@ import originals
 import pytest
 from tokenizers import Tokenizer
 
-from turnwise.cli.main import main
+from turnwright.cli.main import main
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "compat"
 SMALL = {

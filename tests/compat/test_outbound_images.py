@@ -18,11 +18,11 @@ from test_outbound_verl import config as verl_config
 from transformers import AutoImageProcessor, AutoTokenizer
 from vision_kit import tiny_vlm_directory
 
-import turnwise as tw
-from turnwise.errors import UsageError
-from turnwise.integrations.skyrl import SkyRLEpisodes, TurnwiseGenerator
-from turnwise.integrations.slime import ROUTING_KEY, SlimeEpisodes, make_generate
-from turnwise.integrations.verl import TurnwiseAgentLoop, VerlEpisodes
+import turnwright as tw
+from turnwright.errors import UsageError
+from turnwright.integrations.skyrl import SkyRLEpisodes, TurnwrightGenerator
+from turnwright.integrations.slime import ROUTING_KEY, SlimeEpisodes, make_generate
+from turnwright.integrations.verl import TurnwrightAgentLoop, VerlEpisodes
 
 LIMITS = tw.Limits(turns=2, turn_tokens=8, on_turn_length="continue")
 
@@ -77,7 +77,7 @@ def verl_outputs(path, play, client):
     given = {"prompt_length": 256, "response_length": 256}
 
     async def work():
-        loops = [TurnwiseAgentLoop(verl_config(path, **given), client, tokenizer, episodes=play) for _ in play.rows()]
+        loops = [TurnwrightAgentLoop(verl_config(path, **given), client, tokenizer, episodes=play) for _ in play.rows()]
         params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
         rows = ({**row, "raw_prompt": row.pop("prompt")} for row in play.rows())
         return await asyncio.gather(*(loop.run(params, **row) for loop, row in zip(loops, rows, strict=True)))
@@ -141,6 +141,6 @@ def test_slime_trains_on_the_pixel_values_of_the_models_own_processor(path, monk
 def test_what_a_trainer_does_not_take_is_named(path):
     client = SkyRLClient(Server(path))
     with pytest.raises(UsageError, match="images in SkyRL"):
-        TurnwiseGenerator(SkyRLEpisodes(Looks, n_tasks=1), skyrl_config(path), AutoTokenizer.from_pretrained(path), client)
-    with pytest.raises(Exception, match="verl takes no videos from Turnwise; give their frames as images"):
+        TurnwrightGenerator(SkyRLEpisodes(Looks, n_tasks=1), skyrl_config(path), AutoTokenizer.from_pretrained(path), client)
+    with pytest.raises(Exception, match="verl takes no videos from Turnwright; give their frames as images"):
         verl_outputs(path, VerlEpisodes(Films, n_tasks=1, limits=LIMITS), VerlClient(Server(path)))

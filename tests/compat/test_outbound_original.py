@@ -14,7 +14,7 @@ import typing_extensions
 from outbound_kit import LIMITS, Letters, Server, check_row, forks, make_model, run
 from transformers import AutoTokenizer
 
-import turnwise as tw
+import turnwright as tw
 
 pytestmark = pytest.mark.compat
 
@@ -24,7 +24,7 @@ def packages():
     """On Python 3.11 pydantic wants the other TypedDict. Integrations that were imported before have bases of ours."""
     originals.use()
     typing.TypedDict = typing_extensions.TypedDict
-    for name in [one for one in sys.modules if one.startswith("turnwise.integrations.")]:
+    for name in [one for one in sys.modules if one.startswith("turnwright.integrations.")]:
         if not name.endswith(".episodes"):
             del sys.modules[name]
 
@@ -84,7 +84,7 @@ def skyrl_output(path, folder, play, samples=2, **generator):
     from skyrl.train.dataset import PromptDataset
     from skyrl.train.generators.utils import prepare_generator_input
 
-    from turnwise.integrations.skyrl import TurnwiseGenerator
+    from turnwright.integrations.skyrl import TurnwrightGenerator
 
     model, sessions = Server(path), []
 
@@ -123,8 +123,8 @@ def skyrl_output(path, folder, play, samples=2, **generator):
     items = [data[number] for number in range(len(data))]
     rows = [dict(zip(("prompt", "env_class", "env_extras", "uid"), item, strict=True)) for item in items]
     sampling = get_sampling_params_for_backend("vllm", cfg.generator.sampling_params)
-    batch, _ = prepare_generator_input(rows, samples, sampling, "turnwise", "train", 5)
-    found = TurnwiseGenerator(play, cfg, tokenizer, client)
+    batch, _ = prepare_generator_input(rows, samples, sampling, "turnwright", "train", 5)
+    found = TurnwrightGenerator(play, cfg, tokenizer, client)
 
     async def work():
         try:
@@ -143,9 +143,9 @@ def test_skyrl_accepts_and_trains_what_its_engine_sampled(path, tmp_path):
     from skyrl.train.generators.base import GeneratorInterface
     from skyrl.train.utils.trainer_utils import validate_generator_output
 
-    from turnwise.integrations.skyrl import SkyRLEpisodes, TurnwiseGenerator
+    from turnwright.integrations.skyrl import SkyRLEpisodes, TurnwrightGenerator
 
-    assert issubclass(TurnwiseGenerator, GeneratorInterface)
+    assert issubclass(TurnwrightGenerator, GeneratorInterface)
     play = SkyRLEpisodes(Letters, n_tasks=3, limits=LIMITS)
     output, model, batch, tokenizer, sessions = skyrl_output(path, tmp_path, play)
     validate_generator_output(len(batch["prompts"]), output)
@@ -167,7 +167,7 @@ def test_skyrl_accepts_and_trains_what_its_engine_sampled(path, tmp_path):
 def test_skyrl_takes_the_rows_of_an_episode_as_steps(path, tmp_path):
     from skyrl.train.utils.trainer_utils import validate_generator_output
 
-    from turnwise.integrations.skyrl import SkyRLEpisodes
+    from turnwright.integrations.skyrl import SkyRLEpisodes
 
     play = SkyRLEpisodes(forks, [tw.Task("Write.", id=str(n)) for n in range(2)], limits=LIMITS)
     output, model, batch, _, _ = skyrl_output(path, tmp_path, play, step_wise_trajectories=True)
@@ -219,10 +219,10 @@ def verl_batch(path, folder, play, server, loops, **overrides):
 
 
 def test_verl_worker_pads_and_trains_what_its_servers_sampled(path, tmp_path):
-    from turnwise.integrations.verl import VerlEpisodes, _shared
+    from turnwright.integrations.verl import VerlEpisodes, _shared
 
     settings = {"env": "hop", "n_tasks": 3, "seed": 1, "limits": {"turns": 3, "turn_tokens": 12, "on_turn_length": "continue"}}
-    loops = [{"name": "turnwise", "_target_": "turnwise.integrations.verl.TurnwiseAgentLoop", **settings}]
+    loops = [{"name": "turnwright", "_target_": "turnwright.integrations.verl.TurnwrightAgentLoop", **settings}]
     server = Server(path)
     lengths = {"data.max_prompt_length": 512, "data.max_response_length": 256}
     found = verl_batch(path, tmp_path, VerlEpisodes("hop", n_tasks=3, seed=1), server, loops, **lengths)
@@ -291,7 +291,7 @@ def swift_engine(path, server, template_type="chatml"):
 def swift_outputs(engine, play, rows, **given):
     from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
 
-    from turnwise.integrations.swift import make_scheduler
+    from turnwright.integrations.swift import make_scheduler
 
     scheduler = make_scheduler(play)(infer_engine=engine, max_turns=2)
     config = RequestConfig(max_tokens=600, temperature=1.0, **given)
@@ -310,7 +310,7 @@ def test_swift_trains_what_its_engine_sampled(path):
     from swift.rl_core.data import OnPolicySample
     from swift.rollout.multi_turn import MultiTurnScheduler
 
-    from turnwise.integrations.swift import SwiftEpisodes, make_scheduler
+    from turnwright.integrations.swift import SwiftEpisodes, make_scheduler
 
     server, play = Server(path), SwiftEpisodes(Letters, n_tasks=8)
     assert issubclass(make_scheduler(play), MultiTurnScheduler)
@@ -333,7 +333,7 @@ def test_swift_trains_what_its_engine_sampled(path):
         turns.append(len(check_row(server.calls, ids[:first], ids[first:], mask[first:], aligned)))
         assert next(logprobs, None) is None
         assert (0 in mask[first:]) == (turns[-1] == 2)
-        assert output.rollout_infos["total_reward"] == output.rollout_infos["turnwise_reward"]
+        assert output.rollout_infos["total_reward"] == output.rollout_infos["turnwright_reward"]
         assert output.model_validate_json(output.model_dump_json()).response_token_ids == output.response_token_ids
         trained += sum(mask)
     assert trained == sum(len(call[2]) for call in server.calls.found)
@@ -359,8 +359,8 @@ def encode(sample, template):
 
 
 def test_swift_would_train_the_end_token_of_a_reply_that_was_cut(path):
-    from turnwise.errors import UsageError
-    from turnwise.integrations.swift import SwiftEpisodes
+    from turnwright.errors import UsageError
+    from turnwright.integrations.swift import SwiftEpisodes
 
     play = SwiftEpisodes(Letters, n_tasks=1, limits=LIMITS)
     with pytest.raises(UsageError, match=r'a reply without an end token.*limits.on_turn_length = "stop"'):
@@ -368,8 +368,8 @@ def test_swift_would_train_the_end_token_of_a_reply_that_was_cut(path):
 
 
 def test_swift_another_template_is_refused(path):
-    from turnwise.errors import EngineError
-    from turnwise.integrations.swift import SwiftEpisodes
+    from turnwright.errors import EngineError
+    from turnwright.integrations.swift import SwiftEpisodes
 
     play = SwiftEpisodes(Letters, n_tasks=1, limits=LIMITS)
     engine = swift_engine(path, Server(path), "dummy")

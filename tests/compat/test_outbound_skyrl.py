@@ -6,10 +6,10 @@ import pytest
 from outbound_kit import LIMITS, Letters, Server, check_row, forks, make_model, run
 from transformers import AutoTokenizer
 
-import turnwise as tw
-from turnwise.errors import EngineError, TaskError, UsageError
-from turnwise.integrations.episodes import TASK
-from turnwise.integrations.skyrl import SkyRLEpisodes, TurnwiseGenerator
+import turnwright as tw
+from turnwright.errors import EngineError, TaskError, UsageError
+from turnwright.integrations.episodes import TASK
+from turnwright.integrations.skyrl import SkyRLEpisodes, TurnwrightGenerator
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def config(path, **given):
 
 def generator_of(path, play, **given):
     client = Client(Server(path))
-    return TurnwiseGenerator(play, config(path, **given), AutoTokenizer.from_pretrained(path), client), client
+    return TurnwrightGenerator(play, config(path, **given), AutoTokenizer.from_pretrained(path), client), client
 
 
 def batch_of(rows, samples=2, params=True, phase="train", step=3):
@@ -105,7 +105,7 @@ def test_a_batch_is_trained_on_what_the_engine_sampled(path, params):
     assert len({tuple(ids) for ids in found["response_ids"]}) == 6
     assert len(client.finished) == len(set(client.finished)) == 6
     assert found["is_last_step"] is None
-    assert found["rollout_metrics"]["turnwise/turns"] == 2.0
+    assert found["rollout_metrics"]["turnwright/turns"] == 2.0
 
 
 def test_the_trainers_lengths_are_the_limits_unless_some_are_given(path):
@@ -189,7 +189,7 @@ def test_a_failed_episode_is_not_trained_and_a_failed_engine_is_the_trainers(pat
     assert sum(found["loss_masks"][0]) > 0
     assert found["loss_masks"][1] == [0]
     assert found["rewards"][1] == [0.0]
-    assert found["rollout_metrics"]["turnwise/without_reward"] == 0.5
+    assert found["rollout_metrics"]["turnwright/without_reward"] == 0.5
     client.without = "response_logprobs"
     with pytest.raises(EngineError, match=r"no logprobs for \d+ ids; set generator.sampling_params.logprobs = 1"):
         run(generator.generate(batch_of(play.rows(), samples=1)))
@@ -201,7 +201,7 @@ def test_a_failed_episode_is_not_trained_and_a_failed_engine_is_the_trainers(pat
 def test_a_control_token_that_the_engine_samples_ends_the_episode_untrained(path):
     play = SkyRLEpisodes(Letters, n_tasks=8, limits=LIMITS)
     client = Client(Server(path, bans=False))
-    generator = TurnwiseGenerator(play, config(path), AutoTokenizer.from_pretrained(path), client)
+    generator = TurnwrightGenerator(play, config(path), AutoTokenizer.from_pretrained(path), client)
     found = run(generator.generate(batch_of(play.rows())))
     banned, hit = client.server.renderer.banned_ids, 0
     for response, mask in zip(found["response_ids"], found["loss_masks"], strict=True):

@@ -1,4 +1,4 @@
-"""Our rollouts as the custom generate function of slime and Miles: `turnwise serve` over a real socket, by SGLang's format."""
+"""Our rollouts as the custom generate function of slime and Miles: `turnwright serve` over a socket, by SGLang's format."""
 
 import asyncio
 import importlib
@@ -15,13 +15,13 @@ import pytest
 from outbound_kit import LIMITS, Calls, Letters, check_row, forks, make_model, run
 from transformers import AutoTokenizer
 
-import turnwise as tw
-from turnwise.engines.server import JsonHttpServer
-from turnwise.errors import EngineError, UsageError
-from turnwise.integrations.episodes import TASK
-from turnwise.integrations.slime import ROUTING_KEY, SlimeEpisodes, make_generate
-from turnwise.renderers import load_renderer
-from turnwise.training import make_service
+import turnwright as tw
+from turnwright.engines.server import JsonHttpServer
+from turnwright.errors import EngineError, UsageError
+from turnwright.integrations.episodes import TASK
+from turnwright.integrations.slime import ROUTING_KEY, SlimeEpisodes, make_generate
+from turnwright.renderers import load_renderer
+from turnwright.training import make_service
 
 
 @dataclass
@@ -158,7 +158,7 @@ def test_a_sample_is_trained_on_what_the_server_sampled(path, posted):
         assert len(check(sample, posted)) == 2
         assert 0 in sample.loss_mask
         assert sample.response == tokenizer.decode(sample.tokens[-sample.response_length :])
-        assert sample.reward == pytest.approx(sum(sample.metadata["turnwise"]["rewards"]))
+        assert sample.reward == pytest.approx(sum(sample.metadata["turnwright"]["rewards"]))
         assert sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
         assert sample.weight_versions == ["default", "default"]
         assert sample.remove_sample is False
@@ -188,7 +188,7 @@ def test_rows_of_the_trainers_own_dataset_are_tasks_too(path, posted):
     sample = Sample(prompt=[{"role": "user", "content": "Write letters."}], label="2", metadata={"bonus": 0.5})
     (found,) = play(path, make_generate(episodes), [sample])
     assert found.reward == 2.5
-    with pytest.raises(UsageError, match=r"sample 0: turnwise_task = '77' is no task"):
+    with pytest.raises(UsageError, match=r"sample 0: turnwright_task = '77' is no task"):
         play(path, make_generate(episodes), [Sample(metadata={TASK: "77"})])
 
 

@@ -9,10 +9,10 @@ import pytest
 from outbound_kit import LIMITS, Letters, Server, check_row, forks, make_model, run
 from transformers import AutoTokenizer
 
-import turnwise as tw
-from turnwise.errors import EngineError, UsageError
-from turnwise.integrations.episodes import TASK
-from turnwise.integrations.swift import SwiftEpisodes, make_scheduler
+import turnwright as tw
+from turnwright.errors import EngineError, UsageError
+from turnwright.integrations.episodes import TASK
+from turnwright.integrations.swift import SwiftEpisodes, make_scheduler
 
 
 @dataclass
@@ -127,7 +127,7 @@ def test_a_request_is_trained_on_what_the_engine_sampled(path):
         turns.append(len(check_row(engine.server.calls, prompt, ids[len(prompt) :], mask, logprobs)))
         assert output.messages[0]["content"] == f"Write letters {number}."
         assert output.rollout_infos["num_turns"] == turns[-1]
-        assert output.rollout_infos["total_reward"] == output.rollout_infos["turnwise_reward"]
+        assert output.rollout_infos["total_reward"] == output.rollout_infos["turnwright_reward"]
     assert turns.count(2) > 2
     assert (play.limits.turns, play.limits.turn_tokens) == (2, 600)
     assert (config.logprobs, config.return_details) == (False, False), "the request's own configuration stays"
@@ -148,7 +148,7 @@ def test_rows_of_ms_swifts_own_dataset_are_tasks_without_their_reference_answer(
     }
     (output,) = outputs(Engine(path), SwiftEpisodes(Asks, [tw.Task("Another.")]), [row])
     assert output.rollout_infos["total_reward"] == 2.0
-    with pytest.raises(UsageError, match="a request of ms-swift: turnwise_task = '77' is no task"):
+    with pytest.raises(UsageError, match="a request of ms-swift: turnwright_task = '77' is no task"):
         outputs(Engine(path), SwiftEpisodes(Letters, n_tasks=1), [{"messages": row["messages"], TASK: "77"}])
 
 
@@ -179,6 +179,6 @@ def test_a_failed_episode_is_not_trained(path):
     play = SwiftEpisodes(Letters, [tw.Task("Write.", id="broken")])
     (output,) = outputs(Engine(path), play, play.rows())
     assert output.response_loss_mask == [[0]]
-    assert output.rollout_infos["turnwise_reward"] is None
+    assert output.rollout_infos["turnwright_reward"] is None
     assert output.rollout_infos["total_reward"] == 0.0
     assert output.messages[-1]["role"] == "assistant"

@@ -1,4 +1,4 @@
-"""Our rollouts inside slime's and Miles' own code, which has no package: `TURNWISE_TREES=FOLDER make test-compat`.
+"""Our rollouts inside slime's and Miles' own code, which has no package: `TURNWRIGHT_TREES=FOLDER make test-compat`.
 
 FOLDER has the checkouts `slime` and `miles`. What they import of packages with kernels (SGLang, Megatron) is replaced by mocks.
 """
@@ -16,13 +16,13 @@ import originals
 import pytest
 from outbound_kit import LIMITS, Calls, Letters, check_row, make_model, run
 
-from turnwise.engines.server import JsonHttpServer
-from turnwise.integrations.slime import SlimeEpisodes, make_generate
-from turnwise.renderers import load_renderer
-from turnwise.training import make_service
+from turnwright.engines.server import JsonHttpServer
+from turnwright.integrations.slime import SlimeEpisodes, make_generate
+from turnwright.renderers import load_renderer
+from turnwright.training import make_service
 
 pytestmark = pytest.mark.compat
-TREES = os.environ.get("TURNWISE_TREES", "")
+TREES = os.environ.get("TURNWRIGHT_TREES", "")
 MOCKED = ("sglang", "sglang_router", "megatron", "miles_plugins")
 
 
@@ -48,7 +48,7 @@ def tree(request, monkeypatch):
     """The package from its checkout; gone again afterwards."""
     originals.use()
     if not (Path(TREES) / request.param / request.param).is_dir():
-        pytest.skip(f"no checkout of {request.param}; give TURNWISE_TREES")
+        pytest.skip(f"no checkout of {request.param}; give TURNWRIGHT_TREES")
     monkeypatch.syspath_prepend(str(Path(TREES) / request.param))
     mocks = Mocks()
     sys.meta_path.append(mocks)
@@ -140,7 +140,9 @@ def test_a_group_is_generated_by_the_trainers_own_functions(tree, path, monkeypa
         start = len(sample.tokens) - sample.response_length
         columns = sample.tokens[:start], sample.tokens[start:], sample.loss_mask, sample.rollout_log_probs
         assert len(check_row(calls, *columns)) == 2
-        assert sample.get_reward_value(Namespace(reward_key=None)) == pytest.approx(sum(sample.metadata["turnwise"]["rewards"]))
+        assert sample.get_reward_value(Namespace(reward_key=None)) == pytest.approx(
+            sum(sample.metadata["turnwright"]["rewards"])
+        )
         assert sample.status in (sample_class.Status.COMPLETED, sample_class.Status.TRUNCATED)
         check = sample._validate_response_metadata_lengths if tree == "slime" else sample.validate
         check()

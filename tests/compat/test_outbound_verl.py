@@ -7,10 +7,10 @@ import pytest
 from outbound_kit import LIMITS, Letters, Server, check_row, forks, make_model, run
 from transformers import AutoTokenizer
 
-import turnwise as tw
-from turnwise.compat.common import attribute_config
-from turnwise.errors import EngineError, UsageError
-from turnwise.integrations.verl import TurnwiseAgentLoop, VerlEpisodes
+import turnwright as tw
+from turnwright.compat.common import attribute_config
+from turnwright.errors import EngineError, UsageError
+from turnwright.integrations.verl import TurnwrightAgentLoop, VerlEpisodes
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def config(path, **given):
 def loop_of(path, client, play, tokenizer, **given):
     """A loop as verl makes it: one for each episode."""
     names = ("dataset_cls", "data_config", "hf_model_type", "tools", "processor")
-    return TurnwiseAgentLoop(
+    return TurnwrightAgentLoop(
         trainer_config=config(path, **given),
         server_manager=client,
         tokenizer=tokenizer,
@@ -99,7 +99,7 @@ def test_episodes_are_trained_on_what_the_servers_sampled(path):
         assert output.num_turns == 4
         fields = output.extra_fields
         assert fields["min_global_steps"] < fields["max_global_steps"]
-        assert fields["turnwise_stop"]
+        assert fields["turnwright_stop"]
     assert len(set(client.requests)) == 6, "the calls of an episode are one session"
     assert len({tuple(output.response_ids) for output in found}) == 6
     assert all(shared.stream is None for shared in play._streams.values()), "the last episode closes what all shared"
@@ -107,7 +107,7 @@ def test_episodes_are_trained_on_what_the_servers_sampled(path):
 
 def test_an_environment_of_the_file_of_agent_loops_is_shared_by_all_loops(path):
     settings = {
-        "name": "turnwise",
+        "name": "turnwright",
         "env": "hop",
         "n_tasks": 4,
         "seed": 3,
@@ -204,4 +204,4 @@ def test_a_failed_episode_is_not_trained(path):
     play = VerlEpisodes(Letters, [tw.Task("Write.", id="broken")], limits=LIMITS)
     (output,) = play_rows(path, Client(Server(path)), play, play.rows())
     assert (output.response_mask, output.reward_score) == ([0], 0.0)
-    assert output.extra_fields["turnwise_stop"] == "env_error"
+    assert output.extra_fields["turnwright_stop"] == "env_error"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-HOME = Path(os.environ.get("TURNWISE_COMPAT") or Path.home() / ".cache/turnwise/compat") / "registries"
+HOME = Path(os.environ.get("TURNWRIGHT_COMPAT") or Path.home() / ".cache/turnwright/compat") / "registries"
 PACKAGES = {
     "reasoning_gym": ["reasoning-gym==0.1.25"],
     "textarena": [
@@ -103,7 +103,7 @@ def test_enough_of_a_registry_passes(name, capsys):
     passed = [id for id, _, error in rows if not error]
     games = {game(id) for id in passed}
     with capsys.disabled():
-        print(f"\n{name}: {len(passed)} of {len(rows)} ids ({len(games)} different ones) pass `turnwise check`")
+        print(f"\n{name}: {len(passed)} of {len(rows)} ids ({len(games)} different ones) pass `turnwright check`")
         for id, _, error in rows:
             if error:
                 print(f"  {id}: {error[:160]}")

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-import turnwise as tw
-from turnwise.config.schema import EnvConfig
-from turnwise.envs.resolve import resolve_env
-from turnwise.types.trajectory import Task
+import turnwright as tw
+from turnwright.config.schema import EnvConfig
+from turnwright.envs.resolve import resolve_env
+from turnwright.types.trajectory import Task
 
 TRL = '''
 import json
@@ -150,7 +150,7 @@ def test_loops_of_verl(tmp_path):
 
 def test_environments_of_our_own(tmp_path):
     code = """
-import turnwise as tw
+import turnwright as tw
 
 
 class World(tw.Env):
@@ -165,9 +165,9 @@ class World(tw.Env):
 
 
 def test_columns_travel_with_a_task():
-    from turnwise.media import MediaStore
-    from turnwise.records.serialization import read_task, task_row
-    from turnwise.scale.codec import _read_task, _task_row
+    from turnwright.media import MediaStore
+    from turnwright.records.serialization import read_task, task_row
+    from turnwright.scale.codec import _read_task, _task_row
 
     first, _ = tw.load_tasks([{**ROW, "gold": "g"}, {**OTHER, "gold": "h"}], columns={"answer": "gold"})
     recorded = read_task(json.loads(json.dumps(task_row(first))))

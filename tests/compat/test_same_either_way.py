@@ -10,14 +10,14 @@ from stand_ins_kit import USERS
 from transformers import AutoModelForCausalLM
 from vision_kit import tiny_vlm_directory
 
-import turnwise as tw
-from turnwise.config import Limits, ModelConfig, TrainConfig
-from turnwise.config.schema import EnvConfig
-from turnwise.engines.local import LocalEngine
-from turnwise.envs import load_tasks
-from turnwise.envs.resolve import resolve_env
-from turnwise.rollouts import Rollout, make_episode_specs
-from turnwise.training import Trainer, create_tiny_model, load_model_and_renderer
+import turnwright as tw
+from turnwright.config import Limits, ModelConfig, TrainConfig
+from turnwright.config.schema import EnvConfig
+from turnwright.engines.local import LocalEngine
+from turnwright.envs import load_tasks
+from turnwright.envs.resolve import resolve_env
+from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.training import Trainer, create_tiny_model, load_model_and_renderer
 
 WORDS = ["Guess a number. alpha kilo tango zulu 1 2 3 4 5 6 7 8 9 higher lower"] * 20
 

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from turnwise.compat.sampled_rows import sampling_options
-from turnwise.compat.skyrl_generator import EngineClient
-from turnwise.compat.slime_engine import EngineServer
-from turnwise.compat.swift_engine import PROTOCOL, Episode
-from turnwise.compat.verl_loop import ServerManager
-from turnwise.envs.user_imports import import_foreign
-from turnwise.types import Image
+from turnwright.compat.sampled_rows import sampling_options
+from turnwright.compat.skyrl_generator import EngineClient
+from turnwright.compat.slime_engine import EngineServer
+from turnwright.compat.swift_engine import PROTOCOL, Episode
+from turnwright.compat.verl_loop import ServerManager
+from turnwright.envs.user_imports import import_foreign
+from turnwright.types import Image
 
 
 class OptionsSeen(Exception):

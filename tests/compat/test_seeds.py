@@ -17,13 +17,13 @@ from history_kit import TEMPLATES
 from rollout_kit import bpe
 from transformers import PreTrainedTokenizerFast
 
-from turnwise.config import load
-from turnwise.renderers import CHATML, ChatTemplate
-from turnwise.renderers.template import template_source
-from turnwise.types import Message
+from turnwright.config import load
+from turnwright.renderers import CHATML, ChatTemplate
+from turnwright.renderers.template import template_source
+from turnwright.types import Message
 
 HERE = Path(__file__).parent
-SEEDS = Path(os.environ.get("TURNWISE_SEEDS") or HERE.parents[1].parent / "shared/seeds")
+SEEDS = Path(os.environ.get("TURNWRIGHT_SEEDS") or HERE.parents[1].parent / "shared/seeds")
 CONVERT = "../convert/test_convert_recipes.py"
 
 PREAMBLE = """

@@ -14,14 +14,14 @@ from stand_ins_kit import USERS
 from transformers import AutoImageProcessor, AutoTokenizer
 from vision_kit import tiny_vlm_directory
 
-import turnwise as tw
-from turnwise.compat.verl import FRAMEWORK
-from turnwise.config.schema import EnvConfig
-from turnwise.envs.resolve import as_env_spec, resolve_env
-from turnwise.errors import ConfigError
-from turnwise.renderers import CHATML, ChatTemplate
-from turnwise.renderers.template import template_source
-from turnwise.types import Message
+import turnwright as tw
+from turnwright.compat.verl import FRAMEWORK
+from turnwright.config.schema import EnvConfig
+from turnwright.envs.resolve import as_env_spec, resolve_env
+from turnwright.errors import ConfigError
+from turnwright.renderers import CHATML, ChatTemplate
+from turnwright.renderers.template import template_source
+from turnwright.types import Message
 
 LIMITS = tw.Limits(turns=6, turn_tokens=2000)
 
@@ -406,7 +406,7 @@ def test_verl_deltas_with_a_processor_are_the_ids_that_we_sample(tmp_path):
         assert space["loss_mask"] == [1] * len(space["token_ids"])
 
 
-SEEDS = Path(os.environ.get("TURNWISE_SEEDS") or Path(__file__).parents[2].parent / "shared/seeds")
+SEEDS = Path(os.environ.get("TURNWRIGHT_SEEDS") or Path(__file__).parents[2].parent / "shared/seeds")
 BLOCKS = {
     "skyrl-gym-generator.rst": (CONVERSATION, ONE_MESSAGE, BASE, CUT, OBSERVE),
     "verl-multi-turn.md": (TOOLS, FUNCTIONS, MEDIA, MESSAGES, DELTA, PROCESSOR, FIXED_BASE),

@@ -7,10 +7,10 @@ import pytest
 from rollout_kit import bpe, renderer
 from transformers import PreTrainedTokenizerFast
 
-import turnwise as tw
-from turnwise.renderers import CHATML
+import turnwright as tw
+from turnwright.renderers import CHATML
 
-SEED = Path(os.environ.get("TURNWISE_SEEDS") or Path(__file__).parents[2].parent / "shared/seeds") / "slime-vlm-multi-turn.md"
+SEED = Path(os.environ.get("TURNWRIGHT_SEEDS") or Path(__file__).parents[2].parent / "shared/seeds") / "slime-vlm-multi-turn.md"
 DELTA = """
 dummy = apply_chat_template(DUMMY_MESSAGES, tools=tools, add_generation_prompt=False)
 full  = apply_chat_template(DUMMY_MESSAGES + [obs_msg], tools=tools, add_generation_prompt=True)

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from rollout_kit import Sampler, check_record, renderer
 
-import turnwise as tw
-from turnwise.config.schema import EnvConfig
-from turnwise.envs.resolve import resolve_env
-from turnwise.envs.user_imports import import_foreign
+import turnwright as tw
+from turnwright.config.schema import EnvConfig
+from turnwright.envs.resolve import resolve_env
+from turnwright.envs.user_imports import import_foreign
 
-SEED = Path(os.environ.get("TURNWISE_SEEDS") or Path(__file__).parents[2].parent / "shared/seeds") / "ms-swift-multi-turn.md"
+SEED = Path(os.environ.get("TURNWRIGHT_SEEDS") or Path(__file__).parents[2].parent / "shared/seeds") / "ms-swift-multi-turn.md"
 
 BASE = """\
 class MultiTurnScheduler(ABC):
@@ -185,10 +185,10 @@ def import_seen(play):
 
 def test_the_printed_base_class_with_a_model(tmp_path):
     """A tiny model of its own, whatever it says; its ids are the record, and each is trained once."""
-    from turnwise.config import ModelConfig
-    from turnwise.engines.local import LocalEngine
-    from turnwise.renderers import load_renderer
-    from turnwise.training.model import models
+    from turnwright.config import ModelConfig
+    from turnwright.engines.local import LocalEngine
+    from turnwright.renderers import load_renderer
+    from turnwright.training.model import models
 
     folder = models.create_tiny_model(ModelConfig(hidden=32, layers=2), ["Say it.", "Again, 1."], tmp_path / "model")
     play = episodes(tmp_path, "Mine", BASE + MINE)

@@ -7,7 +7,7 @@ import pytest
 from outbound_kit import make_model
 from stand_ins_kit import USERS
 
-from turnwise.cli.main import main
+from turnwright.cli.main import main
 
 RUN = """\
 [limits]

@@ -6,12 +6,12 @@ import pytest
 from stand_ins_kit import USERS
 from vision_kit import tiny_vlm_directory
 
-import turnwise as tw
-from turnwise.compat.skyrl import FRAMEWORK
-from turnwise.config.schema import EnvConfig
-from turnwise.envs.resolve import as_env_spec, resolve_env
-from turnwise.errors import ConfigError
-from turnwise.types import Origin, StopReason
+import turnwright as tw
+from turnwright.compat.skyrl import FRAMEWORK
+from turnwright.config.schema import EnvConfig
+from turnwright.envs.resolve import as_env_spec, resolve_env
+from turnwright.errors import ConfigError
+from turnwright.types import Origin, StopReason
 
 LIMITS = tw.Limits(turns=3, turn_tokens=2000)
 
@@ -120,8 +120,8 @@ def test_a_postprocessed_action_is_recorded_and_the_sampled_ids_stay():
 
 def test_registered_ids_with_their_arguments():
     spec("registered.py:EchoEnv")
-    assert "turnwise_echo" in FRAMEWORK.ids()
-    made = as_env_spec(FRAMEWORK.find("turnwise_echo_bonus"), where="skyrl:turnwise_echo_bonus")
+    assert "turnwright_echo" in FRAMEWORK.ids()
+    made = as_env_spec(FRAMEWORK.find("turnwright_echo_bonus"), where="skyrl:turnwright_echo_bonus")
     assert play(made, ["say yes"], {"word": "yes"}).reward == 1.5
     assert FRAMEWORK.find("nothing") is None
 

@@ -8,10 +8,10 @@ import textwrap
 import pytest
 from vision_kit import tiny_vlm_directory
 
-import turnwise as tw
-from turnwise.config.schema import EnvConfig
-from turnwise.envs.resolve import resolve_env
-from turnwise.errors import ConfigError
+import turnwright as tw
+from turnwright.config.schema import EnvConfig
+from turnwright.envs.resolve import resolve_env
+from turnwright.errors import ConfigError
 
 HEAD = """
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput

@@ -6,10 +6,10 @@ import pytest
 from rollout_kit import renderer
 from stand_ins_kit import USERS
 
-import turnwise as tw
-from turnwise.compat.sampled_rows import EngineCall, read_output
-from turnwise.envs.resolve import as_env_spec, load_object
-from turnwise.errors import ConfigError, EnvError
+import turnwright as tw
+from turnwright.compat.sampled_rows import EngineCall, read_output
+from turnwright.envs.resolve import as_env_spec, load_object
+from turnwright.errors import ConfigError, EnvError
 
 HOME = USERS / "skyrl"
 

@@ -17,10 +17,10 @@ from rollout_kit import bpe, renderer
 from stand_ins_kit import USERS
 from vision_kit import tiny_vlm_directory
 
-import turnwise as tw
-from turnwise.compat.skyrl import FRAMEWORK
-from turnwise.envs.resolve import as_env_spec, load_object
-from turnwise.renderers import CHATML
+import turnwright as tw
+from turnwright.compat.skyrl import FRAMEWORK
+from turnwright.envs.resolve import as_env_spec, load_object
+from turnwright.renderers import CHATML
 
 pytestmark = pytest.mark.compat
 
@@ -271,7 +271,7 @@ def test_a_user_file_with_a_database(skyrl, tokenizer, registered, tmp_path):
     assert found.reward == 1.0
 
 
-@pytest.mark.parametrize(("name", "reward"), [("turnwise_echo", 1.0), ("turnwise_echo_bonus", 1.5)])
+@pytest.mark.parametrize(("name", "reward"), [("turnwright_echo", 1.0), ("turnwright_echo_bonus", 1.5)])
 def test_a_user_file_that_registers_its_environments(skyrl, tokenizer, registered, name, reward):
     registered("registered.py:EchoEnv")
     found, _ = compare(skyrl, tokenizer, name, {"word": "amber"}, ["so amber"], turns=1)
@@ -515,7 +515,7 @@ def test_masks_metrics_and_settings_are_skyrls(skyrl, tokenizer):
     from skyrl.train.config import config
     from skyrl.train.generators import utils
 
-    from turnwise.envs.user_imports import STAND_INS
+    from turnwright.envs.user_imports import STAND_INS
 
     ours_utils = importlib.import_module(f"{STAND_INS}.skyrl.train.generators.utils")
     ours_config = importlib.import_module(f"{STAND_INS}.skyrl.train.config.config")
@@ -611,7 +611,7 @@ def test_groups_of_tools_answer_as_skyrl_gyms(skyrl, retriever):
 
     from skyrl_gym.tools import PythonCodeExecutorToolGroup, SearchToolGroup
 
-    from turnwise.envs.user_imports import STAND_INS
+    from turnwright.envs.user_imports import STAND_INS
 
     own = importlib.import_module(f"{STAND_INS}.skyrl_gym.tools")
     for code in ("print(2 + 2)", "x = 1", "1 / 0", "print(' a ')", "import time; time.sleep(9)"):

@@ -5,10 +5,10 @@ import textwrap
 import pytest
 from rollout_kit import renderer
 
-import turnwise as tw
-from turnwise.config.schema import EnvConfig
-from turnwise.envs.resolve import load_object, resolve_env
-from turnwise.errors import ConfigError
+import turnwright as tw
+from turnwright.config.schema import EnvConfig
+from turnwright.envs.resolve import load_object, resolve_env
+from turnwright.errors import ConfigError
 
 ENV = """
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
@@ -72,7 +72,7 @@ def test_a_file_of_a_framework_has_the_framework_around_it(between, tmp_path):
     written(tmp_path, {**FRAMEWORK, f"{between}/env.py": source})
     spec = load_object(f"{between}/env.py:Env", base=tmp_path)
     assert spec.__mro__[1].__module__.endswith("skyrl_gym.envs.base_text_env")
-    assert not spec.__mro__[1].__module__.startswith("turnwise.")
+    assert not spec.__mro__[1].__module__.startswith("turnwright.")
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,16 @@ from PIL import Image as Pillow
 from stand_ins_kit import USERS
 from vision_kit import tiny_vlm_directory
 
-import turnwise as tw
-from turnwise.config import ModelConfig
-from turnwise.config.schema import EnvConfig
-from turnwise.engines.local import LocalEngine
-from turnwise.envs.resolve import resolve_env
-from turnwise.errors import ConfigError
-from turnwise.renderers import byte_renderer, load_renderer
-from turnwise.training import load_model_and_renderer
-from turnwise.training.advantages import advantages
-from turnwise.types import Group
+import turnwright as tw
+from turnwright.config import ModelConfig
+from turnwright.config.schema import EnvConfig
+from turnwright.engines.local import LocalEngine
+from turnwright.envs.resolve import resolve_env
+from turnwright.errors import ConfigError
+from turnwright.renderers import byte_renderer, load_renderer
+from turnwright.training import load_model_and_renderer
+from turnwright.training.advantages import advantages
+from turnwright.types import Group
 
 HOME = USERS / "slime"
 MATH = {"rm_type": "math"}
@@ -244,7 +244,7 @@ def test_what_cannot_be_used_is_one_line(use, args, says):
         resolve_env(EnvConfig(use=use, args=args), base=HOME)
 
 
-SEED = Path(os.environ.get("TURNWISE_SEEDS") or Path(__file__).parents[2].parent / "shared/seeds") / "slime-vlm-multi-turn.md"
+SEED = Path(os.environ.get("TURNWRIGHT_SEEDS") or Path(__file__).parents[2].parent / "shared/seeds") / "slime-vlm-multi-turn.md"
 PRINTED = (HOME / "seed_generate.txt").read_text(encoding="utf-8")
 
 

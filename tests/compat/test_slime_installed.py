@@ -8,9 +8,9 @@ import textwrap
 import pytest
 from test_slime_conventions import HEAD, played
 
-import turnwise as tw
-from turnwise.config.schema import EnvConfig
-from turnwise.envs.resolve import resolve_env
+import turnwright as tw
+from turnwright.config.schema import EnvConfig
+from turnwright.envs.resolve import resolve_env
 
 ORIGINAL = {
     "__init__.py": "",

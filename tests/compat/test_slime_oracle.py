@@ -15,10 +15,10 @@ from rollout_kit import renderer
 from slime_episodes import EPISODES, HERE, picture
 from vision_kit import tiny_vlm_directory
 
-import turnwise as tw
-from turnwise.config.schema import EnvConfig
-from turnwise.envs.resolve import resolve_env
-from turnwise.renderers import load_renderer
+import turnwright as tw
+from turnwright.config.schema import EnvConfig
+from turnwright.envs.resolve import resolve_env
+from turnwright.renderers import load_renderer
 
 ORACLE = json.loads((HERE / "slime_oracle.json").read_text())
 COMMITS = {
@@ -87,10 +87,10 @@ def test_ids_masks_contexts_and_ends_are_those_of_the_original_loop(name, tmp_pa
 
 
 @pytest.mark.compat
-@pytest.mark.skipif("TURNWISE_TREES" not in os.environ, reason="TURNWISE_TREES names no folder with slime and miles")
+@pytest.mark.skipif("TURNWRIGHT_TREES" not in os.environ, reason="TURNWRIGHT_TREES names no folder with slime and miles")
 @pytest.mark.parametrize("name", EPISODES)
 def test_the_original_loops_still_make_what_is_recorded(name):
-    tree = Path(os.environ["TURNWISE_TREES"]) / EPISODES[name].system
+    tree = Path(os.environ["TURNWRIGHT_TREES"]) / EPISODES[name].system
     command = [sys.executable, str(HERE / "slime_episodes.py"), "--one", name, str(tree)]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr[-2000:]

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from vision_kit import tiny_vlm_directory
 
-import turnwise as tw
-from turnwise.cli.main import main
-from turnwise.config.load import load
-from turnwise.envs.resolve import resolve_env
-from turnwise.renderers import load_renderer
+import turnwright as tw
+from turnwright.cli.main import main
+from turnwright.config.load import load
+from turnwright.envs.resolve import resolve_env
+from turnwright.renderers import load_renderer
 
 HOME = Path(__file__).parents[2] / "recipes/compat"
 TOGETHER = 8

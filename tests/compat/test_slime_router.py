@@ -4,9 +4,9 @@
 import pytest
 from test_slime_conventions import played
 
-import turnwise as tw
-from turnwise.config.schema import EnvConfig
-from turnwise.envs.resolve import resolve_env
+import turnwright as tw
+from turnwright.config.schema import EnvConfig
+from turnwright.envs.resolve import resolve_env
 
 CLIENTS = {
     "aiohttp": """
@@ -141,7 +141,7 @@ def none_left(*_, **__):
 @pytest.mark.parametrize("full", ["create_server", "limit"])
 def test_without_a_socket_post_still_works(full, tmp_path, monkeypatch):
     """Without one at all, or with half of the process's files in use."""
-    from turnwise.compat import slime_router
+    from turnwright.compat import slime_router
 
     if full == "create_server":
         monkeypatch.setattr(slime_router.socket, "create_server", none_left)
@@ -149,7 +149,7 @@ def test_without_a_socket_post_still_works(full, tmp_path, monkeypatch):
         monkeypatch.setattr(slime_router, "_most_files", lambda: 2)
     text = """
     async def generate(args, sample, sampling_params):
-        assert args.sglang_router_ip == "turnwise.invalid"
+        assert args.sglang_router_ip == "turnwright.invalid"
         sample = await one_reply(args, sample, sampling_params)
         sample.reward = 1.0
         return sample

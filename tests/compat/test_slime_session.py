@@ -5,9 +5,9 @@ import pytest
 from rollout_kit import renderer
 from test_slime_conventions import played
 
-import turnwise as tw
-from turnwise.config.schema import EnvConfig
-from turnwise.envs.resolve import resolve_env
+import turnwright as tw
+from turnwright.config.schema import EnvConfig
+from turnwright.envs.resolve import resolve_env
 
 HEAD = """
 import asyncio

@@ -5,9 +5,9 @@ import json
 from rollout_kit import renderer
 from stand_ins_kit import USERS
 
-import turnwise as tw
-from turnwise.config.schema import EnvConfig
-from turnwise.envs.resolve import resolve_env
+import turnwright as tw
+from turnwright.config.schema import EnvConfig
+from turnwright.envs.resolve import resolve_env
 
 ADD = {
     "type": "function",

@@ -7,10 +7,10 @@ import pytest
 from rollout_kit import Sampler, check_record, facts, renderer
 from stand_ins_kit import USERS
 
-import turnwise as tw
-from turnwise.config.schema import EnvConfig
-from turnwise.envs.resolve import resolve_env
-from turnwise.errors import ConfigError
+import turnwright as tw
+from turnwright.config.schema import EnvConfig
+from turnwright.envs.resolve import resolve_env
+from turnwright.errors import ConfigError
 
 HOME = USERS / "swift"
 LIMITS = tw.Limits(turns=4, turn_tokens=300)
@@ -180,7 +180,7 @@ class Words:
         chance = random.Random(f"{request.seed}")
         text = " ".join(chance.choices(["the", "of", "it", "was"], k=chance.randint(1, 5))) + " Answer: 5"
         ids = TEXT.encode_reply(text)
-        from turnwise.engines import Generation
+        from turnwright.engines import Generation
 
         return Generation(ids, [-0.5] * len(ids), "stop", 0)
 

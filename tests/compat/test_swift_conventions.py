@@ -8,11 +8,11 @@ import pytest
 from PIL import Image
 from vision_kit import tiny_vlm_directory
 
-import turnwise as tw
-from turnwise.compat.sampled_rows import image_of
-from turnwise.config.schema import EnvConfig
-from turnwise.envs.resolve import resolve_env
-from turnwise.rollouts import Rollout, make_episode_specs
+import turnwright as tw
+from turnwright.compat.sampled_rows import image_of
+from turnwright.config.schema import EnvConfig
+from turnwright.envs.resolve import resolve_env
+from turnwright.rollouts import Rollout, make_episode_specs
 
 HEAD = """
 from swift.rewards import ORM, orms

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from rollout_kit import renderer
 
-import turnwise as tw
-from turnwise.cli.main import main
-from turnwise.config.load import load
-from turnwise.envs.resolve import resolve_env
+import turnwright as tw
+from turnwright.cli.main import main
+from turnwright.config.load import load
+from turnwright.envs.resolve import resolve_env
 
 HOME = Path(__file__).parents[2] / "recipes/compat"
 

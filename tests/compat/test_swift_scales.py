@@ -4,10 +4,10 @@ import pytest
 from rollout_kit import renderer
 from stand_ins_kit import USERS
 
-import turnwise as tw
-from turnwise.config.schema import EnvConfig
-from turnwise.envs.resolve import resolve_env
-from turnwise.errors import ConfigError
+import turnwright as tw
+from turnwright.config.schema import EnvConfig
+from turnwright.envs.resolve import resolve_env
+from turnwright.errors import ConfigError
 
 TEXT = renderer("bpe")
 TWO = ["it is</think>well Answer: 5", "no Answer: 4"]

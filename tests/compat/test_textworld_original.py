@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-import turnwise as tw
-from turnwise.cli.main import main
-from turnwise.config import load
-from turnwise.config.schema import EnvConfig
-from turnwise.envs.resolve import resolve_env
-from turnwise.errors import ConfigError
+import turnwright as tw
+from turnwright.cli.main import main
+from turnwright.config import load
+from turnwright.config.schema import EnvConfig
+from turnwright.envs.resolve import resolve_env
+from turnwright.errors import ConfigError
 
 pytestmark = pytest.mark.compat
-HOME = Path(os.environ.get("TURNWISE_COMPAT") or Path.home() / ".cache/turnwise/compat") / "registries/textworld"
+HOME = Path(os.environ.get("TURNWRIGHT_COMPAT") or Path.home() / ".cache/turnwright/compat") / "registries/textworld"
 MAKE = """
 import sys, textworld
 options = textworld.GameOptions()

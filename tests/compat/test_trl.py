@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import turnwise as tw
-from turnwise.config import LoraConfig, ModelConfig
-from turnwise.engines.local import fingerprint
-from turnwise.errors import UsageError
-from turnwise.integrations.trl import TASK, TurnwiseRollout, turnwise_reward
-from turnwise.renderers import byte_renderer
-from turnwise.training import create_tiny_model
+import turnwright as tw
+from turnwright.config import LoraConfig, ModelConfig
+from turnwright.engines.local import fingerprint
+from turnwright.errors import UsageError
+from turnwright.integrations.trl import TASK, TurnwrightRollout, turnwright_reward
+from turnwright.renderers import byte_renderer
+from turnwright.training import create_tiny_model
 
 
 class Letters(tw.Env):
@@ -62,7 +62,7 @@ def prompts_of(play, samples=2):
 
 
 def test_a_row_holds_every_sampled_id_once_in_the_order_of_the_prompts(path):
-    play = TurnwiseRollout(Letters, n_tasks=3, limits=LIMITS)
+    play = TurnwrightRollout(Letters, n_tasks=3, limits=LIMITS)
     found = play(prompts_of(play), trainer_of(path))
     assert [t.task.id for t in play.last] == ["0", "0", "1", "1", "2", "2"]
     for number, trajectory in enumerate(play.last):
@@ -73,11 +73,11 @@ def test_a_row_holds_every_sampled_id_once_in_the_order_of_the_prompts(path):
         assert sampled == [p for p in row.logprobs if p is not None]
         assert 0 in found["env_mask"][number], "the observation is not trained"
     assert len({tuple(ids) for ids in found["completion_ids"]}) == 6, "samples of a task have seeds of their own"
-    assert turnwise_reward([], found["turnwise_trajectory"]) == [t.reward for t in play.last]
+    assert turnwright_reward([], found["turnwright_trajectory"]) == [t.reward for t in play.last]
 
 
 def test_the_engine_has_the_trainers_weights_and_every_call_samples_anew(path):
-    play, trainer = TurnwiseRollout(Letters, n_tasks=2, limits=LIMITS), trainer_of(path)
+    play, trainer = TurnwrightRollout(Letters, n_tasks=2, limits=LIMITS), trainer_of(path)
     first = play(prompts_of(play), trainer)["completion_ids"]
     assert play(prompts_of(play), trainer)["completion_ids"] != first
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_adapters_are_merged(path):
         for name, weight in model.named_parameters():
             if "lora_B" in name:
                 weight += 0.1 * torch.randn_like(weight)
-    play = TurnwiseRollout(Letters, n_tasks=1, limits=LIMITS)
+    play = TurnwrightRollout(Letters, n_tasks=1, limits=LIMITS)
     play(prompts_of(play), trainer_of(path, model))
     merged = copy.deepcopy(model).merge_and_unload()
     tied = {name: tensor for name, tensor in merged.state_dict().items() if name != "lm_head.weight"}
@@ -118,16 +118,16 @@ def test_adapters_are_merged(path):
 
 
 def _sent(model):
-    from turnwise.integrations.trl import _weights
+    from turnwright.integrations.trl import _weights
 
     return _weights(model)
 
 
 def test_a_failed_episode_is_left_out_and_does_not_end_the_step(path):
     tasks = [tw.Task("Write.", id="fine"), tw.Task("Write.", id="broken")]
-    play = TurnwiseRollout(Letters, tasks, limits=LIMITS)
+    play = TurnwrightRollout(Letters, tasks, limits=LIMITS)
     found = play(prompts_of(play, 1), trainer_of(path))
-    rewards = turnwise_reward([], found["turnwise_trajectory"])
+    rewards = turnwright_reward([], found["turnwright_trajectory"])
     assert rewards[0] is not None
     assert rewards[1] is None
     assert found["env_mask"][1] == [0]
@@ -135,7 +135,7 @@ def test_a_failed_episode_is_left_out_and_does_not_end_the_step(path):
 
 
 def test_prompts_of_another_dataset_and_episodes_of_several_rows_are_refused(path):
-    play = TurnwiseRollout(Letters, n_tasks=1, limits=LIMITS)
+    play = TurnwrightRollout(Letters, n_tasks=1, limits=LIMITS)
     for prompt in ("Write.", [{"role": "user", "content": "Write."}], [{"role": "user", "content": "Write.", TASK: "7"}]):
         with pytest.raises(UsageError, match=r"train_dataset=play\.dataset\(\)"):
             play([prompt], trainer_of(path))
@@ -145,7 +145,7 @@ def test_prompts_of_another_dataset_and_episodes_of_several_rows_are_refused(pat
         await model.generate("Two.")
         return 1.0
 
-    play = TurnwiseRollout(
+    play = TurnwrightRollout(
         forks, [tw.Task("Write.", id="0")], limits=LIMITS, engine=tw.ScriptedEngine(["a", "b"]), renderer=byte_renderer()
     )
     with pytest.raises(UsageError, match="an episode of 2 rows"):
@@ -153,8 +153,8 @@ def test_prompts_of_another_dataset_and_episodes_of_several_rows_are_refused(pat
 
 
 def test_metrics_of_the_episodes_are_logged(path):
-    play = TurnwiseRollout(Letters, n_tasks=2, limits=tw.Limits(turns=1, turn_tokens=4))
+    play = TurnwrightRollout(Letters, n_tasks=2, limits=tw.Limits(turns=1, turn_tokens=4))
     found, logged = play(prompts_of(play), trainer_of(path)), {}
-    turnwise_reward([], found["turnwise_trajectory"], log_metric=logged.__setitem__)
-    assert logged.pop("turnwise/turns") == 1.0
-    assert logged == {"turnwise/truncated": 1.0}
+    turnwright_reward([], found["turnwright_trajectory"], log_metric=logged.__setitem__)
+    assert logged.pop("turnwright/turns") == 1.0
+    assert logged == {"turnwright/truncated": 1.0}

@@ -7,12 +7,12 @@ import pytest
 from stand_ins_kit import USERS
 from vision_kit import tiny_vlm_directory
 
-import turnwise as tw
-from turnwise.compat.trl import FRAMEWORK
-from turnwise.config.schema import EnvConfig
-from turnwise.envs.check import check_env
-from turnwise.envs.resolve import as_env_spec, resolve_env
-from turnwise.errors import ConfigError
+import turnwright as tw
+from turnwright.compat.trl import FRAMEWORK
+from turnwright.config.schema import EnvConfig
+from turnwright.envs.check import check_env
+from turnwright.envs.resolve import as_env_spec, resolve_env
+from turnwright.errors import ConfigError
 
 HOME = USERS / "trl"
 LIMITS = tw.Limits(turns=6, turn_tokens=2000)

@@ -10,11 +10,11 @@ import pytest
 from rollout_kit import bpe
 from stand_ins_kit import USERS
 
-import turnwise as tw
-from turnwise.compat.stand_ins.trl import rewards as stand_in
-from turnwise.config.schema import EnvConfig
-from turnwise.envs.resolve import load_object, resolve_env
-from turnwise.renderers import ChatRenderer, ChatTemplate, HFTokenizer
+import turnwright as tw
+from turnwright.compat.stand_ins.trl import rewards as stand_in
+from turnwright.config.schema import EnvConfig
+from turnwright.envs.resolve import load_object, resolve_env
+from turnwright.renderers import ChatRenderer, ChatTemplate, HFTokenizer
 
 pytestmark = pytest.mark.compat
 HOME = USERS / "trl"

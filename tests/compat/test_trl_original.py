@@ -9,9 +9,9 @@ import torch
 from test_trl import LIMITS, WORDS, Letters
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from turnwise.config import ModelConfig
-from turnwise.integrations.trl import TurnwiseRollout, turnwise_reward
-from turnwise.training import create_tiny_model
+from turnwright.config import ModelConfig
+from turnwright.integrations.trl import TurnwrightRollout, turnwright_reward
+from turnwright.training import create_tiny_model
 
 pytestmark = pytest.mark.compat
 
@@ -26,7 +26,7 @@ def trl():
 def make_trainer(trl, folder, seed, reward, steps=20):
     torch.manual_seed(seed)
     path = create_tiny_model(ModelConfig(hidden=64, layers=2), WORDS, folder / "model", seed=seed)
-    play = TurnwiseRollout(Letters, n_tasks=32, limits=LIMITS, seed=seed)
+    play = TurnwrightRollout(Letters, n_tasks=32, limits=LIMITS, seed=seed)
     args = trl.GRPOConfig(
         output_dir=str(folder / "out"),
         per_device_train_batch_size=32,
@@ -52,9 +52,9 @@ def rewards_of(trl, folder, seed, shuffled):
     """The mean reward of each step; its lengths are held to ours."""
     sampled = []
 
-    def reward(completions, turnwise_trajectory, **kwargs):
-        sampled.append(sum(t.sampled_tokens for t in turnwise_trajectory) / len(turnwise_trajectory))
-        found = turnwise_reward(completions, turnwise_trajectory, **kwargs)
+    def reward(completions, turnwright_trajectory, **kwargs):
+        sampled.append(sum(t.sampled_tokens for t in turnwright_trajectory) / len(turnwright_trajectory))
+        found = turnwright_reward(completions, turnwright_trajectory, **kwargs)
         if shuffled:
             random.Random(len(sampled)).shuffle(found)
         return found
@@ -63,7 +63,7 @@ def rewards_of(trl, folder, seed, shuffled):
     trainer.train()
     rows = [row for row in trainer.state.log_history if "reward" in row]
     assert [row["completions/mean_length"] for row in rows] == pytest.approx(sampled)
-    assert all("turnwise/turns" in row for row in rows)
+    assert all("turnwright/turns" in row for row in rows)
     return [row["reward"] for row in rows]
 
 
@@ -80,7 +80,7 @@ def test_the_reward_rises_and_with_shuffled_rewards_it_does_not(trl, tmp_path, s
 
 
 def test_the_gradient_does_not_depend_on_what_was_not_sampled(trl, tmp_path, monkeypatch):
-    trainer, play = make_trainer(trl, tmp_path, 0, turnwise_reward)
+    trainer, play = make_trainer(trl, tmp_path, 0, turnwright_reward)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     inputs = trainer._generate_and_score_completions([dict(row) for row in list(play.dataset())[:4] for _ in range(8)])

@@ -5,14 +5,14 @@ import torch
 from outbound_kit import make_model
 from stand_ins_kit import USERS
 
-import turnwise as tw
-from turnwise.config import ModelConfig
-from turnwise.config.schema import EnvConfig
-from turnwise.engines.local import LocalEngine
-from turnwise.envs.resolve import resolve_env
-from turnwise.errors import ConfigError
-from turnwise.renderers import byte_renderer
-from turnwise.training import load_model_and_renderer
+import turnwright as tw
+from turnwright.config import ModelConfig
+from turnwright.config.schema import EnvConfig
+from turnwright.engines.local import LocalEngine
+from turnwright.envs.resolve import resolve_env
+from turnwright.errors import ConfigError
+from turnwright.renderers import byte_renderer
+from turnwright.training import load_model_and_renderer
 
 HOME = USERS / "verl"
 

@@ -9,10 +9,10 @@ import pytest
 from rollout_kit import bpe, renderer
 from stand_ins_kit import USERS
 
-import turnwise as tw
-from turnwise.compat.verl import FRAMEWORK
-from turnwise.envs.resolve import as_env_spec, load_object
-from turnwise.renderers import CHATML
+import turnwright as tw
+from turnwright.compat.verl import FRAMEWORK
+from turnwright.envs.resolve import as_env_spec, load_object
+from turnwright.renderers import CHATML
 
 pytestmark = pytest.mark.compat
 HOME = USERS / "verl"
@@ -231,7 +231,7 @@ def test_a_video_file_of_a_tool_is_decoded(verl, tmp_path):
     import av
     from PIL import Image
 
-    from turnwise.compat.stand_ins.verl.utils.dataset.vision_utils import process_video
+    from turnwright.compat.stand_ins.verl.utils.dataset.vision_utils import process_video
 
     with av.open(tmp_path / "clip.mp4", "w") as container:
         stream = container.add_stream("mpeg4", rate=10)
@@ -253,11 +253,11 @@ def test_a_video_file_of_a_tool_is_decoded(verl, tmp_path):
 def test_loops_on_verls_own_base_class_with_a_real_model(verl, use, tmp_path):
     from outbound_kit import make_model
 
-    from turnwise.config import ModelConfig
-    from turnwise.config.schema import EnvConfig
-    from turnwise.engines.local import LocalEngine
-    from turnwise.envs.resolve import resolve_env
-    from turnwise.training import load_model_and_renderer
+    from turnwright.config import ModelConfig
+    from turnwright.config.schema import EnvConfig
+    from turnwright.engines.local import LocalEngine
+    from turnwright.envs.resolve import resolve_env
+    from turnwright.training import load_model_and_renderer
 
     model, own = load_model_and_renderer(*[make_model(tmp_path / "m")] * 2, ModelConfig())
     args = {"hf_model_type": "qwen3"} | ({} if use.startswith("guess") else {"reward": "plain_loop.py:compute_score"})
@@ -368,8 +368,8 @@ def test_a_score_is_called_as_by_verls_reward_manager(verl, tokenizer, tmp_path,
     from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
     from verl.protocol import DataProto
 
-    from turnwise.config.schema import EnvConfig
-    from turnwise.envs.resolve import resolve_env
+    from turnwright.config.schema import EnvConfig
+    from turnwright.envs.resolve import resolve_env
 
     (tmp_path / "scores.py").write_text(SCORE)
     (tmp_path / "rows.jsonl").write_text(

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.cli.main import main
-from turnwise.config import load
+from turnwright.cli.main import main
+from turnwright.config import load
 
 SKYRL = "from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput\n\n\n"
 GENERATOR = "from skyrl.train.generators.base import GeneratorInterface\n\n\n"

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.config import RunConfig, load
-from turnwise.config.dump import help_keys, load_run_config, to_json_dict, to_toml
-from turnwise.config.fields import field_docs, known_keys
-from turnwise.config.load import flatten
-from turnwise.errors import ConfigError
+from turnwright.config import RunConfig, load
+from turnwright.config.dump import help_keys, load_run_config, to_json_dict, to_toml
+from turnwright.config.fields import field_docs, known_keys
+from turnwright.config.load import flatten
+from turnwright.errors import ConfigError
 
 HOP = '[[env]]\nuse = "hop"\n'
 ENVS = ("hop", "hop_json")
@@ -204,7 +204,7 @@ def test_every_field_is_documented():
 
 
 def test_importing_the_configuration_needs_no_pydantic():
-    code = "import turnwise.config, sys; sys.exit('pydantic' in sys.modules)"
+    code = "import turnwright.config, sys; sys.exit('pydantic' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

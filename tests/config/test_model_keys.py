@@ -2,13 +2,13 @@
 
 import pytest
 
-from turnwise.config import ModelConfig, load
-from turnwise.config.schema import PARSERS as NAMES
-from turnwise.config.snapshots import snapshot
-from turnwise.errors import ConfigError
-from turnwise.renderers.load import load_renderer
-from turnwise.renderers.parsers import PARSERS
-from turnwise.training.model.models import create_tiny_model
+from turnwright.config import ModelConfig, load
+from turnwright.config.schema import PARSERS as NAMES
+from turnwright.config.snapshots import snapshot
+from turnwright.errors import ConfigError
+from turnwright.renderers.load import load_renderer
+from turnwright.renderers.parsers import PARSERS
+from turnwright.training.model.models import create_tiny_model
 
 FIRST, SECOND = "a" * 40, "b" * 40
 

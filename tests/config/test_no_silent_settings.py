@@ -10,9 +10,9 @@ from dataclasses import fields, replace
 
 import pytest
 
-import turnwise as tw
-from turnwise.config import EnvConfig, EnvRules, Limits, RunConfig, load
-from turnwise.errors import ConfigError, UsageError
+import turnwright as tw
+from turnwright.config import EnvConfig, EnvRules, Limits, RunConfig, load
+from turnwright.errors import ConfigError, UsageError
 
 HOP = '[[env]]\nuse = "hop"\n'
 
@@ -60,9 +60,9 @@ def test_a_rule_of_an_environment_likewise(tmp_path, text):
 
 def test_every_key_that_declares_a_need_is_refused_alone_and_taken_with_it(tmp_path):
     """The next key gets the rule by declaring its need: nothing here names a key."""
-    from turnwise.config.constraints import Needs, declared, defaults
-    from turnwise.config.fields import field_types, union_members
-    from turnwise.config.validation import validate
+    from turnwright.config.constraints import Needs, declared, defaults
+    from turnwright.config.fields import field_types, union_members
+    from turnwright.config.validation import validate
 
     other = {int: lambda x: x + 1, float: lambda x: x / 2 + 0.07, bool: lambda x: not x}
     other |= {tuple: lambda x: ("x",), dict: lambda x: {"answer": "gold"}}
@@ -130,14 +130,14 @@ def test_sections_of_python_are_held_to_what_recipes_are_held_to(tmp_path):
 
 def test_training_without_torch_says_what_to_install():
     code = (
-        "import sys\nsys.modules['torch'] = None\nimport turnwise as tw\n"
+        "import sys\nsys.modules['torch'] = None\nimport turnwright as tw\n"
         "class E(tw.Env):\n    def reset(self, task, *, seed=None): return '?'\n"
         "    def step(self, action): return tw.Step(None, terminated=True)\n"
         "try: tw.train(env=E, tasks=[tw.Task(str(n)) for n in range(20)], out=sys.argv[1], display='none')\n"
         "except Exception as error: print(type(error).__name__, error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, "nowhere/run"], capture_output=True, text=True)
-    assert "pip install 'turnwise[train]'" in done.stdout, done.stdout + done.stderr
+    assert "pip install 'turnwright[train]'" in done.stdout, done.stdout + done.stderr
 
 
 # tw.rollout

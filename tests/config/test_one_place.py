@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SCHEMA = Path(importlib.util.find_spec("turnwise.config.schema").origin)
+SCHEMA = Path(importlib.util.find_spec("turnwright.config.schema").origin)
 ANCHOR = """    epochs: PositiveInt = 1
 """
 FIELDS = '''    new_share: Annotated[Fraction, Needs("train.kl > 0")] = 0.25
@@ -28,15 +28,15 @@ class Finder:
     """Finds the changed schema in place of the package's."""
     @staticmethod
     def find_spec(name, path=None, target=None):
-        return importlib.util.spec_from_file_location(name, "schema.py") if name == "turnwise.config.schema" else None
+        return importlib.util.spec_from_file_location(name, "schema.py") if name == "turnwright.config.schema" else None
 
 sys.meta_path.insert(0, Finder)
 sys.path.insert(0, sys.argv[1])
 from recipe_keys import tables
-from turnwise.config import TrainConfig, load
-from turnwise.config.load import from_python
-from turnwise.config.dump import help_keys
-from turnwise.errors import ConfigError
+from turnwright.config import TrainConfig, load
+from turnwright.config.load import from_python
+from turnwright.config.dump import help_keys
+from turnwright.errors import ConfigError
 
 def attempt(make):
     with warnings.catch_warnings(record=True) as caught:

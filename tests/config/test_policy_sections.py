@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from turnwise.config import load
-from turnwise.config.dump import load_run_config, to_json_dict, to_toml
-from turnwise.config.load import config_of
-from turnwise.errors import ConfigError
+from turnwright.config import load
+from turnwright.config.dump import load_run_config, to_json_dict, to_toml
+from turnwright.config.load import config_of
+from turnwright.errors import ConfigError
 
 HOP = '[[env]]\nuse = "hop"\n'
 TWO = (

@@ -2,8 +2,8 @@
 
 import pytest
 
-from turnwise.config import load
-from turnwise.errors import ConfigError
+from turnwright.config import load
+from turnwright.errors import ConfigError
 
 HOP = '[[env]]\nuse = "hop"\n'
 URL = 'urls = ["http://a:1"]'
@@ -65,7 +65,7 @@ def test_teachers_alone_take_groups_of_one(tmp_path):
 
 
 def test_policies_have_the_teachers_that_are_for_them(tmp_path):
-    from turnwise.config.load import config_of
+    from turnwright.config.load import config_of
 
     text = '[[policy]]\nname = "a"\n[[policy]]\nname = "b"\n[[teacher]]\npath = "m"\npolicies = ["b"]\n[[teacher]]\npath = "n"'
     config = read(tmp_path, text)

@@ -1,12 +1,12 @@
-"""`turnwise convert` never invents: what it cannot read is named, what would be another training is refused."""
+"""`turnwright convert` never invents: what it cannot read is named, what would be another training is refused."""
 
 import tomllib
 
 import pytest
 
-from turnwise.cli.main import main
-from turnwise.compat.convert import convert, convert_file
-from turnwise.errors import ConfigError
+from turnwright.cli.main import main
+from turnwright.compat.convert import convert, convert_file
+from turnwright.errors import ConfigError
 
 
 def converted(tmp_path, files, name="run.sh"):
@@ -727,7 +727,7 @@ def test_a_refusal_is_one_line(tmp_path, capsys):
 
 # The dry run
 
-ENV = """import turnwise as tw
+ENV = """import turnwright as tw
 
 
 class Shop(tw.Env):

@@ -1,4 +1,4 @@
-"""`turnwise convert`: every setting is accounted for, and what comes out loads."""
+"""`turnwright convert`: every setting is accounted for, and what comes out loads."""
 
 import importlib.util
 import re
@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from turnwise.cli.main import main
-from turnwise.compat.convert import SYSTEMS, convert
-from turnwise.config import load
-from turnwise.config.fields import field_type
-from turnwise.config.load import ConfigMerge, build
-from turnwise.errors import ConfigError
+from turnwright.cli.main import main
+from turnwright.compat.convert import SYSTEMS, convert
+from turnwright.config import load
+from turnwright.config.fields import field_type
+from turnwright.config.load import ConfigMerge, build
+from turnwright.errors import ConfigError
 
 HERE = Path(__file__).parent
 

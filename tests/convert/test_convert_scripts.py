@@ -1,7 +1,7 @@
 """The settings of launch scripts that the systems ship, by name: each is in a table.
 
-`shipped_scripts.json` has the names of a script's settings, by what `turnwise convert` made of them; scripts themselves are not
-here.
+`shipped_scripts.json` has the names of a script's settings, by what `turnwright convert` made of them; scripts themselves are
+not here.
 """
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.compat.convert import SYSTEMS
+from turnwright.compat.convert import SYSTEMS
 
 HERE = Path(__file__).parent
 SHIPPED = json.loads((HERE / "shipped_scripts.json").read_text())

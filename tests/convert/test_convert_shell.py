@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnwise.compat.convert.shell import read_script, split_words
-from turnwise.errors import ConfigError
+from turnwright.compat.convert.shell import read_script, split_words
+from turnwright.errors import ConfigError
 
 
 def words(text):

@@ -28,11 +28,11 @@ def layers() -> str:
     """Return the layers of the import-linter contract, top down, as a block of text."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
     rows = [row.split(" | ") for row in contracts[0]["layers"]]
-    width = max(len(name) for row in rows for name in row) - len("turnwise.")
+    width = max(len(name) for row in rows for name in row) - len("turnwright.")
     lines = []
     for row in rows:
         mark = "|" if len(row) > 1 else " "
-        lines += [f"{mark} {name.removeprefix('turnwise.'):<{width}}  {purpose(name)}".rstrip() for name in row]
+        lines += [f"{mark} {name.removeprefix('turnwright.'):<{width}}  {purpose(name)}".rstrip() for name in row]
     return "```text\n" + "\n".join(lines) + "\n```\n"
 
 
@@ -59,7 +59,7 @@ def generated(page: str) -> str:
 
     def link(match: re.Match[str]) -> str:
         module, name = match["module"], match["name"]
-        return f"[`{module}:{name}`](../turnwise/{module}#L{line_of(ROOT / 'turnwise' / module, name)})"
+        return f"[`{module}:{name}`](../turnwright/{module}#L{line_of(ROOT / 'turnwright' / module, name)})"
 
     return _LINK.sub(link, _LAYERS.sub(lambda _: layers(), page))
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from turnwise.config import RunConfig
-from turnwise.config.dump import toml_value
-from turnwise.config.fields import describe_type, field_docs, field_type, table_lists
-from turnwise.config.load import flatten
+from turnwright.config import RunConfig
+from turnwright.config.dump import toml_value
+from turnwright.config.fields import describe_type, field_docs, field_type, table_lists
+from turnwright.config.load import flatten
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "keys.md"
 HEAD = """# Every key of a recipe
 
-Written by `python tests/docs/recipe_keys.py` from the docstrings of `turnwise/config/schema.py`.
-`turnwise train --keys` prints the same.
+Written by `python tests/docs/recipe_keys.py` from the docstrings of `turnwright/config/schema.py`.
+`turnwright train --keys` prints the same.
 
 """
 

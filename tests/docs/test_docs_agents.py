@@ -6,7 +6,7 @@ import tomllib
 
 from blocks import ROOT, blocks
 
-import turnwise as tw
+import turnwright as tw
 from tests.agents.agents_kit import AGENTS, MINI, MINI_ENV
 from tests.agents.real_programs import NODE_PACKAGES, PACKAGES
 

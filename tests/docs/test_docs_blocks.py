@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from blocks import FILES, ROOT, Block, all_blocks, blocks
 
-from turnwise.cli.main import build_parser, main
-from turnwise.cli.options import split_overrides
-from turnwise.config import load
-from turnwise.config.load import parse_overrides
+from turnwright.cli.main import build_parser, main
+from turnwright.cli.options import split_overrides
+from turnwright.config import load
+from turnwright.config.load import parse_overrides
 
 LANGUAGES = {
     "python": "executed",
@@ -34,7 +34,7 @@ NOT_RUN: dict[str, str] = {}
 """Python blocks that are not executed, `file.md: first line` -> why. Empty, and meant to stay so."""
 NEEDS = {
     "environments.md: import verifiers.v1 as vf": "verifiers.v1.configs.select",
-    "environments.md: import verifiers.legacy as legacy": "turnwise_verifiers_legacy",
+    "environments.md: import verifiers.legacy as legacy": "turnwright_verifiers_legacy",
     "environments.md: # an OpenEnv server": "openenv.core",
 }
 """Python blocks that need a package which the extra `dev` leaves out, without which they are not executed here. The tests of
@@ -102,9 +102,9 @@ def run_python(path: Path) -> None:
 @pytest.mark.parametrize("path", PYTHON, ids=short)
 def test_python_runs(path, tmp_path, monkeypatch):
     """Training is cut to two steps of short replies; `test_python_runs_whole` leaves it as it is written."""
-    import turnwise.api
+    import turnwright.api
 
-    record = turnwise.api.train
+    record = turnwright.api.train
 
     def cut(**settings):
         limits, train, warmup = (settings.pop(name, {}) for name in ("limits", "train", "warmup"))
@@ -112,7 +112,7 @@ def test_python_runs(path, tmp_path, monkeypatch):
         few = {"demos": 8, "steps": 2, "gate_success": 0.0, "gate_tasks": 8} if warmup else {}
         return record(**settings, display="none", limits=limits | {"turn_tokens": 8}, train=train, warmup=warmup | few)
 
-    monkeypatch.setattr(turnwise, "train", cut)
+    monkeypatch.setattr(turnwright, "train", cut)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     write_files(path, tmp_path)
@@ -152,7 +152,7 @@ COMMANDS = [(block, command, printed) for block in all_blocks("console") for com
 
 @pytest.mark.parametrize(("block", "command", "printed"), COMMANDS, ids=lambda value: value if isinstance(value, str) else "")
 def test_commands_exist(block: Block, command, printed):
-    if any(line.startswith("turnwise: error:") for line in printed):  # it shows a mistake, and is run with the cheap ones
+    if any(line.startswith("turnwright: error:") for line in printed):  # it shows a mistake, and is run with the cheap ones
         assert is_cheap(shlex.split(command)[1:]), f"{block.where}: a mistake that is not looked at"
         return
     for part in re.split(r"\s*(?:&&|\|)\s*", command):
@@ -177,7 +177,7 @@ def check_command(block: Block, command: str) -> None:
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words.pop(0)
     program = words[0].rpartition("/")[2] if words[0].startswith(".venv/bin/") else words[0]
-    if program == "turnwise":
+    if program == "turnwright":
         parse(words[1:])
     elif program == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
@@ -201,7 +201,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     if words in (["--help"], ["--version"]):
         return argparse.Namespace(verb=None)
     args = build_parser().parse_args(words)
-    from turnwise.config.load import ConfigMerge
+    from turnwright.config.load import ConfigMerge
 
     merged = ConfigMerge()
     merged.tree["env"] = [{}]
@@ -227,11 +227,11 @@ def test_cheap_commands_run(path, tmp_path, monkeypatch, capsys):
     for block in blocks(path):
         for command, printed in block.commands if block.language == "console" else ():
             words = shlex.split(command)
-            if words[0] != "turnwise" or "{{" in command or not is_cheap(words[1:]):
+            if words[0] != "turnwright" or "{{" in command or not is_cheap(words[1:]):
                 continue
             status = main(words[1:])
             out = capsys.readouterr()
-            assert status == (2 if any(line.startswith("turnwise: error:") for line in printed) else 0), out.err
+            assert status == (2 if any(line.startswith("turnwright: error:") for line in printed) else 0), out.err
             output = [line.rstrip() for line in (out.out + out.err).splitlines()]
             for line in printed:
                 assert line == "..." or line in output, f"{block.where}: `{command}` does not print {line!r} but {output}"
@@ -242,7 +242,7 @@ def test_the_first_task_is_learned_by_the_commands_of_its_page(tmp_path, monkeyp
     page = ROOT / "docs" / "first_task.md"
     monkeypatch.chdir(tmp_path)
     commands = [command for block in blocks(page) if block.language == "console" for command, _ in block.commands]
-    words = [shlex.split(command)[1:] for command in commands if command.startswith("turnwise") and " view " not in command]
+    words = [shlex.split(command)[1:] for command in commands if command.startswith("turnwright") and " view " not in command]
     for command in words:
         assert main(command) == 0
         if command[0] == "init":

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import metric_tables
 import recipe_keys
 
-from turnwise.config.fields import field_docs, known_keys
+from turnwright.config.fields import field_docs, known_keys
 
 
 def test_the_keys_are_those_of_the_schema():

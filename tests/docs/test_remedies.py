@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.cli.main import main
+from turnwright.cli.main import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "first_task.md"
 TABLE = PAGE.read_text().partition("## Mend")[2].partition("```")[0]
@@ -25,7 +25,7 @@ import random
 
 import numpy as np
 
-import turnwise as tw
+import turnwright as tw
 
 
 class Quiz(tw.Env):

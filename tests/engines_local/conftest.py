@@ -16,5 +16,5 @@ def both_ways(request: pytest.FixtureRequest) -> Iterator[None]:
     """The tests of a module with the fused forward pass, then with transformers' modules as where numba is missing."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "modules":
-            patch.setattr("turnwise.engines.local.model.make_fused_decoder", lambda *parts: None)
+            patch.setattr("turnwright.engines.local.model.make_fused_decoder", lambda *parts: None)
         yield

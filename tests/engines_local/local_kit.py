@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from turnwise.engines import Generation, Request, Sampling
-from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.adapters import AdapterShape
-from turnwise.training.model.lora import merge_weight
+from turnwright.engines import Generation, Request, Sampling
+from turnwright.engines.local import LocalEngine
+from turnwright.engines.local.adapters import AdapterShape
+from turnwright.training.model.lora import merge_weight
 
 VOCABULARY = 97
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from local_kit import Matrices, bits, full_logprobs, matrices, merged_in_place, model, request, run, talk, words
 
-from turnwise.config import LoraConfig
-from turnwise.engines import Generation, Request
-from turnwise.engines.local import AdapterEngine, LocalEngine, fingerprint
-from turnwise.engines.local.adapters import AdapterShape
-from turnwise.errors import BackendContractError, EngineError, SyncError
-from turnwise.training.model.lora import shape_of
+from turnwright.config import LoraConfig
+from turnwright.engines import Generation, Request
+from turnwright.engines.local import AdapterEngine, LocalEngine, fingerprint
+from turnwright.engines.local.adapters import AdapterShape
+from turnwright.errors import BackendContractError, EngineError, SyncError
+from turnwright.training.model.lora import shape_of
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 SHAPES = ("all", "q_proj v_proj down_proj")

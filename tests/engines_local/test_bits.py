@@ -8,8 +8,8 @@ import random
 import pytest
 from local_kit import KINDS, bits, model, request, run, talk, words
 
-from turnwise.engines import Generation, Request
-from turnwise.engines.local import LocalEngine
+from turnwright.engines import Generation, Request
+from turnwright.engines.local import LocalEngine
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 PROBES = (1, 2, 4)

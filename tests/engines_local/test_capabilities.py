@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from turnwise.engines import AcceptsPixelSource, NeedsRenderer
-from turnwise.engines.local import LocalEngine
-from turnwise.engines.remote import Fleet, RemoteEngine
-from turnwise.envs.base import IsolatedReward
-from turnwise.envs.isolation.process_env import ProcessEnv
-from turnwise.envs.tool_env import ToolEnv
+from turnwright.engines import AcceptsPixelSource, NeedsRenderer
+from turnwright.engines.local import LocalEngine
+from turnwright.engines.remote import Fleet, RemoteEngine
+from turnwright.envs.base import IsolatedReward
+from turnwright.envs.isolation.process_env import ProcessEnv
+from turnwright.envs.tool_env import ToolEnv
 
 
 @pytest.mark.parametrize("engine", [LocalEngine, RemoteEngine, Fleet])

@@ -10,8 +10,8 @@ import pytest
 import torch
 from local_kit import model, request, run, words
 
-from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.cuda_graphs import DecodeGraphs
+from turnwright.engines.local import LocalEngine
+from turnwright.engines.local.cuda_graphs import DecodeGraphs
 
 
 class Again:
@@ -26,13 +26,13 @@ class Again:
 
 
 def engine_without(monkeypatch: pytest.MonkeyPatch) -> LocalEngine:
-    monkeypatch.setattr("turnwise.engines.local.model.make_fused_decoder", lambda *parts: None)
+    monkeypatch.setattr("turnwright.engines.local.model.make_fused_decoder", lambda *parts: None)
     return LocalEngine(model())
 
 
 def engine_with(record: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[LocalEngine, DecodeGraphs]:
-    monkeypatch.setattr("turnwise.engines.local.cuda_graphs.record", record)
-    monkeypatch.setattr("turnwise.engines.local.model.SLOTS_PER_CALL", 1 << 30)  # all rows in one call, as on a GPU
+    monkeypatch.setattr("turnwright.engines.local.cuda_graphs.record", record)
+    monkeypatch.setattr("turnwright.engines.local.model.SLOTS_PER_CALL", 1 << 30)  # all rows in one call, as on a GPU
     engine = engine_without(monkeypatch)
     graphs = DecodeGraphs(engine._model.cache, engine._model.device)
     engine._model.graphs = graphs
@@ -52,7 +52,7 @@ async def work(engine: LocalEngine) -> list[tuple[list[int], list[float]]]:
 
 @pytest.mark.parametrize("kept", [1, 32])
 def test_replies_are_those_without_graphs(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
-    monkeypatch.setattr("turnwise.engines.local.cuda_graphs.MOST_GRAPHS", kept)
+    monkeypatch.setattr("turnwright.engines.local.cuda_graphs.MOST_GRAPHS", kept)
     made: list[Again] = []
 
     def record(function: Callable[[], torch.Tensor], device: torch.device) -> tuple[Again, torch.Tensor]:

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_kit import KINDS, VOCABULARY, bits, config, full_logprobs, model, request, run, words
 
-from turnwise.engines import Engine, Generation, Sampling, StopText, SupportsWeightUpdate
-from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.batch import RowDraw
-from turnwise.engines.local.sampling import Sampler
-from turnwise.errors import BackendContractError, EngineError, ModelError
-from turnwise.types import ImageRef, MediaPlacement
+from turnwright.engines import Engine, Generation, Sampling, StopText, SupportsWeightUpdate
+from turnwright.engines.local import LocalEngine
+from turnwright.engines.local.batch import RowDraw
+from turnwright.engines.local.sampling import Sampler
+from turnwright.errors import BackendContractError, EngineError, ModelError
+from turnwright.types import ImageRef, MediaPlacement
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 

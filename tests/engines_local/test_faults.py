@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_kit import VOCABULARY, model, request, words
 
-from turnwise.engines import Generation, Sampling, StopText
-from turnwise.engines.local import LocalEngine
+from turnwright.engines import Generation, Sampling, StopText
+from turnwright.engines.local import LocalEngine
 
 
 def breaks(ids: Any) -> str:

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from local_kit import KINDS, bits, full_logprobs, model, request, run, words
 from transformers import GraniteConfig, MistralConfig, PretrainedConfig
 
-from turnwise.engines import Generation
-from turnwise.engines.local import LocalEngine
+from turnwright.engines import Generation
+from turnwright.engines.local import LocalEngine
 
-kernels = pytest.importorskip("turnwise.engines.local.numba_kernels")
+kernels = pytest.importorskip("turnwright.engines.local.numba_kernels")
 
 
 def stirred(kind: type[PretrainedConfig], seed: int = 0, **changes: Any) -> Any:
@@ -119,8 +119,8 @@ def test_other_models_run_in_their_modules(kind: type[PretrainedConfig], changes
 
 def test_other_types_and_a_missing_compiler_leave_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not LocalEngine(model(), dtype=torch.float64).fused
-    monkeypatch.setitem(sys.modules, "turnwise.engines.local.numba_kernels", None)
-    monkeypatch.delattr("turnwise.engines.local.numba_kernels")
+    monkeypatch.setitem(sys.modules, "turnwright.engines.local.numba_kernels", None)
+    monkeypatch.delattr("turnwright.engines.local.numba_kernels")
     module = model()
     engine = LocalEngine(module)
     assert not engine.fused

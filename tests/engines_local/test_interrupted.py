@@ -14,12 +14,12 @@ from local_kit import bits, full_logprobs, model, request, run, words
 from sight_kit import Gallery
 from transformers import Qwen3MoeConfig
 
-import turnwise as tw
-from turnwise.config import Limits, ModelConfig
-from turnwise.engines import Sampling, StopText
-from turnwise.engines.local import LocalEngine
-from turnwise.errors import BackendContractError
-from turnwise.training.model import models
+import turnwright as tw
+from turnwright.config import Limits, ModelConfig
+from turnwright.engines import Sampling, StopText
+from turnwright.engines.local import LocalEngine
+from turnwright.errors import BackendContractError
+from turnwright.training.model import models
 
 MODEL = model()
 MOE = model(

@@ -10,8 +10,8 @@ import torch
 from local_kit import model, request, run, words
 from transformers import MixtralConfig, Qwen3MoeConfig
 
-from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.model import find_routers
+from turnwright.engines.local import LocalEngine
+from turnwright.engines.local.model import find_routers
 
 pytestmark = pytest.mark.filterwarnings("ignore:local engine. on this machine the last bits:UserWarning")
 

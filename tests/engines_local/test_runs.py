@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from turnwise.engines.local.attention import run_attention
+from turnwright.engines.local.attention import run_attention
 
 
 @pytest.mark.parametrize("sizes", [[4], [6, 6, 6], [4, 9, 4], [1, 16]])

@@ -9,8 +9,8 @@ import pytest
 import torch
 from local_kit import request
 
-from turnwise.engines import Request, Sampling
-from turnwise.engines.local.sampling import Sampler, counter_uniforms, round_up_rows
+from turnwright.engines import Request, Sampling
+from turnwright.engines.local.sampling import Sampler, counter_uniforms, round_up_rows
 
 
 @dataclass

@@ -10,16 +10,16 @@ import torch
 from local_kit import bits, matrices, merged_in_place, model, request, run
 from sight_kit import Gallery, Shown
 
-from turnwise.config import LoraConfig, ModelConfig
-from turnwise.engines import Generation
-from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.model import EngineModel
-from turnwise.errors import BackendContractError, EngineError
-from turnwise.media import MediaStore
-from turnwise.renderers.vision import PixelCache
-from turnwise.training.model import models
-from turnwise.training.model.lora import shape_of
-from turnwise.types import ImageRef, MediaPlacement
+from turnwright.config import LoraConfig, ModelConfig
+from turnwright.engines import Generation
+from turnwright.engines.local import LocalEngine
+from turnwright.engines.local.model import EngineModel
+from turnwright.errors import BackendContractError, EngineError
+from turnwright.media import MediaStore
+from turnwright.renderers.vision import PixelCache
+from turnwright.training.model import models
+from turnwright.training.model.lora import shape_of
+from turnwright.types import ImageRef, MediaPlacement
 
 TEXTS = [f"<|im_start|>user\nlook {n}<|im_end|>\n<|im_start|>assistant\nleft right up down {n}<|im_end|>" for n in range(40)]
 

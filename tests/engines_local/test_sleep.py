@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from local_kit import model, request, run, words
 
-from turnwise.engines.local import LocalEngine
-from turnwise.errors import EngineError
+from turnwright.engines.local import LocalEngine
+from turnwright.errors import EngineError
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnwise.engines.local import numba_kernels
-from turnwise.engines.local.kv_cache import KVCache, batch_moves
-from turnwise.engines.local.slots import SlotTable, common_prefix
+from turnwright.engines.local import numba_kernels
+from turnwright.engines.local.kv_cache import KVCache, batch_moves
+from turnwright.engines.local.slots import SlotTable, common_prefix
 
 SLOTS, CAPACITY = 5, 5 * numba_kernels.BLOCK
 operation = st.tuples(

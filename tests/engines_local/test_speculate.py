@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from local_kit import KINDS, bits, model, request, run, talk, words
 from transformers import MixtralConfig
 
-import turnwise as tw
-from turnwise.config import EngineConfig, ModelConfig, RunConfig
-from turnwise.engines import Generation, Request, Sampling, StopText
-from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.batch import Drafter, RowDraw
-from turnwise.engines.local.sampling import Sampler
-from turnwise.errors import EngineError
-from turnwise.training import load_model_and_renderer, make_engine
-from turnwise.training.model import models
+import turnwright as tw
+from turnwright.config import EngineConfig, ModelConfig, RunConfig
+from turnwright.engines import Generation, Request, Sampling, StopText
+from turnwright.engines.local import LocalEngine
+from turnwright.engines.local.batch import Drafter, RowDraw
+from turnwright.engines.local.sampling import Sampler
+from turnwright.errors import EngineError
+from turnwright.training import load_model_and_renderer, make_engine
+from turnwright.training.model import models
 
 
 def repetitive(count: int, seed: int, period: int = 7) -> list[int]:
@@ -151,7 +151,7 @@ def test_what_a_wrong_draft_wrote_is_gone(way: str, times: int) -> None:
         module.model.embed_tokens.weight[50] = torch.inf
     with pytest.MonkeyPatch.context() as patch:
         if way == "modules":
-            patch.setattr("turnwise.engines.local.model.make_fused_decoder", lambda *parts: None)
+            patch.setattr("turnwright.engines.local.model.make_fused_decoder", lambda *parts: None)
         plain = run(LocalEngine(module), lambda e: e.generate(request([1, 2, 3], max_tokens=30)))
         patch.setattr(Drafter, "propose", propose)
         engine = LocalEngine(module, speculate=3)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_kit import bits, full_logprobs, model, request, run, words
 
-from turnwise.engines import Generation
-from turnwise.engines.local import LocalEngine, fingerprint
-from turnwise.errors import SyncError
+from turnwright.engines import Generation
+from turnwright.engines.local import LocalEngine, fingerprint
+from turnwright.errors import SyncError
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_kit import model, request, run, talk, words
 
-from turnwise.engines import Generation
-from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.worker import SHORT_STEP_S
-from turnwise.errors import EngineError
+from turnwright.engines import Generation
+from turnwright.engines.local import LocalEngine
+from turnwright.engines.local.worker import SHORT_STEP_S
+from turnwright.errors import EngineError
 
-THREAD = "turnwise-local-engine"
+THREAD = "turnwright-local-engine"
 PATIENCE_S = 60
 
 

@@ -1,4 +1,4 @@
-"""Real servers of a tiny model, started as `turnwise engines start` starts them."""
+"""Real servers of a tiny model, started as `turnwright engines start` starts them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import gguf_kit
 import pytest
 import torch
 
-import turnwise as tw
-from turnwise.config import Limits, ModelConfig, TrainConfig
-from turnwise.engines.remote import Fleet, LlamaCppEngine, SglangEngine, VllmEngine
-from turnwise.engines.remote.managed import HOME, ServerProcess, how_to_install
-from turnwise.engines.remote.weight_files import ModelDirectories
-from turnwise.renderers import load_renderer
-from turnwise.training import Trainer, create_tiny_model, score_with_model, unique_weights
-from turnwise.training.model.models import load
+import turnwright as tw
+from turnwright.config import Limits, ModelConfig, TrainConfig
+from turnwright.engines.remote import Fleet, LlamaCppEngine, SglangEngine, VllmEngine
+from turnwright.engines.remote.managed import HOME, ServerProcess, how_to_install
+from turnwright.engines.remote.weight_files import ModelDirectories
+from turnwright.renderers import load_renderer
+from turnwright.training import Trainer, create_tiny_model, score_with_model, unique_weights
+from turnwright.training.model.models import load
 
-PLACE = Path(os.environ.get("TURNWISE_ENGINES", HOME))
+PLACE = Path(os.environ.get("TURNWRIGHT_ENGINES", HOME))
 CLIENTS = {"vllm": VllmEngine, "sglang": SglangEngine, "llamacpp": LlamaCppEngine}
 TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}\nlook again" for n in range(60)]
 CONTEXT = 1024

@@ -9,13 +9,13 @@ import pytest
 import real_kit as kit
 import torch
 
-import turnwise as tw
-from turnwise.config import TrainConfig
-from turnwise.engines import Request, Sampling, check_generation
-from turnwise.engines.remote import VllmEngine, probe_server
-from turnwise.records import rollout_metrics
-from turnwise.rollouts import arollout
-from turnwise.training import Trainer, unique_weights
+import turnwright as tw
+from turnwright.config import TrainConfig
+from turnwright.engines import Request, Sampling, check_generation
+from turnwright.engines.remote import VllmEngine, probe_server
+from turnwright.records import rollout_metrics
+from turnwright.rollouts import arollout
+from turnwright.training import Trainer, unique_weights
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 CLOSE = 1e-3

@@ -12,14 +12,14 @@ import real_kit as kit
 import torch
 from long_world import LONG
 
-from turnwise.cli.main import main
-from turnwise.engines import Request
-from turnwise.engines.remote import Fleet, SglangEngine
-from turnwise.engines.remote.managed import ManagedFleet, how_to_install
-from turnwise.engines.remote.weight_sync import UNFINISHED
-from turnwise.errors import StaleWeights, SyncError
-from turnwise.training import GroupWeightPacker, RequestWeightPacker, unique_weights
-from turnwise.training.weight_transfer import GroupConnection
+from turnwright.cli.main import main
+from turnwright.engines import Request
+from turnwright.engines.remote import Fleet, SglangEngine
+from turnwright.engines.remote.managed import ManagedFleet, how_to_install
+from turnwright.engines.remote.weight_sync import UNFINISHED
+from turnwright.errors import StaleWeights, SyncError
+from turnwright.training import GroupWeightPacker, RequestWeightPacker, unique_weights
+from turnwright.training.weight_transfer import GroupConnection
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 CLOSE = 1e-3

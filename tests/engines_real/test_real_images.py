@@ -9,13 +9,13 @@ import pytest
 import real_kit as kit
 import torch
 
-import turnwise as tw
-from turnwise.engines.remote import probe_server
-from turnwise.engines.remote.vllm_images import ServerImageCache
-from turnwise.media import MediaStore
-from turnwise.renderers.vision import PixelCache
-from turnwise.rollouts import arollout
-from turnwise.training import unique_weights
+import turnwright as tw
+from turnwright.engines.remote import probe_server
+from turnwright.engines.remote.vllm_images import ServerImageCache
+from turnwright.media import MediaStore
+from turnwright.renderers.vision import PixelCache
+from turnwright.rollouts import arollout
+from turnwright.training import unique_weights
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 CLOSE, FAR = 1e-3, 1e-2

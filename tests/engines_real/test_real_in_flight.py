@@ -14,9 +14,9 @@ import torch
 from interrupt_kit import whole
 from test_real_servers import CLOSE, PROMPT
 
-from turnwise.engines import Request
-from turnwise.engines.remote import Fleet
-from turnwise.training import unique_weights
+from turnwright.engines import Request
+from turnwright.engines.remote import Fleet
+from turnwright.training import unique_weights
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 

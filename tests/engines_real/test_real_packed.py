@@ -13,16 +13,16 @@ import real_kit as kit
 import torch
 from long_world import LONG
 
-from turnwise.cli.main import main
-from turnwise.config import QuantConfig
-from turnwise.engines import Request
-from turnwise.engines.remote import VllmEngine
-from turnwise.engines.remote.managed import ManagedFleet, ServerProcess, how_to_install
-from turnwise.engines.remote.weight_files import ModelDirectories
-from turnwise.training import score_with_model, unique_weights
-from turnwise.training.model.models import load
-from turnwise.training.model.packed import packing, quantization_config
-from turnwise.training.model.quantize import quantize_for_training
+from turnwright.cli.main import main
+from turnwright.config import QuantConfig
+from turnwright.engines import Request
+from turnwright.engines.remote import VllmEngine
+from turnwright.engines.remote.managed import ManagedFleet, ServerProcess, how_to_install
+from turnwright.engines.remote.weight_files import ModelDirectories
+from turnwright.training import score_with_model, unique_weights
+from turnwright.training.model.models import load
+from turnwright.training.model.packed import packing, quantization_config
+from turnwright.training.model.quantize import quantize_for_training
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 CLOSE, CLOSE_ON_AVERAGE = 0.2, 0.02

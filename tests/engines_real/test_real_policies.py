@@ -14,13 +14,13 @@ import torch
 from interrupt_kit import whole
 from test_real_servers import CLOSE, adapter, play, well
 
-from turnwise.cli.main import main
-from turnwise.config import EngineConfig, Limits, LoraConfig, RunConfig, TrainConfig
-from turnwise.engines import Request
-from turnwise.engines.remote.managed import how_to_install
-from turnwise.records import read_json_lines
-from turnwise.training import Trainer, add_lora, make_adapter_engines
-from turnwise.training.model.models import load
+from turnwright.cli.main import main
+from turnwright.config import EngineConfig, Limits, LoraConfig, RunConfig, TrainConfig
+from turnwright.engines import Request
+from turnwright.engines.remote.managed import how_to_install
+from turnwright.records import read_json_lines
+from turnwright.training import Trainer, add_lora, make_adapter_engines
+from turnwright.training.model.models import load
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 LONG = 950
@@ -205,7 +205,7 @@ def test_a_server_that_is_killed_within_a_step_comes_back_with_both_adapters(run
 
 
 PLAY = """\
-import turnwise as tw
+import turnwright as tw
 
 def tasks(split, n, seed):
     return [tw.Task(f"Say {split} {number}.") for number in range(12)]

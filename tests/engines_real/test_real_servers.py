@@ -9,13 +9,13 @@ import pytest
 import real_kit as kit
 import torch
 
-import turnwise as tw
-from turnwise.engines import Request, Sampling, check_generation
-from turnwise.engines.local import fingerprint
-from turnwise.engines.remote import Fleet, probe_server
-from turnwise.errors import SyncError
-from turnwise.rollouts import arollout
-from turnwise.training import unique_weights
+import turnwright as tw
+from turnwright.engines import Request, Sampling, check_generation
+from turnwright.engines.local import fingerprint
+from turnwright.engines.remote import Fleet, probe_server
+from turnwright.errors import SyncError
+from turnwright.rollouts import arollout
+from turnwright.training import unique_weights
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 CLOSE = 1e-3

@@ -7,7 +7,7 @@ import real_kit as kit
 from sight_kit import Gallery
 from teacher_kit import CONFIGS, conversation, gap_to, pictured
 
-from turnwise.errors import ConfigError
+from turnwright.errors import ConfigError
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 CLOSE = 1e-4

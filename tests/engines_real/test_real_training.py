@@ -11,8 +11,8 @@ import pytest
 import real_kit as kit
 from long_world import LONG
 
-from turnwise.cli.main import main
-from turnwise.engines.remote.managed import ManagedFleet, how_to_install
+from turnwright.cli.main import main
+from turnwright.engines.remote.managed import ManagedFleet, how_to_install
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.toml"

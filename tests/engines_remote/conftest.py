@@ -13,7 +13,7 @@ def directories(tmp_path):
     pytest.importorskip("safetensors.torch")  # before any clock runs: it takes its time
     from test_remote_fleet import fingerprint
 
-    from turnwise.engines.remote.weight_files import ModelDirectories
+    from turnwright.engines.remote.weight_files import ModelDirectories
 
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "config.json").write_text("{}")

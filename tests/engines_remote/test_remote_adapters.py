@@ -13,10 +13,10 @@ from test_remote_fleet import fingerprint, fleet, question, right, until, weight
 from test_remote_own import fleet as own_fleet
 from test_remote_own import home  # noqa: F401
 
-from turnwise.engines.remote import managed
-from turnwise.engines.remote.lora import NAME
-from turnwise.engines.remote.weight_files import AdapterDirectories
-from turnwise.errors import SyncError, UsageError
+from turnwright.engines.remote import managed
+from turnwright.engines.remote.lora import NAME
+from turnwright.engines.remote.weight_files import AdapterDirectories
+from turnwright.errors import SyncError, UsageError
 
 CONFIG = {"peft_type": "LORA", "r": 4}
 
@@ -99,7 +99,7 @@ def test_calls_in_flight_end_first_and_sampling_goes_on_after(directories, kind)
 
 
 def test_a_server_without_routes_for_developers_takes_adapters_and_its_calls_are_asked_again(directories, monkeypatch):
-    monkeypatch.setattr("turnwise.engines.remote.lora.DRAIN_S", 0.2)
+    monkeypatch.setattr("turnwright.engines.remote.lora.DRAIN_S", 0.2)
     with kit.servers("vllm", KIT_PLAIN="1") as server:
 
         async def work():
@@ -220,7 +220,7 @@ def test_what_takes_no_adapters_says_what_to_do(directories, tmp_path):
 )
 def test_what_a_server_behind_a_url_cannot_do_is_said_before_anything_is_played(tmp_path, capsys, kind, words, said):
     pytest.importorskip("peft")
-    from turnwise.cli.main import main
+    from turnwright.cli.main import main
 
     with kit.servers(kind) as server:
         told = ["--engine.kind", "auto", "--engine.urls", json.dumps([server.url]), "--display", "none", *words]

@@ -7,7 +7,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.engines.remote.response import align_logprobs
+from turnwright.engines.remote.response import align_logprobs
 
 IDS = st.lists(st.integers(0, 3), max_size=9)
 

@@ -11,9 +11,9 @@ import pytest
 import remote_kit as kit
 from test_remote_fleet import fleet, until, weights
 
-import turnwise as tw
-from turnwise.config import Limits
-from turnwise.rollouts import arollout
+import turnwright as tw
+from turnwright.config import Limits
+from turnwright.rollouts import arollout
 
 EPISODES, TURNS, TOKENS = 128, 6, 8
 FAULTS = (

@@ -10,9 +10,9 @@ import time
 import pytest
 import remote_kit as kit
 
-from turnwise.engines import Engine, Request, Sampling, StopText, check_generation
-from turnwise.engines.remote import ChatEngine, LlamaCppEngine, SglangEngine, VllmEngine, connect, probe_server
-from turnwise.errors import (
+from turnwright.engines import Engine, Request, Sampling, StopText, check_generation
+from turnwright.engines.remote import ChatEngine, LlamaCppEngine, SglangEngine, VllmEngine, connect, probe_server
+from turnwright.errors import (
     BackendContractError,
     ConfigError,
     EngineError,
@@ -328,11 +328,11 @@ def test_a_server_without_the_tokens_route_is_asked_the_other_way():
         (lambda: VllmEngine("localhost:8000"), "http://"),
         (lambda: VllmEngine("http://x", missing_logprobs="zero"), "error, mask or recompute"),
         (lambda: VllmEngine("http://x", route="other"), "route"),
-        (lambda: SglangEngine("http://x", key_env="TURNWISE_NO_SUCH"), "TURNWISE_NO_SUCH"),
+        (lambda: SglangEngine("http://x", key_env="TURNWRIGHT_NO_SUCH"), "TURNWRIGHT_NO_SUCH"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(make, told):
-    os.environ.pop("TURNWISE_NO_SUCH", None)
+    os.environ.pop("TURNWRIGHT_NO_SUCH", None)
     with pytest.raises(ConfigError, match=told):
         make()
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.cli.main import main
-from turnwise.engines.remote import managed
-from turnwise.errors import EngineError
+from turnwright.cli.main import main
+from turnwright.engines.remote import managed
+from turnwright.errors import EngineError
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "contrib"))
 import cpu_servers

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import remote_kit as kit
 
-import turnwise as tw
-from turnwise.engines import Request
-from turnwise.engines.remote import SglangEngine, VllmEngine, managed, probe_server
-from turnwise.errors import ConfigError, EngineError, UsageError
-from turnwise.records import rollout_metrics
-from turnwise.renderers import byte_renderer
+import turnwright as tw
+from turnwright.engines import Request
+from turnwright.engines.remote import SglangEngine, VllmEngine, managed, probe_server
+from turnwright.errors import ConfigError, EngineError, UsageError
+from turnwright.records import rollout_metrics
+from turnwright.renderers import byte_renderer
 
 CLIENTS = {"vllm": VllmEngine, "sglang": SglangEngine}
 KNOWN = SimpleNamespace(codec=SimpleNamespace(vocab_size=30, control={"<end>": kit.IDS - 1}))
@@ -131,8 +131,8 @@ def test_sglang_drafts_on_a_gpu_alone(tmp_path):
 
 def test_auto_that_turns_out_to_be_sglang_refuses_what_it_cannot_be_trained_with(tmp_path):
     torch = pytest.importorskip("torch")
-    from turnwise.config import EngineConfig, RolloutConfig, RunConfig, TrainConfig
-    from turnwise.training import make_engine
+    from turnwright.config import EngineConfig, RolloutConfig, RunConfig, TrainConfig
+    from turnwright.training import make_engine
 
     def make(server, steps=1, **rollout):
         engine = EngineConfig(kind="auto", urls=(server.url,))

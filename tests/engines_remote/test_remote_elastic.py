@@ -9,12 +9,12 @@ import pytest
 import remote_kit as kit
 from test_remote_fleet import QUICK, fleet, many, question, right, until, weights
 
-from turnwise.cli.main import main
-from turnwise.engines.remote import Fleet, SglangEngine, VllmEngine
-from turnwise.engines.remote.base import EngineLoad
-from turnwise.engines.remote.engine_list import EngineList
-from turnwise.engines.remote.replica import Replica
-from turnwise.errors import ConfigError, EngineUnavailable, SyncError, UsageError
+from turnwright.cli.main import main
+from turnwright.engines.remote import Fleet, SglangEngine, VllmEngine
+from turnwright.engines.remote.base import EngineLoad
+from turnwright.engines.remote.engine_list import EngineList
+from turnwright.engines.remote.replica import Replica
+from turnwright.errors import ConfigError, EngineUnavailable, SyncError, UsageError
 
 CLIENTS = {"vllm": VllmEngine, "sglang": SglangEngine}
 

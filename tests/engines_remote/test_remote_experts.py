@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from routes_kit import experts
 
-from turnwise.engines import Request, check_generation
-from turnwise.engines.remote import SglangEngine, VllmEngine
-from turnwise.engines.remote.response import SampledVersions, ServerResponse, fault_of, verify_response
-from turnwise.engines.remote.vllm import sglang_experts, vllm_experts
-from turnwise.errors import BackendContractError
-from turnwise.types import ExpertRoutes
+from turnwright.engines import Request, check_generation
+from turnwright.engines.remote import SglangEngine, VllmEngine
+from turnwright.engines.remote.response import SampledVersions, ServerResponse, fault_of, verify_response
+from turnwright.engines.remote.vllm import sglang_experts, vllm_experts
+from turnwright.errors import BackendContractError
+from turnwright.types import ExpertRoutes
 
 WANT = frozenset(["routes"])
 BREACH = partial(fault_of, "a server")

@@ -10,10 +10,10 @@ from itertools import pairwise
 import pytest
 import remote_kit as kit
 
-import turnwise as tw
-from turnwise.engines import Request
-from turnwise.engines.remote import ChatEngine, Fleet, LlamaCppEngine, SglangEngine, VllmEngine
-from turnwise.errors import BackendContractError, ConfigError, EngineError, EngineUnavailable, NotTrainable, SyncError
+import turnwright as tw
+from turnwright.engines import Request
+from turnwright.engines.remote import ChatEngine, Fleet, LlamaCppEngine, SglangEngine, VllmEngine
+from turnwright.errors import BackendContractError, ConfigError, EngineError, EngineUnavailable, NotTrainable, SyncError
 
 QUICK = dict(check_s=0.3, health_s=2.0, misses=2, patience_s=60.0)
 

@@ -1,4 +1,4 @@
-"""`turnwise serve` before whoever asks: no request ends it, and no page of another site changes anything."""
+"""`turnwright serve` before whoever asks: no request ends it, and no page of another site changes anything."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch")
-from turnwise.config import ModelConfig
-from turnwise.engines import Request
-from turnwise.engines.remote import SglangEngine, VllmEngine
-from turnwise.engines.server import JsonHttpServer
-from turnwise.errors import EngineError
-from turnwise.training import create_tiny_model, make_service
+from turnwright.config import ModelConfig
+from turnwright.engines import Request
+from turnwright.engines.remote import SglangEngine, VllmEngine
+from turnwright.engines.server import JsonHttpServer
+from turnwright.errors import EngineError
+from turnwright.training import create_tiny_model, make_service
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 

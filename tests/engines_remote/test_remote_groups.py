@@ -1,4 +1,4 @@
-"""New weights in parts, by process group (real ones, gloo) or in requests, to `turnwise serve`; a side can die at any step."""
+"""Weights in parts, by process group (real ones, gloo) or in requests, to `turnwright serve`; a side can die at any step."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from fork_kit import Forked
 from test_remote_fleet import until
 from test_remote_serve import CLIENTS, PROMPT, TEXTS, run
 
-from turnwise.cli.main import main
-from turnwise.config import ModelConfig
-from turnwise.engines import Request
-from turnwise.engines.local import LocalEngine, fingerprint
-from turnwise.engines.remote import Fleet
-from turnwise.engines.remote.weight_sync import UNFINISHED
-from turnwise.engines.server import JsonHttpServer
-from turnwise.errors import StaleWeights, SyncError
-from turnwise.training import (
+from turnwright.cli.main import main
+from turnwright.config import ModelConfig
+from turnwright.engines import Request
+from turnwright.engines.local import LocalEngine, fingerprint
+from turnwright.engines.remote import Fleet
+from turnwright.engines.remote.weight_sync import UNFINISHED
+from turnwright.engines.server import JsonHttpServer
+from turnwright.errors import StaleWeights, SyncError
+from turnwright.training import (
     GroupWeightPacker,
     RequestWeightPacker,
     create_tiny_model,
@@ -34,8 +34,8 @@ from turnwise.training import (
     score_with_model,
     unique_weights,
 )
-from turnwise.training.model.models import load
-from turnwise.training.weight_transfer import GroupConnection, RequestWeights, decode_tensors
+from turnwright.training.model.models import load
+from turnwright.training.weight_transfer import GroupConnection, RequestWeights, decode_tensors
 
 SMALL = 3000
 """Bytes of a part, so that a tiny model takes many."""
@@ -175,11 +175,21 @@ def test_weights_that_do_not_fit_or_do_not_all_come_change_nothing(directory, ki
 
 
 class Process:
-    """`turnwise serve`, started anew on the same port."""
+    """`turnwright serve`, started anew on the same port."""
 
     def __init__(self, directory, kind):
         self.kind, self.port = kind, 0
-        self.words = [sys.executable, "-m", "turnwise.cli.main", "serve", str(directory), "--formats", kind, "--device", "cpu"]
+        self.words = [
+            sys.executable,
+            "-m",
+            "turnwright.cli.main",
+            "serve",
+            str(directory),
+            "--formats",
+            kind,
+            "--device",
+            "cpu",
+        ]
         self.start()
 
     def start(self):
@@ -236,7 +246,7 @@ def test_a_server_process_that_is_killed_or_hangs_in_the_middle_is_told_and_give
             packer.seconds = 1.0
             nudge(model, 2)
             at_bucket(monkeypatch, 1, lambda _: stopped.process.send_signal(signal.SIGSTOP), stopped.url)
-            monkeypatch.setattr("turnwise.engines.remote.weight_sync.SPARE_S", 0.5)
+            monkeypatch.setattr("turnwright.engines.remote.weight_sync.SPARE_S", 0.5)
             await engine.update(unique_weights(model), 3)
             states = [member.state for member in engine.members]
             told, reloaded = engine.members[1].fault, engine.members[0].counts["reloaded"]
@@ -393,7 +403,7 @@ def test_a_server_that_never_joins_is_an_error_that_says_so(directory):
             await engine.close()
         return str(caught.value), url
 
-    from turnwise.engines.remote import weight_sync
+    from turnwright.engines.remote import weight_sync
 
     before, weight_sync.FINAL_REQUEST_TIMEOUT_S = weight_sync.FINAL_REQUEST_TIMEOUT_S, 0.2
     try:

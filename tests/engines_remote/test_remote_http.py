@@ -10,11 +10,11 @@ import remote_kit as kit
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.engines import Request
-from turnwise.engines.ids import GrowingIds, ids_json
-from turnwise.engines.remote import VllmEngine
-from turnwise.engines.remote.http import Deadlines, Echo, HttpClient
-from turnwise.errors import BackendContractError, EngineError
+from turnwright.engines import Request
+from turnwright.engines.ids import GrowingIds, ids_json
+from turnwright.engines.remote import VllmEngine
+from turnwright.engines.remote.http import Deadlines, Echo, HttpClient
+from turnwright.errors import BackendContractError, EngineError
 
 IDS = st.lists(st.integers(0, 200_000), max_size=12)
 CHANGES = {
@@ -46,7 +46,7 @@ def test_the_json_of_growing_ids_is_that_of_the_ids_whatever_changed_them(first,
 
 def test_only_new_ids_are_encoded(monkeypatch):
     encoded = []
-    monkeypatch.setattr("turnwise.engines.ids.orjson.dumps", lambda ids: encoded.append(list(ids)) or b"[%d]" % len(ids))
+    monkeypatch.setattr("turnwright.engines.ids.orjson.dumps", lambda ids: encoded.append(list(ids)) or b"[%d]" % len(ids))
     ids = GrowingIds([1, 2, 3])
     ids.json()
     ids.extend([4, 5])
@@ -129,7 +129,7 @@ def test_a_client_serves_one_event_loop_after_the_other():
 
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_deadlines_that_share_a_timer_end_their_own_task_alone(cancelled, monkeypatch):
-    monkeypatch.setattr("turnwise.engines.remote.http.TICK_S", 0.02)
+    monkeypatch.setattr("turnwright.engines.remote.http.TICK_S", 0.02)
     deadlines = Deadlines()
 
     async def call(seconds, sleep):

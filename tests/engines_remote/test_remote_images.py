@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image as Pillow
 
-from turnwise.engines import Request
-from turnwise.engines.remote import SglangEngine, VllmEngine, probe_server, vllm_images
-from turnwise.engines.remote.vllm_images import MAX_MISSES, ServerImageCache, VllmImages, accepted_features, cache_capacity
-from turnwise.errors import BackendContractError, EngineError, EngineUnavailable
-from turnwise.types import ImageRef, MediaPlacement, VideoRef
+from turnwright.engines import Request
+from turnwright.engines.remote import SglangEngine, VllmEngine, probe_server, vllm_images
+from turnwright.engines.remote.vllm_images import MAX_MISSES, ServerImageCache, VllmImages, accepted_features, cache_capacity
+from turnwright.errors import BackendContractError, EngineError, EngineUnavailable
+from turnwright.types import ImageRef, MediaPlacement, VideoRef
 
 IMAGES = [ImageRef(letter * 64, 16, 16) for letter in "ab"]
 RAW = {image.key: np.arange(n, n + 16 * 12, dtype=np.uint8).reshape(16, 12) for n, image in enumerate(IMAGES)}

@@ -16,13 +16,13 @@ from interrupt_kit import interrupt, leaky, on_thread, whole
 from test_remote_fleet import QUICK, question, weights
 from test_remote_serve import CLIENTS, PROMPT, TEXTS, beginning, directory, run  # noqa: F401
 
-from turnwise.engines import Generation, Request, StopText
-from turnwise.engines.remote import Fleet, SglangEngine, VllmEngine
-from turnwise.engines.remote.response import ExpectedWeights, version_runs
-from turnwise.engines.remote.weight_files import ModelDirectories
-from turnwise.errors import BackendContractError, ConfigError, EngineError, StaleWeights
-from turnwise.training import create_tiny_model, score_with_model, unique_weights  # noqa: F401
-from turnwise.training.model.models import load
+from turnwright.engines import Generation, Request, StopText
+from turnwright.engines.remote import Fleet, SglangEngine, VllmEngine
+from turnwright.engines.remote.response import ExpectedWeights, version_runs
+from turnwright.engines.remote.weight_files import ModelDirectories
+from turnwright.errors import BackendContractError, ConfigError, EngineError, StaleWeights
+from turnwright.training import create_tiny_model, score_with_model, unique_weights  # noqa: F401
+from turnwright.training.model.models import load
 
 WAYS = [("vllm", {"route": "generate"}), ("vllm", {"route": "completions"}), ("sglang", {})]
 MODES = {
@@ -128,8 +128,8 @@ def test_a_pause_that_ends_replies_ends_those_that_another_holds(directory, kind
 @pytest.mark.parametrize("kind", CLIENTS)
 def test_a_call_on_its_way_waits_out_the_update_and_costs_it_nothing(directory, kind, tmp_path, monkeypatch):  # noqa: F811
     """The calls reach the server after its pause; waiting for them would take longer than the test may."""
-    monkeypatch.setattr("turnwise.engines.remote.replica.DRAIN_S", 1000.0)
-    monkeypatch.setattr("turnwise.engines.remote.replica.ANSWER_S", 1000.0)
+    monkeypatch.setattr("turnwright.engines.remote.replica.DRAIN_S", 1000.0)
+    monkeypatch.setattr("turnwright.engines.remote.replica.ANSWER_S", 1000.0)
     model, _ = load(directory)
 
     async def work(client, app, url):
@@ -200,7 +200,7 @@ def test_each_mode_pauses_and_drops_caches_as_it_says(directories, kind, mode):
             assert {row["body"]["mode"] for row in server.seen("/pause_generation")} == {of_sglang}
             loads = [row["body"] for row in server.seen("/update_weights_from_disk")]
             assert {(body["flush_cache"], body["abort_all_requests"]) for body in loads} == {(drops, mode != "keep")}
-            assert salts >= ({None} if drops else {"turnwise-3", "turnwise-4"})
+            assert salts >= ({None} if drops else {"turnwright-3", "turnwright-4"})
 
 
 def test_a_server_without_what_a_mode_needs_is_refused_by_name(directory):  # noqa: F811
@@ -215,7 +215,7 @@ def test_a_server_without_what_a_mode_needs_is_refused_by_name(directory):  # no
     with kit.servers("vllm", KIT_PLAIN="1") as server:
         refused(VllmEngine(server.url, in_flight="keep"), r"vLLM 0\.32\.0 .*engine\.in_flight = keep: needs /inference")
     with kit.servers("llamacpp") as server:
-        from turnwise.engines.remote import LlamaCppEngine
+        from turnwright.engines.remote import LlamaCppEngine
 
         refused(LlamaCppEngine(server.url, in_flight="salt"), "takes no new weights")
 
@@ -224,7 +224,7 @@ def test_a_server_without_what_a_mode_needs_is_refused_by_name(directory):  # no
         with pytest.raises(EngineError, match=r"mode must be abort, wait, keep, retract, not 'in_place'"):
             await client.pause("in_place")
         keeps = type(client)(url, in_flight="keep")
-        with pytest.raises(ConfigError, match="turnwise serve computes the cache of replies in flight again"):
+        with pytest.raises(ConfigError, match="turnwright serve computes the cache of replies in flight again"):
             await keeps.open()
         await keeps.close()
         salted = type(client)(url, in_flight="salt")
@@ -304,7 +304,7 @@ def test_keep_needs_the_weights_of_each_id():
         read("sglang", raw, "keep", 1, ())
 
 
-@pytest.mark.parametrize("kind", ["sglang"])  # only its client names the session, by which `turnwise serve` finds a cache
+@pytest.mark.parametrize("kind", ["sglang"])  # only its client names the session, by which `turnwright serve` finds a cache
 def test_a_server_whose_cache_outlives_its_weights_is_seen_by_its_logprobs(directory, kind, tmp_path):  # noqa: F811
     import torch
 

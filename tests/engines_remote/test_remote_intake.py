@@ -11,10 +11,10 @@ import orjson
 import pytest
 from pydantic import BaseModel, field_validator
 
-from turnwise.cli.main import main
-from turnwise.engines.remote.http import HttpClient
-from turnwise.engines.server import Call, Endpoint, HttpError, IntakeLimits, JsonHttpServer, RawBody
-from turnwise.engines.server.intake import MAX_NESTED, check_values
+from turnwright.cli.main import main
+from turnwright.engines.remote.http import HttpClient
+from turnwright.engines.server import Call, Endpoint, HttpError, IntakeLimits, JsonHttpServer, RawBody
+from turnwright.engines.server.intake import MAX_NESTED, check_values
 
 MIB = 2**20
 LONG_S = 20.0

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnwise.engines import Request
-from turnwise.engines.remote import ChatEngine, Fleet, LlamaCppEngine, SglangEngine, VllmEngine
-from turnwise.errors import BackendContractError, EngineError, EngineUnavailable, StaleWeights
-from turnwise.renderers import CHATML, MARKUP, SPECIAL, ByteTokenizer, ChatRenderer, ChatTemplate
+from turnwright.engines import Request
+from turnwright.engines.remote import ChatEngine, Fleet, LlamaCppEngine, SglangEngine, VllmEngine
+from turnwright.errors import BackendContractError, EngineError, EngineUnavailable, StaleWeights
+from turnwright.renderers import CHATML, MARKUP, SPECIAL, ByteTokenizer, ChatRenderer, ChatTemplate
 
 PROMPT = [5, 6, 7, 8]
 IDS, LOGPROBS = [9, 10, 11], [-1.0, -2.0, -0.5]
@@ -329,7 +329,7 @@ def test_a_chat_endpoint_with_two_choices_is_refused(server):
     async def work():
         engine = ChatEngine(f"http://127.0.0.1:{server.server_address[1]}", "m", renderer=renderer())
         try:
-            from turnwise.types import Message
+            from turnwright.types import Message
 
             return await engine.generate(Request(PROMPT, 3, frozenset(), 7, "s", messages=[Message("user", "hi")]))
         finally:

@@ -1,4 +1,4 @@
-"""New weights in requests: what SGLang and `turnwise serve` read of them. How they arrive is with process groups' tests."""
+"""New weights in requests: what SGLang and `turnwright serve` read of them. How they arrive is with process groups' tests."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.engines.remote import SglangEngine, VllmEngine
-from turnwise.engines.remote.weight_sync import UNFINISHED
-from turnwise.engines.server import Endpoint, JsonHttpServer
-from turnwise.engines.server.bodies import Body
-from turnwise.errors import SyncError
-from turnwise.training import RequestWeightPacker
-from turnwise.training.weight_transfer import decode_tensors, encode_tensors
+from turnwright.engines.remote import SglangEngine, VllmEngine
+from turnwright.engines.remote.weight_sync import UNFINISHED
+from turnwright.engines.server import Endpoint, JsonHttpServer
+from turnwright.engines.server.bodies import Body
+from turnwright.errors import SyncError
+from turnwright.training import RequestWeightPacker
+from turnwright.training.weight_transfer import decode_tensors, encode_tensors
 
 
 class AsSglang(pickle.Unpickler):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-import turnwise as tw
-from turnwise.engines import Generation
-from turnwise.records import RunDir, rebuild_trajectories
+import turnwright as tw
+from turnwright.engines import Generation
+from turnwright.records import RunDir, rebuild_trajectories
 
 REPLY = (72, 105, 33)
 
@@ -91,7 +91,7 @@ def test_the_journal_holds_what_was_missing_as_null(rule, tmp_path):
 
 @pytest.mark.parametrize("rule", ["mask", "recompute"])
 def test_the_trainers_batch_takes_them_as_they_are(rule):
-    batch = pytest.importorskip("turnwise.training.forward.batch")
+    batch = pytest.importorskip("turnwright.training.forward.batch")
     torch = pytest.importorskip("torch")
     (row,) = batch.rows_of(play(rule), 0)
     missing = torch.isnan(torch.tensor(row.logprobs)).tolist()

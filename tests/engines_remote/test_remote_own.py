@@ -15,10 +15,10 @@ import pytest
 import remote_kit as kit
 from test_remote_fleet import fingerprint, question, right, until, weights
 
-from turnwise.engines.remote import SglangEngine, VllmEngine, managed
-from turnwise.engines.remote.managed import ManagedFleet, ServerProcess
-from turnwise.engines.remote.weight_files import ModelDirectories
-from turnwise.errors import EngineError, UsageError
+from turnwright.engines.remote import SglangEngine, VllmEngine, managed
+from turnwright.engines.remote.managed import ManagedFleet, ServerProcess
+from turnwright.engines.remote.weight_files import ModelDirectories
+from turnwright.errors import EngineError, UsageError
 
 PYTHON = f"""\
 #!{sys.executable}

@@ -11,21 +11,21 @@ pytest.importorskip("torch")
 import torch
 from safetensors.torch import load_file, save_file
 
-from turnwise.config import ModelConfig, QuantConfig
-from turnwise.engines import Request
-from turnwise.engines.local import LocalEngine
-from turnwise.engines.remote import Fleet, SglangEngine, VllmEngine
-from turnwise.engines.remote.managed import start_command
-from turnwise.engines.remote.weight_files import ModelDirectories
-from turnwise.engines.server import JsonHttpServer
-from turnwise.errors import SyncError
-from turnwise.training import create_tiny_model, make_service, score_with_model, unique_weights
-from turnwise.training.model.models import load
-from turnwise.training.model.packed import packing, quantization_config, write_packed
-from turnwise.training.model.quantize import quantize_for_training
-from turnwise.training.server import stored_rows
+from turnwright.config import ModelConfig, QuantConfig
+from turnwright.engines import Request
+from turnwright.engines.local import LocalEngine
+from turnwright.engines.remote import Fleet, SglangEngine, VllmEngine
+from turnwright.engines.remote.managed import start_command
+from turnwright.engines.remote.weight_files import ModelDirectories
+from turnwright.engines.server import JsonHttpServer
+from turnwright.errors import SyncError
+from turnwright.training import create_tiny_model, make_service, score_with_model, unique_weights
+from turnwright.training.model.models import load
+from turnwright.training.model.packed import packing, quantization_config, write_packed
+from turnwright.training.model.quantize import quantize_for_training
+from turnwright.training.server import stored_rows
 
-STORED = "turnwise.training.server.load"
+STORED = "turnwright.training.server.load"
 QUANTS = {
     "int4": QuantConfig(kind="int4", group=32, packed=True),
     "fp8": QuantConfig(kind="fp8", block=32, packed=True),
@@ -45,7 +45,7 @@ def test_a_server_of_packed_weights_takes_packed_updates_from_a_disk(tmp_path, s
     quant, module = QUANTS[kind], load(source)[0]
     write_packed(source, tmp_path / "packed", quant)
     pack, stated = packing(module, quant), quantization_config(module, quant)
-    # `turnwise serve` reads the weights of a file, which has no activations.
+    # `turnwright serve` reads the weights of a file, which has no activations.
     quantize_for_training(module, QuantConfig(kind=kind, group=32, block=32, activations=False))
     directories = ModelDirectories(tmp_path / "weights", source, quantization=stated)
 

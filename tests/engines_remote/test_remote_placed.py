@@ -10,13 +10,13 @@ import remote_kit as kit
 from test_remote_fleet import QUICK, many, right, until, weights
 from test_remote_tree import SMALL, content, directory, on_host, relays
 
-from turnwise.engines.remote.engine_list import EngineList
-from turnwise.engines.remote.managed import start_command
-from turnwise.engines.remote.placed import PlacedFleet, PlacedServers
-from turnwise.engines.remote.weight_files import AdapterDirectories
-from turnwise.engines.server import JsonHttpServer
-from turnwise.engines.sharing import Manifest, WeightRelay, WeightTree
-from turnwise.errors import UsageError
+from turnwright.engines.remote.engine_list import EngineList
+from turnwright.engines.remote.managed import start_command
+from turnwright.engines.remote.placed import PlacedFleet, PlacedServers
+from turnwright.engines.remote.weight_files import AdapterDirectories
+from turnwright.engines.server import JsonHttpServer
+from turnwright.engines.sharing import Manifest, WeightRelay, WeightTree
+from turnwright.errors import UsageError
 
 
 class Placer:

@@ -17,9 +17,9 @@ from test_remote_own import (
 )
 from test_remote_own import fleet as own_fleet
 
-from turnwise.engines.remote import managed
-from turnwise.engines.remote.weight_files import AdapterDirectories
-from turnwise.errors import ConfigError
+from turnwright.engines.remote import managed
+from turnwright.engines.remote.weight_files import AdapterDirectories
+from turnwright.errors import ConfigError
 
 UNLOAD = {kind: path.replace("/load", "/unload") for kind, path in LOAD.items()}
 ABORT = {"vllm": "/inference/v1/abort_requests", "sglang": "/abort_request"}
@@ -221,8 +221,8 @@ def test_servers_have_room_for_two_adapters_of_each_policy(tmp_path):
 
 def test_one_engine_for_each_policy_over_the_servers_of_a_recipe(tmp_path):
     torch = pytest.importorskip("torch")
-    from turnwise.config import EngineConfig, LoraConfig, RunConfig
-    from turnwise.training import make_adapter_engines
+    from turnwright.config import EngineConfig, LoraConfig, RunConfig
+    from turnwright.training import make_adapter_engines
 
     models = {name: torch.nn.Linear(1, 1) for name in ("asker", "answerer")}
     with kit.servers("vllm", "sglang") as servers:

@@ -1,4 +1,4 @@
-"""`turnwise serve` asked by the clients of vLLM and SGLang over real sockets, and trained through."""
+"""`turnwright serve` asked by the clients of vLLM and SGLang over real sockets, and trained through."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from fork_kit import Forked
 from serve_kit import served
 from test_remote_fleet import until
 
-from turnwise.cli.main import main
-from turnwise.config import ModelConfig
-from turnwise.engines import Request, Sampling, StopText, check_generation, tokens
-from turnwise.engines.remote import Fleet, SglangEngine, VllmEngine, probe_server
-from turnwise.engines.remote.base import EngineLoad
-from turnwise.engines.remote.weight_files import ModelDirectories
-from turnwise.errors import ConfigError, EngineError, SyncError
-from turnwise.training import create_tiny_model, score_with_model, unique_weights
-from turnwise.training.model.models import load
-from turnwise.training.server import serve
+from turnwright.cli.main import main
+from turnwright.config import ModelConfig
+from turnwright.engines import Request, Sampling, StopText, check_generation, tokens
+from turnwright.engines.remote import Fleet, SglangEngine, VllmEngine, probe_server
+from turnwright.engines.remote.base import EngineLoad
+from turnwright.engines.remote.weight_files import ModelDirectories
+from turnwright.errors import ConfigError, EngineError, SyncError
+from turnwright.training import create_tiny_model, score_with_model, unique_weights
+from turnwright.training.model.models import load
+from turnwright.training.server import serve
 
 TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(60)]
 PROMPT = list(range(10, 30))
@@ -255,7 +255,7 @@ def test_a_token_is_asked_for_and_needed_beyond_this_machine(directory, monkeypa
     assert len(run(directory, "vllm", right, token="hush", key_env="KIT_KEY").ids) == 3
     with pytest.raises(EngineError, match="401"):
         run(directory, "vllm", right, token="hush")
-    with pytest.raises(ConfigError, match="TURNWISE_SERVE_TOKEN"):
+    with pytest.raises(ConfigError, match="TURNWRIGHT_SERVE_TOKEN"):
         asyncio.run(serve(directory, "vllm", print, host="0.0.0.0", port=0))
 
 
@@ -268,7 +268,7 @@ def test_a_run_is_trained_through_it(directory, tmp_path, capsys):
     """The whole way: a server of its own process, listed, found to be one, given weights in chunks, sampled from, compared."""
     import httpx2
 
-    command = [sys.executable, "-m", "turnwise.cli.main", "serve", str(directory), "--port", "0", "--device", "cpu"]
+    command = [sys.executable, "-m", "turnwright.cli.main", "serve", str(directory), "--port", "0", "--device", "cpu"]
     command += ["--speculate", "3"]
     with Forked(command, stdout=subprocess.PIPE, text=True) as server:
         try:

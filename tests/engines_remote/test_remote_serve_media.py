@@ -1,4 +1,4 @@
-"""`turnwise serve` with images and experts: episodes are those of the local engine, interrupted or not."""
+"""`turnwright serve` with images and experts: episodes are those of the local engine, interrupted or not."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from sight_kit import Gallery
 from test_remote_serve import CLIENTS, TEXTS, run
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-import turnwise as tw
-from turnwise.config import Limits, ModelConfig
-from turnwise.engines import Request, tokens
-from turnwise.engines.local import LocalEngine
-from turnwise.engines.remote import probe_server
-from turnwise.training import create_tiny_model, load_model_and_renderer
+import turnwright as tw
+from turnwright.config import Limits, ModelConfig
+from turnwright.engines import Request, tokens
+from turnwright.engines.local import LocalEngine
+from turnwright.engines.remote import probe_server
+from turnwright.training import create_tiny_model, load_model_and_renderer
 
 LIMITS = Limits(turns=3, turn_tokens=12, on_turn_length="continue")
 pytestmark = pytest.mark.filterwarnings("ignore:local engine. on this machine the last bits:UserWarning")
@@ -200,11 +200,11 @@ def test_pictures_that_do_not_fit_are_refused(vlm, moe):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_that_ends_leaves_no_images(vlm, number, tmp_path):
-    command = [sys.executable, "-m", "turnwise.cli.main", "serve", str(vlm.path), "--port", "0", "--device", "cpu"]
+    command = [sys.executable, "-m", "turnwright.cli.main", "serve", str(vlm.path), "--port", "0", "--device", "cpu"]
     with Forked(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}) as server:
         try:
             assert server.stdout.readline().startswith("http://")
-            kept = list(tmp_path.glob("turnwise-images-*"))
+            kept = list(tmp_path.glob("turnwright-images-*"))
             server.send_signal(number)
             assert server.wait(60) == 0
         finally:

@@ -14,10 +14,10 @@ from test_remote_fleet import fleet as fleet_of
 from test_remote_own import fleet as own_fleet
 from test_remote_own import home  # noqa: F401
 
-from turnwise.engines.remote import ChatEngine, Fleet, LlamaCppEngine, SglangEngine, VllmEngine
-from turnwise.engines.remote.sglang import ASLEEP
-from turnwise.engines.remote.weight_files import ModelDirectories
-from turnwise.errors import EngineError, EngineUnavailable, SyncError
+from turnwright.engines.remote import ChatEngine, Fleet, LlamaCppEngine, SglangEngine, VllmEngine
+from turnwright.engines.remote.sglang import ASLEEP
+from turnwright.engines.remote.weight_files import ModelDirectories
+from turnwright.errors import EngineError, EngineUnavailable, SyncError
 
 CLIENTS = {"vllm": VllmEngine, "sglang": SglangEngine}
 LOOKS = ("/health", "/v1/completions", "/generate", "/inference/v1/generate", "/abort_requests", "/abort_request")

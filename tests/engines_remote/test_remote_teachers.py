@@ -1,4 +1,4 @@
-"""Teachers on servers: what `turnwise serve` answers is what the same model answers here, text and images, with branches."""
+"""Teachers on servers: what `turnwright serve` answers is what the same model answers here, text and images, with branches."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from teacher_kit import (
 )
 from test_remote_serve import CLIENTS, run
 
-from turnwise.config import ModelConfig, TrainConfig
-from turnwise.engines.scoring import ScoreRequest
-from turnwise.errors import ConfigError, EngineError
-from turnwise.training import Trainer, create_tiny_model, load_model_and_renderer
-from turnwise.training.teachers.base import Hint, Teachers
-from turnwise.types import Group, Task
+from turnwright.config import ModelConfig, TrainConfig
+from turnwright.engines.scoring import ScoreRequest
+from turnwright.errors import ConfigError, EngineError
+from turnwright.training import Trainer, create_tiny_model, load_model_and_renderer
+from turnwright.training.teachers.base import Hint, Teachers
+from turnwright.types import Group, Task
 
 pytestmark = pytest.mark.filterwarnings("ignore:local engine. on this machine the last bits:UserWarning")
 

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from test_remote_fleet import QUICK, many, right, weights
 
-from turnwise.engines.remote import Fleet, SglangEngine, VllmEngine
-from turnwise.engines.remote.http import HttpClient
-from turnwise.engines.remote.weight_files import AdapterDirectories
-from turnwise.engines.remote.weight_sync import DiskWeights
-from turnwise.engines.server import Endpoint, JsonHttpServer
-from turnwise.engines.sharing import Manifest, WeightRelay, WeightTree
-from turnwise.engines.sharing.tree import parents
-from turnwise.errors import SyncError
+from turnwright.engines.remote import Fleet, SglangEngine, VllmEngine
+from turnwright.engines.remote.http import HttpClient
+from turnwright.engines.remote.weight_files import AdapterDirectories
+from turnwright.engines.remote.weight_sync import DiskWeights
+from turnwright.engines.server import Endpoint, JsonHttpServer
+from turnwright.engines.sharing import Manifest, WeightRelay, WeightTree
+from turnwright.engines.sharing.tree import parents
+from turnwright.errors import SyncError
 
 SMALL = 1000
 
@@ -153,10 +153,10 @@ def test_a_transfer_is_shared_by_all_who_ask_and_old_policies_are_deleted(tmp_pa
 
 
 class Relay:
-    """`turnwise engines relay` in a process of its own."""
+    """`turnwright engines relay` in a process of its own."""
 
     def __init__(self, root: Path, host: str, port: int) -> None:
-        command = [sys.executable, "-m", "turnwise", "engines", "relay", str(root), "--host", host, "--port", str(port)]
+        command = [sys.executable, "-m", "turnwright", "engines", "relay", str(root), "--host", host, "--port", str(port)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()
@@ -177,7 +177,7 @@ def on_host(server, host):
 @pytest.mark.parametrize("kind", ["model", "adapter"])
 def test_each_node_reads_once_from_another_and_its_servers_load_what_it_stored(tmp_path, directories, kind, monkeypatch):
     """Three hosts with a relay each and two servers each, and a relay that is killed before the last update."""
-    monkeypatch.setenv("TURNWISE_SERVE_TOKEN", "tree")  # other machines may connect, with it
+    monkeypatch.setenv("TURNWRIGHT_SERVE_TOKEN", "tree")  # other machines may connect, with it
     hosts, port = ["127.0.0.2", "127.0.0.3", "127.0.0.4"], 0
     if kind == "adapter":
         directories = AdapterDirectories(tmp_path / "adapters", lambda: {"r": 1}, fingerprint=directories._fingerprint)
@@ -198,7 +198,7 @@ def test_each_node_reads_once_from_another_and_its_servers_load_what_it_stored(t
             assert all(right(generation, 3, last) for rows in found for generation, last in rows)
             counts = []
             for relay in started:
-                http = HttpClient(relay.url, key_env="TURNWISE_SERVE_TOKEN")
+                http = HttpClient(relay.url, key_env="TURNWRIGHT_SERVE_TOKEN")
                 counts.append(await http.get("/weights/counts", 5))
                 await http.close()
             started[1].end()
@@ -239,11 +239,11 @@ def test_a_relay_takes_orders_by_its_token_only(tmp_path):
         relay.end()
 
 
-def test_turnwise_serve_passes_weights_on(tmp_path):
+def test_turnwright_serve_passes_weights_on(tmp_path):
     pytest.importorskip("torch")
-    from turnwise.config import ModelConfig
-    from turnwise.training import create_tiny_model, make_service, score_with_model
-    from turnwise.training.model.models import load
+    from turnwright.config import ModelConfig
+    from turnwright.training import create_tiny_model, make_service, score_with_model
+    from turnwright.training.model.models import load
 
     texts = [f"lookup birch {n}" for n in range(30)]
     start = create_tiny_model(ModelConfig(hidden=32, layers=1), texts, tmp_path / "start", seed=3)

@@ -1,7 +1,7 @@
 """A tiny OpenAI-style chat server, a process of its own, that fails as it is told.
 
 The model's name says what the requests of each question meet, in order, the last one from then on: `500,500,ok`. It judges
-as the prompts of `turnwise.envs.rewards.judge` ask for: 10 where the last reply is 42, else 0; before that
+as the prompts of `turnwright.envs.rewards.judge` ask for: 10 where the last reply is 42, else 0; before that
 it repeats the reply.
 """
 

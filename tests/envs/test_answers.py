@@ -7,9 +7,9 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-import turnwise as tw
-from turnwise.envs.builtin.answers import is_correct
-from turnwise.envs.builtin.geometry import Geometry
+import turnwright as tw
+from turnwright.envs.builtin.answers import is_correct
+from turnwright.envs.builtin.geometry import Geometry
 
 SAME = [
     (r"\text{A}", "A"),

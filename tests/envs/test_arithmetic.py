@@ -7,7 +7,7 @@ from cpu_kit import own_cost
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.envs import arithmetic
+from turnwright.envs import arithmetic
 
 numbers = st.integers(0, 99).map(str) | st.floats(0, 99, allow_nan=False).map(lambda x: f"{x:.3f}") | st.just("1e2")
 expressions = st.recursive(

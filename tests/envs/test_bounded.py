@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.envs.isolation.bounded import MAX_DEATHS, BoundExceeded, call_bounded
-from turnwise.errors import ProcessDied
+from turnwright.envs.isolation.bounded import MAX_DEATHS, BoundExceeded, call_bounded
+from turnwright.errors import ProcessDied
 
 
 def test_a_call_returns_what_the_function_returns():

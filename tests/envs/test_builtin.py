@@ -6,14 +6,14 @@ from collections import Counter
 
 import pytest
 
-import turnwise as tw
-from turnwise.cli.main import main
-from turnwise.config import EnvConfig, Limits
-from turnwise.envs import Action, play_scripted, read_reply, resolve_env, take_step
-from turnwise.envs.builtin import Code, FrozenLake, HintedMath, Search
-from turnwise.errors import ConfigError, EnvError
-from turnwise.media import media_as_text
-from turnwise.types import Message, Task
+import turnwright as tw
+from turnwright.cli.main import main
+from turnwright.config import EnvConfig, Limits
+from turnwright.envs import Action, play_scripted, read_reply, resolve_env, take_step
+from turnwright.envs.builtin import Code, FrozenLake, HintedMath, Search
+from turnwright.errors import ConfigError, EnvError
+from turnwright.media import media_as_text
+from turnwright.types import Message, Task
 
 NAMES = ["calculator", "search", "frozen_lake", "hinted_math", "radar", "geometry", "zoom", "code"]
 TURNS = {"calculator": 2.0, "search": 3.0, "code": 1.0, "hinted_math": 1.0, "geometry": 2.0, "zoom": 2.0}
@@ -140,7 +140,7 @@ def test_wrong_code_is_told_what_the_example_shows():
 
 
 def test_without_a_sandbox_code_is_an_error_of_the_world_not_of_the_model(monkeypatch):
-    from turnwise.envs.isolation import sandbox
+    from turnwright.envs.isolation import sandbox
 
     monkeypatch.setattr(sandbox, "_find_bubblewrap", lambda python: "no sandbox: bubblewrap (bwrap) is not installed")
     task = Code.tasks("train", 1, 0)[0]
@@ -187,6 +187,6 @@ def test_the_calculator_wants_the_bare_number():
 
 @pytest.mark.parametrize(("name", "package", "extra"), [("search", "bm25s", "search"), ("frozen_lake", "gymnasium", "gym")])
 def test_a_missing_extra_is_named_before_anything_is_played(name, package, extra, monkeypatch):
-    monkeypatch.setattr("turnwise.envs.builtin.common.find_spec", lambda wanted: None)
-    with pytest.raises(ConfigError, match=rf"{package} is not installed; pip install 'turnwise\[{extra}\]'"):
+    monkeypatch.setattr("turnwright.envs.builtin.common.find_spec", lambda wanted: None)
+    with pytest.raises(ConfigError, match=rf"{package} is not installed; pip install 'turnwright\[{extra}\]'"):
         resolve_env(name)

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-import turnwise as tw
-from turnwise.envs import Env, Step, as_env_spec, resolve_env, tool_env
-from turnwise.envs.check import check_env
-from turnwise.errors import InvalidAction
-from turnwise.types import Task
+import turnwright as tw
+from turnwright.envs import Env, Step, as_env_spec, resolve_env, tool_env
+from turnwright.envs.check import check_env
+from turnwright.errors import InvalidAction
+from turnwright.types import Task
 
 
 class Count(Env):

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import turnwise as tw
-from turnwise.envs.builtin import geometry
-from turnwise.media.images import encode_png
+import turnwright as tw
+from turnwright.envs.builtin import geometry
+from turnwright.media.images import encode_png
 
 PICTURE = encode_png(np.zeros((28, 28, 3), np.uint8))
 SAME = [
@@ -104,7 +104,7 @@ PIECES += ("**", "/", "+", "-", ".", " ", "!", "x", r"\sum", r"\int", "__import_
 @example(r"\sqrt{" * 11 + "2" + "}" * 11)
 @example(r"\frac{\frac{\frac{1}{999999999}}{999999999}}{999999999}")
 def test_no_text_hangs_or_breaks_the_reader(text):
-    from turnwise.envs.builtin.answers import is_correct, value
+    from turnwright.envs.builtin.answers import is_correct, value
 
     found = value(text)
     assert found is None or -1e100 < found < 1e100

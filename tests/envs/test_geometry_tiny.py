@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import turnwise as tw
-from turnwise.cli.main import main
-from turnwise.config import EnvConfig, load
-from turnwise.envs import play_scripted, resolve_env
-from turnwise.envs.builtin import BUILTIN, common
-from turnwise.errors import ConfigError, EnvError
-from turnwise.records.metrics import rollout_metrics
+import turnwright as tw
+from turnwright.cli.main import main
+from turnwright.config import EnvConfig, load
+from turnwright.envs import play_scripted, resolve_env
+from turnwright.envs.builtin import BUILTIN, common
+from turnwright.errors import ConfigError, EnvError
+from turnwright.records.metrics import rollout_metrics
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 

@@ -3,10 +3,10 @@
 import gymnasium
 import pytest
 
-import turnwise as tw
-from turnwise.envs import gym_env
-from turnwise.envs.check import check_env
-from turnwise.errors import ConfigError
+import turnwright as tw
+from turnwright.envs import gym_env
+from turnwright.envs.check import check_env
+from turnwright.errors import ConfigError
 
 MOVES = ["left", "down", "right", "up"]
 WAY = ["down", "down", "right", "right", "down", "right"]

@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from turnwise.envs import Action, play_scripted, read_reply, resolve_env, take_step
-from turnwise.envs.builtin.hop import CODES, GIVE_UP, NAMES, chain_of, held_out
-from turnwise.errors import EnvError
-from turnwise.types import Task
+from turnwright.envs import Action, play_scripted, read_reply, resolve_env, take_step
+from turnwright.envs.builtin.hop import CODES, GIVE_UP, NAMES, chain_of, held_out
+from turnwright.errors import EnvError
+from turnwright.types import Task
 
 WORLDS = [resolve_env("hop"), resolve_env("hop_json")]
 worlds = pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.name)

@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import turnwise as tw
-from turnwise.envs.rewards.judge import quote_lines, read_verdict, safe_json, verdict_token
-from turnwise.errors import ConfigError
+import turnwright as tw
+from turnwright.envs.rewards.judge import quote_lines, read_verdict, safe_json, verdict_token
+from turnwright.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +212,7 @@ def test_a_judge_goes_into_another_process(url: str) -> None:
 
 
 def test_connections_end_with_the_event_loop(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turnwise.envs.threads.IDLE_S", 0.01)
+    monkeypatch.setattr("turnwright.envs.threads.IDLE_S", 0.01)
     judge = chat(url, "ok", cache=False)
     before = set(threading.enumerate())
     sockets = Path("/proc/self/fd")

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import turnwise as tw
-from turnwise.envs.tools.schema import ToolSchemaError
-from turnwise.errors import ConfigError
+import turnwright as tw
+from turnwright.envs.tools.schema import ToolSchemaError
+from turnwright.errors import ConfigError
 
 LIMITS = tw.Limits(turns=6, turn_tokens=2000)
 
@@ -476,7 +476,7 @@ def test_a_thread_that_hangs_is_left_once_and_named(phase, said, made):
     limits = tw.Limits(turns=6, turn_tokens=2000, env_s=0.1)
     (trajectory,) = tw.rollout(make, [tw.Task("Go.")], engine=tw.ScriptedEngine([call("faulty"), "done"]), limits=limits)
     assert envs[0].abandoned == said
-    assert [thread.name for thread in planted.threads] == [f"turnwise-tool abandoned in {name}" for name in said]
+    assert [thread.name for thread in planted.threads] == [f"turnwright-tool abandoned in {name}" for name in said]
     assert (trajectory.error is None) is (phase == "none")
     planted.returns.set()
     for _ in range(1000):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from turnwise.config.schema import EnvConfig
-from turnwise.envs.resolve import resolve_env
-from turnwise.errors import ConfigError
+from turnwright.config.schema import EnvConfig
+from turnwright.envs.resolve import resolve_env
+from turnwright.errors import ConfigError
 
 TOOL = 'def look(x: int) -> str:\n    """Look.\n\n    Args:\n        x: Where.\n    """\n    return ""\n'
 FAILS = {
@@ -69,18 +69,18 @@ def test_a_missing_module_is_named_as_the_project_that_ships_it(source, module, 
     message = fails("game/user.py:Thing", tmp_path)
     assert f"No module named {module!r}" in message
     assert remedy in message
-    assert "turnwise" not in message.replace(str(tmp_path), "")
+    assert "turnwright" not in message.replace(str(tmp_path), "")
 
 
 def test_a_name_that_a_stand_in_lacks_is_said_with_the_frameworks_name(tmp_path):
     (tmp_path / "user.py").write_text("from slime.utils.types import Nothing\n")
     message = fails("user.py:Thing", tmp_path)
     assert "cannot import name 'Nothing' from 'slime.utils.types'; our stand-in lacks it, install slime" in message
-    assert "turnwise" not in message
+    assert "turnwright" not in message
 
 
 INSIDE = """
-import turnwise as tw
+import turnwright as tw
 
 class Outer:
     def method(self): ...

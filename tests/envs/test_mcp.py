@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-import turnwise as tw
-from turnwise.envs.tools.schema import ToolSchemaError
-from turnwise.errors import ConfigError
+import turnwright as tw
+from turnwright.envs.tools.schema import ToolSchemaError
+from turnwright.errors import ConfigError
 
 SERVER = Path(__file__).with_name("mcp_server.py")
 COMMAND = [sys.executable, str(SERVER)]
@@ -52,7 +52,7 @@ def lives(pid):
 def nothing_left():
     """Whether neither a server nor a thread of ours is there any more."""
     for _ in range(200):
-        if not any(thread.name == "turnwise-mcp" for thread in threading.enumerate()):
+        if not any(thread.name == "turnwright-mcp" for thread in threading.enumerate()):
             return not children()
         time.sleep(0.01)
     return False
@@ -319,7 +319,7 @@ def test_an_environment_in_a_process_of_its_own_takes_its_servers_with_it(bad):
 
 def test_a_process_that_ends_ends_its_servers():
     code = (
-        "import asyncio, sys, turnwise as tw\n"
+        "import asyncio, sys, turnwright as tw\n"
         f"source = tw.mcp_tools({COMMAND!r})\n"
         "async def main():\n"
         "    env = tw.tool_env([source])()\n"

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from PIL import Image as Pillow
 
-import turnwise as tw
-from turnwise.config import load
-from turnwise.envs.resolve import resolve_env
-from turnwise.errors import ConfigError, TaskError
+import turnwright as tw
+from turnwright.config import load
+from turnwright.envs.resolve import resolve_env
+from turnwright.errors import ConfigError, TaskError
 
 
 @pytest.fixture
@@ -114,9 +114,9 @@ def test_a_recipe_names_it(folder):
 def test_check_reads_the_pictures(folder):
     row = {"prompt": "<image>?", "images": ["../secret.png"], "answer": "1"}
     (folder / "data" / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    (folder / "world.py").write_text("import turnwise as tw\nenv = tw.tool_env([], reward=lambda t: 1.0)\n")
+    (folder / "world.py").write_text("import turnwright as tw\nenv = tw.tool_env([], reward=lambda t: 1.0)\n")
     (folder / "run.toml").write_text('[[env]]\nuse = "world.py:env"\ntasks = "data/rows.jsonl"\nmedia_root = "media"\n')
-    command = [sys.executable, "-m", "turnwise.cli.main", "check", "run.toml"]
+    command = [sys.executable, "-m", "turnwright.cli.main", "check", "run.toml"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 2
     assert "leads out of the dataset's folder" in done.stderr

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-import turnwise as tw
-from turnwise.errors import TaskError
-from turnwise.training.warmup import read_conversation
+import turnwright as tw
+from turnwright.errors import TaskError
+from turnwright.training.warmup import read_conversation
 
 LOST = {"role": "user", "text": "hello"}
 WHY = "a message of role 'user' has the unknown key 'text'; did you mean 'content'?"
@@ -92,11 +92,11 @@ def test_rows_and_conversations_name_their_place(tmp_path):
 
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": [LOST], "answer": "1"}) + "\n")
-    (tmp_path / "world.py").write_text("import turnwise as tw\nenv = tw.tool_env([], reward=lambda t: 1.0)\n")
+    (tmp_path / "world.py").write_text("import turnwright as tw\nenv = tw.tool_env([], reward=lambda t: 1.0)\n")
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('[[env]]\nuse = "world.py:env"\ntasks = "rows.jsonl"\n')
-    done = subprocess.run([sys.executable, "-m", "turnwise.cli.main", "check", str(recipe)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "turnwright.cli.main", "check", str(recipe)], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr.startswith("turnwise: error: ")
+    assert done.stderr.startswith("turnwright: error: ")
     assert f"rows.jsonl line 1: the prompt is not a string or a list of chat messages: {WHY}" in done.stderr
     assert done.stderr.count("\n") == 1

@@ -2,7 +2,7 @@
 
 import pytest
 
-import turnwise as tw
+import turnwright as tw
 
 
 class Limited(tw.Env):

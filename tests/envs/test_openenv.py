@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-import turnwise as tw
-from turnwise.envs.check import check_env
-from turnwise.errors import ConfigError
+import turnwright as tw
+from turnwright.envs.check import check_env
+from turnwright.errors import ConfigError
 
 pytest.importorskip("openenv.core.generic_client", reason="needs openenv-core; pip install '.[openenv]'")
 

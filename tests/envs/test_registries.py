@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from turnwise.config import EnvConfig
-from turnwise.envs import resolve_env
-from turnwise.envs.base import Action
-from turnwise.envs.check import check_env
-from turnwise.errors import ConfigError
-from turnwise.types import Message
+from turnwright.config import EnvConfig
+from turnwright.envs import resolve_env
+from turnwright.envs.base import Action
+from turnwright.envs.check import check_env
+from turnwright.errors import ConfigError
+from turnwright.types import Message
 
 
 def said(text):

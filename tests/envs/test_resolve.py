@@ -9,15 +9,15 @@ import sys
 
 import pytest
 
-from turnwise.config import EnvConfig
-from turnwise.envs import Env, Step, as_env_spec, resolve_env, verifiers_env
-from turnwise.errors import ConfigError, TaskError
-from turnwise.types import Task
+from turnwright.config import EnvConfig
+from turnwright.envs import Env, Step, as_env_spec, resolve_env, verifiers_env
+from turnwright.errors import ConfigError, TaskError
+from turnwright.types import Task
 
 SOURCE = """
 from dataclasses import dataclass
-import turnwise.envs as tw
-from turnwise.types import Task
+import turnwright.envs as tw
+from turnwright.types import Task
 import beside
 
 LIMIT = 3
@@ -93,7 +93,7 @@ tools = tw.tool_env([beside.shout], max_turns=2)
 def folder(tmp_path):
     (tmp_path / "beside.py").write_text('def shout(word: str) -> str:\n    """Shout."""\n    return word.upper()\n')
     (tmp_path / "mine.py").write_text(SOURCE)
-    (tmp_path / "bad.py").write_text("import turnwise\n\nx = 1 +\n")
+    (tmp_path / "bad.py").write_text("import turnwright\n\nx = 1 +\n")
     (tmp_path / "raises.py").write_text("import os\n\n\nraise RuntimeError('no GPU')\n")
     (tmp_path / "exits.py").write_text("import sys\nsys.exit(2)\n")
     yield tmp_path
@@ -234,7 +234,7 @@ def test_objects():
 def test_installed_packages_convert_environments_of_other_libraries(tmp_path, monkeypatch):
     """A package in a folder of the path: a module, and its metadata with the entry point."""
     (tmp_path / "other_envs.py").write_text(
-        "import turnwise as tw\n"
+        "import turnwright as tw\n"
         "class Theirs: pass\n"
         "def convert(found):\n"
         "    if isinstance(found.target, Theirs):\n"
@@ -242,7 +242,7 @@ def test_installed_packages_convert_environments_of_other_libraries(tmp_path, mo
     )
     (tmp_path / "other_envs-1.dist-info").mkdir()
     (tmp_path / "other_envs-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: other-envs\nVersion: 1\n")
-    (tmp_path / "other_envs-1.dist-info/entry_points.txt").write_text("[turnwise.environments]\nx = other_envs:convert\n")
+    (tmp_path / "other_envs-1.dist-info/entry_points.txt").write_text("[turnwright.environments]\nx = other_envs:convert\n")
     monkeypatch.syspath_prepend(tmp_path)
     theirs = importlib.import_module("other_envs").Theirs()
     for target in (theirs, verifiers_env(theirs), verifiers_env(lambda: theirs)):
@@ -275,7 +275,7 @@ def test_nothing_is_left_of_a_file_that_raises(folder):
     before = set(sys.modules)
     with pytest.raises(ConfigError):
         resolve_env("raises.py:X", base=folder)
-    assert not {name for name in set(sys.modules) - before if name.startswith("turnwise_user")}
+    assert not {name for name in set(sys.modules) - before if name.startswith("turnwright_user")}
 
 
 def test_faithful_is_refused_where_no_adapter_reads_it():
@@ -287,12 +287,12 @@ def test_faithful_is_refused_where_no_adapter_reads_it():
 
 def test_an_object_of_ours_imports_no_registry():
     code = (
-        "import sys, turnwise as tw\n"
+        "import sys, turnwright as tw\n"
         "async def play(task, model): return 1.0\n"
         "tw.as_env_spec(play, tasks=[tw.Task('x', id=str(n)) for n in range(5)])\n"
-        "print([name for name in sys.modules if name.startswith('turnwise.compat.')])\n"
+        "print([name for name in sys.modules if name.startswith('turnwright.compat.')])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "turnwise.compat.skyrl" in done.stdout
+    assert "turnwright.compat.skyrl" in done.stdout
     for name in ("gym", "reasoning_gym", "textarena", "registries"):
-        assert f"turnwise.compat.{name}'" not in done.stdout
+        assert f"turnwright.compat.{name}'" not in done.stdout

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import turnwise as tw
-from turnwise.errors import ConfigError
-from turnwise.records import read_json_lines, rebuild_trajectories
-from turnwise.rollouts import make_episode_specs
+import turnwright as tw
+from turnwright.errors import ConfigError
+from turnwright.records import read_json_lines, rebuild_trajectories
+from turnwright.rollouts import make_episode_specs
 
 
 class Talk(tw.Env):

@@ -18,12 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image as Pillow
 
-import turnwise as tw
-from turnwise.config import Limits
-from turnwise.envs.datasets import ImageSource, read_rows
-from turnwise.errors import TaskError
-from turnwise.renderers.load import template_renderer
-from turnwise.training.warmup import conversations, read_conversation
+import turnwright as tw
+from turnwright.config import Limits
+from turnwright.envs.datasets import ImageSource, read_rows
+from turnwright.errors import TaskError
+from turnwright.renderers.load import template_renderer
+from turnwright.training.warmup import conversations, read_conversation
 
 pa = pytest.importorskip("pyarrow")
 RENDERER = template_renderer("chatml")
@@ -310,7 +310,7 @@ def test_ids_are_those_of_rows_without_the_columns_that_are_passed_on():
     tasks = tw.load_tasks([{"prompt": "a", "id": 1}, {"prompt": "a", "id": 2}, {"prompt": "b", "id": 3}])
     assert [task.id for task in tasks] == ["1", "2", "3"]
     with pytest.raises(TaskError, match="has the content of the held-out task 2"):
-        importlib.import_module("turnwise.envs.tasks").check_disjoint(tasks[:1], tasks[1:2])
+        importlib.import_module("turnwright.envs.tasks").check_disjoint(tasks[:1], tasks[1:2])
 
 
 def test_objects_that_are_no_list_of_rows():

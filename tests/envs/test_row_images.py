@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image as Pillow
 
-import turnwise as tw
-from turnwise.errors import TaskError
-from turnwise.media import MediaStore
+import turnwright as tw
+from turnwright.errors import TaskError
+from turnwright.media import MediaStore
 
 
 def pixels(seed: int) -> np.ndarray:

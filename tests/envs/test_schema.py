@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Optional, TypedDict
 import pytest
 from pydantic import Field
 
-from turnwise.envs.tools.schema import InvalidArguments, ToolSchemaError, tool_signature
+from turnwright.envs.tools.schema import InvalidArguments, ToolSchemaError, tool_signature
 
 
 class Colour(enum.Enum):

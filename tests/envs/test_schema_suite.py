@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.envs.tools.schema import InvalidArguments, ToolSchemaError, tool_signature
+from turnwright.envs.tools.schema import InvalidArguments, ToolSchemaError, tool_signature
 
-CACHE = Path(os.environ.get("TURNWISE_SCHEMA_SUITE") or Path(__file__).parents[2] / ".cache" / "schema_suite")
+CACHE = Path(os.environ.get("TURNWRIGHT_SCHEMA_SUITE") or Path(__file__).parents[2] / ".cache" / "schema_suite")
 
 # References to other documents are refused, so these files, which are about them, have nothing for us.
 REMOTE = {"refRemote.json", "vocabulary.json", "defs.json", "definitions.json"}

@@ -9,12 +9,12 @@ from itertools import product
 import numpy as np
 import pytest
 
-import turnwise as tw
-from turnwise.config import EnvConfig, Limits
-from turnwise.envs import Action, play_scripted, read_reply, resolve_env, take_step
-from turnwise.envs.builtin import geometry, radar, zoom
-from turnwise.errors import ConfigError, EnvError
-from turnwise.media import MediaStore
+import turnwright as tw
+from turnwright.config import EnvConfig, Limits
+from turnwright.envs import Action, play_scripted, read_reply, resolve_env, take_step
+from turnwright.envs.builtin import geometry, radar, zoom
+from turnwright.errors import ConfigError, EnvError
+from turnwright.media import MediaStore
 
 RADAR, GEOMETRY, ZOOM = resolve_env("radar"), resolve_env("geometry"), resolve_env("zoom")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-import turnwise as tw
-from turnwise.config import EnvRules
-from turnwise.errors import ConfigError, JudgeError
+import turnwright as tw
+from turnwright.config import EnvRules
+from turnwright.errors import ConfigError, JudgeError
 
 
 def shopper(messages: Any, rng: Any) -> str:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.envs import load_tasks, resolve_env, split_tasks
-from turnwise.envs.tasks import check_disjoint, make_task_source
-from turnwise.errors import ConfigError, TaskError
-from turnwise.types import Message, Task
+from turnwright.envs import load_tasks, resolve_env, split_tasks
+from turnwright.envs.tasks import check_disjoint, make_task_source
+from turnwright.errors import ConfigError, TaskError
+from turnwright.types import Message, Task
 
 
 def write(path, rows):
@@ -262,7 +262,7 @@ def test_columns_of_metadata_and_tools(tmp_path):
 
 
 def test_a_recipe_maps_columns(tmp_path):
-    from turnwise.config import load
+    from turnwright.config import load
 
     write(tmp_path / "rows.jsonl", [{"ask": f"{n}?", "gold": n} for n in range(4)])
     text = '[[env]]\nuse = "geometry"\ntasks = "rows.jsonl"\ncolumns = { prompt = "ask", answer = "gold" }\n'

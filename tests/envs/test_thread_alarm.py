@@ -7,11 +7,11 @@ import textwrap
 
 import pytest
 
-import turnwise as tw
-from turnwise.config.schema import EnvConfig
-from turnwise.envs import thread_alarm
-from turnwise.envs.resolve import resolve_env
-from turnwise.envs.threads import AbandonableThreads
+import turnwright as tw
+from turnwright.config.schema import EnvConfig
+from turnwright.envs import thread_alarm
+from turnwright.envs.resolve import resolve_env
+from turnwright.envs.threads import AbandonableThreads
 
 TOOL = """
 import signal
@@ -19,7 +19,7 @@ import time
 from contextlib import contextmanager
 {imports}
 
-import turnwise as tw
+import turnwright as tw
 
 
 class Late(Exception):
@@ -163,7 +163,7 @@ def test_alarm_counts_in_seconds_and_returns_what_was_left(tmp_path):
     source = """
     import signal
 
-    import turnwise as tw
+    import turnwright as tw
 
     def work() -> str:
         '''Work.'''
@@ -182,7 +182,7 @@ def test_other_signals_are_the_process_own(tmp_path):
     source = """
     import signal
 
-    import turnwise as tw
+    import turnwright as tw
 
     def work() -> str:
         '''Work.'''
@@ -218,7 +218,7 @@ def test_many_alarms_at_once_each_end_their_own_call(tmp_path):
 
 PROFILED = """
 import signal, sys, threading
-from turnwise.envs import thread_alarm
+from turnwright.envs import thread_alarm
 
 def in_a_thread():
     thread_alarm.SignalOfUserCode().alarm(5)

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.envs import Action, ToolFailure, arithmetic, as_env_spec, play_scripted, read_reply, tool, tool_env
-from turnwise.envs.threads import run_in_thread
-from turnwise.envs.tools.results import ResultLimit
-from turnwise.envs.tools.schema import ToolSchemaError
-from turnwise.envs.tools.tool import Tools
-from turnwise.errors import ConfigError, EnvError
-from turnwise.types import ImageRef, Message, Task, ToolCall
+from turnwright.envs import Action, ToolFailure, arithmetic, as_env_spec, play_scripted, read_reply, tool, tool_env
+from turnwright.envs.threads import run_in_thread
+from turnwright.envs.tools.results import ResultLimit
+from turnwright.envs.tools.schema import ToolSchemaError
+from turnwright.envs.tools.tool import Tools
+from turnwright.errors import ConfigError, EnvError
+from turnwright.types import ImageRef, Message, Task, ToolCall
 
 
 def counts(info):
@@ -219,7 +219,7 @@ def test_a_sync_tool_runs_off_the_loop_and_an_async_one_on_it():
         """Where."""
         return threading.current_thread().name
 
-    assert call([where_sync], "where_sync").message.text == "turnwise-tool"
+    assert call([where_sync], "where_sync").message.text == "turnwright-tool"
     assert call([where_async], "where_async").message.text == "MainThread"
 
 
@@ -242,7 +242,7 @@ def test_sleeping_tools_do_not_wait_for_each_other():
 def test_a_tool_that_hangs_can_be_left_behind_and_the_process_still_ends():
     code = (
         "import asyncio, threading\n"
-        "from turnwise.envs.threads import run_in_thread\n"
+        "from turnwright.envs.threads import run_in_thread\n"
         "async def main():\n"
         "    try:\n"
         "        await asyncio.wait_for(run_in_thread(threading.Event().wait, {}), 0.05)\n"
@@ -273,7 +273,7 @@ def test_calls_one_after_another_share_a_thread_and_calls_at_once_do_not():
 
 
 def test_idle_threads_end_also_while_others_are_taken(monkeypatch):
-    monkeypatch.setattr("turnwise.envs.threads.IDLE_S", 1e-4)
+    monkeypatch.setattr("turnwright.envs.threads.IDLE_S", 1e-4)
 
     async def main():
         for number in range(300):
@@ -292,7 +292,7 @@ def test_idle_threads_end_also_while_others_are_taken(monkeypatch):
 def test_a_forked_process_has_threads_of_its_own():
     code = (
         "import asyncio, os\n"
-        "from turnwise.envs.threads import run_in_thread\n"
+        "from turnwright.envs.threads import run_in_thread\n"
         "asyncio.run(run_in_thread(print, {}))\n"
         "child = os.fork()\n"
         "if not child:\n"
@@ -520,8 +520,7 @@ def test_parsed_calls_reach_the_tools_verbatim():
 
 
 def test_importing_worlds_is_light():
-    code = (
-        "import sys, turnwise.envs; print([m for m in ('pydantic', 'torch', 'jinja2', 'pyarrow', 'numpy') if m in sys.modules])"
-    )
+    heavy = "('pydantic', 'torch', 'jinja2', 'pyarrow', 'numpy')"
+    code = f"import sys, turnwright.envs; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
     assert done.stdout == "[]\n", done.stderr

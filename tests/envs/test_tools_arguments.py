@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.envs.tools.schema import InvalidArguments, tool_signature
-from turnwise.envs.tools.tool import Tools
-from turnwise.types import ToolCall
+from turnwright.envs.tools.schema import InvalidArguments, tool_signature
+from turnwright.envs.tools.tool import Tools
+from turnwright.types import ToolCall
 
 JSON = st.recursive(
     st.none()

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-import turnwise as tw
+import turnwright as tw
 
 
 class Place(NamedTuple):
@@ -77,7 +77,7 @@ def test_an_address_in_memory_is_never_shown_to_a_model(value):
 
 
 def test_a_number_is_a_number_and_nothing_else_is():
-    from turnwise.envs.user_code import number_of
+    from turnwright.envs.user_code import number_of
 
     for value in (1, 1.0, np.float16(1), np.float32(1), np.float64(1), np.int8(1), np.array(1.0)):
         assert number_of(value) == 1.0

@@ -10,15 +10,15 @@ import threading
 
 import pytest
 
-from turnwise.config import EnvConfig
-from turnwise.envs import resolve_env, user_imports
-from turnwise.envs.isolation.process_env import ForkServer
-from turnwise.envs.user_code import RemoteException, load_user_module
-from turnwise.errors import ConfigError
-from turnwise.types import Task
+from turnwright.config import EnvConfig
+from turnwright.envs import resolve_env, user_imports
+from turnwright.envs.isolation.process_env import ForkServer
+from turnwright.envs.user_code import RemoteException, load_user_module
+from turnwright.errors import ConfigError
+from turnwright.types import Task
 
 ENV = """
-import turnwise as tw
+import turnwright as tw
 {imports}
 
 class Game(tw.Env):
@@ -77,7 +77,7 @@ def test_a_file_imports_what_its_source_tree_has(repository, imports, late, tmp_
     before = set(sys.modules)
     spec = resolve_env("examples/game/env.py:Game", base=repository)
     assert opening(spec) == ("base base" if late == ".deep.x" else "base late")
-    public = {name for name in set(sys.modules) - before if not name.startswith(("turnwise_package_", "turnwise_user_"))}
+    public = {name for name in set(sys.modules) - before if not name.startswith(("turnwright_package_", "turnwright_user_"))}
     assert not public & {"examples", "examples.game", "game", "base", "words"}
     assert str(repository / "examples/game") not in sys.path
 
@@ -112,14 +112,14 @@ def test_an_edited_file_is_loaded_again(tmp_path):
 def test_installed_modules_and_the_standard_library_are_themselves(tmp_path):
     write(
         tmp_path,
-        {"env.py": "import json, numpy, turnwise, os.path\nfrom email import message\n", "json.py": "x = 1", "numpy.py": ""},
+        {"env.py": "import json, numpy, turnwright, os.path\nfrom email import message\n", "json.py": "x = 1", "numpy.py": ""},
     )
     import numpy
 
     module = load_user_module(tmp_path / "env.py", "env.py")
     assert module.json is sys.modules["json"]
     assert module.numpy is numpy
-    assert module.turnwise is sys.modules["turnwise"]
+    assert module.turnwright is sys.modules["turnwright"]
 
 
 def test_nothing_beyond_the_project_is_found(tmp_path):
@@ -168,7 +168,7 @@ def test_user_code_finds_stand_ins_and_libraries_do_not(framework):
     user = load_user_module(framework / "user.py", "user.py")
     first, second = user.late()
     assert first is second
-    assert user.Base.__module__ == "turnwise.compat.stand_ins.frame_work.base"
+    assert user.Base.__module__ == "turnwright.compat.stand_ins.frame_work.base"
     assert user_imports.public_name(user.Base.__module__) == "frame_work.base"
     assert pickle.loads(pickle.dumps(user.Base)) is user.Base
     assert user_imports.import_foreign("frame_work.base").Base is user.Base
@@ -222,7 +222,7 @@ def test_stand_ins_in_a_process_of_their_own(framework):
     write(
         framework,
         {
-            "game.py": f"import turnwise.compat.stand_ins as ins\nins.__path__.append({str(framework / 'ins')!r})\n"
+            "game.py": f"import turnwright.compat.stand_ins as ins\nins.__path__.append({str(framework / 'ins')!r})\n"
             + ENV.format(imports="from frame_work.base import Base; VALUE = Base.kept", late="frame_work.gone.base").replace(
                 "WORD", "Gone"
             )
@@ -243,7 +243,7 @@ def test_stand_ins_in_a_process_of_their_own(framework):
 
 
 def test_private_names_need_nothing_loaded_first():
-    code = "import turnwise.compat.stand_ins, sys; assert sys.meta_path[0].__name__ == '_PrivateFinder'"
+    code = "import turnwright.compat.stand_ins, sys; assert sys.meta_path[0].__name__ == '_PrivateFinder'"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -256,7 +256,7 @@ class Score:
 
 def test_a_process_loads_only_the_files_that_it_needs(tmp_path):
     """Those of its environment, and those of what it is sent."""
-    loads = "import pathlib, turnwise as tw; pathlib.Path(__file__).with_suffix('.loads').open('a').write('x')\n"
+    loads = "import pathlib, turnwright as tw; pathlib.Path(__file__).with_suffix('.loads').open('a').write('x')\n"
     game = ENV.format(imports="from math import pi as VALUE", late="math").replace("import WORD", "import tau as WORD")
     game = game.replace('return f"{VALUE} {WORD}"', "return str(task.info['score'].value)")
     write(tmp_path, {f"{name}.py": loads + SCORE for name in ("needed", "unused", "changed")} | {"env.py": loads + game})
@@ -282,7 +282,7 @@ def test_a_process_loads_only_the_files_that_it_needs(tmp_path):
 
 
 def test_modules_with_the_names_of_another_share_its_objects(monkeypatch, tmp_path):
-    from turnwise.compat import stand_ins
+    from turnwright.compat import stand_ins
 
     # An update by git does not remove folders with compiled files.
     (tmp_path / "miles" / "rollout" / "rm_hub" / "__pycache__").mkdir(parents=True)

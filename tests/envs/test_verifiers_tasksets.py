@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import turnwise as tw
-from turnwise.envs.check import check_env
-from turnwise.errors import ConfigError
+import turnwright as tw
+from turnwright.envs.check import check_env
+from turnwright.errors import ConfigError
 
 pytest.importorskip("verifiers.v1", reason="needs verifiers; pip install '.[verifiers]'")
 import verifiers.v1 as vf

@@ -1,4 +1,4 @@
-"""The local engine, the trainer and runs on a CUDA device (`make test-gpu`; TURNWISE_TEST_DEVICE=cpu tries them without)."""
+"""The local engine, the trainer and runs on a CUDA device (`make test-gpu`; TURNWRIGHT_TEST_DEVICE=cpu tries them without)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from test_train_tree import learn, small
 from train_kit import distance, random_groups
 from transformers import Qwen3Config
 
-from turnwise.cli.main import main
-from turnwise.engines import Generation
-from turnwise.engines.local import LocalEngine
-from turnwise.errors import ConfigError
+from turnwright.cli.main import main
+from turnwright.engines import Generation
+from turnwright.engines.local import LocalEngine
+from turnwright.errors import ConfigError
 
 pytestmark = pytest.mark.gpu
-DEVICE = os.environ.get("TURNWISE_TEST_DEVICE", "cuda")
+DEVICE = os.environ.get("TURNWRIGHT_TEST_DEVICE", "cuda")
 ROOT = Path(__file__).resolve().parents[2]
 BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 """Largest |difference of logprobs| to a full pass in nats: sums in another order, and rounded activations."""
@@ -161,7 +161,7 @@ def test_a_size_without_a_kernel_is_trained_by_rows_and_named() -> None:
 
 
 PLAY = """\
-import turnwise as tw
+import turnwright as tw
 
 def tasks(split, n, seed):
     return [tw.Task(f"Say {split} {number}.") for number in range(12)]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_kit import AsyncTalk, Sampler, Talk, check_record, linear, renderer, tasks
 
-import turnwise as tw
+import turnwright as tw
 
 KINDS = ("bytes", "bpe", "unigram")
 FEW = settings(max_examples=25, deadline=None)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rollout_kit import AsyncTalk, Sampler, Talk, check_record, facts, tasks
 from test_inv_exact import best_of_two, edited, planner_and_worker, verbatim
 
-import turnwise as tw
+import turnwright as tw
 
 
 def calls_of(trajectory):

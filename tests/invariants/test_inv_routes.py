@@ -16,11 +16,11 @@ from rollout_kit import AsyncTalk, Sampler, renderer, tasks
 from routes_kit import LAYERS, K, Routed, Routing, Speaking, check, experts
 from test_inv_exact import best_of_two, edited, planner_and_worker, verbatim
 
-import turnwise as tw
-from turnwise.errors import BackendContractError, UsageError
-from turnwise.records import read_json_lines, rebuild_trajectories
-from turnwise.rollouts import Rollout
-from turnwise.types import ExpertRoutes, SpanRoutes
+import turnwright as tw
+from turnwright.errors import BackendContractError, UsageError
+from turnwright.records import read_json_lines, rebuild_trajectories
+from turnwright.rollouts import Rollout
+from turnwright.types import ExpertRoutes, SpanRoutes
 
 sys.path.append(str(Path(__file__).parents[1] / "rollouts"))
 from test_history import forgets

@@ -13,11 +13,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rollout_kit import Call, Sampler, Talk, check_record, tasks
 
-import turnwise as tw
-from turnwise.engines import Generation
-from turnwise.errors import TemplateError
-from turnwise.renderers import Branch, ChatRenderer, HFTokenizer
-from turnwise.types import Message
+import turnwright as tw
+from turnwright.engines import Generation
+from turnwright.errors import TemplateError
+from turnwright.renderers import Branch, ChatRenderer, HFTokenizer
+from turnwright.types import Message
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from templates import USER, messages_of, reply_of, sampled

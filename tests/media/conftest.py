@@ -13,6 +13,6 @@ def vlm(tmp_path_factory):
     """The renderer of a model that sees."""
     from vision_kit import tiny_vlm_directory
 
-    from turnwise.renderers import load_renderer
+    from turnwright.renderers import load_renderer
 
     return load_renderer(tiny_vlm_directory(tmp_path_factory.mktemp("vlm"), "qwen3_vl", weights=False))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 
-import turnwise as tw
-from turnwise.media import MediaStore
-from turnwise.rollouts import Rollout, make_episode_specs
-from turnwise.types import Media, placements_between
+import turnwright as tw
+from turnwright.media import MediaStore
+from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.types import Media, placements_between
 
 
 def call(name: str, **arguments) -> str:

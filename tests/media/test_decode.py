@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from pictures import SVG, bomb, chunk, file_of, noise, png, png16
 from PIL import Image as Pillow
 
-from turnwise.errors import MediaError
-from turnwise.media import MediaLimits
-from turnwise.media.images import decode
+from turnwright.errors import MediaError
+from turnwright.media import MediaLimits
+from turnwright.media.images import decode
 
 LIMITS = MediaLimits()
 

@@ -9,10 +9,10 @@ from pictures import noise
 from rollout_kit import facts
 from seeing import shown
 
-import turnwise as tw
-from turnwise.errors import EnvError
-from turnwise.records import RunDir, read_json_lines, rebuild_trajectories
-from turnwise.rollouts import Rollout, make_episode_specs
+import turnwright as tw
+from turnwright.errors import EnvError
+from turnwright.records import RunDir, read_json_lines, rebuild_trajectories
+from turnwright.rollouts import Rollout, make_episode_specs
 
 
 class Album(tw.Env):

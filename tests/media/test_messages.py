@@ -11,11 +11,11 @@ import pytest
 from pictures import noise, png
 from PIL import Image as Pillow
 
-import turnwise as tw
-from turnwise.errors import MediaError
-from turnwise.media import MediaLimits, MediaStore, media_as_bytes, media_as_text, store_media
-from turnwise.media.images import decode
-from turnwise.types import ImageRef, Message, VideoRef, as_messages, is_media
+import turnwright as tw
+from turnwright.errors import MediaError
+from turnwright.media import MediaLimits, MediaStore, media_as_bytes, media_as_text, store_media
+from turnwright.media.images import decode
+from turnwright.types import ImageRef, Message, VideoRef, as_messages, is_media
 
 PIXELS = noise(6, 5)
 URI = f"data:image/png;base64,{base64.b64encode(png(PIXELS)).decode()}"

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from PIL import Image as Pillow
 
-from turnwise.media import images as module
-from turnwise.media.images import encode_png
+from turnwright.media import images as module
+from turnwright.media.images import encode_png
 
 SIDES = st.tuples(st.integers(1, 40), st.integers(1, 40), st.just(3))
 

@@ -7,9 +7,9 @@ from pictures import noise
 from seeing import play, shown
 from world import Fails, Painter
 
-import turnwise as tw
-from turnwise.media import MediaStore
-from turnwise.records import RunDir
+import turnwright as tw
+from turnwright.media import MediaStore
+from turnwright.records import RunDir
 
 
 def speak(messages, rng):

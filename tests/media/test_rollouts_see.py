@@ -16,11 +16,11 @@ from rollout_kit import facts
 from seeing import check_media, play, shown
 from world import Fails, Painter, Remembers
 
-import turnwise as tw
-from turnwise.media import MediaStore
-from turnwise.records import RunDir, read_json_lines, rebuild_trajectories, to_json
-from turnwise.rollouts import Rollout, make_episode_specs
-from turnwise.types import ImageRef
+import turnwright as tw
+from turnwright.media import MediaStore
+from turnwright.records import RunDir, read_json_lines, rebuild_trajectories, to_json
+from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.types import ImageRef
 
 RULES = tw.EnvRules(max_env_retries_per_turn=2, retry_wait_s=0.001)
 
@@ -92,7 +92,7 @@ def test_a_replay_that_paints_otherwise_is_seen_by_its_pixels(tmp_path, vlm):
 
 
 def test_an_image_object_is_taken_in_once(vlm, monkeypatch):
-    import turnwise.media.store as module
+    import turnwright.media.store as module
 
     decoded = []
     real = module.decode
@@ -321,7 +321,7 @@ def test_noise_of_concurrent_calls_does_not_depend_on_who_decodes_first(vlm, mon
     """Calls with and without images that continue one reply get their noise in the order in which they were made."""
     import time
 
-    import turnwise.rollouts.observations as sight
+    import turnwright.rollouts.observations as sight
 
     real = sight.store_media
 

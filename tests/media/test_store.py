@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from pictures import file_of, noise, png
 from PIL import Image as Pillow
 
-import turnwise as tw
-from turnwise.errors import MediaError
-from turnwise.media import MediaLimits, MediaStore
-from turnwise.types import ImageRef, VideoRef
+import turnwright as tw
+from turnwright.errors import MediaError
+from turnwright.media import MediaLimits, MediaStore
+from turnwright.types import ImageRef, VideoRef
 
 
 def test_one_picture_in_many_forms_is_one_image(tmp_path):
@@ -110,7 +110,7 @@ def test_an_image_over_the_limit_of_files_is_read_again(tmp_path):
 
 
 def test_files_are_decoded_once(tmp_path, monkeypatch):
-    import turnwise.media.store as module
+    import turnwright.media.store as module
 
     decoded = []
     real = module.decode
@@ -231,8 +231,8 @@ def test_many_threads_store_each_image_once(tmp_path_factory, order, disk, small
 def test_a_store_that_is_killed_leaves_no_half_file_under_a_name(tmp_path):
     """Drafts have names of their own, so whatever stands under a hash is whole."""
     code = (
-        "import numpy as np, os, sys, threading, time, turnwise as tw\n"
-        "from turnwise.media import MediaStore\n"
+        "import numpy as np, os, sys, threading, time, turnwright as tw\n"
+        "from turnwright.media import MediaStore\n"
         "store = MediaStore(sys.argv[1])\n"
         "rng = np.random.default_rng(0)\n"
         "def kill():\n"

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from pictures import noise
 
-import turnwise as tw
-from turnwise.media import MediaStore
-from turnwise.rollouts.observations import MediaIntake, count_media
-from turnwise.types import Message
+import turnwright as tw
+from turnwright.media import MediaStore
+from turnwright.rollouts.observations import MediaIntake, count_media
+from turnwright.types import Message
 
 
 class Shows(tw.Env):

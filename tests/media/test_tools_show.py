@@ -13,11 +13,11 @@ from pictures import noise, png
 from PIL import Image as Pillow
 from seeing import call, play, shown
 
-import turnwise as tw
-from turnwise.envs.tools.results import ResultLimit, read_content, read_result
-from turnwise.errors import EnvError, MediaError
-from turnwise.media import MediaStore
-from turnwise.types import ImageRef, VideoRef
+import turnwright as tw
+from turnwright.envs.tools.results import ResultLimit, read_content, read_result
+from turnwright.errors import EnvError, MediaError
+from turnwright.media import MediaStore
+from turnwright.types import ImageRef, VideoRef
 
 PIXELS = noise(64, 48)
 CONTENT = png(PIXELS)
@@ -189,7 +189,7 @@ def test_a_text_model_is_told_of_what_tools_show():
 
 
 def test_judges_are_told_of_images_in_words():
-    from turnwise.envs.rewards.judge import chat_messages, quote_lines
+    from turnwright.envs.rewards.judge import chat_messages, quote_lines
 
     message = tw.Message("user", ("See ", tw.Image(PIXELS, alt="a <cat>"), tw.Image(PIXELS), tw.Video(CLIP, fps=1)))
     assert quote_lines([message]) == '{"role": "user", "content": "See a \\u003ccat>\\n[image]\\n[video]"}'

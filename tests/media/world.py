@@ -7,8 +7,8 @@ import os
 import numpy as np
 from PIL import Image as Pillow
 
-import turnwise as tw
-from turnwise.errors import InvalidAction
+import turnwright as tw
+from turnwright.errors import InvalidAction
 
 
 class Painter(tw.Env):

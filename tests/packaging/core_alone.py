@@ -35,7 +35,7 @@ import json  # noqa: E402
 import tempfile  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-import turnwise as tw  # noqa: E402
+import turnwright as tw  # noqa: E402
 
 for room in (
     "types",
@@ -53,7 +53,7 @@ for room in (
     "commands",
     "api",
 ):
-    importlib.import_module(f"turnwise.{room}")
+    importlib.import_module(f"turnwright.{room}")
 for name in tw.__all__:
     if name != "train":  # a verb of the floor with torch: it is there, and says what it needs when it is called
         getattr(tw, name)
@@ -69,8 +69,8 @@ for trajectory in trajectories:
     (sample,) = trajectory.samples()
     assert sum(sample.mask) == trajectory.sampled_tokens
 
-from turnwise.errors import UsageError  # noqa: E402
-from turnwise.media import MediaStore  # noqa: E402
+from turnwright.errors import UsageError  # noqa: E402
+from turnwright.media import MediaStore  # noqa: E402
 
 shown = tw.Task([{"role": "user", "content": ["What is it? ", tw.Image(b"\x89PNG", alt="a cat")]}])
 (trajectory,) = tw.rollout(lambda: tw.tool_env([])(), [shown], engine=tw.ScriptedEngine(["a cat"]))
@@ -79,9 +79,9 @@ try:
     said = str(MediaStore().put(tw.Image(b"\x89PNG")))
 except UsageError as error:
     said = str(error)
-assert "pip install 'turnwise[vision]'" in said, said
+assert "pip install 'turnwright[vision]'" in said, said
 
-from turnwise.cli.main import main  # noqa: E402
+from turnwright.cli.main import main  # noqa: E402
 
 assert main(["--help"]) == 0
 assert main(["check", "hop"]) == 0

@@ -27,10 +27,10 @@ sys.meta_path[:] = [Hidden(finder) for finder in sys.meta_path]
 
 import numpy as np  # noqa: E402
 
-from turnwise.media import MediaStore  # noqa: E402
-from turnwise.renderers import load_renderer  # noqa: E402
-from turnwise.renderers.vision import PixelCache  # noqa: E402
-from turnwise.types import Message, VideoRef  # noqa: E402
+from turnwright.media import MediaStore  # noqa: E402
+from turnwright.renderers import load_renderer  # noqa: E402
+from turnwright.renderers.vision import PixelCache  # noqa: E402
+from turnwright.types import Message, VideoRef  # noqa: E402
 
 store = MediaStore()
 images = [store.add(np.random.default_rng(n).integers(0, 256, (40 + n, 90, 3), dtype=np.uint8)) for n in range(2)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import turnwise
+import turnwright
 
 ROOT = Path(__file__).parents[2]
 ALONE = Path(__file__).parent / "core_alone.py"
@@ -27,7 +27,7 @@ def test_the_core_needs_nothing_heavy():
     assert done.stdout.endswith("the core is enough\n")
 
 
-@pytest.mark.parametrize("words", [("-c", "import turnwise"), ("-m", "turnwise.cli.main", "--help")])
+@pytest.mark.parametrize("words", [("-c", "import turnwright"), ("-m", "turnwright.cli.main", "--help")])
 def test_the_first_answer_imports_nothing_but_the_standard_library(words):
     """So it takes about a tenth of a second; what each of them costs is this test's subject, not what the machine does."""
     done = python("-X", "importtime", *words)
@@ -35,14 +35,14 @@ def test_the_first_answer_imports_nothing_but_the_standard_library(words):
     named = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines() if "|" in line}
     bare = python("-X", "importtime", "-c", "pass").stderr  # what an installation itself imports at start
     named -= {line.rpartition("|")[2].strip().partition(".")[0] for line in bare.splitlines() if "|" in line}
-    assert named - sys.stdlib_module_names == {"turnwise"}
-    assert sum("turnwise" in line for line in done.stderr.splitlines()) < 40
+    assert named - sys.stdlib_module_names == {"turnwright"}
+    assert sum("turnwright" in line for line in done.stderr.splitlines()) < 40
 
 
 def test_one_version():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["version"] == turnwise.__version__
-    assert f"## {turnwise.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert project["version"] == turnwright.__version__
+    assert f"## {turnwright.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_the_pins_cover_what_is_asked_for():

@@ -24,19 +24,21 @@ def run(*words: object, **more) -> str:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     source = tmp_path_factory.mktemp("source")  # a copy: a build leaves files behind
-    for name in ("turnwise", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("turnwright", "pyproject.toml", "README.md", "LICENSE"):
         path = ROOT / name
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(path, source / name, ignore=ignore) if path.is_dir() else shutil.copy(path, source)
     out = tmp_path_factory.mktemp("wheel")
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", out, source)
-    (found,) = out.glob("turnwise-*.whl")
+    (found,) = out.glob("turnwright-*.whl")
     return found
 
 
 def test_it_holds_the_package_and_its_data(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    own = {str(path.relative_to(ROOT)) for path in (ROOT / "turnwise").rglob("*") if path.suffix in (".py", ".jinja", ".typed")}
+    own = {
+        str(path.relative_to(ROOT)) for path in (ROOT / "turnwright").rglob("*") if path.suffix in (".py", ".jinja", ".typed")
+    }
     assert own <= names
     assert not [name for name in names if name.startswith(("tests/", "docs/", "benchmarks/"))]
 
@@ -47,9 +49,9 @@ def test_the_core_installs_and_works_alone(wheel, tmp_path):
     run(python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", wheel)
     told = run(python, Path(__file__).parent / "core_alone.py", cwd=tmp_path)
     assert told.endswith("the core is enough\n")
-    assert "train" in run(tmp_path / "venv" / "bin" / "turnwise", "--help")
+    assert "train" in run(tmp_path / "venv" / "bin" / "turnwright", "--help")
     told = subprocess.run(
-        [tmp_path / "venv" / "bin" / "turnwise", "train", "--env.use", "hop"], capture_output=True, text=True, cwd=tmp_path
+        [tmp_path / "venv" / "bin" / "turnwright", "train", "--env.use", "hop"], capture_output=True, text=True, cwd=tmp_path
     )
     assert told.returncode != 0
-    assert "turnwise[train]" in told.stderr, told.stderr
+    assert "turnwright[train]" in told.stderr, told.stderr

@@ -15,19 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vision_kit import tiny_vlm_directory
 
-import turnwise as tw
+import turnwright as tw
 from tests.proxy_kit import TOOL, RecordingEngine, account, called, client, contexts, direct
-from turnwise.proxy import ProxyServer, ProxySession, ProxySettings
-from turnwise.proxy.anthropic import FIELDS as MESSAGES_FIELDS
-from turnwise.proxy.anthropic import AnthropicMessages
-from turnwise.proxy.chat import FIELDS as CHAT_FIELDS
-from turnwise.proxy.chat import ChatCompletions
-from turnwise.proxy.request_cache import RequestCache
-from turnwise.proxy.responses import FIELDS as RESPONSES_FIELDS
-from turnwise.proxy.responses import Responses
-from turnwise.proxy.server import Dialect
-from turnwise.proxy.wire import IGNORED, REFUSED, RequestFault, WireRequest
-from turnwise.renderers import byte_renderer, load_renderer
+from turnwright.proxy import ProxyServer, ProxySession, ProxySettings
+from turnwright.proxy.anthropic import FIELDS as MESSAGES_FIELDS
+from turnwright.proxy.anthropic import AnthropicMessages
+from turnwright.proxy.chat import FIELDS as CHAT_FIELDS
+from turnwright.proxy.chat import ChatCompletions
+from turnwright.proxy.request_cache import RequestCache
+from turnwright.proxy.responses import FIELDS as RESPONSES_FIELDS
+from turnwright.proxy.responses import Responses
+from turnwright.proxy.server import Dialect
+from turnwright.proxy.wire import IGNORED, REFUSED, RequestFault, WireRequest
+from turnwright.renderers import byte_renderer, load_renderer
 
 REPLIES = [called("look_up", key="a b"), "<think>\nwell\n</think>\n\nIt is é.", "Good bye."]
 PARTS = "role content type text function name arguments id call_id output image_url source data url input thinking signature"

@@ -13,15 +13,15 @@ pytest.importorskip("torch")
 from sight_kit import Gallery
 from test_dialects import PROGRAMS, ChatProgram
 
-import turnwise as tw
+import turnwright as tw
 from tests.proxy_kit import account, contexts
-from turnwise.config import ModelConfig
-from turnwise.engines.local import LocalEngine
-from turnwise.envs.builtin.radar import Radar
-from turnwise.media.images import encode_png
-from turnwise.proxy.programs import ProgramEndpoint
-from turnwise.rollouts import Rollout, make_episode_specs
-from turnwise.training import create_tiny_model
+from turnwright.config import ModelConfig
+from turnwright.engines.local import LocalEngine
+from turnwright.envs.builtin.radar import Radar
+from turnwright.media.images import encode_png
+from turnwright.proxy.programs import ProgramEndpoint
+from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.training import create_tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:local engine. on this machine the last bits:UserWarning")
 TURNS, SEED = 16, 0

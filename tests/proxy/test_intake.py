@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-import turnwise as tw
+import turnwright as tw
 from tests.proxy.test_recording import record, script, talk
 from tests.proxy_kit import RecordingEngine, client, direct, in_order
-from turnwise import commands
-from turnwise.config import load
-from turnwise.engines import tokens
-from turnwise.proxy import ProxyServer, ProxySession, recording, server
-from turnwise.proxy.request_cache import RequestCache
+from turnwright import commands
+from turnwright.config import load
+from turnwright.engines import tokens
+from turnwright.proxy import ProxyServer, ProxySession, recording, server
+from turnwright.proxy.request_cache import RequestCache
 
 LONG_S = 20.0
 """Deadline of what a busy machine does at last, and a server without the bound never."""
@@ -203,7 +203,7 @@ def test_the_command_makes_a_key_and_says_how_to_call_it(
     commands.record_programs(resolved, port=0, idle_s=1, note=said.append, key=given, keyless=keyless)
     ((key, keyed_sampling),) = used
     line = next(one for one in said if "/s/NAME/v1" in one)
-    assert ("TURNWISE_SERVE_TOKEN" if given else "any API key") in line
+    assert ("TURNWRIGHT_SERVE_TOKEN" if given else "any API key") in line
     assert keyed_sampling == bool(given)
     if keyless:
         assert key == ""

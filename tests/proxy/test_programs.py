@@ -13,16 +13,16 @@ from uuid import uuid4
 import httpx2
 import pytest
 
-import turnwise as tw
+import turnwright as tw
 from tests.proxy_kit import RecordingEngine, account, in_order, play
-from turnwise.errors import EnvError, UsageError
-from turnwise.proxy import ProgramResult, program
-from turnwise.proxy.programs import ProgramEndpoint, fill, kill_marked, write_files
-from turnwise.records.journal import InterruptedEpisodes
-from turnwise.records.run_dir import read_json_lines
-from turnwise.renderers import byte_renderer
-from turnwise.rollouts.api import make_episode_specs
-from turnwise.rollouts.runner import Rollout
+from turnwright.errors import EnvError, UsageError
+from turnwright.proxy import ProgramResult, program
+from turnwright.proxy.programs import ProgramEndpoint, fill, kill_marked, write_files
+from turnwright.records.journal import InterruptedEpisodes
+from turnwright.records.run_dir import read_json_lines
+from turnwright.renderers import byte_renderer
+from turnwright.rollouts.api import make_episode_specs
+from turnwright.rollouts.runner import Rollout
 
 ASK = """
 import json, os, sys, urllib.request

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-import turnwise as tw
+import turnwright as tw
 from tests.proxy_kit import RecordingEngine
-from turnwise.config import EnvConfig
-from turnwise.config.load import load
-from turnwise.envs import resolve_env
-from turnwise.errors import ConfigError
+from turnwright.config import EnvConfig
+from turnwright.config.load import load
+from turnwright.envs import resolve_env
+from turnwright.errors import ConfigError
 
 SCORES = """
 def score(result):
@@ -80,8 +80,8 @@ def test_a_mistake_is_one_line(tmp_path: Path, args: dict[str, Any], message: st
 
 
 def test_a_missing_server_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [one for one in sys.modules if one.startswith("turnwise.proxy")]:
+    for name in [one for one in sys.modules if one.startswith("turnwright.proxy")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "starlette.responses", None)
-    with pytest.raises(ConfigError, match=r"pip install 'turnwise\[serve\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'turnwright\[serve\]'"):
         resolve_env(section(tmp_path, command=["x"], score="scores.py:score"), base=tmp_path)

@@ -1,4 +1,4 @@
-"""`turnwise record`: programs come to a port, each session is an episode, in front of our engines or of a chat service."""
+"""`turnwright record`: programs come to a port, each session is an episode, in front of our engines or of a chat service."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import Any
 
 import pytest
 
-import turnwise as tw
+import turnwright as tw
 from tests.proxy_kit import TOOL, RecordingEngine, account, called, client, contexts
-from turnwise import commands
-from turnwise.cli.main import main
-from turnwise.config import load
-from turnwise.engines.remote import ChatEngine
-from turnwise.errors import ConfigError
-from turnwise.proxy import ProxyServer, ProxySession, recording
-from turnwise.proxy.recording import record_sessions
-from turnwise.records import RunDir
-from turnwise.renderers import byte_renderer
-from turnwise.rollouts.api import make_episode_specs
-from turnwise.rollouts.runner import Rollout
-from turnwise.viewer.recompute import steps_of
+from turnwright import commands
+from turnwright.cli.main import main
+from turnwright.config import load
+from turnwright.engines.remote import ChatEngine
+from turnwright.errors import ConfigError
+from turnwright.proxy import ProxyServer, ProxySession, recording
+from turnwright.proxy.recording import record_sessions
+from turnwright.records import RunDir
+from turnwright.renderers import byte_renderer
+from turnwright.rollouts.api import make_episode_specs
+from turnwright.rollouts.runner import Rollout
+from turnwright.viewer.recompute import steps_of
 
 TOOLS = [{"type": "function", "function": TOOL}]
 
@@ -288,7 +288,7 @@ def test_the_command_writes_a_run_directory(tmp_path: Path, monkeypatch: pytest.
 
 ASK = """
 import json, os, urllib.request
-body = json.dumps({"messages": [{"role": "user", "content": os.environ["TURNWISE_TASK"]}]}).encode()
+body = json.dumps({"messages": [{"role": "user", "content": os.environ["TURNWRIGHT_TASK"]}]}).encode()
 head = {"content-type": "application/json"}
 request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, head)
 with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as answer:

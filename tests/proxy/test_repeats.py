@@ -12,15 +12,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_matching import Conversation, run, user
 
-import turnwise as tw
+import turnwright as tw
 from tests.proxy_kit import TOOL
-from turnwise.proxy import ProxySession
-from turnwise.proxy.anthropic import AnthropicMessages
-from turnwise.proxy.chat import ChatCompletions
-from turnwise.proxy.request_cache import KEPT_CONVERSATIONS, RequestCache
-from turnwise.proxy.responses import Responses
-from turnwise.proxy.server import Dialect
-from turnwise.proxy.wire import RequestFault, WireMessage, WireRequest
+from turnwright.proxy import ProxySession
+from turnwright.proxy.anthropic import AnthropicMessages
+from turnwright.proxy.chat import ChatCompletions
+from turnwright.proxy.request_cache import KEPT_CONVERSATIONS, RequestCache
+from turnwright.proxy.responses import Responses
+from turnwright.proxy.server import Dialect
+from turnwright.proxy.wire import RequestFault, WireMessage, WireRequest
 
 LEAVES = st.sampled_from([True, 1, 1.0, False, 0, None, "1", "", 'a"]}', "\\", "é", ["messages", {}], {"messages": []}])
 ROWS = st.lists(

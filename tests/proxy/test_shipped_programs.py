@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
-import turnwise as tw
+import turnwright as tw
 from tests.proxy_kit import account, contexts
-from turnwise.config import ModelConfig
-from turnwise.config.schema import EnvConfig
-from turnwise.engines.local import LocalEngine
-from turnwise.envs import resolve_env
-from turnwise.envs.isolation.sandbox import sandbox_problem
-from turnwise.rollouts import Rollout, make_episode_specs
-from turnwise.training import create_tiny_model, load_model_and_renderer
+from turnwright.config import ModelConfig
+from turnwright.config.schema import EnvConfig
+from turnwright.engines.local import LocalEngine
+from turnwright.envs import resolve_env
+from turnwright.envs.isolation.sandbox import sandbox_problem
+from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.training import create_tiny_model, load_model_and_renderer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 pytestmark = pytest.mark.filterwarnings("ignore:local engine. on this machine the last bits:UserWarning")

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from rollout_kit import AsyncTalk, Sampler, Talk, check_record, facts, renderer, tasks
 from test_inv_exact import best_of_two, edited, planner_and_worker, verbatim
 
-import turnwise as tw
-from turnwise.cli.main import main
-from turnwise.errors import TraceError
-from turnwise.records import JsonLines, RunDir, read_json_lines, rebuild_trajectories, to_json
-from turnwise.records.run_dir import RECORD_VERSION
-from turnwise.rollouts import Rollout, make_episode_specs
-from turnwise.types import (
+import turnwright as tw
+from turnwright.cli.main import main
+from turnwright.errors import TraceError
+from turnwright.records import JsonLines, RunDir, read_json_lines, rebuild_trajectories, to_json
+from turnwright.records.run_dir import RECORD_VERSION
+from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.types import (
     EpisodeKey,
     Failure,
     ImageRef,
@@ -234,7 +234,7 @@ def test_images_failures_and_calls_of_every_shape_replay_whole():
     trajectory.turns = [Turn("main", 0, 2, (1,), (said,), reply)]
     trajectory.stop, trajectory.error = StopReason.TIMEOUT, Failure("E", "m", "step", "t")
     trajectory.final = (said, Message("tool", "x", tool_call_id="call_0"))
-    from turnwise.records.serialization import failure_row, key_row, message_row, span_row, turn_row
+    from turnwright.records.serialization import failure_row, key_row, message_row, span_row, turn_row
 
     key = key_row(trajectory.key)
     events = [
@@ -316,7 +316,7 @@ def test_two_writers_of_one_run_are_told_apart(tmp_path):
     with RunDir(tmp_path) as run:
         with pytest.raises(TraceError, match="another process writes this run"):
             RunDir(tmp_path)
-        code = f"from turnwise.records import RunDir; RunDir({str(tmp_path)!r})"
+        code = f"from turnwright.records import RunDir; RunDir({str(tmp_path)!r})"
         other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert "another process writes this run" in other.stderr.splitlines()[-1]
         run.journal.append({"e": "x"})
@@ -331,7 +331,7 @@ def test_a_second_writer_is_refused_after_the_lock_file_was_deleted(tmp_path):
         (tmp_path / ".lock").unlink()
         with (tmp_path / "journal.jsonl").open("ab") as file:
             file.write(b"a line that is being wri")  # which the refused one leaves alone
-        code = f"from turnwise.records import RunDir; RunDir({str(tmp_path)!r})"
+        code = f"from turnwright.records import RunDir; RunDir({str(tmp_path)!r})"
         other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert "another process writes this run" in other.stderr.splitlines()[-1]
         with pytest.raises(TraceError, match="another process writes this run"):
@@ -397,8 +397,8 @@ FULL = """
 import resource, signal, sys
 sys.path[:0] = {path!r}
 from rollout_kit import *
-from turnwise.cli.main import main
-from turnwise.errors import TraceError
+from turnwright.cli.main import main
+from turnwright.errors import TraceError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 closed = []
 class Closes(AsyncTalk):
@@ -450,7 +450,7 @@ def test_a_run_of_an_earlier_version_is_refused_in_one_line(tmp_path, capsys):
     with RunDir(tmp_path / "old") as run:
         run.journal.append_definition("settings", {"v": RECORD_VERSION - 1})
     (tmp_path / "old" / "config.json").write_text("{}")
-    line = f"{tmp_path / 'old'}: recorded by an earlier version of turnwise, whose runs this one does not read"
+    line = f"{tmp_path / 'old'}: recorded by an earlier version of turnwright, whose runs this one does not read"
     with pytest.raises(TraceError, match=re.escape(line)):
         RunDir(tmp_path / "old")
     assert main(["view", str(tmp_path / "old")]) == 2

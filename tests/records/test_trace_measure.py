@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import turnwise as tw
-from turnwise.records import rollout_metrics
-from turnwise.records.metrics import MAX_NAMES, METRICS, OTHER, distribution_summary, flatten_row, top_counts
-from turnwise.types import (
+import turnwright as tw
+from turnwright.records import rollout_metrics
+from turnwright.records.metrics import MAX_NAMES, METRICS, OTHER, distribution_summary, flatten_row, top_counts
+from turnwright.types import (
     EpisodeKey,
     Failure,
     ImageRef,
@@ -238,7 +238,7 @@ def everything() -> list[Trajectory]:
 
 
 def test_every_name_that_a_run_writes_is_documented_and_the_other_way_round(tmp_path):
-    from turnwise.training.metrics import step_row
+    from turnwright.training.metrics import step_row
 
     tw.train(
         model=tw.tiny(hidden=16, heads=1, kv_heads=1, layers=1),
@@ -268,6 +268,6 @@ def test_every_name_that_a_run_writes_is_documented_and_the_other_way_round(tmp_
     for row in rows:
         for name, value in row.items():
             found = metric_doc(f"{name}.x" if isinstance(value, dict) else name)
-            assert found is not None, f"{name} stands in no table of turnwise/records/metrics.py"
+            assert found is not None, f"{name} stands in no table of turnwright/records/metrics.py"
             seen.add(found.name)
     assert {one.name for one in METRICS} - seen <= set(SELDOM)

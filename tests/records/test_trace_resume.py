@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from rollout_kit import AsyncTalk, Sampler, Talk, facts, tasks
 from test_inv_exact import best_of_two, edited, planner_and_worker, verbatim
 
-import turnwise as tw
-from turnwise.config import EnvRules
-from turnwise.errors import TraceError
-from turnwise.records import JsonLines, RunDir, rebuild_trajectories
-from turnwise.records.journal import InterruptedEpisodes
-from turnwise.rollouts import Rollout, make_episode_specs
+import turnwright as tw
+from turnwright.config import EnvRules
+from turnwright.errors import TraceError
+from turnwright.records import JsonLines, RunDir, rebuild_trajectories
+from turnwright.records.journal import InterruptedEpisodes
+from turnwright.rollouts import Rollout, make_episode_specs
 
 LIMITS = tw.Limits(turns=30, turn_tokens=200)
 

@@ -18,8 +18,8 @@ if __name__ == "__main__":
 
 from tokenizer_kinds import KINDS, SINGLE_WORDS, codec
 
-from turnwise.renderers import CHATML, MARKUP, SPECIAL, ChatRenderer, ChatTemplate
-from turnwise.types import Message
+from turnwright.renderers import CHATML, MARKUP, SPECIAL, ChatRenderer, ChatTemplate
+from turnwright.types import Message
 
 FULL_WIDTH = {ord(char): ord(char) + 0xFEE0 for char in "<>|[]/_"}
 SMALL = {ord("<"): "\ufe64", ord(">"): "\ufe65"}

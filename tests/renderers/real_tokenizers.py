@@ -20,7 +20,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 PACKAGE = "mistral-common==1.13.1"
-CACHE = Path(os.environ.get("TURNWISE_WHEELS") or Path(__file__).resolve().parents[2] / ".cache" / "wheels")
+CACHE = Path(os.environ.get("TURNWRIGHT_WHEELS") or Path(__file__).resolve().parents[2] / ".cache" / "wheels")
 SENTENCEPIECE = "mistral_instruct_tokenizer_240323.model.v3"
 TEKKEN = "tekken_240718.json"
 

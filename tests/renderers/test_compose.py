@@ -10,11 +10,11 @@ from history_kit import APPEND_ONLY, SAID, TEMPLATES, TOOLS, in_use, of_template
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import turnwise as tw
-from turnwise.errors import TemplateError
-from turnwise.renderers import Branch, ChatTemplate, Extend, SampledReply
-from turnwise.renderers.recompose import REASONS
-from turnwise.types import Message
+import turnwright as tw
+from turnwright.errors import TemplateError
+from turnwright.renderers import Branch, ChatTemplate, Extend, SampledReply
+from turnwright.renderers.recompose import REASONS
+from turnwright.types import Message
 
 FOUND = corpus.distinct()
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from rollout_kit import Sampler, Talk, check_record, linear, tasks
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-import turnwise as tw
-from turnwise.errors import TemplateError
-from turnwise.renderers import ChatRenderer, ChatTemplate, HFTokenizer
-from turnwise.renderers.contract import explain_contract
-from turnwise.types import Message, ToolCall
+import turnwright as tw
+from turnwright.errors import TemplateError
+from turnwright.renderers import ChatRenderer, ChatTemplate, HFTokenizer
+from turnwright.renderers.contract import explain_contract
+from turnwright.types import Message, ToolCall
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 

@@ -10,11 +10,11 @@ import pytest
 from guard_suite import FORMS, HARMLESS, MARKERS, chatml, control_of, hold, injections
 from tokenizer_kinds import KINDS, codec
 
-import turnwise as tw
-from turnwise.errors import ControlTextError, TemplateError, UsageError
-from turnwise.renderers import CHATML, MARKUP, SPECIAL, ByteTokenizer, ChatRenderer, ChatTemplate, HFTokenizer
-from turnwise.renderers.control_text import markers
-from turnwise.types import Message, ToolCall
+import turnwright as tw
+from turnwright.errors import ControlTextError, TemplateError, UsageError
+from turnwright.renderers import CHATML, MARKUP, SPECIAL, ByteTokenizer, ChatRenderer, ChatTemplate, HFTokenizer
+from turnwright.renderers.control_text import markers
+from turnwright.types import Message, ToolCall
 
 SUITE = injections()
 VERBATIM = ("one id a byte", "byte-level BPE", "byte-level BPE, markers in the model's vocabulary", "Mistral Tekken (real)")

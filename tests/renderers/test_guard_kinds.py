@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tokenizer_kinds import KINDS, REAL, SINGLE_WORDS, codec, tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-import turnwise as tw
-from turnwise.renderers import CHATML, ChatRenderer, ChatTemplate, HFTokenizer
-from turnwise.types import Message
+import turnwright as tw
+from turnwright.renderers import CHATML, ChatRenderer, ChatTemplate, HFTokenizer
+from turnwright.types import Message
 
 TRAINED = [kind for kind in KINDS if kind not in REAL]
 FRAGMENTS = ["the", " of", "\n", "\n\n", "  ", "\t", "7", "<", ">", "|", "<|", "don't"]

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-import turnwise as tw
-from turnwise.records.serialization import message_row, read_message
-from turnwise.renderers.parsers import PARSERS
-from turnwise.types import Message, ToolCall
+import turnwright as tw
+from turnwright.records.serialization import message_row, read_message
+from turnwright.renderers.parsers import PARSERS
+from turnwright.types import Message, ToolCall
 
 
 def tool(name: str, **kinds: str) -> dict:

@@ -11,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.renderers.test_parsers import GOLDEN, TOOLS
-from turnwise.renderers.parsers import PARSERS, detect_format
-from turnwise.types import Message
+from turnwright.renderers.parsers import PARSERS, detect_format
+from turnwright.types import Message
 
 NAMES = sorted(PARSERS)
 # What replies of any format are made of: whole examples, their marks, and what JSON and Python are made of.

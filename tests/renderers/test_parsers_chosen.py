@@ -2,9 +2,9 @@
 
 import pytest
 
-from turnwise import commands
-from turnwise.renderers import MARKUP, SPECIAL, ByteTokenizer, ChatRenderer, ChatTemplate
-from turnwise.types import Message, ToolCall
+from turnwright import commands
+from turnwright.renderers import MARKUP, SPECIAL, ByteTokenizer, ChatRenderer, ChatTemplate
+from turnwright.types import Message, ToolCall
 
 FRAME = """
 {%- for m in messages -%}

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.corpus import distinct, template_of
-from turnwise.errors import TemplateError
-from turnwise.renderers.parsers import PARSERS, parser_for_template
-from turnwise.renderers.parsers.detect import render_probe_reply, without_call_endings
-from turnwise.renderers.template import adapt_template
-from turnwise.types import ToolCall
+from turnwright.errors import TemplateError
+from turnwright.renderers.parsers import PARSERS, parser_for_template
+from turnwright.renderers.parsers.detect import render_probe_reply, without_call_endings
+from turnwright.renderers.template import adapt_template
+from turnwright.types import ToolCall
 
 CORPUS = distinct()
 needs_corpus = pytest.mark.skipif(not CORPUS, reason="0 templates at hand; `python tests/corpus.py` fetches them")

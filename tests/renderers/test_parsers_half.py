@@ -8,11 +8,11 @@ import orjson
 import pytest
 
 from tests.renderers.test_parsers import GOLDEN, MORE, TOOLS
-from turnwise.records.run_dir import to_json
-from turnwise.records.serialization import message_row, read_message
-from turnwise.renderers import ChatTemplate
-from turnwise.renderers.parsers import PARSERS, parser_for_template
-from turnwise.types import Message, ToolCall
+from turnwright.records.run_dir import to_json
+from turnwright.records.serialization import message_row, read_message
+from turnwright.renderers import ChatTemplate
+from turnwright.renderers.parsers import PARSERS, parser_for_template
+from turnwright.types import Message, ToolCall
 
 EXAMPLES = [*GOLDEN.items(), *((name, text) for name, text, _ in MORE.values())]
 SAID = "Let me see."

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnwise.renderers.parsers import PARSERS
+from turnwright.renderers.parsers import PARSERS
 
 Arguments = Mapping[str, Any]
 Calls = Sequence[tuple[str, Arguments]]

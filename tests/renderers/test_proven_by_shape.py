@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stateful_kit import source, sources
 
-from turnwise.errors import TemplateError
-from turnwise.renderers import CHATML, ChatTemplate, template_names, template_source
-from turnwise.renderers.inspected import Inspected, watch_placeholders
-from turnwise.renderers.locality import reach_of
-from turnwise.renderers.template import random_mark
-from turnwise.types import Message, ToolCall
+from turnwright.errors import TemplateError
+from turnwright.renderers import CHATML, ChatTemplate, template_names, template_source
+from turnwright.renderers.inspected import Inspected, watch_placeholders
+from turnwright.renderers.locality import reach_of
+from turnwright.renderers.template import random_mark
+from turnwright.types import Message, ToolCall
 
 NONE: frozenset[str] = frozenset()
 TEXTS = ("Begin.", "go on", "/quiet please", "Error: no such key", "ERROR", "", "  \n", "a text of more than two dozen letters")

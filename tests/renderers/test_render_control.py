@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from rollout_kit import renderer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-import turnwise as tw
-from turnwise.errors import TemplateError
-from turnwise.renderers import CHATML, MARKUP, SPECIAL, ByteTokenizer, ChatRenderer, ChatTemplate, HFTokenizer
-from turnwise.types import Message
+import turnwright as tw
+from turnwright.errors import TemplateError
+from turnwright.renderers import CHATML, MARKUP, SPECIAL, ByteTokenizer, ChatRenderer, ChatTemplate, HFTokenizer
+from turnwright.types import Message
 
 KINDS = ("bytes", "bpe", "bpe_nfkc", "unigram")
 FULL_WIDTH = {ord(a): ord(a) - 0x20 + 0xFF00 for a in "<|>"}

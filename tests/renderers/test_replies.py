@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-import turnwise as tw
+import turnwright as tw
 from tests.corpus import tokenizer_of
 from tests.renderers.test_parsers import TOOLS
-from turnwise.errors import TemplateError
-from turnwise.renderers import ChatRenderer, ChatTemplate, HFTokenizer, byte_renderer
-from turnwise.types import Message, ToolCall
+from turnwright.errors import TemplateError
+from turnwright.renderers import ChatRenderer, ChatTemplate, HFTokenizer, byte_renderer
+from turnwright.types import Message, ToolCall
 
 GLM = """\
 {%- for m in messages %}{{- '<|' + m.role + '|>' }}

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.corpus import distinct, template_of, tokenizer_of
-from turnwise import commands
-from turnwise.cli.main import main
-from turnwise.errors import TemplateError
-from turnwise.renderers import ChatRenderer, HFTokenizer
-from turnwise.renderers.load import template_renderer
-from turnwise.types import Message, ToolCall
+from turnwright import commands
+from turnwright.cli.main import main
+from turnwright.errors import TemplateError
+from turnwright.renderers import ChatRenderer, HFTokenizer
+from turnwright.renderers.load import template_renderer
+from turnwright.types import Message, ToolCall
 
 ASKED = Message("user", "USERMARK")
 TOOLS = [

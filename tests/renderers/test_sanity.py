@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_kit import bpe, facts
 
-import turnwise as tw
-from turnwise.config import Limits
-from turnwise.errors import UsageError
-from turnwise.records import RunDir
-from turnwise.renderers import ChatRenderer, ChatTemplate, HFTokenizer, template_source
-from turnwise.renderers.render_check import CAUSES, RenderDifference, compare_with_render
-from turnwise.rollouts import Rollout, make_episode_specs, run_sync
-from turnwise.rollouts.render_check import built_conversation
-from turnwise.types import Message
+import turnwright as tw
+from turnwright.config import Limits
+from turnwright.errors import UsageError
+from turnwright.records import RunDir
+from turnwright.renderers import ChatRenderer, ChatTemplate, HFTokenizer, template_source
+from turnwright.renderers.render_check import CAUSES, RenderDifference, compare_with_render
+from turnwright.rollouts import Rollout, make_episode_specs, run_sync
+from turnwright.rollouts.render_check import built_conversation
+from turnwright.types import Message
 
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {"key": {}}}}}
 THOUGHT = "<think>\nI look.\n</think>\n\nYes."

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rollout_kit import bpe
 
-import turnwise as tw
-from turnwise.renderers import ChatRenderer, ChatTemplate, HFTokenizer
+import turnwright as tw
+from turnwright.renderers import ChatRenderer, ChatTemplate, HFTokenizer
 
 # Written for this test: QwQ drops the thinking of all replies but the last, Qwen3 that of the replies before the last question.
 TEMPLATE = """

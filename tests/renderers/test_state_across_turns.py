@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stateful_kit import source, sources
 
-from turnwise.errors import TemplateError
-from turnwise.renderers import ChatTemplate, template_source
-from turnwise.renderers.contract import explain_contract
-from turnwise.renderers.control_text import random_mark
-from turnwise.renderers.load import template_renderer
-from turnwise.renderers.render_check import BuiltConversation, OriginRun, compare_with_render
-from turnwise.types import Message, Origin, ToolCall
+from turnwright.errors import TemplateError
+from turnwright.renderers import ChatTemplate, template_source
+from turnwright.renderers.contract import explain_contract
+from turnwright.renderers.control_text import random_mark
+from turnwright.renderers.load import template_renderer
+from turnwright.renderers.render_check import BuiltConversation, OriginRun, compare_with_render
+from turnwright.types import Message, Origin, ToolCall
 
 NONE: frozenset[str] = frozenset()
 KINDS = {
@@ -214,7 +214,7 @@ def test_empty_thinking_is_kept_where_the_template_keeps_it_and_stripped_where_i
     asked = [Message("user", "Is it?")]
     opened = list(text.open(asked).ids)
     messages = [*asked, text.parse(said), Message("user", "Why?")]
-    from turnwise.renderers import Branch, SampledReply
+    from turnwright.renderers import Branch, SampledReply
 
     found = text.compose(messages, [SampledReply(1, tuple(said), len(opened))], [*opened, *said])
     kept = len(opened) + len(said) if not isinstance(found, Branch) else found.keep

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from jinja2.runtime import LoopContext, Undefined
 from jinja2.sandbox import SandboxedEnvironment
 
-from turnwise.errors import TemplateError
-from turnwise.renderers import ChatTemplate, sandbox
-from turnwise.renderers.sandbox import TemplateSandbox, _Namespace
-from turnwise.types import Message
+from turnwright.errors import TemplateError
+from turnwright.renderers import ChatTemplate, sandbox
+from turnwright.renderers.sandbox import TemplateSandbox, _Namespace
+from turnwright.types import Message
 
 TALK = [Message("user", "Hi"), Message("assistant", "Yes.", reasoning="So.")]
 DOUBLING = "{% set n = namespace(x=X) %}{% for i in range(60) %}{% set n.x = STEP %}{% endfor %}"
@@ -154,7 +154,7 @@ def test_by_the_budget_that_templates_have(name: str) -> None:
 
 
 def test_a_long_conversation_is_no_hostile_one() -> None:
-    from turnwise.renderers import template_source
+    from turnwright.renderers import template_source
 
     talk = [Message("user", "word " * 200), Message("assistant", "Yes. " * 100, reasoning="So. " * 100)] * 500
     for name in ("chatml", "qwen3_with_thinking", "qwen3_without_thinking"):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from turnwise.errors import TemplateError
-from turnwise.renderers import ChatTemplate, template_names, template_source
-from turnwise.types import Message
+from turnwright.errors import TemplateError
+from turnwright.renderers import ChatTemplate, template_names, template_source
+from turnwright.types import Message
 
 TALK = [Message("user", "Hi"), Message("assistant", "Yes.", reasoning="So."), Message("user", "?"), Message("assistant", "No.")]
 

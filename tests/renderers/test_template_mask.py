@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from corpus import SPECIAL, TOOLS, distinct, template_of, tokenizer_of
 
-import turnwise as tw
-from turnwise.config import Limits
-from turnwise.errors import TemplateError
-from turnwise.renderers import ChatRenderer, ChatTemplate, HFTokenizer, template_names, template_source
-from turnwise.renderers.render_check import template_assistant_mask
-from turnwise.rollouts.render_check import built_conversation
-from turnwise.types import Message, Origin, ToolCall
+import turnwright as tw
+from turnwright.config import Limits
+from turnwright.errors import TemplateError
+from turnwright.renderers import ChatRenderer, ChatTemplate, HFTokenizer, template_names, template_source
+from turnwright.renderers.render_check import template_assistant_mask
+from turnwright.rollouts.render_check import built_conversation
+from turnwright.types import Message, Origin, ToolCall
 
 ASKED, MORE = "Begin.", "Go on."
 FORMS = (

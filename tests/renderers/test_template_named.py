@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rollout_kit import bpe
 
-from turnwise.errors import ConfigError, TemplateError
-from turnwise.renderers import ChatRenderer, ChatTemplate, load_renderer, template_names, template_source
-from turnwise.renderers.template import check_arguments, with_preset_variables
-from turnwise.types import Message, ToolCall
+from turnwright.errors import ConfigError, TemplateError
+from turnwright.renderers import ChatRenderer, ChatTemplate, load_renderer, template_names, template_source
+from turnwright.renderers.template import check_arguments, with_preset_variables
+from turnwright.types import Message, ToolCall
 
 TALK = (
     Message("system", "Be brief."),

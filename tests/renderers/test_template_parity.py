@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from corpus import SPECIAL, TOOLS, distinct, template_of
 
-from turnwise.errors import TemplateError
-from turnwise.renderers import ChatTemplate, template_names, template_source
-from turnwise.types import ImageRef, Message, ToolCall
+from turnwright.errors import TemplateError
+from turnwright.renderers import ChatTemplate, template_names, template_source
+from turnwright.types import ImageRef, Message, ToolCall
 
 chat_template_utils = pytest.importorskip("transformers.utils.chat_template_utils")
 

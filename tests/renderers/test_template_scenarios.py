@@ -10,8 +10,8 @@ import pytest
 from corpus import template_of
 from template_kit import OWN_TEMPLATES
 
-from turnwise.renderers import ChatRenderer
-from turnwise.types import Message
+from turnwright.renderers import ChatRenderer
+from turnwright.types import Message
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from template_reads import read_replies

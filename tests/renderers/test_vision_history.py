@@ -16,12 +16,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import corpus
 from vision_kit import tiny_vlm_directory
 
-from turnwise.media import MediaStore
-from turnwise.renderers import Branch, Extend, SampledReply, load_renderer
-from turnwise.renderers.contract import explain_contract
-from turnwise.renderers.history import ConversationState, downscale_images, keep_images, render_next
-from turnwise.renderers.render_check import BuiltConversation, OriginRun, compare_with_render
-from turnwise.types import Message, Origin, ToolCall, VideoRef, ids_with_media_keys, placements_between
+from turnwright.media import MediaStore
+from turnwright.renderers import Branch, Extend, SampledReply, load_renderer
+from turnwright.renderers.contract import explain_contract
+from turnwright.renderers.history import ConversationState, downscale_images, keep_images, render_next
+from turnwright.renderers.render_check import BuiltConversation, OriginRun, compare_with_render
+from turnwright.types import Message, Origin, ToolCall, VideoRef, ids_with_media_keys, placements_between
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava", "smolvlm")
 TOOLS = (

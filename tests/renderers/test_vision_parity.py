@@ -23,10 +23,10 @@ from PIL import Image as Pillow  # noqa: E402
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # noqa: E402
 from vision_kit import tiny_vlm_directory  # noqa: E402
 
-from turnwise.errors import MediaError  # noqa: E402
-from turnwise.media import MediaStore, scaled_size  # noqa: E402
-from turnwise.renderers import load_renderer  # noqa: E402
-from turnwise.types import ImageRef, Message, VideoRef, limit_pixels  # noqa: E402
+from turnwright.errors import MediaError  # noqa: E402
+from turnwright.media import MediaStore, scaled_size  # noqa: E402
+from turnwright.renderers import load_renderer  # noqa: E402
+from turnwright.types import ImageRef, Message, VideoRef, limit_pixels  # noqa: E402
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 SIZES = ((32, 32), (96, 64), (70, 130), (1, 1), (3, 500), (640, 480), (257, 31))
@@ -349,7 +349,7 @@ def test_check_tells_pads_and_blocks_apart(renderers, store):
 
 
 def test_a_processor_for_another_tower_is_refused(directories, tmp_path):
-    from turnwise.errors import ModelError
+    from turnwright.errors import ModelError
 
     for file in directories["qwen3_vl"].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

@@ -12,10 +12,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from vision_kit import tiny_vlm_directory
 
-from turnwise.errors import MediaError
-from turnwise.media import MediaStore
-from turnwise.renderers import Branch, Extend, SampledReply, load_renderer
-from turnwise.types import ImageRef, Message, VideoRef
+from turnwright.errors import MediaError
+from turnwright.media import MediaStore
+from turnwright.renderers import Branch, Extend, SampledReply, load_renderer
+from turnwright.types import ImageRef, Message, VideoRef
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "smolvlm", "idefics3")
 

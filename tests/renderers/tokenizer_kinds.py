@@ -12,8 +12,8 @@ from real_tokenizers import sentencepiece, tekken
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
-from turnwise.renderers import MARKUP, SPECIAL, ByteTokenizer, HFTokenizer
-from turnwise.renderers.tokenizer import Tokenizer
+from turnwright.renderers import MARKUP, SPECIAL, ByteTokenizer, HFTokenizer
+from turnwright.renderers.tokenizer import Tokenizer
 
 _WORDS = "the|of|and|to|in|is|you|that|it|he|was|for|on|are|as|with|his|they|at|be|this|have|from|or|one|had|by|word"
 WORDS = re.findall(r"\w+", _WORDS)

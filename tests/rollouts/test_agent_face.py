@@ -12,20 +12,20 @@ from rollout_kit import bpe, renderer
 from transformers import AutoModelForCausalLM
 from vision_kit import tiny_vlm_directory
 
-import turnwise as tw
-from turnwise.config import ModelConfig, TrainConfig
-from turnwise.engines import Generation
-from turnwise.engines.local import LocalEngine
-from turnwise.errors import UsageError
-from turnwise.records.run_dir import RunDir
-from turnwise.records.serialization import read_trajectory, rebuild_trajectories, trajectory_row
-from turnwise.renderers import CHATML, load_renderer
-from turnwise.rollouts.replay.compare import as_json
-from turnwise.training import create_tiny_model
-from turnwise.training.advantages import WEIGHED
-from turnwise.training.algorithms.settings import resolve_settings
-from turnwise.training.loss import Objective
-from turnwise.types import Group, Origin, Status, StopReason
+import turnwright as tw
+from turnwright.config import ModelConfig, TrainConfig
+from turnwright.engines import Generation
+from turnwright.engines.local import LocalEngine
+from turnwright.errors import UsageError
+from turnwright.records.run_dir import RunDir
+from turnwright.records.serialization import read_trajectory, rebuild_trajectories, trajectory_row
+from turnwright.renderers import CHATML, load_renderer
+from turnwright.rollouts.replay.compare import as_json
+from turnwright.training import create_tiny_model
+from turnwright.training.advantages import WEIGHED
+from turnwright.training.algorithms.settings import resolve_settings
+from turnwright.training.loss import Objective
+from turnwright.types import Group, Origin, Status, StopReason
 
 TASK = tw.Task("Go.", id="0")
 TEXTS = ["one and two", "three", "four and five and six"]

@@ -8,13 +8,13 @@ import json
 import numpy as np
 import pytest
 
-import turnwise as tw
-from turnwise.config import Limits
-from turnwise.envs.tools.results import read_content
-from turnwise.renderers import CHATML, ChatTemplate, SampledReply
-from turnwise.renderers.load import template_renderer
-from turnwise.training.warmup import conversations
-from turnwise.types import Message, join_texts
+import turnwright as tw
+from turnwright.config import Limits
+from turnwright.envs.tools.results import read_content
+from turnwright.renderers import CHATML, ChatTemplate, SampledReply
+from turnwright.renderers.load import template_renderer
+from turnwright.training.warmup import conversations
+from turnwright.types import Message, join_texts
 
 PARTS = [{"type": "text", "text": "alpha"}, {"type": "text", "text": "beta"}]
 PICTURE = tw.Image(np.zeros((8, 8, 3), np.uint8), alt="a black square")

@@ -9,9 +9,9 @@ import multiprocessing
 
 from rollout_kit import AsyncTalk, Sampler, tasks
 
-import turnwise as tw
-from turnwise.rollouts import garbage
-from turnwise.rollouts.garbage import GarbageWatch
+import turnwright as tw
+from turnwright.rollouts import garbage
+from turnwright.rollouts.garbage import GarbageWatch
 
 
 class Payload:

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_kit import check_record, linear, tasks
 
-import turnwise as tw
-from turnwise.config import load
-from turnwise.config.schema import HISTORY_POLICIES
-from turnwise.renderers.history import POLICIES, drop_reasoning, keep_images
-from turnwise.renderers.recompose import REASONS
-from turnwise.rollouts.runner import parse_history
+import turnwright as tw
+from turnwright.config import load
+from turnwright.config.schema import HISTORY_POLICIES
+from turnwright.renderers.history import POLICIES, drop_reasoning, keep_images
+from turnwright.renderers.recompose import REASONS
+from turnwright.rollouts.runner import parse_history
 
 FEW = settings(max_examples=40, deadline=None)
 LIMITS = tw.Limits(turns=12, turn_tokens=60, on_turn_length="continue", context=900)

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_kit import Sampler, check_record, facts, renderer, tasks
 
-import turnwise as tw
-from turnwise.config import EnvRules
-from turnwise.envs.scripted_play import ScriptedRunner
-from turnwise.rollouts import Rollout, make_episode_specs
-from turnwise.rollouts.resume import observation_row, read_observation
+import turnwright as tw
+from turnwright.config import EnvRules
+from turnwright.envs.scripted_play import ScriptedRunner
+from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.rollouts.resume import observation_row, read_observation
 
 TEXTS = ("yes", "no é中", "line\nline", "a longer text, twice")
 

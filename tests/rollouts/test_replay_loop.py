@@ -26,10 +26,10 @@ from test_inv_exact import best_of_two, edited, planner_and_worker, verbatim
 from test_inv_routes import Breaks
 from test_rollout_inline import Wild
 
-import turnwise as tw
-from turnwise.engines import Generation
-from turnwise.errors import TraceError
-from turnwise.rollouts.replay import engine
+import turnwright as tw
+from turnwright.engines import Generation
+from turnwright.errors import TraceError
+from turnwright.rollouts.replay import engine
 
 KINDS = ("bytes", "bpe")
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from rollout_kit import Sampler
 
-import turnwise as tw
-from turnwise.config import TrainConfig
-from turnwise.envs.user_code import LARGEST
-from turnwise.errors import ConfigError
-from turnwise.training.algorithms.settings import resolve_settings
-from turnwise.training.loss import Objective
-from turnwise.types.trajectory import Group
+import turnwright as tw
+from turnwright.config import TrainConfig
+from turnwright.envs.user_code import LARGEST
+from turnwright.errors import ConfigError
+from turnwright.training.algorithms.settings import resolve_settings
+from turnwright.training.loss import Objective
+from turnwright.types.trajectory import Group
 
 HUGE = [1e308, -1e308, 1e39, 1.1e15, math.inf, -math.inf, math.nan, 10**400, -(10**16), np.float64(1e300), Decimal("1e400")]
 LIMITS = tw.Limits(turns=2, turn_tokens=3)

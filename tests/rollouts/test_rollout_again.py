@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_kit import AsyncTalk, Sampler, Talk, check_record, facts, tasks
 
-import turnwise as tw
-from turnwise.engines import Generation
-from turnwise.records import read_json_lines, rebuild_trajectories
+import turnwright as tw
+from turnwright.engines import Generation
+from turnwright.records import read_json_lines, rebuild_trajectories
 
 FEW = settings(max_examples=30, deadline=None)
 RULES = tw.EnvRules(max_engine_retries_per_turn=2, retry_wait_s=0.0)

@@ -1,4 +1,4 @@
-"""`turnwise.rollout` as users write it: the house's worlds, tools, play functions, loops that run already, mistakes."""
+"""`turnwright.rollout` as users write it: the house's worlds, tools, play functions, loops that run already, mistakes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import threading
 import pytest
 from rollout_kit import AsyncTalk, Sampler, Talk, check_record, facts, tasks
 
-import turnwise as tw
-from turnwise.rollouts import group_by_task
+import turnwright as tw
+from turnwright.rollouts import group_by_task
 
 
 class Guess(tw.Env):

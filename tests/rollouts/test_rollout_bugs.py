@@ -8,10 +8,10 @@ import json
 import pytest
 from rollout_kit import AsyncTalk, Sampler, Talk, tasks
 
-import turnwise as tw
-from turnwise.envs.user_code import failure_kind, user_location
-from turnwise.rollouts import Rollout, make_episode_specs
-from turnwise.types import FailureKind
+import turnwright as tw
+from turnwright.envs.user_code import failure_kind, user_location
+from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.types import FailureKind
 
 
 class Wrong(AsyncTalk):
@@ -96,7 +96,7 @@ def test_a_librarys_own_exception_is_no_mistake_of_the_environment():
 
 
 BROKEN = """
-import turnwise as tw
+import turnwright as tw
 
 class Broken(tw.Env):
     def reset(self, task, *, seed=None):
@@ -116,13 +116,13 @@ class Broken(tw.Env):
 
 
 def test_the_command_line_says_a_mistake_in_one_line_and_fails(tmp_path, monkeypatch, capsys):
-    from turnwise.cli.main import main
+    from turnwright.cli.main import main
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_text(BROKEN)
     (tmp_path / "recipe.toml").write_text('[[env]]\nuse = "broken.py:Broken"\n')
     assert main(["eval", "recipe.toml", "--engine", "scripted"]) == 1
     said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert said.startswith("turnwise: error: AttributeError at ")
+    assert said.startswith("turnwright: error: AttributeError at ")
     assert "broken.py:9 in step, in 7 of the first 7 episodes: " in said
     assert "Traceback" not in said

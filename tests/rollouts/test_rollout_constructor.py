@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-import turnwise as tw
+import turnwright as tw
 
 
 class Slow(tw.Env):

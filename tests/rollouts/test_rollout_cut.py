@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_kit import Sampler, check_record, renderer, tasks
 
-import turnwise as tw
+import turnwright as tw
 
 TEXTS = ("yes", "no \u00e9\u4e2d", "line\nline", "long " * 20)
 LONG = "a reply that is too long"

@@ -10,9 +10,9 @@ import time
 import pytest
 from rollout_kit import AsyncTalk, Sampler, Talk, check_record, facts, tasks
 
-import turnwise as tw
-from turnwise.engines import Generation
-from turnwise.rollouts import Rollout, make_episode_specs
+import turnwright as tw
+from turnwright.engines import Generation
+from turnwright.rollouts import Rollout, make_episode_specs
 
 # What breaks, and the record of it: stop reason, type of the error, phase.
 WORLD = {
@@ -193,7 +193,7 @@ def _release():
     yield
     RELEASE.set()
     end = time.monotonic() + 20
-    while left := [t for t in threading.enumerate() if t not in before and t.name.startswith("turnwise-env")]:
+    while left := [t for t in threading.enumerate() if t not in before and t.name.startswith("turnwright-env")]:
         assert time.monotonic() < end, f"threads are left: {left}"
         time.sleep(0.005)
 

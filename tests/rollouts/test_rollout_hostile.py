@@ -10,9 +10,9 @@ import threading
 import pytest
 from rollout_kit import Sampler, Talk, tasks
 
-import turnwise as tw
-from turnwise import errors
-from turnwise.rollouts import make_episode_specs
+import turnwright as tw
+from turnwright import errors
+from turnwright.rollouts import make_episode_specs
 
 
 class Own(BaseException):

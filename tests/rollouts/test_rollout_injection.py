@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rollout_kit import AsyncTalk, Sampler, facts, tasks
 
-import turnwise as tw
-from turnwise.rollouts import episode
+import turnwright as tw
+from turnwright.rollouts import episode
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import faults

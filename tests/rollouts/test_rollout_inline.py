@@ -15,11 +15,11 @@ from rollout_kit import Sampler, facts, renderer, tasks
 from strategies import trajectories
 from vision_kit import tiny_vlm_directory
 
-import turnwise as tw
-from turnwise.media.images import encode_png
-from turnwise.records import read_json_lines, rebuild_trajectories
-from turnwise.renderers import load_renderer
-from turnwise.renderers.base import cut_ids
+import turnwright as tw
+from turnwright.media.images import encode_png
+from turnwright.records import read_json_lines, rebuild_trajectories
+from turnwright.renderers import load_renderer
+from turnwright.renderers.base import cut_ids
 
 KINDS = ("bytes", "bpe", "unigram")
 STOPS = ("e", "an", "中", "\n")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_kit import AsyncTalk, Sampler, check_record, renderer, tasks
 
-import turnwise as tw
+import turnwright as tw
 
 
 class Chatty(AsyncTalk):

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from rollout_kit import Sampler
 
-import turnwise as tw
-from turnwise.envs import take_step
-from turnwise.errors import EnvError
+import turnwright as tw
+from turnwright.envs import take_step
+from turnwright.errors import EnvError
 
 NUMBERS: list[tuple[Any, float]] = [
     (1, 1.0),

@@ -20,14 +20,14 @@ import pytest
 from process_kit import children
 from rollout_kit import AsyncTalk, Sampler, Talk, check_record, facts, tasks
 
-import turnwise as tw
-from turnwise.envs.isolation import fork_server, process_env
+import turnwright as tw
+from turnwright.envs.isolation import fork_server, process_env
 
 APART = tw.EnvRules(isolation="process")
 
 
 def folders():
-    return set(Path(tempfile.gettempdir()).glob("turnwise-env-*"))
+    return set(Path(tempfile.gettempdir()).glob("turnwright-env-*"))
 
 
 @pytest.fixture(autouse=True)
@@ -217,7 +217,7 @@ def test_a_factory_that_no_other_process_can_find_is_said_at_once():
 SCRIPT = """
     import sys, time
     from pathlib import Path
-    import turnwise as tw
+    import turnwright as tw
 
     class Slow(tw.Env):
         def reset(self, task, *, seed=None):

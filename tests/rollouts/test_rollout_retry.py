@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_kit import AsyncTalk, Sampler, Talk, facts, tasks
 
-import turnwise as tw
-from turnwise.records import read_json_lines, rebuild_trajectories
-from turnwise.rollouts import Rollout, make_episode_specs
-from turnwise.training.advantages import advantages
-from turnwise.types import FAILED_ATTEMPT
+import turnwright as tw
+from turnwright.records import read_json_lines, rebuild_trajectories
+from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.training.advantages import advantages
+from turnwright.types import FAILED_ATTEMPT
 
 FEW = settings(max_examples=30, deadline=None)
 QUICK = tw.EnvRules(max_env_retries_per_turn=2, retry_wait_s=0.0)

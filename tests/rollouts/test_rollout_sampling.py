@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import turnwise as tw
-from turnwise.engines.local import LocalEngine
-from turnwise.records import read_json_lines, rebuild_trajectories
-from turnwise.records.export import rows_of
+import turnwright as tw
+from turnwright.engines.local import LocalEngine
+from turnwright.records import read_json_lines, rebuild_trajectories
+from turnwright.records.export import rows_of
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8, "max_position_embeddings": 256}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}

@@ -20,10 +20,10 @@ import pytest
 from process_kit import children
 from rollout_kit import AsyncTalk, Sampler, Talk, facts, tasks
 
-import turnwise as tw
-from turnwise.envs.isolation import process_env
-from turnwise.envs.isolation.process_env import ForkServer
-from turnwise.envs.rewards.workers import RewardWorkers
+import turnwright as tw
+from turnwright.envs.isolation import process_env
+from turnwright.envs.isolation.process_env import ForkServer
+from turnwright.envs.rewards.workers import RewardWorkers
 
 ENGINE = ["an answer"]
 APART = tw.EnvRules(reward_isolation="process")
@@ -32,13 +32,13 @@ APART = tw.EnvRules(reward_isolation="process")
 @pytest.fixture(autouse=True)
 def _nothing_is_left():
     gc.collect()
-    folders = set(Path(tempfile.gettempdir()).glob("turnwise-env-*"))
+    folders = set(Path(tempfile.gettempdir()).glob("turnwright-env-*"))
     before = children(), set(os.listdir("/proc/self/fd"))
     yield
     gc.collect()
     assert children() <= before[0], "a process is left"
     assert set(os.listdir("/proc/self/fd")) <= before[1], "a descriptor is left"
-    assert set(Path(tempfile.gettempdir()).glob("turnwise-env-*")) <= folders, "a temporary directory is left"
+    assert set(Path(tempfile.gettempdir()).glob("turnwright-env-*")) <= folders, "a temporary directory is left"
 
 
 def fault(trajectory):
@@ -136,7 +136,7 @@ def test_a_process_with_more_open_files_than_select_takes_has_them_too():
 
 def test_processes_are_used_again_and_are_not_ours(monkeypatch):
     # More workers start where rewards hang.
-    monkeypatch.setattr(importlib.import_module("turnwise.envs.rewards.workers"), "_STALL_S", 600.0)
+    monkeypatch.setattr(importlib.import_module("turnwright.envs.rewards.workers"), "_STALL_S", 600.0)
     env = tw.tool_env([], reward=tw.rewards(process=tw.RewardPart(process, isolation="process"), here=process))
     played = tw.rollout(env, tasks(24), tw.ScriptedEngine(ENGINE))
     own, apart = ({t.rewards[name] for t in played} for name in ("here", "process"))

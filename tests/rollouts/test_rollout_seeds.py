@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from turnwise.types import EpisodeKey
-from turnwise.types.seeds import episode_seed
+from turnwright.types import EpisodeKey
+from turnwright.types.seeds import episode_seed
 
 KEY = EpisodeKey("train", 3, "t", 1)
 

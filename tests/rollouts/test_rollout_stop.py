@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_kit import Sampler, Talk, check_record, renderer, tasks
 
-import turnwise as tw
-from turnwise.config import load
-from turnwise.engines import check_generation
+import turnwright as tw
+from turnwright.config import load
+from turnwright.engines import check_generation
 
 KINDS = ("bytes", "bpe", "unigram")
 
@@ -137,5 +137,5 @@ def test_stop_texts_of_a_recipe(tmp_path):
     assert load(recipe).config.rollout.stop == ("</search>", "</answer>")
     for wrong, why in (('stop = [""]', "must not be empty"), ("stop = [1]", "a list of strings")):
         recipe.write_text(f'[[env]]\nuse = "hop"\n[rollout]\n{wrong}\n')
-        with pytest.raises(tw.TurnwiseError, match=why):
+        with pytest.raises(tw.TurnwrightError, match=why):
             load(recipe)

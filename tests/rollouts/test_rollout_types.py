@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import trajectories
 
-import turnwise as tw
-from turnwise.types import Status, as_messages
+import turnwright as tw
+from turnwright.types import Status, as_messages
 
 ODD = """
-import turnwise as tw
+import turnwright as tw
 class Thing: pass
 print([task.id for task in (
     tw.Task("x", answer={"b", "a", "c", "dd"}), tw.Task("x", info={"thing": Thing(), "f": len}),

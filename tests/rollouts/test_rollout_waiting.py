@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnwise.envs.threads import AbandonableThreads
-from turnwise.rollouts.timeouts import Deadline
+from turnwright.envs.threads import AbandonableThreads
+from turnwright.rollouts.timeouts import Deadline
 
 FEW = settings(max_examples=15, deadline=None)
 
 
 def workers():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("turnwise-env")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("turnwright-env")]
 
 
 def none_left():

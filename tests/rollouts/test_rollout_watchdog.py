@@ -12,8 +12,8 @@ import time
 import pytest
 from rollout_kit import AsyncTalk, Sampler, Talk, tasks
 
-import turnwise as tw
-from turnwise.rollouts import Rollout, make_episode_specs
+import turnwright as tw
+from turnwright.rollouts import Rollout, make_episode_specs
 
 
 class Stuck(AsyncTalk):
@@ -44,7 +44,7 @@ def play(world, n=3, seconds=0.2, **more):
 def test_without_progress_it_says_what_is_pending(capfd):
     play(Stuck)
     said = capfd.readouterr().err
-    assert re.search(r"turnwise: no progress for \d+ s; 3 episodes pending", said)
+    assert re.search(r"turnwright: no progress for \d+ s; 3 episodes pending", said)
     for number in range(3):
         assert re.search(rf"  rollout/0/t{number}/0/0  turn 2  step  \d+\.\d s\n", said)
     assert said.count("no progress") <= 3, "each time after twice as long"
@@ -115,4 +115,4 @@ def test_calls_that_never_return_are_named(phase):
     assert sorted(rollout.abandoned_calls) == [f"rollout/0/t{i}/0/0 {what}.{phase}" for i in range(2)]
     assert rollout.abandoned == 2
     for call in rollout.abandoned_calls:
-        assert f"turnwise-env abandoned in {call}" in names
+        assert f"turnwright-env abandoned in {call}" in names

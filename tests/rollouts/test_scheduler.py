@@ -16,8 +16,8 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from turnwise.errors import UsageError
-from turnwise.rollouts.scheduler import BatchScheduler
+from turnwright.errors import UsageError
+from turnwright.rollouts.scheduler import BatchScheduler
 
 NUMBER = int(sys.argv[1]) if __name__ == "__main__" else 200
 EXAMPLES = settings(max_examples=NUMBER, deadline=None)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_kit import AsyncTalk, Sampler, Talk, facts, tasks
 
-import turnwise as tw
-from turnwise.rollouts import Rollout, make_episode_specs
-from turnwise.rollouts.timeouts import CallGate, Deadline, EpisodePlace
+import turnwright as tw
+from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.rollouts.timeouts import CallGate, Deadline, EpisodePlace
 
 
 def specs(env, count, step=0, phase="train"):

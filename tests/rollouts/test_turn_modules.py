@@ -7,13 +7,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import turnwise as tw
+import turnwright as tw
 
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 
 
 class TurnTrace:
-    """Collects the modules of `turnwise.rollouts` that are called while `on` is set."""
+    """Collects the modules of `turnwright.rollouts` that are called while `on` is set."""
 
     def __init__(self) -> None:
         self.on = False
@@ -21,8 +21,8 @@ class TurnTrace:
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         name = frame.f_globals.get("__name__", "")
-        if self.on and event == "call" and name.startswith("turnwise.rollouts."):
-            self.modules.add(name.removeprefix("turnwise.").replace(".", "/") + ".py")
+        if self.on and event == "call" and name.startswith("turnwright.rollouts."):
+            self.modules.add(name.removeprefix("turnwright.").replace(".", "/") + ".py")
 
 
 def test_a_turn_crosses_the_modules_of_its_walk(tmp_path: Path) -> None:

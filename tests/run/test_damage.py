@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.cli.main import main
-from turnwise.errors import TraceError
-from turnwise.records import RunDir, read_json_lines
+from turnwright.cli.main import main
+from turnwright.errors import TraceError
+from turnwright.records import RunDir, read_json_lines
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import kill_resume as bench

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.cli.main import main
-from turnwise.rollouts.play_again import MAX_DEATHS
-from turnwise.training.run import TrainingRun
+from turnwright.cli.main import main
+from turnwright.rollouts.play_again import MAX_DEATHS
+from turnwright.training.run import TrainingRun
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import kill_resume as bench
@@ -19,7 +19,7 @@ WORLD = '''\
 import os
 import signal
 from pathlib import Path
-import turnwise as tw
+import turnwright as tw
 
 HERE = Path(__file__).parent
 

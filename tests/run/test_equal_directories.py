@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from turnwise.cli.main import main
+from turnwright.cli.main import main
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import kill_resume as bench

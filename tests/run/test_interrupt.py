@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-import turnwise as tw
-from turnwise.errors import TurnwiseError
-from turnwise.rollouts.stream import RolloutStream
+import turnwright as tw
+from turnwright.errors import TurnwrightError
+from turnwright.rollouts.stream import RolloutStream
 
 SETTINGS: dict[str, Any] = {
     "limits": {"turns": 3, "turn_tokens": 6},
@@ -76,7 +76,7 @@ def test_ctrl_c_then_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_too_many_failures_stop_the_run(tmp_path: Path) -> None:
-    with pytest.raises(TurnwiseError, match=r"episodes of the eval-before-sampled episodes failed.*the world is flat"):
+    with pytest.raises(TurnwrightError, match=r"episodes of the eval-before-sampled episodes failed.*the world is flat"):
         tw.train(env=Broken, out=tmp_path / "run", **SETTINGS)
 
 

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 from fork_kit import Forked
 
-from turnwise.cli.main import main
+from turnwright.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = """\
@@ -99,7 +99,7 @@ def test_a_killed_run_draws_the_tasks_of_one_that_was_not(tmp_path: Path) -> Non
 
 INSERTS = """\
 import random
-import turnwise as tw
+import turnwright as tw
 
 class Inserts(tw.Env):
     def reset(self, task, *, seed=None):

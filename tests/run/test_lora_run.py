@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from long_world import LONG
 
-from turnwise.cli.main import main
+from turnwright.cli.main import main
 
 pytest.importorskip("peft")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.cli.main import main
+from turnwright.cli.main import main
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import kill_resume as bench
@@ -20,7 +20,7 @@ import kill_resume as bench
 WORLD = '''\
 import os
 from pathlib import Path
-import turnwise as tw
+import turnwright as tw
 
 HERE = Path(__file__).parent
 

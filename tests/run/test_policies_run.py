@@ -11,17 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from turnwise.cli.main import main
-from turnwise.config import load
-from turnwise.engines.local import LocalEngine
-from turnwise.records import read_json_lines
-from turnwise.training import setup
+from turnwright.cli.main import main
+from turnwright.config import load
+from turnwright.engines.local import LocalEngine
+from turnwright.records import read_json_lines
+from turnwright.training import setup
 
 pytest.importorskip("peft")
 
 PLAY = """\
 import asyncio
-import turnwise as tw
+import turnwright as tw
 
 def tasks(split, n, seed):
     return [tw.Task(f"Say {split} {number}.") for number in range(12)]
@@ -231,8 +231,8 @@ def test_an_agent_without_a_policy_is_an_error_and_is_named(tmp_path: Path, caps
 
 
 def test_policies_need_one_tokenizer(tmp_path: Path, capsys: Any) -> None:
-    from turnwise.config import ModelConfig
-    from turnwise.training.model.models import create_tiny_model
+    from turnwright.config import ModelConfig
+    from turnwright.training.model.models import create_tiny_model
 
     create_tiny_model(ModelConfig(hidden=32), ["another text"], tmp_path / "model")
     path = recipe(tmp_path, 'path = "model"')

@@ -14,12 +14,12 @@ from long_world import LONG
 from test_kill_resume import ROOT, benchmark
 from test_lora_run import RECIPE, rows
 
-from turnwise.cli.main import main
-from turnwise.engines.local import LocalEngine
-from turnwise.training import setup
-from turnwise.training.model.models import load
-from turnwise.training.model.packed import quant_of
-from turnwise.training.model.quantize import quantize_for_sampling, quantized_names
+from turnwright.cli.main import main
+from turnwright.engines.local import LocalEngine
+from turnwright.training import setup
+from turnwright.training.model.models import load
+from turnwright.training.model.packed import quant_of
+from turnwright.training.model.quantize import quantize_for_sampling, quantized_names
 
 KINDS = {"int4": 'kind = "int4"\ngroup = 32\n', "fp8": 'kind = "fp8"\nblock = 32\n'}
 
@@ -46,7 +46,7 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, kind: str) -> Non
 def test_what_plays_a_checkpoint_without_a_trainer_plays_the_grid(
     tmp_path: Path, recipe: Path, monkeypatch: Any, dtype: str
 ) -> None:
-    from turnwise.training.server import make_service
+    from turnwright.training.server import make_service
 
     out = tmp_path / "run"
     assert main(["train", str(recipe), "--out", str(out), "--display", "none", "--model.dtype", dtype]) == 0
@@ -81,11 +81,11 @@ def test_what_plays_a_checkpoint_without_a_trainer_plays_the_grid(
 def test_a_served_checkpoint_plays_the_grid_and_stays_on_it_with_the_weights_of_another(
     tmp_path: Path, recipe: Path, kind: str, capsys: Any
 ) -> None:
-    from turnwise.engines import Request
-    from turnwise.engines.remote import SglangEngine, VllmEngine
-    from turnwise.engines.server import JsonHttpServer
-    from turnwise.training import score_with_model
-    from turnwise.training.server import make_service
+    from turnwright.engines import Request
+    from turnwright.engines.remote import SglangEngine, VllmEngine
+    from turnwright.engines.server import JsonHttpServer
+    from turnwright.training import score_with_model
+    from turnwright.training.server import make_service
 
     out, prompt = tmp_path / "run", list(range(10, 30))
     assert main(["train", str(recipe), "--out", str(out), "--display", "none", "--train.lr", "2e-2"]) == 0
@@ -148,7 +148,7 @@ SEES = SEES.replace('"On."', f'[{{"role": "user", "content": [tw.Image({IMAGE}),
 
 @pytest.mark.parametrize("kind", ["int4", "fp8"])
 def test_a_vision_language_model_is_quantized_in_its_text_model(tmp_path: Path, kind: str) -> None:
-    from turnwise.training.trainer import checks
+    from turnwright.training.trainer import checks
 
     (tmp_path / "sees.py").write_text(SEES)
     plain = RECIPE.partition("[lora]")[0].replace("kl = 0.01\n", "").replace("long.py:Long", "sees.py:Sees")

@@ -18,15 +18,15 @@ from fork_kit import run_ranks
 from long_world import LONG
 from test_lora_run import RECIPE
 
-from turnwise.cli.main import main
+from turnwright.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 pytest.importorskip("peft")
 
 
 def start(*words: object) -> subprocess.Popen[str]:
-    """`torchrun --nproc-per-node 2 -m turnwise ...`, in a process group of its own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "turnwise"]
+    """`torchrun --nproc-per-node 2 -m turnwright ...`, in a process group of its own."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "turnwright"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [*command, *map(str, words)],
@@ -90,7 +90,7 @@ def test_what_stops_one_stops_all_with_one_line(tmp_path: Path, recipe: Path) ->
     run_ranks(train, 2, words, tmp_path)
     (status, said), (other, silent) = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
     assert (status, other) == (1, 0)
-    assert said.count("turnwise: error: ") == 1
-    assert "turnwise: error: " not in silent
+    assert said.count("turnwright: error: ") == 1
+    assert "turnwright: error: " not in silent
     assert "engine and trainer disagree on sampled ids" in said
     assert rows(tmp_path / "run") == []

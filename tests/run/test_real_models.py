@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from turnwise.cli.main import main
+from turnwright.cli.main import main
 
 RECIPE = """\
 [[env]]

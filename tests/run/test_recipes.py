@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from turnwise.cli.main import main
-from turnwise.envs import resolve_env
-from turnwise.training import TaskPlan
+from turnwright.cli.main import main
+from turnwright.envs import resolve_env
+from turnwright.training import TaskPlan
 
 COMMON = """\
 [limits]
@@ -77,7 +77,7 @@ def test_a_play_function(tmp_path: Path) -> None:
 
 def test_long_prompts_are_left_out_and_listed(tmp_path: Path) -> None:
     (tmp_path / "world.py").write_text(
-        "import turnwise as tw\n\n\nclass World(tw.Env):\n"
+        "import turnwright as tw\n\n\nclass World(tw.Env):\n"
         "    def reset(self, task, *, seed=None):\n        return None\n\n"
         "    def step(self, action):\n        return tw.Step(reward=0.0, terminated=True)\n"
     )

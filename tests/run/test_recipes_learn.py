@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.cli.main import main
+from turnwright.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {

@@ -11,7 +11,7 @@ import pytest
 from long_world import LONG
 from test_real_models import make, rows
 
-from turnwise.cli.main import main
+from turnwright.cli.main import main
 
 RECIPE = """\
 [[env]]

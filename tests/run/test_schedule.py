@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from test_kill_resume import SMALL, benchmark
 
-from turnwise.cli.main import main
+from turnwright.cli.main import main
 
 
 def recipe(bench: Any, mode: str, steps: int, **more: object) -> str:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from turnwise.cli.main import main
-from turnwise.config import load
-from turnwise.envs.builtin import BUILTIN
-from turnwise.training import resolve_settings
+from turnwright.cli.main import main
+from turnwright.config import load
+from turnwright.envs.builtin import BUILTIN
+from turnwright.training import resolve_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {
@@ -81,7 +81,7 @@ def test_the_quickstart_with_images_end_to_end(tmp_path: Path, capsys: pytest.Ca
 
 def test_one_environment_file_serves_both_kinds_of_model_unchanged(tmp_path: Path) -> None:
     file = tmp_path / "world.py"
-    file.write_text((ROOT / "turnwise" / "envs" / "builtin" / "radar.py").read_text())
+    file.write_text((ROOT / "turnwright" / "envs" / "builtin" / "radar.py").read_text())
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('[[env]]\nuse = "world.py:Radar"\n[limits]\nturn_tokens = 4\n')
     rows = {}

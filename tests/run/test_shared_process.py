@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.cli.main import main
-from turnwise.training.run import TrainingRun
+from turnwright.cli.main import main
+from turnwright.training.run import TrainingRun
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import kill_resume as bench
@@ -21,7 +21,7 @@ import asyncio
 import os
 import threading
 from pathlib import Path
-import turnwise as tw
+import turnwright as tw
 
 HERE = Path(__file__).parent
 
@@ -152,13 +152,13 @@ def test_what_ends_the_event_loop_is_a_line_that_names_the_environment(what, beg
     assert main(["train", str(tmp_path / "recipe.toml"), "--out", str(run), "--display", "none"]) == 1
     said = capsys.readouterr().err
     assert "code of environment World raised" in said
-    assert f"turnwise train --resume {run}" in said
+    assert f"turnwright train --resume {run}" in said
     assert main(["train", "--resume", str(run), "--display", "none"]) == 0
 
 
 def process(folder: Path) -> subprocess.CompletedProcess[str]:
     """Train in a process of its own, whose files may be closed."""
-    command = [sys.executable, "-m", "turnwise", "train", str(folder / "recipe.toml"), "--out", str(folder / "run")]
+    command = [sys.executable, "-m", "turnwright", "train", str(folder / "recipe.toml"), "--out", str(folder / "run")]
     return subprocess.run(
         [*command, "--display", "none"],
         env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])},

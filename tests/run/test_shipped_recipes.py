@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.config import load
-from turnwise.envs import resolve_env
-from turnwise.envs.builtin import BUILTIN
+from turnwright.config import load
+from turnwright.envs import resolve_env
+from turnwright.envs.builtin import BUILTIN
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.toml"))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.cli.main import main
-from turnwise.renderers import load_renderer, template_source
-from turnwise.types import Message
+from turnwright.cli.main import main
+from turnwright.renderers import load_renderer, template_source
+from turnwright.types import Message
 
 SMALL = """\
 [model]

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from long_world import LONG
 from test_lora_run import RECIPE, rows
 
-from turnwise.cli.main import main
-from turnwise.engines.local import LocalEngine, fingerprint
-from turnwise.training import setup
-from turnwise.training.trainer.checks import MAX_SHARE, MIN_POSITIONS, count_missing
+from turnwright.cli.main import main
+from turnwright.engines.local import LocalEngine, fingerprint
+from turnwright.training import setup
+from turnwright.training.trainer.checks import MAX_SHARE, MIN_POSITIONS, count_missing
 
 pytest.importorskip("peft")
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import turnwise as tw
-from turnwise.engines import Generation, Request, Sampling, StopText
-from turnwise.errors import UsageError
-from turnwise.media import MediaStore
-from turnwise.scale.base import GroupSpec, PlayedGroup
-from turnwise.scale.codec import (
+import turnwright as tw
+from turnwright.engines import Generation, Request, Sampling, StopText
+from turnwright.errors import UsageError
+from turnwright.media import MediaStore
+from turnwright.scale.base import GroupSpec, PlayedGroup
+from turnwright.scale.codec import (
     Contexts,
     dumps,
     generation_row,
@@ -28,7 +28,7 @@ from turnwise.scale.codec import (
     spec_row,
     unpack,
 )
-from turnwise.types import ROUTES, EpisodeKey, ExpertRoutes, ImageRef
+from turnwright.types import ROUTES, EpisodeKey, ExpertRoutes, ImageRef
 
 LEAVES = (
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | st.text()

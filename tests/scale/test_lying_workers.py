@@ -11,19 +11,19 @@ from urllib.parse import urlsplit
 import pytest
 from scale_kit import write_recipe
 
-import turnwise as tw
-from turnwise.config import load
-from turnwise.engines import tokens
-from turnwise.envs.resolve import resolve_env
-from turnwise.errors import TraceError, TurnwiseError
-from turnwise.records import RunDir
-from turnwise.records.journal import InterruptedEpisodes
-from turnwise.records.serialization import rebuild_trajectories
-from turnwise.renderers import load_renderer
-from turnwise.rollouts import EpisodeSpec, Rollout
-from turnwise.scale.pool import WorkerPool
-from turnwise.scale.worker import RunLink, WorkerProcess
-from turnwise.types import EpisodeKey
+import turnwright as tw
+from turnwright.config import load
+from turnwright.engines import tokens
+from turnwright.envs.resolve import resolve_env
+from turnwright.errors import TraceError, TurnwrightError
+from turnwright.records import RunDir
+from turnwright.records.journal import InterruptedEpisodes
+from turnwright.records.serialization import rebuild_trajectories
+from turnwright.renderers import load_renderer
+from turnwright.rollouts import EpisodeSpec, Rollout
+from turnwright.scale.pool import WorkerPool
+from turnwright.scale.worker import RunLink, WorkerProcess
+from turnwright.types import EpisodeKey
 
 SAMPLES = 3
 
@@ -197,8 +197,8 @@ def test_a_lying_worker_is_named_and_nothing_it_said_is_used(lie, alone, tmp_pat
             return found, refused, banned, here.notes
 
     found, refused, banned, notes = asyncio.run(play())
-    assert isinstance(refused, TurnwiseError)
-    assert isinstance(banned, TurnwiseError)
+    assert isinstance(refused, TurnwrightError)
+    assert isinstance(banned, TurnwrightError)
     assert any(note.startswith("worker liar") and LIES[lie] in note for note in notes), notes
     assert sampled(found) == sampled(asyncio.run(play_alone(tmp_path / "alone", alone)))
     assert all(t.stop is not None and not t.stop.failed for t in found)
@@ -229,7 +229,7 @@ def test_a_second_answer_is_a_lie_too(alone, tmp_path):
             return found, refused, here.notes
 
     found, refused, notes = asyncio.run(play())
-    assert isinstance(refused, TurnwiseError)
+    assert isinstance(refused, TurnwrightError)
     assert any("worker liar answered a group twice" in note for note in notes)
     assert len(found) == SAMPLES
 
@@ -282,7 +282,7 @@ def test_a_group_that_no_worker_can_play_stops_the_run(alone, tmp_path):
             finally:
                 await end(unable)
 
-    with pytest.raises(TurnwiseError, match=r"failed on workers 5 times, the last unable: could not play it: ImportError"):
+    with pytest.raises(TurnwrightError, match=r"failed on workers 5 times, the last unable: could not play it: ImportError"):
         asyncio.run(play())
 
 
@@ -309,7 +309,9 @@ def test_without_a_worker_the_run_stops_after_a_while(alone, tmp_path):
         async with run_with_workers(tmp_path, alone, "--scale.wait_s=0.5") as here:
             await here.stream.submit(group(here.spec))
 
-    with pytest.raises(TurnwiseError, match=r"no worker for 0.5 s \(scale.wait_s\): start some with turnwise worker --join"):
+    with pytest.raises(
+        TurnwrightError, match=r"no worker for 0.5 s \(scale.wait_s\): start some with turnwright worker --join"
+    ):
         asyncio.run(play())
 
 

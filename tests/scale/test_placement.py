@@ -12,13 +12,13 @@ import pytest
 from fork_kit import run_ranks
 from scale_kit import write_recipe
 
-import turnwise as tw
-from turnwise.cli.main import main
-from turnwise.config import RunConfig, ScaleConfig, load
-from turnwise.envs.resolve import resolve_env
-from turnwise.errors import ConfigError
-from turnwise.records import RunDir
-from turnwise.scale.pool import WorkerPool
+import turnwright as tw
+from turnwright.cli.main import main
+from turnwright.config import RunConfig, ScaleConfig, load
+from turnwright.envs.resolve import resolve_env
+from turnwright.errors import ConfigError
+from turnwright.records import RunDir
+from turnwright.scale.pool import WorkerPool
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from turnwise.scale.pool import WorkerPool
         ([], "# environments and rewards: this process"),
         (
             ["--scale.listen=0.0.0.0:7070"],
-            "# environments and rewards: workers that join at 0.0.0.0:7070 (turnwise worker --join)",
+            "# environments and rewards: workers that join at 0.0.0.0:7070 (turnwright worker --join)",
         ),
         (
             ["--scale.ray=auto", "--scale.ray-workers=8"],
@@ -72,7 +72,7 @@ def test_servers_of_several_policies_are_placed_for_training_only(tmp_path, caps
     recipe = write_recipe(tmp_path, more='[[policy]]\nname = "one"\n[[policy]]\nname = "two"\n')
     words = ["--scale.ray=auto", "--engine.kind=vllm", "--engine.update=lora", "--lora.rank=2"]
     assert main(["eval", str(recipe), *words]) == 2
-    assert "only turnwise train starts the servers of several policies there" in capsys.readouterr().err
+    assert "only turnwright train starts the servers of several policies there" in capsys.readouterr().err
 
 
 def test_a_port_of_relays_has_no_use_on_a_ray_cluster(tmp_path, capsys):
@@ -93,8 +93,8 @@ def train_without_ray(recipe, out, report):
     """Train with Ray, as if it were not installed, and alone; write the statuses and what is reported."""
     assert "ray" not in sys.modules
     sys.modules["ray"] = None
-    importlib.import_module("turnwise.scale.pool")
-    importlib.import_module("turnwise.scale.worker")
+    importlib.import_module("turnwright.scale.pool")
+    importlib.import_module("turnwright.scale.worker")
     words = ["train", str(recipe), "--out", str(out)]
     with contextlib.redirect_stderr(io.StringIO()) as said:
         statuses = main([*words, "--scale.ray=auto"]), main([*words, "--train.steps=0"])
@@ -106,7 +106,7 @@ def test_without_the_extra_nothing_imports_ray_and_the_recipe_is_the_same(alone,
     run_ranks(train_without_ray, 1, alone.parent / "recipe.toml", tmp_path / "run", tmp_path / "report")
     *statuses, said = json.loads((tmp_path / "report").read_text())
     assert statuses == [2, 0]
-    assert "scale.ray needs Ray (ray is missing): pip install 'turnwise[ray]'" in said
+    assert "scale.ray needs Ray (ray is missing): pip install 'turnwright[ray]'" in said
     assert "Traceback" not in said
 
 

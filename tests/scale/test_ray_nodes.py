@@ -43,7 +43,7 @@ def test_nodes_that_do_not_see_the_run_get_its_weights_once_over_the_network(fol
         words = (recipe, *words, *SERVERS, "2", "--scale.ray", nodes.address)
         started.append(start("train", *words, log=log, **VARIABLES))
         wait_for(lambda: [e for e in events(run, "turn") if e["k"][:2] == ["train", 1]], 120, log.read_text)
-        servers = other.pids("turnwise.cli.main")
+        servers = other.pids("turnwright.cli.main")
         models = {Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[4].decode() for pid in servers}
         seen = [list(Path(f"/proc/{pid}/root{run}").iterdir()) for pid in servers]
         stored = sorted(path for model in models for path in Path(model).parent.iterdir())
@@ -69,7 +69,7 @@ def test_an_evaluation_has_its_servers_placed_and_plays_as_one_process_does(fold
         nodes.add(2)
         started.append(start(*command, *words, *SERVERS, "1", "--scale.ray", nodes.address, log=log, **VARIABLES))
         finished(started[1], log)
-    assert "workers ([scale]) play those of turnwise train" in log.read_text()
+    assert "workers ([scale]) play those of turnwright train" in log.read_text()
     found, wanted = (json.loads(one.read_text()[one.read_text().index("{") :]) for one in (log, alone_log))
     assert found == wanted
 

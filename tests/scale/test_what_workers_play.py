@@ -8,9 +8,9 @@ import pytest
 from scale.test_lying_workers import end, run_with_workers, sampled, worker
 from scale_kit import events, final_weights, finished, free_port, processes, start, write_recipe
 
-from turnwise.config import load
-from turnwise.rollouts import EpisodeSpec
-from turnwise.types import EpisodeKey
+from turnwright.config import load
+from turnwright.rollouts import EpisodeSpec
+from turnwright.types import EpisodeKey
 
 MORE = '''
 
@@ -92,7 +92,7 @@ def test_an_asynchronous_run_is_played_by_workers(tmp_path):
 
 POLICIES = """\
 import asyncio
-import turnwise as tw
+import turnwright as tw
 
 def tasks(split, n, seed):
     return [tw.Task(f"Say {split} {number}.") for number in range(8)]

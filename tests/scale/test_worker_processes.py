@@ -87,7 +87,7 @@ def test_nobody_joins_without_the_token_or_with_other_code(tmp_path):
         started.append(start("train", recipe, "--out", tmp_path / "run", "--scale.listen", f"127.0.0.1:{port}", log=log))
         wait_for(lambda: "workers join with" in log.read_text(), why=log.read_text)
         stale = start("worker", "--join", url, "--root", other, log=tmp_path / "stale")
-        guess = start("worker", "--join", url, log=tmp_path / "guess", TURNWISE_WORKER_TOKEN="a guess")
+        guess = start("worker", "--join", url, log=tmp_path / "guess", TURNWRIGHT_WORKER_TOKEN="a guess")
         started += [stale, guess]
         assert stale.wait(60) == 1
         assert guess.wait(60) == 1

@@ -27,7 +27,7 @@ def made(run: Path) -> Path:
     (run / "checkpoints" / "step-00001").mkdir(parents=True)
     span = {"origin": "model", "ids": [5, 6], "logprobs": [-0.5, -0.25]}
     opened = {"e": "opened", "settings": "name", "crc": "00"}
-    turn = {"e": "turn", "spans": [span], "answers": [[0, 0.0, {}, 0.1, 0]], "turn": {"generate_s": 0.1, "cached": 2}}
+    turn = {"e": "turn", "crc": "00", "spans": [span], "answers": [[0, 0.0, {}, 0.1, 0]], "turn": {"generate_s": 0.1, "cached": 2}}
     error = {"type": "ValueError", "message": "text", "traceback": "text", "place": "file.py:1", "phase": "step"}
     closed = {"e": "closed", "reward": 1.0, "error": error, "wall_s": 0.2}
     keys = [KEY, [*KEY[:3], 1, 0]]
@@ -39,15 +39,18 @@ def made(run: Path) -> Path:
         {"e": "trained", "step": 0},
     )
     names = ("phase", "step", "task", "sample", "attempt")
-    lines(run / "trajectories.jsonl", *({"key": dict(zip(names, key, strict=True)), "spans": [span]} for key in keys))
+    lines(
+        run / "trajectories.jsonl",
+        *({"key": dict(zip(names, key, strict=True)), "spans": [span], "metrics": {"render_checks": 1}} for key in keys),
+    )
     lines(run / "training.jsonl", {"key": KEY, "advantage": 0.5, "logprobs": {"1": [-0.5]}})
     lines(
         run / "metrics.jsonl",
-        {"phase": "train", "step": 1, "loss": 0.1, "used": 1.0, "time_s": 1.0, "template_breaks_close": 1},
+        {"phase": "train", "step": 1, "loss": 0.1, "used": 1.0, "time_s": 1.0},
     )
     lines(run / "sanity.jsonl", {"cause": "close", "key": KEY, "sentence": "text"})
-    config = {"out": str(run), "limits": {"wall_clock": 600.0}, "env": [{"on_invalid": "ask_again"}]}
-    origins = {"out": "command line", "limits.wall_clock": "default", "env.0.on_invalid": "default"}
+    config = {"out": str(run), "limits": {"turns": 6}, "env": [{"on_invalid": "resample"}]}
+    origins = {"out": "command line", "limits.turns": "default", "env.0.on_invalid": "default"}
     lines(run / "config.json", {"config": config, "origins": origins, "versions": {"python": "3.11"}})
     lines(run / "summary.json", {"success_after": 0.5, "wall_s": 3.0})
     lines(run / "checkpoints" / "step-00001" / "state.json", {"crc": "00", "cursor": {"step": 1, "journal": [10, 20]}})
@@ -107,7 +110,7 @@ def test_two_runs_of_one_checkout_are_identical(tmp_path: Path, capsys: pytest.C
         ("metrics.jsonl", (0, "loss"), -0.1, "loss"),
         ("metrics.jsonl", (0, "extra"), 1, "extra"),
         ("sanity.jsonl", (0, "cause"), "other", ""),
-        ("config.json", (0, "config", "limits", "wall_clock"), 1.0, ""),
+        ("config.json", (0, "config", "limits", "turns"), 7, ""),
         ("summary.json", (0, "success_after"), 0.0, ""),
         ("checkpoints/step-00001/state.json", (0, "cursor", "step"), 2, "cursor.step"),
     ],
@@ -164,32 +167,35 @@ def test_clocks_texts_of_failures_and_the_order_of_episodes_do_not_count(
     assert status == 0, found
 
 
-def test_renamed_keys_and_metrics_are_the_old_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def keys(found: list[dict[str, Any]]) -> None:
-        config, origins = found[0]["config"], found[0]["origins"]
-        config["limits"] = {"wall_clock_s": config["limits"].pop("wall_clock")}
-        origins["limits.wall_clock_s"] = origins.pop("limits.wall_clock")
-        config["env"][0]["on_invalid"] = "resample"
+def test_names_of_before_are_those_of_now(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    older, newer = made(tmp_path / "older"), made(tmp_path / "newer")
+    for run, limits, rules in (
+        (older, {"wall_clock": 60.0}, {"on_invalid": "ask_again", "rejected": "trained"}),
+        (newer, {"wall_clock_s": 60.0}, {"on_invalid": "resample", "rejected_replies": "trained"}),
+    ):
+        settings = {"v": 1 + (run is newer), "limits": limits, "rules": rules}
+        edit("journal.jsonl", at(0, "value", value=settings))(run)
+    old_metrics = {"template_checks": 1, "template_breaks_close": 2, "turnwise/turns": 3}
+    new_metrics = {"render_checks": 1, "render_mismatch_close": 2, "turnwright/turns": 3}
+    edit("trajectories.jsonl", at(0, "metrics", value=old_metrics))(older)
+    edit("trajectories.jsonl", at(0, "metrics", value=new_metrics))(newer)
+    assert yardstick.main(["compare", str(older), str(newer)]) == 0, capsys.readouterr()
+    edit("journal.jsonl", at(0, "value", "limits", value={"wall_clock_s": 61.0}))(newer)
+    assert yardstick.main(["compare", str(older), str(newer)]) == 1
 
-    def metrics(found: list[dict[str, Any]]) -> None:
-        found[0] |= {
-            "trajectories_trained_share": found[0].pop("used"),
-            "render_mismatch_close": found[0].pop("template_breaks_close"),
-        }
 
-    status, found = compared(tmp_path, capsys, edit("config.json", keys), edit("metrics.jsonl", metrics))
-    assert status == 0, found
-
-
-def test_an_exemption_is_a_field_that_only_the_newer_run_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    added = edit("journal.jsonl", at(3, "spans", 0, "sampling", value={"banned": []}))
+def test_an_exemption_is_a_field_that_only_the_newer_run_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(yardstick, "EXEMPTIONS", (yardstick.Exemption("seed", "journal.jsonl", r"spans\[]\.seed"),))
+    added = edit("journal.jsonl", at(3, "spans", 0, "seed", value=[5]))
     status, found = compared(tmp_path, capsys, added)
     assert status == 0
-    assert found["exceptions"] == {"sampling": 1}
+    assert found["exceptions"] == {"seed": 1}
     added(tmp_path / "older")
-    edit("journal.jsonl", at(3, "spans", 0, "sampling", value={"banned": [[1, 2]]}))(tmp_path / "newer")
+    edit("journal.jsonl", at(3, "spans", 0, "seed", value=[6]))(tmp_path / "newer")
     assert yardstick.main(["compare", str(tmp_path / "older"), str(tmp_path / "newer")]) == 1
-    assert json.loads(capsys.readouterr().out)["field"] == "spans[0].sampling.banned[0]"
+    assert json.loads(capsys.readouterr().out)["field"] == "spans[0].seed[0]"
     assert yardstick.main(["compare", str(tmp_path / "older"), str(made(tmp_path / "third"))]) == 1  # only the older has it
 
 

@@ -5,15 +5,15 @@
     python tests/tools/yardstick.py sides BASE HEAD [--out DIR] [--full] [--only NAME ...] [--artefacts]
     python tests/tools/yardstick.py artefacts RUN [--checkout DIR] [--base DIR]
 
-`record` runs `python -m turnwise train` in a checkout with that checkout's interpreter, one thread and a fixed seed, so it
-needs no module of it: five steps per recipe, or the recipes' own lengths with --full. `compare A B` takes two recordings or two
-runs, the older first. It ends with status 0 and one line of JSON, which counts the exceptions used; or with status 1 and the
-first difference: run, file, record, field, both values. `sides` records and compares both checkouts. `artefacts` checks that a
+`record` runs `python -m turnwright train` in a checkout with that checkout's interpreter, one thread and a fixed seed, so it
+imports no module of it: five steps per recipe, or the recipes' own lengths with --full. The package may have its name of
+before. `compare A B` takes two recordings or two runs, the older first. It ends with status 0 and one line of JSON, which
+counts the exceptions used; or with status 1 and the first difference: run, file, record, field, both values. `sides` records and compares both checkouts. `artefacts` checks that a
 checkout replays, views, evaluates, exports and resumes a copy of a run recorded by another one; with --base, that both
 checkouts print the same evaluation and export the same rows.
 
 Compared: journal, trajectories, per-token records, metrics, summary, config, checkpoints and model directories (tensors by
-name, dtype, shape and bytes), media. Renamed recipe keys and metrics go through the tables below. Not compared: clocks, memory,
+name, dtype, shape and bytes), media. Renamed settings and metrics go through the tables below. Not compared: clocks, memory,
 versions, machine, paths, texts of failures, the state of torch's generator (a run does not seed it), report.html.
 
 Episodes run concurrently, so the order of lines in journal.jsonl and trajectories.jsonl differs between two runs of one
@@ -53,34 +53,19 @@ SHORT = (
 RECIPES = {"quickstart": 60, "quickstart_vlm": 50, "frozen_lake": 30, "json_tools": 60, "hinted_math": 80}
 """Warm-up steps of the short form: enough for some rewards, so that something is learned."""
 
-KEYS = {
-    "limits.wall_clock_s": "limits.wall_clock",
-    "engine.unavailable_timeout_s": "engine.patience_s",
-    "engine.install_dir": "engine.home",
-    "engine.weight_check_tolerance": "engine.tolerance",
-    "train.routing_replay": "train.routes",
-    "train.gradient_signal_steps": "train.signal_memory",
-    "env.max_resamples_per_turn": "env.max_asks_per_turn",
-    "env.rejected_replies": "env.rejected",
+NAMES = {
+    # Settings in the journal.
+    "wall_clock": "wall_clock_s",
+    "max_asks_per_turn": "max_resamples_per_turn",
+    "rejected": "rejected_replies",
+    # Counters of the render check.
+    "template_checks": "render_checks",
 }
-"""Recipe keys by their new names."""
-VALUES = {"env.on_invalid": {"resample": "ask_again"}}
-METRICS = {
-    "tools_offered": "tools_told",
-    "trajectories_trained_share": "used",
-    "gradient_agreement": "agreement",
-    "importance_ess": "ess",
-    "control_text_neutralized": "neutralised",
-    "control_text": "injections",
-    "render_checks": "template_checks",
-    "mismatch_kl": "mismatch_k3",
-    "calls_continued": "continued",
-    "gate_passed": "passed",
-    "optimizer_steps": "updates",
-    "tree_unique_share": "tree_unique",
-}
-"""Metrics by their new names; those that end in a name follow."""
-METRIC_PREFIXES = {"render_mismatch_": "template_breaks_", "render_check_failed_": "template_check_failed_"}
+"""Names in records before issue 53 -> after it."""
+PREFIXES = {"template_breaks_": "render_mismatch_", "template_check_failed_": "render_check_failed_"}
+VALUES = {"ask_again": "resample"}
+PACKAGES = "turnwright", "turnwise"
+"""The package's name, and the one before issue 53."""
 CLOCK = re.compile(r".*_s|seconds|tool_seconds|rollout_over_train|peak_(gpu_)?memory_mib|crc|time")
 """Fields whose value depends on the clock or the machine; the checksum of a journal line covers its clocks."""
 HIDDEN = "(not compared)"
@@ -88,7 +73,7 @@ GONE = "(missing)"
 
 
 class Exemption(NamedTuple):
-    """A deliberate difference between release 99ebdad and its successors: a field that only the newer recording has."""
+    """A deliberate difference: a field that only the newer recording has."""
 
     name: str
     file: str
@@ -96,24 +81,7 @@ class Exemption(NamedTuple):
     """A pattern, as the file is; indices are `[]`."""
 
 
-EXEMPTIONS = (
-    # Journal lines and a checkpoint's state end in a checksum; a state lists its files.
-    Exemption("crc", "journal.jsonl|checkpoints", "crc"),
-    Exemption("checkpoint files", "checkpoints", "files"),
-    # A sampled span says which distribution it was sampled from; so do an episode's settings and exported rows.
-    Exemption("sampling", "journal.jsonl|trajectories.jsonl", r"spans\[]\.sampling"),
-    Exemption("sampling", "journal.jsonl", r"settings\.sampling"),
-    Exemption("sampling", "export", r"\w+\[]\.sampling"),
-    # Keys that release has not.
-    Exemption("new keys", "journal.jsonl", r"seed|settings\.rules\.effects"),
-    Exemption(
-        "new keys",
-        "config.json",
-        r"(config|origins) (env\.\d+\.(columns|effects|faithful)|rollout\.(max_retries|max_failed|environments)|train\.eps"
-        r"|schedule\..*|engine\.in_flight|model\.(revision|parser)|(rollout|eval)\.min_p|train\.(lr_warmup_steps|entropy"
-        r"|clip_cap|data_epochs|reference_every|overlong_filter|group_filter))",
-    ),
-)
+EXEMPTIONS: tuple[Exemption, ...] = ()
 
 
 class Failed(Exception):
@@ -142,8 +110,25 @@ def strip(value: Any) -> Any:
     return found
 
 
+def renamed(value: Any) -> Any:
+    """A record under present names."""
+    if isinstance(value, list):
+        return [renamed(one) for one in value]
+    if isinstance(value, dict):
+        return {present_name(name): renamed(one) for name, one in value.items()}
+    return VALUES.get(value, value.replace(PACKAGES[1], PACKAGES[0])) if isinstance(value, str) else value
+
+
+def present_name(name: str) -> str:
+    prefix = next(filter(name.startswith, PREFIXES), "")
+    name = PREFIXES[prefix] + name.removeprefix(prefix) if prefix else NAMES.get(name, name)
+    return name.replace(PACKAGES[1], PACKAGES[0])
+
+
 def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    if not path.exists():
+        return []
+    return [renamed(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def episode_name(key: list[Any]) -> str:
@@ -158,6 +143,8 @@ def journal(events: list[dict[str, Any]]) -> dict[str, Any]:
     for event in events:
         if event["e"] in ("settings", "tools"):
             named[event["name"]] = event["value"]  # written when first used: after which episode is chance
+            if isinstance(event["value"], dict):
+                event["value"].pop("v", None)  # the version of the records
             continue
         plain = strip(event)
         for answer in plain.get("answers", ()):
@@ -176,30 +163,17 @@ def journal(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def metrics_row(row: dict[str, Any]) -> dict[str, Any]:
-    """A row under the old names."""
-    found = {}
-    for name, value in strip(row).items():
-        value = value > 0 if name == "cache_hit" else value
-        for new, old in METRIC_PREFIXES.items():
-            if name.startswith(new):
-                name = old + name.removeprefix(new)
-        found[METRICS.get(name, name)] = value
-    return found
+    return {name: value > 0 if name == "cache_hit" else value for name, value in strip(row).items()}
 
 
 def config_rows(data: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Settings and their origins by old key; the hashes of template, tokenizer and their settings."""
+    """Settings and their origins by key; the hashes of template, tokenizer and their settings."""
     for key, origin in data["origins"].items():  # has every key
         value = data["config"]
         for part in key.split("."):
             value = value[int(part)] if isinstance(value, list) else value[part]
-        plain = re.sub(r"^env\.\d+\.", "env.", key)
-        old = KEYS.get(plain, plain)
-        if isinstance(value, str):
-            value = HIDDEN if key == "out" else VALUES.get(old, {}).get(value, value)
-        name = key.replace(plain.partition(".")[2], old.partition(".")[2]) if "." in key else key
-        yield f"config {name}", without_paths(value)
-        yield f"origins {name}", without_paths(origin)
+        yield f"config {key}", HIDDEN if key == "out" else without_paths(value)
+        yield f"origins {key}", without_paths(origin)
     yield "rest", without_paths({name: value for name, value in data.items() if name not in ("config", "origins", "versions")})
 
 
@@ -237,7 +211,9 @@ def model_file(path: Path) -> Any:
 
 def load(run: Path) -> Recording:
     """Read what has to be the same from a run directory, as file to record to value."""
-    config, summary = (json.loads((run / name).read_text(encoding="utf-8")) for name in ("config.json", "summary.json"))
+    config, summary = (
+        renamed(json.loads((run / name).read_text(encoding="utf-8"))) for name in ("config.json", "summary.json")
+    )
     table = rows(run / "metrics.jsonl")
     found: Recording = {
         "trajectories.jsonl": {episode_name(list(row["key"].values())): row for row in strip(rows(run / "trajectories.jsonl"))},
@@ -339,7 +315,7 @@ def compare(a: Path, b: Path) -> int:
 # Running checkouts.
 
 
-def turnwise(checkout: Path, python: Path | None, *words: str) -> str:
+def run_command(checkout: Path, python: Path | None, *words: str) -> str:
     """Run a command of a checkout's own package; one thread, nothing written into the checkout.
 
     Raises:
@@ -348,11 +324,22 @@ def turnwise(checkout: Path, python: Path | None, *words: str) -> str:
     python = python or checkout / ".venv" / "bin" / "python"
     one = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONDONTWRITEBYTECODE")}
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    command = [str(python), "-m", "turnwise", *words]  # -m puts the checkout first on the path
-    done = subprocess.run(command, cwd=checkout, env=kept | one, capture_output=True, text=True, check=False)
+    folder, package = package_of(checkout)
+    command = [str(python), "-m", package, *words]
+    own = {"PYTHONPATH": str(folder)}
+    done = subprocess.run(command, cwd=checkout, env=kept | one | own, capture_output=True, text=True, check=False)
     if done.returncode:
         raise Failed(f"{' '.join(command)}\nin {checkout} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
     return done.stdout
+
+
+def package_of(checkout: Path) -> tuple[Path, str]:
+    """The folder of a checkout that has its package, and the package's name then."""
+    for folder in (checkout / "src", checkout):
+        for package in PACKAGES:
+            if (folder / package / "__main__.py").is_file():
+                return folder, package
+    raise Failed(f"{checkout} has no package {' or '.join(PACKAGES)}")
 
 
 def record(out: Path, checkout: Path, python: Path | None = None, *, full: bool = False, only: list[str] | None = None) -> None:
@@ -366,7 +353,7 @@ def record(out: Path, checkout: Path, python: Path | None = None, *, full: bool 
         steps = str(RECIPES[name])
         short = [*SHORT.split(), "--warmup.steps", steps, "--warmup.gate-every", steps]
         words = ["train", f"recipes/{name}.toml", "--out", str(out / name), *ALWAYS.split()]
-        turnwise(checkout, python, *words, *([] if full else short))
+        run_command(checkout, python, *words, *([] if full else short))
 
 
 def sides(base: Path, head: Path, out: Path, *, full: bool, only: list[str] | None, artefacts: bool) -> int:
@@ -407,10 +394,10 @@ def interrupt(run: Path) -> None:
 def outputs(run: Path, checkout: Path) -> dict[str, Any]:
     """What a checkout evaluates and exports from a run."""
     words = ["eval", "--run", str(run), "--tasks", "8", "--json", "--display", "none"]
-    found: dict[str, Any] = {"eval": strip(json.loads(turnwise(checkout, None, *words)))}
+    found: dict[str, Any] = {"eval": strip(json.loads(run_command(checkout, None, *words)))}
     for columns in ("samples", "sft", "trl", "verl"):
         file = run.with_name(f"{columns}.jsonl")
-        turnwise(checkout, None, "export", str(run), str(file), "--columns", columns, "--phase", "all")
+        run_command(checkout, None, "export", str(run), str(file), "--columns", columns, "--phase", "all")
         found[columns] = rows(file)
     return found
 
@@ -425,16 +412,16 @@ def check_artefacts(run: Path, checkout: Path, base: Path | None = None) -> None
     with tempfile.TemporaryDirectory() as made:
         copy = Path(made) / "run"
         shutil.copytree(run, copy)
-        turnwise(checkout, None, "replay", str(copy))  # status 1 at any difference
-        turnwise(checkout, None, "replay", str(copy), "--loop")
-        turnwise(checkout, None, "view", str(copy), "--report")
-        turnwise(checkout, None, "view", str(copy), "--html", f"{made}/page.html")
+        run_command(checkout, None, "replay", str(copy))  # status 1 at any difference
+        run_command(checkout, None, "replay", str(copy), "--loop")
+        run_command(checkout, None, "view", str(copy), "--report")
+        run_command(checkout, None, "view", str(copy), "--html", f"{made}/page.html")
         sides = [outputs(copy, side) for side in (base and base.resolve(), checkout) if side]
         for field, older, newer in differences(sides[0], sides[-1]):
             if not exemption("export", field, older):
                 raise Failed(f"{run}: {field} is {older!r} by {base}, {newer!r} by {checkout}")
         interrupt(copy)
-        turnwise(checkout, None, "train", "--resume", str(copy), "--display", "none")
+        run_command(checkout, None, "train", "--resume", str(copy), "--display", "none")
         old, new = load(run), load(copy)
         for side in (old, new):
             side["journal.jsonl"] = {}  # has what was cut off twice; trajectories are compared

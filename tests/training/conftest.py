@@ -10,8 +10,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from train_kit import example_texts
 
-from turnwise.config import ModelConfig
-from turnwise.training.model import models
+from turnwright.config import ModelConfig
+from turnwright.training.model import models
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from turnwise.training.distributed import ProcessRanks
+from turnwright.training.distributed import ProcessRanks
 
 
 def tell() -> None:

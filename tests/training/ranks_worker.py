@@ -9,15 +9,15 @@ import torch
 from torch import nn
 from train_kit import M, P, chain, random_groups
 
-from turnwise.config import LoraConfig, QuantConfig, TrainConfig
-from turnwise.config.schema import ALGORITHMS
-from turnwise.errors import TurnwiseError
-from turnwise.training import Checkpoints, Ranks, Trainer, add_lora
-from turnwise.training.distributed import ProcessRanks
-from turnwise.training.model import models
-from turnwise.training.model.quantize import OnGrid, grid_of, quantize_for_training, quantized_names
-from turnwise.training.trainer.leader import RankZeroTrainer, follow_rank_zero
-from turnwise.types import Group, Task
+from turnwright.config import LoraConfig, QuantConfig, TrainConfig
+from turnwright.config.schema import ALGORITHMS
+from turnwright.errors import TurnwrightError
+from turnwright.training import Checkpoints, Ranks, Trainer, add_lora
+from turnwright.training.distributed import ProcessRanks
+from turnwright.training.model import models
+from turnwright.training.model.quantize import OnGrid, grid_of, quantize_for_training, quantized_names
+from turnwright.training.trainer.leader import RankZeroTrainer, follow_rank_zero
+from turnwright.types import Group, Task
 
 STEPS, HALF = 5, 3
 LONE, NONE = 1, 2
@@ -102,7 +102,7 @@ def lead(source: Path, out: Path, ranks: ProcessRanks) -> None:
     before = trainer.expected(IDS)
     try:
         trainer.supervised([], lr=0.1)
-    except TurnwiseError as error:
+    except TurnwrightError as error:
         said = str(error)
     loss = trainer.step(steps_of(0), step=0, steps=9).metrics["loss"]
     (out / "lead.json").write_text(json.dumps([before, trainer.expected(IDS), said, loss]))

@@ -1,4 +1,4 @@
-"""`simple.py` and `turnwise train`: from the same warmed weights, the same episodes, losses and weights to the last bit."""
+"""`simple.py` and `turnwright train`: from the same warmed weights, the same episodes, losses and weights to the last bit."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import turnwise as tw
-from turnwise import simple
-from turnwise.config.dump import load_run_config
-from turnwise.records.serialization import read_trajectories
-from turnwise.training.setup import load_model_and_renderer
-from turnwise.training.task_plan import TaskPlan
+import turnwright as tw
+from turnwright import simple
+from turnwright.config.dump import load_run_config
+from turnwright.records.serialization import read_trajectories
+from turnwright.training.setup import load_model_and_renderer
+from turnwright.training.task_plan import TaskPlan
 
 
 def trained(out: Path, env: str, vision: bool) -> Path:

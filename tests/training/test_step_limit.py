@@ -10,14 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import turnwise as tw
-from turnwise.config import TrainConfig
-from turnwise.training.advantages import NO_SIGNAL, Credit
-from turnwise.training.forward.batch import Ranks
-from turnwise.training.trainer.optimizer import Optimizer
-from turnwise.training.trainer.step_limit import MAX_GOOD_KL, MOST, StepLimit, good_episodes
-from turnwise.training.trainer.trainer import Trainer
-from turnwise.types import Task, Trajectory
+import turnwright as tw
+from turnwright.config import TrainConfig
+from turnwright.training.advantages import NO_SIGNAL, Credit
+from turnwright.training.forward.batch import Ranks
+from turnwright.training.trainer.optimizer import Optimizer
+from turnwright.training.trainer.step_limit import MAX_GOOD_KL, MOST, StepLimit, good_episodes
+from turnwright.training.trainer.trainer import Trainer
+from turnwright.types import Task, Trajectory
 
 
 def credit(number, reward, reason=None):

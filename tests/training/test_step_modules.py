@@ -1,4 +1,4 @@
-"""How far a reader of a training step has to go: the modules of `turnwise.training` that a default step runs through."""
+"""How far a reader of a training step has to go: the modules of `turnwright.training` that a default step runs through."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import sys
 from test_train_trainer import with_logprobs
 from train_kit import random_groups
 
-from turnwise.config import TrainConfig
-from turnwise.training import Trainer
+from turnwright.config import TrainConfig
+from turnwright.training import Trainer
 
-PREFIX = "turnwise.training."
+PREFIX = "turnwright.training."
 
 
 def modules_of(work):
-    """Return the modules of `turnwise.training` whose functions run during a call."""
+    """Return the modules of `turnwright.training` whose functions run during a call."""
     found = set()
 
     def record(frame, event, _):

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from strategies import groups, trajectories
 from train_kit import E, M, P, chain
 
-from turnwise.errors import RewardError
-from turnwise.training import TRAINED, trainable_tokens
-from turnwise.training.advantages import advantages
-from turnwise.types import Failure, Group, StopReason, Task
+from turnwright.errors import RewardError
+from turnwright.training import TRAINED, trainable_tokens
+from turnwright.training.advantages import advantages
+from turnwright.types import Failure, Group, StopReason, Task
 
 
 def group(*rewards, task="t"):

@@ -9,14 +9,14 @@ from test_train_loss import disturbed
 from train_kit import E, M, P, branched, chain, distance, gradient, random_groups
 from train_model64 import Model64
 
-from turnwise.config import TrainConfig
-from turnwise.config.schema import ALGORITHMS
-from turnwise.errors import ConfigError
-from turnwise.training import Trainer, resolve_settings
-from turnwise.training.advantages import overlong_penalty
-from turnwise.training.algorithms import BUILT_IN, TokenBatch
-from turnwise.training.algorithms.settings import check_custom, load_custom
-from turnwise.types import Group, Task
+from turnwright.config import TrainConfig
+from turnwright.config.schema import ALGORITHMS
+from turnwright.errors import ConfigError
+from turnwright.training import Trainer, resolve_settings
+from turnwright.training.advantages import overlong_penalty
+from turnwright.training.algorithms import BUILT_IN, TokenBatch
+from turnwright.training.algorithms.settings import check_custom, load_custom
+from turnwright.types import Group, Task
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
 MOST, BUFFER, FIXED = 14, 0.5, 7

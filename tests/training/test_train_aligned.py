@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from train_kit import E, M, P, chain
 
-from turnwise.config import ModelConfig, RunConfig, TeacherConfig, TrainConfig
-from turnwise.errors import ConfigError, TurnwiseError
-from turnwise.training import Trainer, create_tiny_model, load_model_and_renderer
-from turnwise.training.advantages import Credit, trainable_tokens
-from turnwise.training.forward.batch import LossDenominator
-from turnwise.training.teachers.alignment import Translation
-from turnwise.training.teachers.build import make_teachers
-from turnwise.types import Group, Message, Task
+from turnwright.config import ModelConfig, RunConfig, TeacherConfig, TrainConfig
+from turnwright.errors import ConfigError, TurnwrightError
+from turnwright.training import Trainer, create_tiny_model, load_model_and_renderer
+from turnwright.training.advantages import Credit, trainable_tokens
+from turnwright.training.forward.batch import LossDenominator
+from turnwright.training.teachers.alignment import Translation
+from turnwright.training.teachers.build import make_teachers
+from turnwright.types import Group, Message, Task
 
 WORDS = {"policy": ("code of amber", "lookup birch"), "teacher": ("of am", "look up bir ch der")}
 TEXTS = {
@@ -137,7 +137,7 @@ def test_what_no_chunk_has_is_counted_and_too_much_of_it_refused(made):
     assert figures["tokens_no_teacher"] == 1.0
     assert figures["tokens_trained"] == figures["tokens_sampled"] - 1.0
     assert figures["teacher.teacher.unaligned"] == pytest.approx(1.0 / figures["tokens_sampled"])
-    with pytest.raises(TurnwiseError, match=r"of the sampled ids are in no text .* over teacher.max_unaligned = 0"):
+    with pytest.raises(TurnwrightError, match=r"of the sampled ids are in no text .* over teacher.max_unaligned = 0"):
         answers(made, groups, max_unaligned=0.0).step(groups, step=0, steps=1)
 
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from strategies import groups, trajectories
 from train_kit import E, M, P, chain, random_groups
 
-from turnwise.training import TRAINED, Credit, LossDenominator, make_batch, trainable_tokens
-from turnwise.training.advantages import advantages, sort_key
-from turnwise.training.forward.batch import OVERHEAD_TOKENS, rows_of, split_minibatches
+from turnwright.training import TRAINED, Credit, LossDenominator, make_batch, trainable_tokens
+from turnwright.training.advantages import advantages, sort_key
+from turnwright.training.forward.batch import OVERHEAD_TOKENS, rows_of, split_minibatches
 
 
 def batch_of(made, aggregation="token", micro_tokens=64, **more):

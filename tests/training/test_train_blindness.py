@@ -9,9 +9,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 from vision_kit import tiny_vlm_directory
 
-from turnwise.cli.main import main
-from turnwise.errors import ModelError
-from turnwise.training.self_checks import VisionCheck, check_vision, findings
+from turnwright.cli.main import main
+from turnwright.errors import ModelError
+from turnwright.training.self_checks import VisionCheck, check_vision, findings
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,12 @@ import torch
 from test_train_trainer import fingerprint
 from train_kit import random_groups
 
-from turnwise.config import TrainConfig
-from turnwise.errors import TraceError
-from turnwise.training import Checkpoints, Trainer
-from turnwise.training import checkpoint as module
-from turnwise.training.checkpoint import read_checkpoint
-from turnwise.training.model import models
+from turnwright.config import TrainConfig
+from turnwright.errors import TraceError
+from turnwright.training import Checkpoints, Trainer
+from turnwright.training import checkpoint as module
+from turnwright.training.checkpoint import read_checkpoint
+from turnwright.training.model import models
 
 CONFIG = TrainConfig(max_mismatch=1e9)
 
@@ -270,7 +270,7 @@ def test_killed_while_dropping_an_old_one(kept, trainer, monkeypatch):
         (Path(path) / "tokenizer.json").unlink()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("turnwise.training.checkpoint.shutil.rmtree", half)
+    monkeypatch.setattr("turnwright.training.checkpoint.shutil.rmtree", half)
     with pytest.raises(KeyboardInterrupt):
         kept.save("step-2", trainer, {"step": 2})
     monkeypatch.undo()

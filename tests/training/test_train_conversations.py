@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from turnwise.cli.main import main
-from turnwise.config import Limits
-from turnwise.errors import TaskError
-from turnwise.renderers.load import template_renderer
-from turnwise.training.warmup import conversations, encode_as_sampled, read_conversation
+from turnwright.cli.main import main
+from turnwright.config import Limits
+from turnwright.errors import TaskError
+from turnwright.renderers.load import template_renderer
+from turnwright.training.warmup import conversations, encode_as_sampled, read_conversation
 
 ADD = {
     "type": "function",

@@ -8,10 +8,10 @@ from test_train_trainer import fingerprint, with_logprobs
 from train_kit import branched, distance, gradient, random_groups
 from train_model64 import Model64
 
-from turnwise.config import TrainConfig
-from turnwise.errors import ConfigError, SyncError
-from turnwise.training import Trainer
-from turnwise.types import Group
+from turnwright.config import TrainConfig
+from turnwright.errors import ConfigError, SyncError
+from turnwright.training import Trainer
+from turnwright.types import Group
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "weight_decay": 0.0}
 

@@ -11,12 +11,12 @@ from strategies import groups
 from train_kit import E, M, P, branched, chain, gradient
 from train_model64 import Model64
 
-from turnwise.config import TrainConfig
-from turnwise.errors import ConfigError, UsageError
-from turnwise.training import TRAINED, Trainer, trainable_tokens
-from turnwise.training.advantages import CreditRules, TokenWeights, advantages, discounted_returns, last_round, loss_scale
-from turnwise.training.loss import ESTIMATORS, Correction, k1, k2, k3
-from turnwise.types import Group, Message, RowReward, Task, Turn
+from turnwright.config import TrainConfig
+from turnwright.errors import ConfigError, UsageError
+from turnwright.training import TRAINED, Trainer, trainable_tokens
+from turnwright.training.advantages import CreditRules, TokenWeights, advantages, discounted_returns, last_round, loss_scale
+from turnwright.training.loss import ESTIMATORS, Correction, k1, k2, k3
+from turnwright.types import Group, Message, RowReward, Task, Turn
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
 

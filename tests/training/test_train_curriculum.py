@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from train_kit import M, P, chain
 
-from turnwise.config import load
-from turnwise.config.load import RunConfig
-from turnwise.config.schema import SAMPLERS, EnvConfig, RolloutConfig, ScheduleConfig
-from turnwise.errors import ConfigError, TraceError
-from turnwise.training import TaskPlan
-from turnwise.training.curriculum import Curriculum
-from turnwise.training.samplers import BUILT_IN
-from turnwise.types import Task
+from turnwright.config import load
+from turnwright.config.load import RunConfig
+from turnwright.config.schema import SAMPLERS, EnvConfig, RolloutConfig, ScheduleConfig
+from turnwright.errors import ConfigError, TraceError
+from turnwright.training import TaskPlan
+from turnwright.training.curriculum import Curriculum
+from turnwright.training.samplers import BUILT_IN
+from turnwright.types import Task
 
 OWN = """\
 class Last:

@@ -7,12 +7,12 @@ import torch
 from test_train_trainer import ANY, with_logprobs
 from train_kit import random_groups
 
-import turnwise as tw
-from turnwise.config import TrainConfig
-from turnwise.errors import TurnwiseError
-from turnwise.training import Trainer
-from turnwise.training.metrics import step_row
-from turnwise.viewer.diagnosis import LAST, diagnose
+import turnwright as tw
+from turnwright.config import TrainConfig
+from turnwright.errors import TurnwrightError
+from turnwright.training import Trainer
+from turnwright.training.metrics import step_row
+from turnwright.viewer.diagnosis import LAST, diagnose
 
 
 def names(rows, summary=None):
@@ -123,7 +123,7 @@ TINY = {"hidden": 16, "heads": 1, "kv_heads": 1, "layers": 1}
 
 
 def test_a_warm_up_that_cannot_meet_its_gate(tmp_path):
-    with pytest.raises(TurnwiseError, match="without meeting its gate"):
+    with pytest.raises(TurnwrightError, match="without meeting its gate"):
         tw.train(
             model=tw.tiny(**TINY),
             env=tw.resolve_env("hop").factory,

@@ -7,12 +7,12 @@ import pytest
 from train_kit import M, P, chain
 from train_model64 import Model64
 
-from turnwise.config import TrainConfig
-from turnwise.errors import ConfigError
-from turnwise.training import TaskPlan, Trainer, resolve_settings
-from turnwise.training.loss import Objective
-from turnwise.training.task_plan import TaskChoice, play_with_dynamic_sampling
-from turnwise.types import Group, Task
+from turnwright.config import TrainConfig
+from turnwright.errors import ConfigError
+from turnwright.training import TaskPlan, Trainer, resolve_settings
+from turnwright.training.loss import Objective
+from turnwright.training.task_plan import TaskChoice, play_with_dynamic_sampling
+from turnwright.types import Group, Task
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
 

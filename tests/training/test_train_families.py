@@ -6,10 +6,10 @@ import pytest
 import torch
 from train_kit import branched, random_groups
 
-from turnwise.config import TrainConfig
-from turnwise.training import LossDenominator, Trainer, make_batch
-from turnwise.training.advantages import advantages
-from turnwise.types import Group
+from turnwright.config import TrainConfig
+from turnwright.training import LossDenominator, Trainer, make_batch
+from turnwright.training.advantages import advantages
+from turnwright.types import Group
 
 SMALL = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 HEADS = {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 128}

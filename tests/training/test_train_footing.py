@@ -10,25 +10,25 @@ from dataclasses import replace
 
 import pytest
 
-import turnwise as tw
-from turnwise.cli.training import closing_lines
-from turnwise.commands import run_training
-from turnwise.config import Limits, RunConfig, WarmupConfig
-from turnwise.config.dump import load_run_config
-from turnwise.config.load import from_python
-from turnwise.envs.check import check_env
-from turnwise.envs.resolve import as_env_spec
-from turnwise.envs.tool_env import NO_REWARD
-from turnwise.errors import ConfigError, TurnwiseError, UsageError
-from turnwise.records import NullListener
-from turnwise.training import Trainer
-from turnwise.training.checkpoint import Checkpoints
-from turnwise.training.evaluation import EvalResult, summarize
-from turnwise.training.task_plan import TaskPlan, eval_samples
-from turnwise.training.warmup import NO_START, cannot_learn, cut_note, demonstrations
-from turnwise.training.warmup_gate import GATE_SHARE, NO_DEMONSTRATOR, Gate
-from turnwise.types import StopReason, Trajectory
-from turnwise.viewer.diagnosis import diagnose
+import turnwright as tw
+from turnwright.cli.training import closing_lines
+from turnwright.commands import run_training
+from turnwright.config import Limits, RunConfig, WarmupConfig
+from turnwright.config.dump import load_run_config
+from turnwright.config.load import from_python
+from turnwright.envs.check import check_env
+from turnwright.envs.resolve import as_env_spec
+from turnwright.envs.tool_env import NO_REWARD
+from turnwright.errors import ConfigError, TurnwrightError, UsageError
+from turnwright.records import NullListener
+from turnwright.training import Trainer
+from turnwright.training.checkpoint import Checkpoints
+from turnwright.training.evaluation import EvalResult, summarize
+from turnwright.training.task_plan import TaskPlan, eval_samples
+from turnwright.training.warmup import NO_START, cannot_learn, cut_note, demonstrations
+from turnwright.training.warmup_gate import GATE_SHARE, NO_DEMONSTRATOR, Gate
+from turnwright.types import StopReason, Trajectory
+from turnwright.viewer.diagnosis import diagnose
 
 TINY = {"hidden": 16, "heads": 1, "kv_heads": 1, "layers": 1}
 
@@ -166,7 +166,7 @@ def test_a_missed_gate_stops_the_run_where_all_rewards_are_equal(tmp_path):
         def pay(self, said):
             return float(said == self.word * 2)
 
-    with pytest.raises(TurnwiseError, match=r"the gate 0.75 \(0.75 of the demonstrations' 1.00\)"):
+    with pytest.raises(TurnwrightError, match=r"the gate 0.75 \(0.75 of the demonstrations' 1.00\)"):
         train(Nothing, tmp_path / "run")
 
 
@@ -268,7 +268,7 @@ def test_a_finished_run_says_so_and_how_to_extend_it(tmp_path):
     train(Coin, run)
     before, metrics = (run / "journal.jsonl").read_bytes(), (run / "metrics.jsonl").read_bytes()
     run_training(load_run_config(run), resume=run, watch=watch, env_specs=[as_env_spec(Coin)])
-    line = f"{run} is finished after 3 steps; extend it with: turnwise train --resume {run} --train.steps 6"
+    line = f"{run} is finished after 3 steps; extend it with: turnwright train --resume {run} --train.steps 6"
     assert watch.notes == [line]
     after = (run / "journal.jsonl").read_bytes()
     assert after.startswith(before)
@@ -329,7 +329,7 @@ def test_a_warm_up_that_missed_its_gate_goes_on(tmp_path):
             return float(Later.paid or said == "xxx")
 
     run = tmp_path / "run"
-    with pytest.raises(TurnwiseError, match=r"resume with --resume .* --warmup.steps 8"):
+    with pytest.raises(TurnwrightError, match=r"resume with --resume .* --warmup.steps 8"):
         train(Later, run)
     Later.paid = True
     summary = resume(Later, run, warmup={"steps": 8})

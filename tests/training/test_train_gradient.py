@@ -10,10 +10,10 @@ from strategies import groups, trajectories
 from train_kit import E, M, P, branched, chain, distance, gradient, random_groups
 from train_model64 import Model64
 
-from turnwise.config import TrainConfig
-from turnwise.training import Trainer
-from turnwise.training.advantages import advantages
-from turnwise.types import Group, Span, Task
+from turnwright.config import TrainConfig
+from turnwright.training import Trainer
+from turnwright.training.advantages import advantages
+from turnwright.types import Group, Span, Task
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
 

@@ -8,10 +8,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from train_kit import distance, gradient, random_groups
 
-from turnwise.config import TrainConfig
-from turnwise.training import LogitDistribution, Trainer
-from turnwise.training.forward import forward as heads
-from turnwise.training.forward.forward import LogitTransform, OutputHead, target_stats
+from turnwright.config import TrainConfig
+from turnwright.training import LogitDistribution, Trainer
+from turnwright.training.forward import forward as heads
+from turnwright.training.forward.forward import LogitTransform, OutputHead, target_stats
 
 WIDTH, VOCABULARY, COUNT = 8, 23, 17
 

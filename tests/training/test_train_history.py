@@ -10,12 +10,12 @@ import pytest
 from train_kit import branched, distance, gradient
 from train_model64 import Model64
 
-import turnwise as tw
-from turnwise.config import EnvConfig, ModelConfig, TrainConfig
-from turnwise.engines.local import LocalEngine
-from turnwise.training import Trainer
-from turnwise.training.model import models
-from turnwise.types import Group
+import turnwright as tw
+from turnwright.config import EnvConfig, ModelConfig, TrainConfig
+from turnwright.engines.local import LocalEngine
+from turnwright.training import Trainer
+from turnwright.training.model import models
+from turnwright.types import Group
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
 STRIPS = "qwen3_without_thinking"

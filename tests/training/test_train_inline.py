@@ -14,12 +14,12 @@ from rollout_kit import Call, Sampler, renderer
 from test_train_gradient import STILL, check_probe, learn
 from train_model64 import Model64
 
-import turnwise as tw
-from turnwise.config import TrainConfig
-from turnwise.engines.local import LocalEngine
-from turnwise.renderers import load_renderer
-from turnwise.rollouts import group_by_task
-from turnwise.training import Trainer
+import turnwright as tw
+from turnwright.config import TrainConfig
+from turnwright.engines.local import LocalEngine
+from turnwright.renderers import load_renderer
+from turnwright.rollouts import group_by_task
+from turnwright.training import Trainer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollouts"))
 

@@ -9,15 +9,15 @@ from test_train_masks import played
 from train_kit import M, P, chain, gradient, random_groups
 from train_model64 import Model64
 
-import turnwise as tw
-from turnwise.config import RolloutConfig, RunConfig, TrainConfig
-from turnwise.errors import ConfigError, UsageError
-from turnwise.rollouts.api import run_sync
-from turnwise.training import Trainer, resolve_settings
-from turnwise.training.loss import Objective, TokenBatch, clipped
-from turnwise.training.task_plan import with_steps_of_epochs
-from turnwise.training.trainer.optimizer import schedule
-from turnwise.types import Group, StopReason, Task
+import turnwright as tw
+from turnwright.config import RolloutConfig, RunConfig, TrainConfig
+from turnwright.errors import ConfigError, UsageError
+from turnwright.rollouts.api import run_sync
+from turnwright.training import Trainer, resolve_settings
+from turnwright.training.loss import Objective, TokenBatch, clipped
+from turnwright.training.task_plan import with_steps_of_epochs
+from turnwright.training.trainer.optimizer import schedule
+from turnwright.types import Group, StopReason, Task
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
 

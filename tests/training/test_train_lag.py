@@ -10,16 +10,16 @@ from test_train_trainer import fingerprint, with_logprobs
 from train_kit import E, M, P, branched, chain, random_groups
 from train_model64 import Model64
 
-import turnwise as tw
-from turnwise.config import TrainConfig
-from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.weights import fingerprint as digest_of
-from turnwise.errors import SyncError
-from turnwise.training import Trainer, setup
-from turnwise.training.advantages import Credit, trainable_tokens
-from turnwise.training.forward.batch import LossDenominator, make_batch
-from turnwise.training.metrics import lag_metrics
-from turnwise.types import Turn
+import turnwright as tw
+from turnwright.config import TrainConfig
+from turnwright.engines.local import LocalEngine
+from turnwright.engines.local.weights import fingerprint as digest_of
+from turnwright.errors import SyncError
+from turnwright.training import Trainer, setup
+from turnwright.training.advantages import Credit, trainable_tokens
+from turnwright.training.forward.batch import LossDenominator, make_batch
+from turnwright.training.metrics import lag_metrics
+from turnwright.types import Turn
 
 NOW = 5
 

@@ -1,9 +1,9 @@
-"""`turnwise check learn`: the toy reward rises, and luck is not taken for learning."""
+"""`turnwright check learn`: the toy reward rises, and luck is not taken for learning."""
 
 import pytest
 
-from turnwise.cli.main import main
-from turnwise.training.self_checks import ENDS, STEPS, _judge, check_learning
+from turnwright.cli.main import main
+from turnwright.training.self_checks import ENDS, STEPS, _judge, check_learning
 
 
 def test_a_toy_reward_rises():
@@ -23,6 +23,6 @@ def test_luck_is_not_learning(rewards, ok):
 
 def test_mistakes_on_the_command_line(capsys):
     assert main(["check", "hop", "--algorithm", "grpo"]) == 2
-    assert "--algorithm is for turnwise check learn" in capsys.readouterr().err
+    assert "--algorithm is for turnwright check learn" in capsys.readouterr().err
     assert main(["check", "learn", "--algorithm", "gprpo"]) == 2
     assert "did you mean 'grpo'?" in capsys.readouterr().err

@@ -10,14 +10,14 @@ import torch
 from test_train_trainer import fingerprint, with_logprobs
 from train_kit import distance, gradient, random_groups
 
-from turnwise.config import LoraConfig, TrainConfig
-from turnwise.engines.local import LocalEngine
-from turnwise.engines.local import fingerprint as of_weights
-from turnwise.errors import ConfigError, ModelError, TurnwiseError
-from turnwise.training import Checkpoints, Trainer, add_lora
-from turnwise.training.model import models
-from turnwise.training.model.lora import adapter_of, linear_layers, load_adapter
-from turnwise.training.model.weights import cast
+from turnwright.config import LoraConfig, TrainConfig
+from turnwright.engines.local import LocalEngine
+from turnwright.engines.local import fingerprint as of_weights
+from turnwright.errors import ConfigError, ModelError, TurnwrightError
+from turnwright.training import Checkpoints, Trainer, add_lora
+from turnwright.training.model import models
+from turnwright.training.model.lora import adapter_of, linear_layers, load_adapter
+from turnwright.training.model.weights import cast
 
 peft = pytest.importorskip("peft")
 LORA = LoraConfig(rank=4)
@@ -74,7 +74,7 @@ def test_what_leaves_is_what_peft_would_merge(tiny_dir, tiny_model):
 
 
 def test_an_engine_samples_from_the_adapted_model(tiny_dir, tiny_model):
-    from turnwise.engines import Request
+    from turnwright.engines import Request
 
     trainer = trained(tiny_model)
     engine = LocalEngine(models.load(tiny_dir)[0])
@@ -102,7 +102,7 @@ def test_a_checkpoint_is_in_pefts_layout_and_small(tmp_path, tiny_dir, tiny_mode
     wrapped = peft.PeftModel.from_pretrained(models.load(tiny_dir)[0], path)
     assert torch.allclose(logits(wrapped), expected, atol=1e-6)
     assert json.loads((path / "adapter_config.json").read_text())["r"] == 4
-    # As a model of its own, which is how `turnwise eval --checkpoint` and `--model.path` take it.
+    # As a model of its own, which is how `turnwright eval --checkpoint` and `--model.path` take it.
     plain, _ = models.load(path)
     assert adapter_of(plain) is None
     assert torch.allclose(logits(plain), expected, atol=1e-5)
@@ -289,7 +289,7 @@ def test_other_kinds_of_adapters_are_refused(tiny_model):
 
 
 def test_a_model_without_an_adapter_has_none_to_send(tiny_model):
-    with pytest.raises(TurnwiseError, match="no LoRA adapter"):
+    with pytest.raises(TurnwrightError, match="no LoRA adapter"):
         Trainer(tiny_model, CONFIG).adapter_weights()
 
 

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from train_kit import random_groups
 from train_model64 import Model64
 
-from turnwise.config import TrainConfig
-from turnwise.training import LogitDistribution, Trainer, resolve_settings
-from turnwise.training.advantages import advantages
-from turnwise.training.algorithms import TokenBatch
-from turnwise.training.algorithms.grpo import ALGORITHM as GRPO
-from turnwise.training.loss import k3, logprob_mismatch, policy_terms
+from turnwright.config import TrainConfig
+from turnwright.training import LogitDistribution, Trainer, resolve_settings
+from turnwright.training.advantages import advantages
+from turnwright.training.algorithms import TokenBatch
+from turnwright.training.algorithms.grpo import ALGORITHM as GRPO
+from turnwright.training.loss import k3, logprob_mismatch, policy_terms
 
 
 def slow_logprobs(model, ids, temperature=1.0, banned=()):

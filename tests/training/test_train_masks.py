@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 from train_kit import gradient, random_groups
 from train_model64 import Model64
 
-from turnwise.config import EvalConfig, Limits, ModelConfig, ResolvedConfig, RolloutConfig, RunConfig, TrainConfig
-from turnwise.config.dump import to_json_dict
-from turnwise.engines import Sampling
-from turnwise.engines.distribution import truncate
-from turnwise.envs import as_env_spec
-from turnwise.errors import SyncError
-from turnwise.records import NullListener, RunDir
-from turnwise.rollouts import run_sync
-from turnwise.training import LogitDistribution, Trainer, TrainingRun
-from turnwise.training.forward.forward import SamplingSupport
-from turnwise.training.self_checks import LengthRewardEnv
-from turnwise.types import Task
+from turnwright.config import EvalConfig, Limits, ModelConfig, ResolvedConfig, RolloutConfig, RunConfig, TrainConfig
+from turnwright.config.dump import to_json_dict
+from turnwright.engines import Sampling
+from turnwright.engines.distribution import truncate
+from turnwright.envs import as_env_spec
+from turnwright.errors import SyncError
+from turnwright.records import NullListener, RunDir
+from turnwright.rollouts import run_sync
+from turnwright.training import LogitDistribution, Trainer, TrainingRun
+from turnwright.training.forward.forward import SamplingSupport
+from turnwright.training.self_checks import LengthRewardEnv
+from turnwright.types import Task
 
 CUTS = [(0.8, 0), (1.0, 5), (0.95, 8), (1e-9, 0)]
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from train_kit import distance, gradient, random_groups
 from train_model64 import Model64
 
-from turnwise.config import LoraConfig, TrainConfig
-from turnwise.engines import Request
-from turnwise.engines.local import LocalEngine
-from turnwise.errors import ConfigError, TurnwiseError
-from turnwise.training import Trainer, add_lora
-from turnwise.training.model import models
-from turnwise.training.trainer.allocations import Allocations, carry_on, trace_pass
-from turnwise.training.trainer.memory import (
+from turnwright.config import LoraConfig, TrainConfig
+from turnwright.engines import Request
+from turnwright.engines.local import LocalEngine
+from turnwright.errors import ConfigError, TurnwrightError
+from turnwright.training import Trainer, add_lora
+from turnwright.training.model import models
+from turnwright.training.trainer.allocations import Allocations, carry_on, trace_pass
+from turnwright.training.trainer.memory import (
     GIB,
     LENGTHS,
     MemoryEstimate,
@@ -102,7 +102,7 @@ def test_a_second_time_is_an_error_that_leaves_the_weights():
     model.room = 5
     trainer, told = steps(model, lr=0.1)
     before = [p.clone() for p in model.parameters()]
-    with pytest.raises(TurnwiseError, match=r"passes of 32 tokens, already half of train.micro_tokens") as caught:
+    with pytest.raises(TurnwrightError, match=r"passes of 32 tokens, already half of train.micro_tokens") as caught:
         trainer.step(random_groups(1), step=0, steps=1)
     assert "limits.context" in str(caught.value)
     assert len(told) == 1

@@ -19,11 +19,11 @@ from train_kit import example_texts
 from transformers import PreTrainedModel
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from turnwise.config import ModelConfig, tiny
-from turnwise.errors import ConfigError, ModelError
-from turnwise.training import load_model_and_renderer
-from turnwise.training.model import models
-from turnwise.types import Message
+from turnwright.config import ModelConfig, tiny
+from turnwright.errors import ConfigError, ModelError
+from turnwright.training import load_model_and_renderer
+from turnwright.training.model import models
+from turnwright.types import Message
 
 
 @pytest.fixture
@@ -67,9 +67,8 @@ def test_what_is_loaded(tiny_dir):
 def test_tiny_spec_needs_no_torch():
     assert tiny() == ModelConfig()
     assert tiny(hidden=32, layers=1) == ModelConfig(hidden=32, layers=1)
-    code = (
-        "import turnwise.config, turnwise.training.advantages, sys; turnwise.config.tiny(); assert 'torch' not in sys.modules"
-    )
+    code = "import turnwright.config, turnwright.training.advantages, sys; turnwright.config.tiny()"
+    code += "; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-import turnwise as tw
-from turnwise.config import load
-from turnwise.errors import ConfigError, TurnwiseError
-from turnwise.training.evaluation import summarize
-from turnwise.training.metrics import no_signal_reason, step_row
-from turnwise.training.run import STOP_STEPS, TrainingRun
-from turnwise.training.run_record import RunRecord
-from turnwise.training.warmup_gate import Gate
-from turnwise.viewer.diagnosis import diagnose
+import turnwright as tw
+from turnwright.config import load
+from turnwright.errors import ConfigError, TurnwrightError
+from turnwright.training.evaluation import summarize
+from turnwright.training.metrics import no_signal_reason, step_row
+from turnwright.training.run import STOP_STEPS, TrainingRun
+from turnwright.training.run_record import RunRecord
+from turnwright.training.warmup_gate import Gate
+from turnwright.viewer.diagnosis import diagnose
 
 TINY = {"hidden": 16, "heads": 1, "kv_heads": 1, "layers": 1}
 
@@ -74,7 +74,7 @@ def test_a_warm_up_without_rewards_says_so(tmp_path):
         return float(trajectory.final_text == "yes") if len(seen) <= demonstrations else None
 
     env = tw.tool_env(tools=[], reward=reward, max_turns=2, solver=lambda m, r: "yes", demonstrator=lambda m, r: "yes")
-    with pytest.raises(TurnwiseError) as error:
+    with pytest.raises(TurnwrightError) as error:
         tw.train(
             model=tw.tiny(**TINY),
             env=env,
@@ -145,7 +145,7 @@ def test_a_reward_of_1e308_is_an_error_of_its_episode_and_the_run_goes_on(tmp_pa
 
 
 def test_the_table_of_an_evaluation_without_rewards_has_no_figures():
-    from turnwise.cli.training import evaluation_lines
+    from turnwright.cli.training import evaluation_lines
 
     lines = evaluation_lines({"sampled": summarize(played(None, None)).row()})
     assert "0%" not in "\n".join(lines)

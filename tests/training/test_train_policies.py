@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from train_kit import E, M, P, gradient
 from train_model64 import Model64
 
-from turnwise.config import TrainConfig
-from turnwise.engines import Generation, PolicyEngine, Request
-from turnwise.engines.policies import AgentPolicies, PastVersions
-from turnwise.errors import UsageError
-from turnwise.training import Trainer
-from turnwise.training.baselines import RUNNING_DECAY, RunningBaselines
-from turnwise.training.metrics import joined, token_rows
-from turnwise.training.past import PastPolicy
-from turnwise.training.policies import Policies, Policy, comparable, view_of
-from turnwise.types import EpisodeKey, Group, Message, RowReward, Span, StopReason, Task, Trajectory, Turn
+from turnwright.config import TrainConfig
+from turnwright.engines import Generation, PolicyEngine, Request
+from turnwright.engines.policies import AgentPolicies, PastVersions
+from turnwright.errors import UsageError
+from turnwright.training import Trainer
+from turnwright.training.baselines import RUNNING_DECAY, RunningBaselines
+from turnwright.training.metrics import joined, token_rows
+from turnwright.training.past import PastPolicy
+from turnwright.training.policies import Policies, Policy, comparable, view_of
+from turnwright.types import EpisodeKey, Group, Message, RowReward, Span, StopReason, Task, Trajectory, Turn
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
 AGENTS = ("asker", "solver-1", "solver-2", "judge")
@@ -378,8 +378,8 @@ def test_past_versions_are_loaded_once_while_they_are_used_and_closed():
 
 
 def test_a_version_of_a_fixed_policy_is_never_too_old():
-    from turnwise.engines import check_generation
-    from turnwise.errors import BackendContractError
+    from turnwright.engines import check_generation
+    from turnwright.errors import BackendContractError
 
     asked = replace(request(), min_version=5)
     check_generation(Generation([9], [0.0], "stop", 2, fixed=True), asked, "engine")
@@ -388,7 +388,7 @@ def test_a_version_of_a_fixed_policy_is_never_too_old():
 
 
 def test_weights_that_did_not_arrive_name_the_policy():
-    from turnwise.errors import SyncError
+    from turnwright.errors import SyncError
 
     trainer = Trainer(Model64(), TrainConfig(**STILL), seed=0)
 

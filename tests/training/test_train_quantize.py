@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from turnwise.config import QuantConfig
-from turnwise.engines.local.quantization import WeightGrid, packed_grid, unpack
-from turnwise.errors import ConfigError
-from turnwise.training.model.quantize import (
+from turnwright.config import QuantConfig
+from turnwright.engines.local.quantization import WeightGrid, packed_grid, unpack
+from turnwright.errors import ConfigError
+from turnwright.training.model.quantize import (
     GridLinear,
     OnGrid,
     grid_of,
@@ -23,7 +23,7 @@ from turnwise.training.model.quantize import (
     quantize_for_training,
     quantized_names,
 )
-from turnwise.types import EpisodeKey
+from turnwright.types import EpisodeKey
 
 GRIDS = {
     "int4": WeightGrid("int4", 8),
@@ -209,8 +209,8 @@ def test_stages_put_named_weights_on_the_grid_or_into_packed_tensors():
 
 @pytest.mark.parametrize("quant", QUANTS.values(), ids=QUANTS)
 def test_the_fused_engine_gives_the_logprobs_of_the_trainers_layers(quant):
-    from turnwise.engines import Request
-    from turnwise.engines.local import LocalEngine
+    from turnwright.engines import Request
+    from turnwright.engines.local import LocalEngine
 
     model = qwen()
     engine = LocalEngine(quantize_for_sampling(model, quant), context=128)
@@ -242,8 +242,8 @@ def test_the_fused_engine_gives_the_logprobs_of_the_trainers_layers(quant):
 
 
 def test_a_fused_pass_that_rounds_is_taken_for_any_weights_and_one_that_omits_a_rounding_is_not(monkeypatch):
-    from turnwise.engines.local import LocalEngine
-    from turnwise.engines.local.fused_decoder import FusedLayer
+    from turnwright.engines.local import LocalEngine
+    from turnwright.engines.local.fused_decoder import FusedLayer
 
     def fused(seed):
         model, generator = qwen(), torch.Generator().manual_seed(seed)
@@ -281,7 +281,7 @@ RECIPE = '[[env]]\nuse = "hop"\n[quant]\nkind = "int4"\ngroup = 32\n'
     ],
 )  # fmt: skip
 def test_settings_that_cannot_hold_are_refused_in_one_line(tmp_path, more, message):
-    from turnwise.config import load
+    from turnwright.config import load
 
     path = tmp_path / "r.toml"
     path.write_text((RECIPE.replace("group = 32\n", "") if more.startswith("group") else RECIPE) + more + "\n")
@@ -302,7 +302,7 @@ def test_settings_that_cannot_hold_are_refused_in_one_line(tmp_path, more, messa
     ],
 )
 def test_servers_round_activations_with_packed_fp8_weights_only(tmp_path, more, message):
-    from turnwise.config import load
+    from turnwright.config import load
 
     path = tmp_path / "r.toml"
     recipe = RECIPE.replace("group = 32\n", "").replace("int4", "fp8")
@@ -316,8 +316,8 @@ def test_servers_round_activations_with_packed_fp8_weights_only(tmp_path, more, 
 
 @pytest.fixture(scope="module")
 def tiny_directory(tmp_path_factory):
-    from turnwise.config import ModelConfig
-    from turnwise.training.model.models import create_tiny_model
+    from turnwright.config import ModelConfig
+    from turnwright.training.model.models import create_tiny_model
 
     return create_tiny_model(ModelConfig(heads=4, kv_heads=4), ["look up the code 17"], tmp_path_factory.mktemp("tiny"))
 
@@ -327,9 +327,9 @@ def tiny_directory(tmp_path_factory):
 def test_a_packed_directory_loads_as_the_grid_to_the_bit(tmp_path, tiny_directory, kind, experts):
     import shutil
 
-    from turnwise.commands import pack_model
-    from turnwise.engines.local import LocalEngine
-    from turnwise.training.model.models import load
+    from turnwright.commands import pack_model
+    from turnwright.engines.local import LocalEngine
+    from turnwright.training.model.models import load
 
     source = tiny_directory
     if experts:
@@ -358,9 +358,9 @@ def test_a_packed_directory_loads_as_the_grid_to_the_bit(tmp_path, tiny_director
 def test_a_resumed_trainer_goes_on_with_the_same_bits(tmp_path, tiny_dir, quant):
     from train_kit import random_groups
 
-    from turnwise.config import TrainConfig
-    from turnwise.training import Checkpoints, Trainer
-    from turnwise.training.model.models import load
+    from turnwright.config import TrainConfig
+    from turnwright.training import Checkpoints, Trainer
+    from turnwright.training.model.models import load
 
     def made(source):
         model, _ = load(source)
@@ -396,10 +396,10 @@ def test_a_resumed_trainer_goes_on_with_the_same_bits(tmp_path, tiny_dir, quant)
 def test_with_rounded_activations_few_ids_may_differ_or_all_by_a_part_of_what_rounding_changes(gaps, effect, passes):
     from types import SimpleNamespace
 
-    from turnwise.config import TrainConfig
-    from turnwise.errors import SyncError
-    from turnwise.training import LogitDistribution
-    from turnwise.training.trainer.checks import check_mismatch
+    from turnwright.config import TrainConfig
+    from turnwright.errors import SyncError
+    from turnwright.training import LogitDistribution
+    from turnwright.training.trainer.checks import check_mismatch
 
     count = 1000
     engine = torch.full((count,), -1.0, dtype=torch.float64)
@@ -431,12 +431,12 @@ def test_with_rounded_activations_few_ids_may_differ_or_all_by_a_part_of_what_ro
 
 @pytest.mark.parametrize("factor", [1.0, 1.03])
 def test_a_fault_of_the_last_layer_is_found_although_rounding_changes_more(factor):
-    from turnwise.config import TrainConfig
-    from turnwise.engines import Request
-    from turnwise.engines.local import LocalEngine
-    from turnwise.errors import SyncError
-    from turnwise.training import Trainer
-    from turnwise.types import EpisodeKey, Group, Origin, Span, StopReason, Task, Trajectory
+    from turnwright.config import TrainConfig
+    from turnwright.engines import Request
+    from turnwright.engines.local import LocalEngine
+    from turnwright.errors import SyncError
+    from turnwright.training import Trainer
+    from turnwright.types import EpisodeKey, Group, Origin, Span, StopReason, Task, Trajectory
 
     model, quant = qwen(), QUANTS["fp8"]
     served = quantize_for_sampling(model, quant)
@@ -474,10 +474,10 @@ def test_a_fault_of_the_last_layer_is_found_although_rounding_changes_more(facto
 def test_an_engine_with_the_quantized_weights_of_before_is_found_at_every_update(name):
     from train_kit import random_groups
 
-    from turnwise.config import TrainConfig
-    from turnwise.engines.local import LocalEngine
-    from turnwise.errors import SyncError
-    from turnwise.training import Trainer
+    from turnwright.config import TrainConfig
+    from turnwright.engines.local import LocalEngine
+    from turnwright.errors import SyncError
+    from turnwright.training import Trainer
 
     model, quant = qwen(), QUANTS[name]
     engine = LocalEngine(quantize_for_sampling(model, quant), context=128)

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks_worker import CASES, HALF, IDS, LONE, NONE, STEPS, steps_of
 
-from turnwise.config import TrainConfig
-from turnwise.training import Ranks, Trainer
-from turnwise.training.distributed import balance_costs
-from turnwise.training.model import models
-from turnwise.training.model.lora import load_adapter
+from turnwright.config import TrainConfig
+from turnwright.training import Ranks, Trainer
+from turnwright.training.distributed import balance_costs
+from turnwright.training.model import models
+from turnwright.training.model.lora import load_adapter
 
 HERE = Path(__file__).parent
 ROUGH = ("bfloat16", "fp8")

@@ -13,11 +13,11 @@ import torch
 from train_kit import distance, gradient
 from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
-from turnwise.config import TrainConfig
-from turnwise.errors import ConfigError, RoutesMissing, TurnwiseError
-from turnwise.training import Credit, LossDenominator, Trainer, make_batch, trainable_tokens
-from turnwise.training.forward.routing_replay import RoutingReplay, pack_routes
-from turnwise.types import ExpertRoutes, Group
+from turnwright.config import TrainConfig
+from turnwright.errors import ConfigError, RoutesMissing, TurnwrightError
+from turnwright.training import Credit, LossDenominator, Trainer, make_batch, trainable_tokens
+from turnwright.training.forward.routing_replay import RoutingReplay, pack_routes
+from turnwright.types import ExpertRoutes, Group
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import r3
@@ -167,9 +167,9 @@ def test_routes_that_name_dense_layers_too_are_read_by_layer(small, noised):
     two = np.arange(16, dtype=np.uint8).reshape(2, 2, 4) % 8
     replay.set_routes(pack_routes([(ExpertRoutes.of(two), np.arange(2))], 3, "cpu"))
     assert replay._chosen[0][:2].tolist() == two[:, 1].tolist()
-    with pytest.raises(TurnwiseError, match="the models differ"):
+    with pytest.raises(TurnwrightError, match="the models differ"):
         replay.set_routes(pack_routes([(ExpertRoutes.of(two[:, :, :3]), np.arange(2))], 3, "cpu"))
-    with pytest.raises(TurnwiseError, match="reports expert 9"):
+    with pytest.raises(TurnwrightError, match="reports expert 9"):
         replay.set_routes(pack_routes([(ExpertRoutes.of(two + 2), np.arange(2))], 3, "cpu"))
 
 

@@ -12,11 +12,11 @@ from test_train_trainer import ANY, fingerprint
 from torch import nn
 from train_kit import distance, gradient, random_groups
 
-from turnwise.config import TrainConfig
-from turnwise.training import Ranks, Trainer
-from turnwise.training.model import models
-from turnwise.training.trainer.optimizer import YOUNG, GradientSignal, Optimizer, signal_share, standard_errors
-from turnwise.types import Group, Task
+from turnwright.config import TrainConfig
+from turnwright.training import Ranks, Trainer
+from turnwright.training.model import models
+from turnwright.training.trainer.optimizer import YOUNG, GradientSignal, Optimizer, signal_share, standard_errors
+from turnwright.types import Group, Task
 
 # The formula.
 

@@ -6,14 +6,14 @@ import pytest
 from train_kit import M, P, chain
 from train_model64 import Model64
 
-import turnwise as tw
-from turnwise.config import TrainConfig
-from turnwise.errors import ConfigError, UsageError
-from turnwise.renderers import byte_renderer
-from turnwise.training import Trainer, resolve_settings
-from turnwise.training.loss import Objective
-from turnwise.training.metrics import step_row
-from turnwise.types import Group, StopReason
+import turnwright as tw
+from turnwright.config import TrainConfig
+from turnwright.errors import ConfigError, UsageError
+from turnwright.renderers import byte_renderer
+from turnwright.training import Trainer, resolve_settings
+from turnwright.training.loss import Objective
+from turnwright.training.metrics import step_row
+from turnwright.types import Group, StopReason
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
 THEIRS = f"{Path(__file__).parents[1]}/compat/users/slime/others.py:check_reward_nonzero_std"

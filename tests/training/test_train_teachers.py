@@ -11,15 +11,15 @@ from strategies import groups
 from train_kit import E, M, P, branched, chain, distance, gradient, random_groups
 from train_model64 import Model64
 
-from turnwise.config import TeacherConfig, TrainConfig
-from turnwise.errors import ConfigError, UsageError
-from turnwise.renderers import byte_renderer
-from turnwise.training import Trainer
-from turnwise.training.forward import forward as heads
-from turnwise.training.forward.forward import ForwardPass
-from turnwise.training.teachers.base import Hint, Teachers
-from turnwise.training.teachers.local import LocalTeacher, SelfTeacher
-from turnwise.types import Group, Message, Task
+from turnwright.config import TeacherConfig, TrainConfig
+from turnwright.errors import ConfigError, UsageError
+from turnwright.renderers import byte_renderer
+from turnwright.training import Trainer
+from turnwright.training.forward import forward as heads
+from turnwright.training.forward.forward import ForwardPass
+from turnwright.training.teachers.base import Hint, Teachers
+from turnwright.training.teachers.local import LocalTeacher, SelfTeacher
+from turnwright.types import Group, Message, Task
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
 VOCABULARY = 50
@@ -174,7 +174,7 @@ def test_branches_are_scored_on_the_ids_that_the_policy_received(config):
 
 @pytest.mark.parametrize("config", [{}, {"signal": "loss"}, {"signal": "loss", "top": 4}], ids=str)
 def test_a_real_model_in_trees_and_rows(tiny_dir, config):
-    from turnwise.training.model import models
+    from turnwright.training.model import models
 
     teacher = models.load(tiny_dir)[0].requires_grad_(False)
     with torch.no_grad():

@@ -8,10 +8,10 @@ import torch
 from test_train_trainer import ANY, with_logprobs
 from train_kit import branched, random_groups
 
-from turnwise.config import TrainConfig
-from turnwise.training import Trainer
-from turnwise.training.metrics import FILE, mismatch_by_turn, scored_ids, write_token_records
-from turnwise.types import Group, Message, Turn
+from turnwright.config import TrainConfig
+from turnwright.training import Trainer
+from turnwright.training.metrics import FILE, mismatch_by_turn, scored_ids, write_token_records
+from turnwright.types import Group, Message, Turn
 
 
 def with_turns(trajectory):

@@ -9,13 +9,13 @@ from fork_kit import run_ranks
 from train_kit import M, P, chain, gradient, random_groups
 from train_model64 import Model64
 
-from turnwise.config import TrainConfig
-from turnwise.errors import ConfigError, ModelError, RewardError, SyncError, TurnwiseError, UsageError
-from turnwise.training import Ranks, Trainer
-from turnwise.training.model import models
-from turnwise.training.model.weights import cast
-from turnwise.training.trainer.optimizer import Optimizer, schedule
-from turnwise.types import Group, Task
+from turnwright.config import TrainConfig
+from turnwright.errors import ConfigError, ModelError, RewardError, SyncError, TurnwrightError, UsageError
+from turnwright.training import Ranks, Trainer
+from turnwright.training.model import models
+from turnwright.training.model.weights import cast
+from turnwright.training.trainer.optimizer import Optimizer, schedule
+from turnwright.types import Group, Task
 
 ANY = {"max_mismatch": 1e9}
 
@@ -112,7 +112,7 @@ def test_updates_are_checked_in_the_engine_where_the_mismatch_could_hide_them(ti
 def test_a_banned_id_in_the_data_is_refused(tiny_model):
     made = random_groups(3)
     target = made[0].trajectories[0].spans[1].ids[0]
-    with pytest.raises(TurnwiseError, match="gives no probability to an id that was sampled in task 't"):
+    with pytest.raises(TurnwrightError, match="gives no probability to an id that was sampled in task 't"):
         Trainer(tiny_model, TrainConfig(**ANY), banned_ids={target}).step(made, step=0, steps=1)
 
 
@@ -158,7 +158,7 @@ def test_bad_rewards_and_settings(tiny_model):
         Trainer(tiny_model, TrainConfig(**ANY)).step(made, step=0, steps=1)
     with pytest.raises(ConfigError, match="temperature"):
         Trainer(tiny_model, TrainConfig(), temperature=0.0)
-    with pytest.raises(TurnwiseError, match="reference"):
+    with pytest.raises(TurnwrightError, match="reference"):
         Trainer(tiny_model, TrainConfig(kl=0.1, **ANY)).step(random_groups(7), step=0, steps=1)
 
 
@@ -167,7 +167,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights():
     model.lm_head.weight.data[0] = 1e200
     before = fingerprint(model)
     made = random_groups(8)
-    with pytest.raises(TurnwiseError, match=r"lower the learning rate|no probability"):
+    with pytest.raises(TurnwrightError, match=r"lower the learning rate|no probability"):
         Trainer(model, TrainConfig(**ANY)).step(made, step=3, steps=9)
     assert fingerprint(model) == before
 
@@ -256,7 +256,7 @@ def test_supervised_takes_the_token_mean_of_sampled_ids():
     base = gradient(model)
     Trainer(model, TrainConfig(micro_tokens=1)).supervised(rows[::-1], lr=0.0)
     assert (gradient(model) - base).norm() < 1e-12 * base.norm()
-    with pytest.raises(TurnwiseError, match=r"no.* has an id to train"):
+    with pytest.raises(TurnwrightError, match=r"no.* has an id to train"):
         trainer.supervised([chain([(P, [1, 2])])], lr=0.0)
 
 

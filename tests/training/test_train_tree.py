@@ -13,13 +13,13 @@ from train_model64 import Model64
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from tree_kit import STILL, Tree64, ancestors, families, laid
 
-from turnwise.config import LoraConfig, TrainConfig
-from turnwise.errors import ConfigError, TurnwiseError
-from turnwise.training import Trainer, add_lora, build_prefix_tree
-from turnwise.training.advantages import advantages
-from turnwise.training.forward import prefix_tree
-from turnwise.training.forward.path_attention import _group, batch_paths, paths_of, plan_paths
-from turnwise.training.forward.prefix_tree import (
+from turnwright.config import LoraConfig, TrainConfig
+from turnwright.errors import ConfigError, TurnwrightError
+from turnwright.training import Trainer, add_lora, build_prefix_tree
+from turnwright.training.advantages import advantages
+from turnwright.training.forward import prefix_tree
+from turnwright.training.forward.path_attention import _group, batch_paths, paths_of, plan_paths
+from turnwright.training.forward.prefix_tree import (
     NAME,
     CostModel,
     SortedRows,
@@ -30,7 +30,7 @@ from turnwise.training.forward.prefix_tree import (
     install_tree_attention,
     split_passes,
 )
-from turnwise.types import Group, Task
+from turnwright.types import Group, Task
 
 ROWS = st.lists(st.lists(st.integers(-2, 2), min_size=1, max_size=12), min_size=1, max_size=8)
 
@@ -146,7 +146,7 @@ def test_a_call_for_each_chain_and_any_batches_of_paths_are_masked_attention(row
         made.tree.cache["paths"] = batch_paths(made.tree, paths_of(made.tree), [group for group in split if group])
     weights = torch.randn(1, made.tree.size, 2 * grouped, 8, dtype=torch.float64)
     found = []
-    for out in (attend(torch.nn.Identity(), *parts, None, turnwise_tree=made.tree)[0], dense(made, *parts)):
+    for out in (attend(torch.nn.Identity(), *parts, None, turnwright_tree=made.tree)[0], dense(made, *parts)):
         found.append((out, *torch.autograd.grad((out * weights).sum(), parts)))
     for mine, theirs in zip(*found, strict=True):
         assert (mine - theirs).abs().max() < 1e-12
@@ -185,7 +185,7 @@ def test_in_bfloat16_the_parts_are_put_together_in_float32(batched):
     made.tree.cache["paths"] = batch_paths(made.tree, paths_of(made.tree), every) if batched else None
     exact = dense(made, *parts)
     narrow = [part.detach().bfloat16().requires_grad_() for part in parts]
-    out = attend(torch.nn.Identity(), *narrow, None, turnwise_tree=made.tree)[0]
+    out = attend(torch.nn.Identity(), *narrow, None, turnwright_tree=made.tree)[0]
     own = dense(made, *narrow)
     assert out.dtype == torch.bfloat16
     mine = torch.autograd.grad(out.sum(), narrow)
@@ -229,7 +229,7 @@ def test_flex_attention_is_the_same_attention():
     made, parts = heads(long_rows(), torch.float32)
     parts = [part.detach() for part in parts]
     out = flex_attend(*parts, made.tree, None, run=flex_attention).transpose(1, 2)
-    assert (out - attend(torch.nn.Identity(), *parts, None, turnwise_tree=made.tree)[0]).abs().max() < 1e-5
+    assert (out - attend(torch.nn.Identity(), *parts, None, turnwright_tree=made.tree)[0]).abs().max() < 1e-5
 
 
 # Loss and gradient: invariant 5.
@@ -293,7 +293,7 @@ def test_equal_tokens_of_siblings_keep_a_ratio_and_an_advantage_each():
 
 
 def trainer_scale(made):
-    from turnwise.training import LossDenominator
+    from turnwright.training import LossDenominator
 
     return LossDenominator.of(advantages(made).credits, "token")
 
@@ -490,7 +490,7 @@ def test_compiled_flex_attention_is_the_same_at_several_lengths():
         made, parts = heads(rows, torch.float32, width=16)
         parts = [part.detach() for part in parts]
         out = flex_attend(*parts, made.tree, None).transpose(1, 2)
-        assert (out - attend(torch.nn.Identity(), *parts, None, turnwise_tree=made.tree)[0]).abs().max() < 1e-5
+        assert (out - attend(torch.nn.Identity(), *parts, None, turnwright_tree=made.tree)[0]).abs().max() < 1e-5
 
 
 @pytest.mark.slow
@@ -520,5 +520,5 @@ def test_attention_that_is_changed_later_is_noticed():
     model, made = small(), wide_group(30, 4, 6)
     trainer = Trainer(model, TrainConfig(**STILL, batching="tree"))
     model.set_attn_implementation("sdpa")
-    with pytest.raises(TurnwiseError, match="was changed after its trainer was created"):
+    with pytest.raises(TurnwrightError, match="was changed after its trainer was created"):
         trainer.step(made, step=0, steps=1)

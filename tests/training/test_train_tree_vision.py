@@ -8,12 +8,12 @@ from sight_kit import Gallery, episode
 from train_kit import distance, example_texts, gradient
 from tree_kit import STILL
 
-from turnwise.config import ModelConfig, TrainConfig
-from turnwise.training import LossDenominator, Trainer, build_prefix_tree
-from turnwise.training.advantages import advantages
-from turnwise.training.forward.batch import rows_of, shared_prefixes, tree_micro
-from turnwise.training.model import models
-from turnwise.types import Group, Origin, Span, Task
+from turnwright.config import ModelConfig, TrainConfig
+from turnwright.training import LossDenominator, Trainer, build_prefix_tree
+from turnwright.training.advantages import advantages
+from turnwright.training.forward.batch import rows_of, shared_prefixes, tree_micro
+from turnwright.training.model import models
+from turnwright.types import Group, Origin, Span, Task
 
 
 @pytest.fixture(scope="module")

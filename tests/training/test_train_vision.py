@@ -9,13 +9,13 @@ import torch
 from sight_kit import Gallery, episode
 from train_kit import distance, example_texts, gradient
 
-from turnwise.config import ModelConfig, TrainConfig
-from turnwise.engines.local import fingerprint
-from turnwise.errors import ConfigError, UsageError
-from turnwise.training import LossDenominator, Trainer, make_batch
-from turnwise.training.advantages import advantages
-from turnwise.training.model import models
-from turnwise.types import Group, Span, Task
+from turnwright.config import ModelConfig, TrainConfig
+from turnwright.engines.local import fingerprint
+from turnwright.errors import ConfigError, UsageError
+from turnwright.training import LossDenominator, Trainer, make_batch
+from turnwright.training.advantages import advantages
+from turnwright.training.model import models
+from turnwright.types import Group, Span, Task
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
 

@@ -10,14 +10,14 @@ import torch
 from sight_kit import Gallery, episode
 from vision_kit import tiny_vlm_directory
 
-import turnwise as tw
-from turnwise.config import Limits, ModelConfig, TrainConfig
-from turnwise.engines.local import LocalEngine, fingerprint
-from turnwise.rollouts import Rollout, group_by_task, make_episode_specs
-from turnwise.training import Checkpoints, LossDenominator, Trainer, load_model_and_renderer, make_batch
-from turnwise.training.advantages import advantages
-from turnwise.training.model import models
-from turnwise.types import Group, Task, VideoRef
+import turnwright as tw
+from turnwright.config import Limits, ModelConfig, TrainConfig
+from turnwright.engines.local import LocalEngine, fingerprint
+from turnwright.rollouts import Rollout, group_by_task, make_episode_specs
+from turnwright.training import Checkpoints, LossDenominator, Trainer, load_model_and_renderer, make_batch
+from turnwright.training.advantages import advantages
+from turnwright.training.model import models
+from turnwright.types import Group, Task, VideoRef
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "smolvlm", "idefics3")
 

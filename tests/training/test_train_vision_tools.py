@@ -10,15 +10,15 @@ import pytest
 import torch
 from vision_kit import tiny_vlm_directory
 
-import turnwise as tw
-from turnwise.config import Limits, ModelConfig, TrainConfig
-from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.sampling import Sampler
-from turnwise.records import read_json_lines, rebuild_trajectories
-from turnwise.renderers import load_renderer
-from turnwise.rollouts import Rollout, group_by_task, make_episode_specs
-from turnwise.training import Trainer, load_model_and_renderer
-from turnwise.types import Task, VideoRef
+import turnwright as tw
+from turnwright.config import Limits, ModelConfig, TrainConfig
+from turnwright.engines.local import LocalEngine
+from turnwright.engines.local.sampling import Sampler
+from turnwright.records import read_json_lines, rebuild_trajectories
+from turnwright.renderers import load_renderer
+from turnwright.rollouts import Rollout, group_by_task, make_episode_specs
+from turnwright.training import Trainer, load_model_and_renderer
+from turnwright.types import Task, VideoRef
 
 
 class Forced(Sampler):

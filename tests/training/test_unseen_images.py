@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-import turnwise as tw
+import turnwright as tw
 
 
 class Shade(tw.Env):

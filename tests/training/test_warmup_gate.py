@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import turnwise as tw
-from turnwise.config.schema import EnvConfig
-from turnwise.envs import resolve_env
-from turnwise.errors import ConfigError, TurnwiseError
-from turnwise.renderers import byte_renderer
-from turnwise.rollouts import Rollout
-from turnwise.training.task_plan import TaskChoice, planned_steps
-from turnwise.training.warmup_gate import exceeds, round_ends, still_falls, success_in_other_tasks
+import turnwright as tw
+from turnwright.config.schema import EnvConfig
+from turnwright.envs import resolve_env
+from turnwright.errors import ConfigError, TurnwrightError
+from turnwright.renderers import byte_renderer
+from turnwright.rollouts import Rollout
+from turnwright.training.task_plan import TaskChoice, planned_steps
+from turnwright.training.warmup_gate import exceeds, round_ends, still_falls, success_in_other_tasks
 
 WORDS = "abcd"
 
@@ -113,7 +113,7 @@ def test_noise_is_no_fall():
 
 def test_a_round_follows_while_the_loss_falls_and_the_gate_is_not_met(tmp_path):
     run = tmp_path / "run"
-    with pytest.raises(TurnwiseError, match=r"ended after \d+ steps"):
+    with pytest.raises(TurnwrightError, match=r"ended after \d+ steps"):
         train(Sum, run, steps=10, rounds=3, gate_every=10)
     steps = [row["step"] for row in rows_of(run, "warmup")]
     rates = [row["lr"] for row in rows_of(run, "warmup")]
@@ -123,22 +123,22 @@ def test_a_round_follows_while_the_loss_falls_and_the_gate_is_not_met(tmp_path):
 
 
 def test_rounds_continue_where_a_kill_left_them(tmp_path, monkeypatch):
-    from turnwise.training.run import TrainingRun
+    from turnwright.training.run import TrainingRun
 
     kept, failed = tmp_path / "kept", tmp_path / "failed"
-    with pytest.raises(TurnwiseError):
+    with pytest.raises(TurnwrightError):
         train(Sum, kept, steps=10, rounds=3, gate_every=5)
 
     def kill(self, gate, step, loss, original=TrainingRun._check_gate):
         if step == 15:
-            raise TurnwiseError("stopped")
+            raise TurnwrightError("stopped")
         return original(self, gate, step, loss)
 
     with monkeypatch.context() as patch:
         patch.setattr(TrainingRun, "_check_gate", kill)
-        with pytest.raises(TurnwiseError, match="stopped"):
+        with pytest.raises(TurnwrightError, match="stopped"):
             train(Sum, failed, steps=10, rounds=3, gate_every=5)
-    with pytest.raises(TurnwiseError):
+    with pytest.raises(TurnwrightError):
         train(Sum, failed, resume=True)
     losses = [[(row["step"], row["loss"], row["lr"]) for row in rows_of(run, "warmup")] for run in (kept, failed)]
     assert losses[0] == losses[1]
@@ -163,7 +163,7 @@ def play(env, speak, n=64):
         return played, await success_in_other_tasks(choices, played, rollout, 1.0)
 
     played, chance = asyncio.run(both())
-    from turnwise.training.evaluation import summarize
+    from turnwright.training.evaluation import summarize
 
     return summarize(played), chance
 
@@ -206,7 +206,7 @@ def test_an_episode_that_asks_for_more_replies_hears_the_last_one_again():
 
 def test_a_warm_up_at_the_success_of_chance_stops_and_says_what_to_do(tmp_path):
     run = tmp_path / "run"
-    with pytest.raises(TurnwiseError, match="the same replies succeed in") as told:
+    with pytest.raises(TurnwrightError, match="the same replies succeed in") as told:
         train(Sum, run)
     success = rows_of(run, "gate")[-1]["success"]
     assert 0.1 < success < 0.4  # rewards differ, as by chance
@@ -214,7 +214,7 @@ def test_a_warm_up_at_the_success_of_chance_stops_and_says_what_to_do(tmp_path):
     assert "--warmup.steps 80" in str(told.value)
 
     # Both remedies do what is said, one after the other.
-    with pytest.raises(TurnwiseError, match="ended after 80 steps"):
+    with pytest.raises(TurnwrightError, match="ended after 80 steps"):
         train(Sum, run, resume=True, steps=80)
     assert train(Sum, run, resume=True, gate_success=0.05)["rl_steps"] == 1
     with pytest.raises(ConfigError, match=r"warm-up is over, so warmup.gate_success has no effect.*--out .*run-2"):

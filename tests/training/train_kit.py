@@ -7,7 +7,7 @@ import random
 import torch
 from torch import nn
 
-from turnwise.types import EpisodeKey, Group, Origin, Span, StopReason, Task, Trajectory
+from turnwright.types import EpisodeKey, Group, Origin, Span, StopReason, Task, Trajectory
 
 WORDS = ["amber", "birch", "cedar", "dune", "ember", "fjord", "grove", "heath", "islet", "jade"]
 

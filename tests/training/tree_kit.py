@@ -10,9 +10,9 @@ from train_kit import E, M, P
 from train_model64 import Block, Body, Model64, _norm
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from turnwise.training import build_prefix_tree
-from turnwise.training.forward.prefix_tree import SortedRows
-from turnwise.types import EpisodeKey, Group, Span, StopReason, Task, Trajectory
+from turnwright.training import build_prefix_tree
+from turnwright.training.forward.prefix_tree import SortedRows
+from turnwright.types import EpisodeKey, Group, Span, StopReason, Task, Trajectory
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
 

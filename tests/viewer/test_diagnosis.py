@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-import turnwise as tw
-from turnwise.records import NullListener, rollout_metrics
-from turnwise.viewer import diagnosis
-from turnwise.viewer.diagnosis import LAST, DiagnosingListener, diagnose
+import turnwright as tw
+from turnwright.records import NullListener, rollout_metrics
+from turnwright.viewer import diagnosis
+from turnwright.viewer.diagnosis import LAST, DiagnosingListener, diagnose
 
 HEALTHY = {
     "phase": "train",

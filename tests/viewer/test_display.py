@@ -10,9 +10,9 @@ import pytest
 from cpu_kit import own_cost
 from rich.console import Console
 
-from turnwise.errors import UsageError
-from turnwise.records import NullListener, ProgressListener
-from turnwise.viewer.progress import (
+from turnwright.errors import UsageError
+from turnwright.records import NullListener, ProgressListener
+from turnwright.viewer.progress import (
     _FIGURES,
     PlainDisplay,
     ProgressState,
@@ -22,7 +22,7 @@ from turnwise.viewer.progress import (
     make_display,
     sparkline,
 )
-from turnwise.viewer.text import single_line, visible
+from turnwright.viewer.text import single_line, visible
 
 NASTY = "\x1b[2J\x1b]0;owned\x07\u202eabc\x00[red]hi[/red]\r\nnext\ud800"
 

@@ -23,14 +23,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 from view_kit import add_policies, trajectory, write_run
 
-import turnwise as tw
-from turnwise.cli.main import main
-from turnwise.records import to_json, trajectory_row
-from turnwise.viewer.report import render_report
-from turnwise.viewer.tui import TuiState, _drawn
-from turnwise.viewer.web import ViewerServer, self_contained
-from turnwise.viewer.web.index import TrajectoryIndex
-from turnwise.viewer.web.server import _Handler
+import turnwright as tw
+from turnwright.cli.main import main
+from turnwright.records import to_json, trajectory_row
+from turnwright.viewer.report import render_report
+from turnwright.viewer.tui import TuiState, _drawn
+from turnwright.viewer.web import ViewerServer, self_contained
+from turnwright.viewer.web.index import TrajectoryIndex
+from turnwright.viewer.web.server import _Handler
 
 VALUES = st.recursive(
     st.none()

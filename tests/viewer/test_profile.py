@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 
-from turnwise.cli.main import main
-from turnwise.records import NullListener
-from turnwise.viewer.progress import ProfileListener
+from turnwright.cli.main import main
+from turnwright.records import NullListener
+from turnwright.viewer.progress import ProfileListener
 
 
 class Clock:

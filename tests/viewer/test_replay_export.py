@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-import turnwise as tw
-from turnwise.cli.main import main
-from turnwise.errors import TraceError
-from turnwise.records import rollout_metrics, to_json, trajectory_row
-from turnwise.records.export import IMAGE, ColumnLayout, rows_of, write
-from turnwise.records.serialization import read_trajectories, read_trajectory
-from turnwise.viewer.recompute import recompute
+import turnwright as tw
+from turnwright.cli.main import main
+from turnwright.errors import TraceError
+from turnwright.records import rollout_metrics, to_json, trajectory_row
+from turnwright.records.export import IMAGE, ColumnLayout, rows_of, write
+from turnwright.records.serialization import read_trajectories, read_trajectory
+from turnwright.viewer.recompute import recompute
 
 
 class Renderer:
@@ -179,7 +179,7 @@ def test_json_lines_and_filters_and_mistakes(run, tmp_path, capsys):
 
 
 def test_images_come_along_as_bytes(tmp_path):
-    from turnwise.types import ImageRef, Message, ToolCall
+    from turnwright.types import ImageRef, Message, ToolCall
 
     trajectory = play()[0]
     rendered = Message("user", (ImageRef("ab" * 32, 2, 2), "what is it?"))

@@ -11,10 +11,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from turnwise.cli.main import main
-from turnwise.errors import TraceError
-from turnwise.viewer.report import lag_table, render_report, write_report
-from turnwise.viewer.run_data import choose, index, load_at, read_run
+from turnwright.cli.main import main
+from turnwright.errors import TraceError
+from turnwright.viewer.report import lag_table, render_report, write_report
+from turnwright.viewer.run_data import choose, index, load_at, read_run
 
 HOSTILE = (
     "<script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31mred\x1b]0;t\x07\u202egnp.exe\x00 \"q\" 'q' "
@@ -220,10 +220,10 @@ def test_view_writes_the_report_and_prints_its_path(make_run, tmp_path, capsys):
 
 
 def test_records_of_a_real_rollout_are_understood(tmp_path):
-    import turnwise as tw
-    from turnwise.envs.builtin import HopJson
-    from turnwise.records import to_json, trajectory_row
-    from turnwise.renderers import byte_renderer
+    import turnwright as tw
+    from turnwright.envs.builtin import HopJson
+    from turnwright.records import to_json, trajectory_row
+    from turnwright.renderers import byte_renderer
 
     played = tw.rollout(HopJson, HopJson.tasks("eval", 2, 0), tw.ScriptedEngine(HopJson.solver))
     rows = [to_json(trajectory_row(trajectory, byte_renderer())).rstrip() + b"\n" for trajectory in played]

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from turnwise import trackers
-from turnwise.cli.main import main
-from turnwise.errors import ConfigError
-from turnwise.trackers import DiskFull, TrackerPosition, TrackerProcesses, folder_of, forward_rows, tracker_of
+from turnwright import trackers
+from turnwright.cli.main import main
+from turnwright.errors import ConfigError
+from turnwright.trackers import DiskFull, TrackerPosition, TrackerProcesses, folder_of, forward_rows, tracker_of
 
 OWN = Path(__file__).parent / "faulty_trackers.py"
 
@@ -85,7 +85,7 @@ def test_a_faulty_tracker_costs_a_sentence(run, kind, says):
     else:
         [output] = followers.close(patience_s=120)
     assert says in output
-    assert "turnwise track" in output
+    assert "turnwright track" in output
     assert "\x1b" not in output
     assert process.poll() is not None, "nothing is left behind"
     assert (run / "metrics.jsonl").read_bytes() == before
@@ -93,7 +93,7 @@ def test_a_faulty_tracker_costs_a_sentence(run, kind, says):
 
 def test_a_tracker_ends_with_the_training_process_however_that_ended(run):
     code = (
-        "import sys, time; from pathlib import Path; from turnwise.trackers import TrackerProcesses;"
+        "import sys, time; from pathlib import Path; from turnwright.trackers import TrackerProcesses;"
         "f = TrackerProcesses([sys.argv[1]], Path(sys.argv[2]), 'p', None);"
         "print(f._processes[0][1].pid, flush=True); time.sleep(600)"
     )

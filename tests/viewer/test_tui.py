@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.cli.main import main
-from turnwise.viewer.tui import TuiState, conversation_lines
-from turnwise.viewer.web.index import TrajectoryIndex
-from turnwise.viewer.web.pages import trajectory
+from turnwright.cli.main import main
+from turnwright.viewer.tui import TuiState, conversation_lines
+from turnwright.viewer.web.index import TrajectoryIndex
+from turnwright.viewer.web.pages import trajectory
 
 HOSTILE = "\x1b]0;owned\x07\x1b[?1000h<script>\u202e\x00[red]x[/red]"
 
@@ -73,7 +73,7 @@ class Terminal:
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
             os.environ |= {"TERM": "xterm", "PYTHONPATH": str(Path(__file__).parents[2])}
-            os.execv(sys.executable, [sys.executable, "-m", "turnwise.cli.main", "view", str(run), "--tui"])
+            os.execv(sys.executable, [sys.executable, "-m", "turnwright.cli.main", "view", str(run), "--tui"])
         fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
         self.seen = b""
 

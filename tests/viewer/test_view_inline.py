@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-import turnwise as tw
-from turnwise.cli.training import trajectory_lines
-from turnwise.envs import play_scripted
-from turnwise.envs.scripted_play import run
-from turnwise.records import trajectory_row
-from turnwise.viewer.conversation import prepare
+import turnwright as tw
+from turnwright.cli.training import trajectory_lines
+from turnwright.envs import play_scripted
+from turnwright.envs.scripted_play import run
+from turnwright.records import trajectory_row
+from turnwright.viewer.conversation import prepare
 
 
 class Tip(tw.Env):

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from PIL import Image as Pillow
 
-import turnwise as tw
-from turnwise.media import MediaStore
-from turnwise.viewer import conversation
-from turnwise.viewer.conversation import Gallery
-from turnwise.viewer.report import render_report
+import turnwright as tw
+from turnwright.media import MediaStore
+from turnwright.viewer import conversation
+from turnwright.viewer.conversation import Gallery
+from turnwright.viewer.report import render_report
 
 HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(1)>\u202e'
 

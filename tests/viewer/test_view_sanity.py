@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from turnwise.cli.main import main
-from turnwise.viewer.diagnosis import findings, table
-from turnwise.viewer.report import render_report
+from turnwright.cli.main import main
+from turnwright.viewer.diagnosis import findings, table
+from turnwright.viewer.report import render_report
 
 HOSTILE = "</pre><script>alert(1)</script>\x1b[31m\u202e&<b> \n"
 

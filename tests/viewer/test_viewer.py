@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from view_kit import add_policies
 
-from turnwise.cli.main import main
-from turnwise.viewer.report import render_report
-from turnwise.viewer.web import ViewerServer, self_contained
-from turnwise.viewer.web.index import TableFilter, TrajectoryIndex
-from turnwise.viewer.web.pages import embed_json, escape_json, media_of, trajectory
+from turnwright.cli.main import main
+from turnwright.viewer.report import render_report
+from turnwright.viewer.web import ViewerServer, self_contained
+from turnwright.viewer.web.index import TableFilter, TrajectoryIndex
+from turnwright.viewer.web.pages import embed_json, escape_json, media_of, trajectory
 
 HASH = "ab" * 32
 HOSTILE = (
@@ -377,7 +377,7 @@ def test_with_a_token_nothing_is_told_without_it(locked):
     for path in ("/", "/app.js", "/api/overview", "/api/list", f"/media/0/{HASH}.png", "/?token=wrong", "/?token="):
         assert get(locked, path)[0] == 403, path
     assert get(locked, "/api/overview?token=" + TOKEN)[0] == 403, "the address of the page alone takes it"
-    for cookie in ("turnwise_view=", "turnwise_view=wrong", f"other={TOKEN}", "turnwise_view=\xe9"):
+    for cookie in ("turnwright_view=", "turnwright_view=wrong", f"other={TOKEN}", "turnwright_view=\xe9"):
         assert get(locked, "/", cookie=cookie)[0] == 403, cookie
 
 
@@ -392,14 +392,14 @@ def test_the_token_becomes_a_cookie_that_scripts_cannot_read_and_leaves_the_addr
 
 
 def test_other_machines_are_let_in_with_a_token_alone(run, capsys, monkeypatch):
-    monkeypatch.delenv("TURNWISE_VIEW_TOKEN", raising=False)
+    monkeypatch.delenv("TURNWRIGHT_VIEW_TOKEN", raising=False)
     assert main(["view", str(run), "--host", "0.0.0.0"]) == 2
-    assert "TURNWISE_VIEW_TOKEN" in capsys.readouterr().err
+    assert "TURNWRIGHT_VIEW_TOKEN" in capsys.readouterr().err
     for token in ("short", "with spaces and more"):
-        monkeypatch.setenv("TURNWISE_VIEW_TOKEN", token)
+        monkeypatch.setenv("TURNWRIGHT_VIEW_TOKEN", token)
         assert main(["view", str(run), "--host", "0.0.0.0"]) == 2
         assert "at least 16" in capsys.readouterr().err
-    monkeypatch.setenv("TURNWISE_VIEW_TOKEN", TOKEN)
+    monkeypatch.setenv("TURNWRIGHT_VIEW_TOKEN", TOKEN)
     assert main(["view", str(run), "--host", "no.such.host.invalid"]) == 2
     assert "is unavailable" in capsys.readouterr().err
 

@@ -8,9 +8,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-from turnwise.config import load
-from turnwise.config.dump import to_json_dict
-from turnwise.records.metrics import wilson
+from turnwright.config import load
+from turnwright.config.dump import to_json_dict
+from turnwright.records.metrics import wilson
 
 
 def message(role: str, content: str, **more: Any) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def write_run(folder: Path, *, steps: int = 60, said: str = "") -> Path:
     rng = random.Random(0)
     folder.mkdir(parents=True, exist_ok=True)
     resolved = load(None, ["--env.use", "hop", "--train.lr", "2e-3", "--env.args.note", "x"])
-    config = to_json_dict(resolved) | {"versions": {"turnwise": "0.1.0", "torch": "2.13.0", "python": "3.11.2"}}
+    config = to_json_dict(resolved) | {"versions": {"turnwright": "0.1.0", "torch": "2.13.0", "python": "3.11.2"}}
     config["config"]["env"][0]["args"]["note"] = said
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics(rng, steps)))

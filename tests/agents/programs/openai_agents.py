@@ -16,5 +16,5 @@ def shell(command: str) -> str:
     return subprocess.run(command, shell=True, capture_output=True, text=True).stdout
 
 
-agent = Agent("worker", instructions="You use a shell.", model="turnwise", tools=[shell])
+agent = Agent("worker", instructions="You use a shell.", model="turnwright", tools=[shell])
 print(Runner.run_sync(agent, sys.argv[1]).final_output)

@@ -5,7 +5,7 @@ import sys
 
 from pydantic_ai import Agent
 
-names = {"chat": "openai-chat:turnwise", "responses": "openai-responses:turnwise", "anthropic": "anthropic:turnwise"}
+names = {"chat": "openai-chat:turnwright", "responses": "openai-responses:turnwright", "anthropic": "anthropic:turnwright"}
 agent = Agent(names[sys.argv[2]], instructions="You use a shell.")
 
 

@@ -17,7 +17,7 @@ TOOL = {
 client = openai.OpenAI()
 messages = [{"role": "system", "content": "You use a shell."}, {"role": "user", "content": sys.argv[1]}]
 while True:
-    given = {"model": "turnwise", "messages": messages, "tools": [TOOL]}
+    given = {"model": "turnwright", "messages": messages, "tools": [TOOL]}
     if sys.argv[2:] == ["stream"]:
         with client.chat.completions.stream(**given) as stream:
             message = stream.get_final_completion().choices[0].message

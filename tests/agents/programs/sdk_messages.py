@@ -10,7 +10,7 @@ TOOL = {"name": "shell", "description": "Run a command.", "input_schema": SCHEMA
 client = anthropic.Anthropic()
 messages = [{"role": "user", "content": sys.argv[1]}]
 while True:
-    given = {"model": "turnwise", "max_tokens": 1000, "system": "You use a shell.", "messages": messages, "tools": [TOOL]}
+    given = {"model": "turnwright", "max_tokens": 1000, "system": "You use a shell.", "messages": messages, "tools": [TOOL]}
     assert client.messages.count_tokens(**{k: v for k, v in given.items() if k != "max_tokens"}).input_tokens > 0
     if sys.argv[2:] == ["stream"]:
         with client.messages.stream(**given) as stream:

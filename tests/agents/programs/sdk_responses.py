@@ -11,7 +11,7 @@ TOOL = {"type": "function", "name": "shell", "description": "Run a command.", "p
 client = openai.OpenAI()
 items = [{"role": "user", "content": sys.argv[1]}]
 while True:
-    given = {"model": "turnwise", "instructions": "You use a shell.", "input": items, "tools": [TOOL], "store": False}
+    given = {"model": "turnwright", "instructions": "You use a shell.", "input": items, "tools": [TOOL], "store": False}
     if sys.argv[2:] == ["stream"]:
         with client.responses.stream(**given) as stream:
             response = stream.get_final_response()

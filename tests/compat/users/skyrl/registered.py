@@ -17,8 +17,8 @@ class EchoEnv(BaseTextEnv):
         return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
 
 
-register(id="turnwise_echo", entry_point=EchoEnv)
-register(id="turnwise_echo_bonus", entry_point=EchoEnv, kwargs={"bonus": 0.5})
-made = skyrl_gym.make("turnwise_echo_bonus", env_config=None, extras={"word": "x"})
+register(id="turnwright_echo", entry_point=EchoEnv)
+register(id="turnwright_echo_bonus", entry_point=EchoEnv, kwargs={"bonus": 0.5})
+made = skyrl_gym.make("turnwright_echo_bonus", env_config=None, extras={"word": "x"})
 assert made.bonus == 0.5
-assert skyrl_gym.spec("turnwise_echo").entry_point is EchoEnv
+assert skyrl_gym.spec("turnwright_echo").entry_point is EchoEnv

@@ -7,7 +7,7 @@ from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.http_utils import post
 
 state = GenerateState(SimpleNamespace())
-url = "http://turnwise.invalid:1/generate"
+url = "http://turnwright.invalid:1/generate"
 DUMMY = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
 
 

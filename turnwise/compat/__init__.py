@@ -1,1 +1,0 @@
-"""User code of other frameworks, run unchanged: one module for each, found by `turnwise.envs.foreign`."""

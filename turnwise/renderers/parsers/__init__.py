@@ -1,6 +1,0 @@
-"""Parse replies into reasoning, tool calls and visible text, by format."""
-
-from turnwise.renderers.parsers.base import Parser
-from turnwise.renderers.parsers.detect import PARSERS, detect_format, parser_for_template
-
-__all__ = ["PARSERS", "Parser", "detect_format", "parser_for_template"]

@@ -1,5 +1,0 @@
-"""Workers in other processes and on other machines: groups of episodes are placed on them, over HTTP or with Ray."""
-
-from turnwise.scale.base import GroupSpec, PlayedGroup, RolloutWorker, WorkerLied, WorkerLost
-
-__all__ = ["GroupSpec", "PlayedGroup", "RolloutWorker", "WorkerLied", "WorkerLost"]

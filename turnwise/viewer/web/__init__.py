@@ -1,6 +1,0 @@
-"""The viewer of a run: a page on loopback, or one file that can be sent."""
-
-from turnwise.viewer.web.pages import self_contained
-from turnwise.viewer.web.server import ViewerServer
-
-__all__ = ["ViewerServer", "self_contained"]

@@ -1,0 +1,226 @@
+"""Command line: `turnwright train | eval | rollout | record | check | init | view | worker | engines | serve | track | export |
+replay | convert`.
+
+Heavy imports are deferred to the commands that need them, so that `turnwright --help` is fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import difflib
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import NoReturn
+
+from turnwright import __version__
+from turnwright.cli.options import split_overrides
+from turnwright.cli.runs import add_export, add_replay, add_track, add_view
+from turnwright.cli.tools import add_check, add_convert, add_engines, add_init, add_pack, add_serve
+from turnwright.cli.training import add_evaluate, add_record, add_rollout, add_train, add_worker
+from turnwright.errors import TraceError, TurnwrightError, UsageError, missing_training
+from turnwright.files import why_not_written
+from turnwright.shutdown import StopSignals
+
+COMMANDS = (
+    *(add_train, add_evaluate, add_rollout, add_record, add_check, add_init, add_view),
+    *(add_worker, add_engines, add_serve, add_track, add_export, add_replay, add_convert, add_pack),
+)
+EXAMPLES = """\
+examples:
+  turnwright train recipe.toml --train.lr 1e-4     train; any key of the recipe can be overridden
+  turnwright train recipe.toml --dry-run           print every setting and its origin
+  turnwright eval recipe.toml --samples 4          success and pass@k on held-out tasks
+  turnwright init my_env                           write a starter environment, recipe and test
+  turnwright view runs/run                         open the viewer of a run
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Argument parser that raises errors, so that one place reports them."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see `{self.prog} --help`")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser with all commands."""
+    parser = _Parser(
+        prog="turnwright",
+        description="Multi-turn reinforcement learning for LLM agents, token for token.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for add in COMMANDS:
+        add(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0 success, 1 failure, 2 user error, 128 + n when signal n interrupted it."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    stop_signals = StopSignals()
+    try:
+        with _own_warnings_without_source(), _handled(stop_signals):
+            return _run(words)
+    except (UsageError, TraceError) as error:
+        return _print_error(str(error))
+    except TurnwrightError as error:  # not a user error, but the message is sufficient
+        return _print_error(str(error), status=1)
+    except SystemExit as exit:  # raised by argparse after --help
+        return exit.code if isinstance(exit.code, int) else 1
+    except KeyboardInterrupt as interrupt:
+        status = 128 + (stop_signals.received or signal.SIGINT)
+        hint = "journaled episodes are kept; resume with --resume RUN" if words[:1] == ["train"] else ""
+        return _print_error("; ".join(filter(None, ("interrupted", str(interrupt) or hint))), status=status)
+    except BrokenPipeError:
+        # The reader (`| head`) closed the pipe. Without a new stdout, Python prints another error when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except ModuleNotFoundError as error:
+        if (missing := missing_training(error)) is None:
+            raise
+        return _print_error(str(missing))
+    except Exception as error:
+        why = why_not_written(error)
+        if not why:
+            raise
+        place = error.filename if isinstance(error, OSError) and error.filename else "writing"
+        remedy = "; free space, then resume with --resume RUN" if words[:1] == ["train"] else "; free space and try again"
+        return _print_error(f"{place}: {why}{remedy}")
+
+
+def _handled(stop_signals: StopSignals) -> AbstractContextManager[None]:
+    """Return what handles SIGTERM and SIGHUP as Ctrl-C for a command.
+
+    Not under torchrun, which ends all its processes at once: one that ended in order would wait for the others. Nor in another
+    thread than the main one, which may not handle signals.
+    """
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    return stop_signals.installed() if alone and in_main_thread else nullcontext()
+
+
+@contextmanager
+def _own_warnings_without_source() -> Iterator[None]:
+    """Print warnings of this package as `warning: text`, without the line of its code that gave them."""
+    before, package = warnings.formatwarning, Path(__file__).parents[1]
+
+    def format(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+        own = Path(filename).is_relative_to(package)
+        return f"warning: {message}\n" if own else before(message, category, filename, lineno, line)
+
+    warnings.formatwarning = format
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
+def _run(words: list[str]) -> int:
+    parser = build_parser()
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
+    if words[0] in ("--version", "version"):
+        print(f"turnwright {__version__}")
+        return 0
+    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction)).choices
+    names = list(commands)
+    if words[0] == "help":
+        words = [*words[1:2], "--help"]
+    if words[0].startswith("-") and words[0] not in ("-h", "--help"):
+        command = next((word for word in words if word in names), "COMMAND")
+        raise UsageError(f"unknown option {words[0]} before the command; its options follow it: `turnwright {command} --help`")
+    if not words[0].startswith("-") and words[0] not in names:
+        near = difflib.get_close_matches(words[0], [*names, "help", "version"], n=1, cutoff=0.5)
+        hint = f"did you mean `turnwright {near[0]}`?" if near else f"commands are {', '.join(names)}"
+        raise UsageError(f"unknown command '{words[0]}'; {hint}")
+    words, overrides = split_overrides(words)
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        raise UsageError(_unknown(commands[words[0]], words[0], unknown[0]))
+    if args.command is None:
+        raise UsageError(f"no command; commands are {', '.join(names)}")
+    if overrides and not args.takes_overrides:
+        raise UsageError(f"turnwright {args.command} reads no recipe, so {overrides[0]} has no effect; leave it out")
+    args.overrides = list(overrides)
+    run: Callable[[argparse.Namespace], int] = args.run
+    return run(args)
+
+
+MOST_NAMED = 3
+"""Most keys of one name that an error names."""
+
+
+def _unknown(parser: argparse.ArgumentParser, command: str, word: str) -> str:
+    """Describe an option that the command does not have, and the closest option or recipe key."""
+    name = word.partition("=")[0]
+    if not name.startswith("-"):
+        return f"turnwright {command}: unexpected argument '{word}'; see `turnwright {command} --help`"
+
+    # By what follows the dashes, which all have in common.
+    choices: dict[str, list[str]] = {}
+    for option in parser._option_string_actions:
+        if option.startswith("--") and option != "--help":
+            choices[option.removeprefix("--")] = [option]
+    if parser.get_default("takes_overrides"):
+        from turnwright.config.fields import keys_by_name
+
+        for key, dotted in keys_by_name().items():
+            flags = [f"--{one.replace('_', '-')}" for one in dotted]
+            choices.setdefault(key.replace("_", "-"), flags)
+
+    near = difflib.get_close_matches(name.lstrip("-").replace("_", "-"), list(choices), n=1, cutoff=0.6)
+    hint = f"see `turnwright {command} --help`"
+    if near:
+        found = choices[near[0]]
+        more = f" or {len(found) - MOST_NAMED} others" if len(found) > MOST_NAMED else ""
+        hint = f"did you mean {' or '.join(repr(one) for one in found[:MOST_NAMED])}{more}?"
+    return f"turnwright {command}: unknown option {name}; {hint}"
+
+
+def _print_error(message: str, status: int = 2) -> int:
+    """Print an error in one line, without line breaks and control characters of quoted text, and return the status."""
+    line = " ".join(message.split())
+    print("turnwright: error: " + "".join(c if c.isprintable() else "\ufffd" for c in line), file=sys.stderr)
+    return status
+
+
+EXIT_S = 3.0
+"""Seconds that threads which user code left running have to end after the command."""
+
+
+def entry() -> NoReturn:
+    """Run one command as a process, and end the process with its exit status, whatever threads user code left."""
+    status = main()
+    threading.Thread(target=_end_after, args=(status,), name="turnwright-exit", daemon=True).start()
+    sys.exit(status)
+
+
+def _end_after(status: int) -> None:
+    """End the process if Python still waits for other threads; they would keep it for ever, a batch job with it."""
+    while True:
+        time.sleep(EXIT_S)
+        others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+        if left := [thread.name for thread in others if not thread.daemon and thread.is_alive()]:
+            break
+    with suppress(Exception):  # a closed stderr
+        _print_error(f"ended without waiting for the threads {', '.join(left)}, which user code left running", status)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    entry()

@@ -1,0 +1,1 @@
+"""User code of other frameworks, run unchanged: one module for each, found by `turnwright.envs.foreign`."""

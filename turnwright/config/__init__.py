@@ -1,0 +1,48 @@
+"""The configuration of a run."""
+
+from turnwright.config.load import ResolvedConfig, load
+from turnwright.config.schema import (
+    CheckpointConfig,
+    EngineConfig,
+    EnvConfig,
+    EnvRules,
+    EvalConfig,
+    Limits,
+    LoraConfig,
+    ModelConfig,
+    PolicyConfig,
+    QuantConfig,
+    RolloutConfig,
+    RunConfig,
+    ScaleConfig,
+    ScheduleConfig,
+    TeacherConfig,
+    TrackConfig,
+    TrainConfig,
+    WarmupConfig,
+    tiny,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "EngineConfig",
+    "EnvConfig",
+    "EnvRules",
+    "EvalConfig",
+    "Limits",
+    "LoraConfig",
+    "ModelConfig",
+    "PolicyConfig",
+    "QuantConfig",
+    "ResolvedConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "ScaleConfig",
+    "ScheduleConfig",
+    "TeacherConfig",
+    "TrackConfig",
+    "TrainConfig",
+    "WarmupConfig",
+    "load",
+    "tiny",
+]

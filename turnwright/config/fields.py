@@ -1,0 +1,136 @@
+"""Keys of a recipe: their types in words, help texts and spelling suggestions."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from turnwright.config.constraints import PathKind, declared, help_texts, path_kinds
+from turnwright.config.schema import RunConfig
+from turnwright.errors import did_you_mean
+
+
+@cache
+def field_types(cls: type) -> dict[str, Any]:
+    """Return the types of a configuration class's fields."""
+    return get_type_hints(cls)
+
+
+def field_type(dotted: str) -> Any | None:
+    """Return the type of a dotted key (`env.0.args.depth`; a dataclass for a section), or None if the key is unknown."""
+    first, *rest = dotted.split(".")
+    hint: Any = field_types(RunConfig).get(first)
+    in_env = first == "env"
+    if rest and first in table_lists():
+        hint = table_lists()[first] if rest.pop(0).isdecimal() else None
+    for part in rest:
+        if get_origin(hint) is Mapping:  # a table of settings accepts any key, outside environments one level deep
+            return Any if in_env or (part is rest[-1] and part) else None
+        hint = field_types(hint).get(part) if is_dataclass(hint) and isinstance(hint, type) else None
+    return hint
+
+
+@cache
+def table_lists() -> dict[str, Any]:
+    """Return the sections that are lists of tables (`[[env]]`), with the class of one table."""
+    items = ((name, get_args(hint)) for name, hint in field_types(RunConfig).items() if get_origin(hint) is tuple)
+    return {name: args[0] for name, args in items if is_dataclass(args[0])}
+
+
+@cache
+def sections() -> dict[str, Any]:
+    """Return the class of each section; for a list of tables, that of one table."""
+    return {name: kind for name, kind in (field_types(RunConfig) | table_lists()).items() if is_dataclass(kind)}
+
+
+def known_keys(section: str = "") -> Iterator[str]:
+    """Yield every dotted key, those of environments without an index (`env.use`)."""
+    for name in field_types(RunConfig):
+        if not section or name == section.partition(".")[0]:
+            yield from (f"{name}.{key}" for key in field_types(sections()[name])) if name in sections() else (name,)
+
+
+def union_members(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or a 1-tuple of the type itself."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def describe_type(hint: Any) -> str:
+    """Describe a type in words: `an integer`, `one of "linear", "cosine"`."""
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(f'"{choice}"' for choice in get_args(hint))
+    if get_origin(hint) in (Union, UnionType):
+        words = [describe_type(member) for member in get_args(hint) if member is not NoneType]
+        return " or ".join([*words, '"none"'] if NoneType in get_args(hint) else words)
+    if get_origin(hint) is tuple:
+        return "a list of strings" if get_args(hint)[-1] is Ellipsis else f"a list of {len(get_args(hint))} numbers"
+    plain = {int: "an integer", float: "a number", bool: "true or false", str: "a string in quotes"}
+    return plain.get(hint, "a table")
+
+
+def keys_by_name() -> dict[str, list[str]]:
+    """Return the dotted keys of all sections by their last part."""
+    found: dict[str, list[str]] = {}
+    for key in known_keys():
+        found.setdefault(key.rpartition(".")[2], []).append(key)
+    return found
+
+
+MOST_LISTED = 16
+"""Most keys that an error lists."""
+
+
+def unknown_key(dotted: str, *, flags: bool = False) -> str:
+    """Describe an unknown key: the probably intended one, or the keys that exist."""
+    plain = ".".join(part for part in dotted.split(".") if not part.isdecimal())
+    section, _, key = plain.rpartition(".")
+
+    def spelled(name: str) -> str:
+        return "--" + name.replace("_", "-") if flags else name
+
+    error = f"unknown key '{spelled(plain)}'"
+    heads = list(sections())
+    if section and section.partition(".")[0] not in heads:
+        error, section = f"unknown section [{section}]", ""
+        near = difflib.get_close_matches(plain, list(known_keys()), n=1, cutoff=0.7)
+        if not near:
+            return f"{error}; {did_you_mean(plain.partition('.')[0], heads) or 'sections are ' + ', '.join(heads)}"
+        return f"{error}; did you mean '{spelled(near[0])}'?"
+    if section.partition(".")[0] in table_lists() and "." in section:  # in `env.arg.depth`, the middle word is unknown
+        section, key = section.split(".")[:2]
+    siblings = {k.rpartition(".")[2]: k for k in known_keys(section)} if section else {k: k for k in (*known_keys(), *heads)}
+    elsewhere = {name: keys[-1] for name, keys in keys_by_name().items()}
+    if key not in siblings and key in elsewhere:  # the same key of another section
+        return f"{error}; did you mean '{spelled(elsewhere[key])}'?"
+    for table in (siblings, elsewhere):
+        near = difflib.get_close_matches(key, list(table), n=1, cutoff=0.6 if table is siblings else 0.75)
+        if near:
+            head = table[near[0]]
+            return f"{error}; did you mean '{'[' + head + ']' if head in heads and not flags else spelled(head)}'?"
+    if not section:
+        return f"{error}; sections are {', '.join(heads)}"
+    if len(siblings) > MOST_LISTED:
+        return f"{error}; `turnwright train --keys` lists the {len(siblings)} keys of [{section}]"
+    return f"{error}; [{section}] has {', '.join(siblings)}"
+
+
+@cache
+def field_docs() -> dict[str, str]:
+    """Return the docstring of each key that has one, with the conditions for the key to have an effect."""
+    found = dict(help_texts(RunConfig))
+    for name, section in sections().items():
+        found |= {f"{name}.{key}": text for key, text in help_texts(section).items()}
+        for key, needs in declared(section).items():
+            found[f"{name}.{key}"] += f" Needs {' and '.join(f'`{need}`' for need in needs)}."
+        found.setdefault(name, (section.__doc__ or "").strip())
+    return found
+
+
+def path_kind(dotted: str) -> PathKind | None:
+    """Return the path kind of a dotted key without an index (`env.use`), or None if it holds no path."""
+    section, _, name = dotted.rpartition(".")
+    return path_kinds(sections()[section]).get(name) if section in sections() else None

@@ -1,0 +1,448 @@
+"""Read a recipe: a TOML file and command-line overrides become a validated `RunConfig` with the origin of each value."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+from turnwright import files
+from turnwright.config.constraints import changed
+from turnwright.config.fields import (
+    describe_type,
+    field_type,
+    known_keys,
+    path_kind,
+    table_lists,
+    union_members,
+    unknown_key,
+)
+from turnwright.config.schema import PolicyConfig, RunConfig
+from turnwright.config.snapshots import is_hub_id, local_model
+from turnwright.config.validation import validate
+from turnwright.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+DEFAULT = "default"
+COMMAND_LINE = "command line"
+MINIMAL_RECIPE_HINT = 'a minimal recipe is: [[env]] with a line use = "hop"'
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """Configuration with the origin of each value."""
+
+    config: RunConfig
+    origins: Mapping[str, str]
+    """Dotted key (`train.lr`, `env.0.args.depth`) -> `default`, the recipe's file name, or `command line`."""
+    recipe: Path | None = None  # file that was read, or None
+    extended: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Earlier values of `train.steps` and `warmup.steps` of a run that was resumed with more."""
+
+
+def load(
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    envs: Collection[str] | None = None,
+    templates: Collection[str] | None = None,
+    training: bool = True,
+) -> ResolvedConfig:
+    """Read a recipe and apply the overrides; a ConfigError is one line that names file, key and remedy.
+
+    Args:
+        path: a TOML file; None starts from the defaults.
+        overrides: command-line words, `--section.key value` or `--section.key=value`.
+        defaults: values that the recipe overrides, nested like it.
+        envs: names of the built-in environments; None does not check names.
+        templates: names of the built-in chat templates; None does not check names.
+        training: whether the run trains; evaluation alone needs no groups of two.
+    """
+    merged = ConfigMerge()
+    merged.add(defaults or {}, DEFAULT, where="defaults")
+    if path is not None:
+        table = read_toml(path)
+        _make_absolute(table, path.parent)
+        merged.add(table, path.name, where=str(path))
+    for dotted, text in parse_overrides(overrides):
+        merged.override(dotted, text)
+    for env in merged.tree.get("env", ()):  # paths are too long for metrics and differ between machines
+        use = env.get("use")
+        if not env.get("name") and isinstance(use, str) and ":" in use:
+            env["name"] = use.rpartition(":")[2]
+    where = {key: f"{path}" if origin not in (DEFAULT, COMMAND_LINE) else origin for key, origin in merged.origins.items()}
+    file = str(path) if path is not None else COMMAND_LINE
+    return merged.resolved(where, file, path, envs=envs, templates=templates, training=training)
+
+
+def override(resolved: ResolvedConfig, overrides: Sequence[str], *, training: bool = True) -> ResolvedConfig:
+    """Return a configuration with command-line overrides applied; a ConfigError is one line."""
+    merged = ConfigMerge()
+    merged.add(to_tree(resolved.config), DEFAULT, where="run")
+    merged.origins = dict(resolved.origins)
+    given = {merged.override(dotted, text) for dotted, text in parse_overrides(overrides)}
+    objects = not resolved.config.env  # of a run of turnwright.train()
+    return merged.resolved(merged.origins, COMMAND_LINE, resolved.recipe, training=training, given=given, has_objects=objects)
+
+
+def from_python(settings: Mapping[str, Any], place: str) -> ResolvedConfig:
+    """Build a configuration from settings in Python, validated like a recipe; environments are given as objects.
+
+    `settings` are sections by name, as dicts or dataclasses (values that differ from their defaults count as given), and plain
+    values (`out`, `seed`); `place` names the source in a ConfigError, which is one line.
+    """
+    merged = ConfigMerge()
+    for name, value in settings.items():
+        section = changed(value) if is_dataclass(value) and not isinstance(value, type) else value
+        table = {name: _as_toml(section)}
+        _make_absolute(table, Path())
+        merged.add(table, place, where=place)
+    return merged.resolved(merged.origins, place, has_objects=True)
+
+
+def _as_toml(value: Any) -> Any:
+    """Convert a Python value to the types of TOML."""
+    if isinstance(value, Mapping):
+        return {str(key): _as_toml(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_as_toml(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file; a ConfigError states why it cannot be read."""
+    try:
+        table = tomllib.loads(files.read_bytes(path).decode("utf-8-sig"))
+    except FileNotFoundError:
+        folder = path.parent if path.parent.is_dir() else Path()
+        near = did_you_mean(path.name, [p.name for p in folder.glob("*.toml")])
+        hint = near or "name a recipe that exists, or write one with `turnwright init NAME`"
+        raise ConfigError(f"{path}: no such recipe; {hint}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a directory; name the recipe in it, such as {path / 'recipe.toml'}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); save the recipe as UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        hint = "a recipe has lines `key = value`, strings in quotes, sections in []"
+        raise ConfigError(f"{path}: not TOML: {error}; {hint}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deep; a recipe has tables of keys") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
+    if not table:
+        raise ConfigError(f"{path}: the recipe is empty; {MINIMAL_RECIPE_HINT}")
+    return table
+
+
+def parse_overrides(words: Sequence[str]) -> list[tuple[str, str]]:
+    """Split command-line words into (dotted key, text of the value) pairs; a ConfigError for other words."""
+    pairs: list[tuple[str, str]] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, text = word.partition("=")
+        if not name.startswith("--") or len(name) == 2:
+            raise ConfigError(f"{COMMAND_LINE}: {word!r} is not an option; write overrides as --section.key value")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"{COMMAND_LINE}: {name} needs a value; write {name} VALUE")
+            text = rest.pop(0)
+        pairs.append((name[2:].replace("-", "_"), text))
+    return pairs
+
+
+@cache
+def _adapter() -> TypeAdapter[RunConfig]:
+    # Importing pydantic takes about 0.1 s, which `turnwright --help` avoids.
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(RunConfig)
+
+
+def build(tree: Mapping[str, Any], where: Mapping[str, str]) -> RunConfig:
+    """Build a `RunConfig` from plain values, nested like a recipe with known keys, checking every type.
+
+    `where` is dotted key -> the file (or `command line`) to name in an error.
+    """
+    from pydantic import ValidationError
+
+    adapter = _adapter()
+    try:
+        # Strict mode accepts lists for tuples and tables for dataclasses only from JSON. Unknown keys were rejected before.
+        return adapter.validate_json(json.dumps(tree, default=_reject_time), strict=True)
+    except ValidationError as failure:
+        first = failure.errors(include_url=False)[0]
+        dotted = ""
+        for part in first["loc"]:  # goes deeper than the key: tuple items, union members
+            if field_type(deeper := f"{dotted}.{part}".removeprefix(".")) is None:
+                break
+            dotted = deeper
+        if not dotted:
+            raise ConfigError(f"{next(iter(where.values()), DEFAULT)}: cannot be read: {first['msg']}") from None
+        value: Any = tree
+        for part in dotted.split("."):
+            value = value[int(part)] if isinstance(value, list) else value.get(part) if isinstance(value, dict) else value
+        more = f" (and {failure.error_count() - 1} more)" if failure.error_count() > 1 else ""
+        raise ConfigError(_wrong_value(dotted, value, where.get(dotted, DEFAULT)) + more) from None
+
+
+def flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) for every value of a configuration, in the schema's order."""
+    for name in node.__dataclass_fields__:
+        value, key = getattr(node, name), prefix + name
+        if name in table_lists() and not prefix:
+            for index, table in enumerate(value):
+                yield from flatten(table, f"{name}.{index}.")
+        elif is_dataclass(value):
+            yield from flatten(value, f"{key}.")
+        elif isinstance(value, Mapping) and value:
+            yield from ((f"{key}.{arg}", item) for arg, item in value.items())
+        else:
+            yield key, value
+
+
+def to_tree(config: RunConfig) -> dict[str, Any]:
+    """Return a configuration as plain values, nested like a recipe."""
+    return asdict(config) | {name: [asdict(table) for table in getattr(config, name)] for name in table_lists()}
+
+
+def config_of(config: RunConfig, policy: PolicyConfig, where: Mapping[str, str] = {}) -> RunConfig:
+    """Return the configuration of one of a run's policies: `[train]` has its own keys. `where` is that of `build`."""
+    if unknown := next((key for key in policy.train if field_type(f"train.{key}") is None), None):
+        raise ConfigError(f"policy {policy.name}: {unknown_key(f'train.{unknown}')}")
+    tree = to_tree(config)
+    tree["train"] |= policy.train
+    tree["teacher"] = [one for one in tree["teacher"] if not one["policies"] or policy.name in one["policies"]]
+    return build(tree | {"policy": []}, where)
+
+
+class ConfigMerge:
+    """Plain values merged from several sources; later ones override earlier ones."""
+
+    def __init__(self) -> None:
+        self.tree: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
+
+    def add(self, recipe: Mapping[str, Any], origin: str, *, where: str) -> None:
+        """Merge a recipe's tables."""
+        for name, value in recipe.items():
+            hint = field_type(name)
+            if hint is None:
+                raise ConfigError(f"{where}: {unknown_key(name)}")
+            if name in table_lists():
+                tables = [value] if isinstance(value, dict) else value
+                if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+                    under = f"use = {_show(value)}" if name == "env" else "its keys"
+                    raise ConfigError(f"{where}: {name} = {_show(value)} is a section; write [[{name}]] and under it {under}")
+                self.tree[name] = [{} for _ in tables]
+                for index, table in enumerate(tables):
+                    self._add_section([name, str(index)], table, origin, where)
+            elif not is_dataclass(hint):
+                self.set_value([name], value, origin)
+            elif not isinstance(value, dict):
+                raise ConfigError(f"{where}: {name} = {_show(value)} is a section; write [{name}] and its keys under it")
+            else:
+                self._add_section([name], value, origin, where)
+
+    def resolved(self, where: Mapping[str, str], file: str, recipe: Path | None = None, **checks: Any) -> ResolvedConfig:
+        """Build and validate the configuration; the arguments are those of `build` and `validate`."""
+        model = self.tree.get("model", {})
+        if isinstance(model, dict) and isinstance(model.get("path"), str):
+            model["path"] = str(local_model(model["path"], model.get("revision")))
+        config = build(self.tree, where)
+        validate(config, where, file, **checks)
+        for policy in config.policy:
+            if policy.learns:
+                place = {f"train.{key}": f"{file}: policy {policy.name}" for key in policy.train}
+                own = config_of(config, policy, place)
+                validate(own, place, file, **checks)
+                if config.teacher and not own.teacher and not own.train.reward_weight:
+                    why = "trains by teachers alone, and none of them teaches it; see teacher.policies"
+                    raise ConfigError(f"{file}: policy {policy.name}: train.reward_weight = 0: {why}")
+        return ResolvedConfig(config, {key: self.origin(key) for key, _ in flatten(config)}, recipe)
+
+    def origin(self, dotted: str) -> str:
+        """Return the origin of a value; for a table of arguments, the latest origin of any of its keys."""
+        inside = [origin for key, origin in self.origins.items() if key.startswith(f"{dotted}.")]
+        return inside[-1] if inside else self.origins.get(dotted, DEFAULT)
+
+    def set_value(self, parts: Sequence[str], value: Any, origin: str) -> None:
+        """Set one value; `parts` are the components of its dotted key."""
+        node: Any = self.tree
+        dotted = ".".join(parts)
+        for index, section in enumerate(parts[:-1]):
+            node = node[int(section)] if isinstance(node, list) else node.setdefault(section, {})
+            if not isinstance(node, (dict, list)):
+                above = ".".join(parts[: index + 1])
+                raise ConfigError(f"{origin}: {dotted}: {above} is {_show(node)}, not a table; leave one out")
+        if isinstance(value, str) and value.lower() == "none" and type(None) in union_members(field_type(dotted)):
+            value = None
+        node[parts[-1]] = value
+        self.origins[dotted] = origin
+
+    def override(self, dotted: str, text: str) -> str:
+        """Set one value from the command line and return its dotted key."""
+        flag = "--" + dotted.replace("_", "-")
+        if dotted == "env":
+            raise ConfigError(f"{COMMAND_LINE}: {flag}: say what of it, --env.use NAME or --env.args.KEY VALUE")
+        section, _, key = dotted.partition(".")
+        if key and section in table_lists():
+            dotted = ".".join([section, *self._index(section, key.split("."), flag)])
+        if not text.isprintable() and any("\ud800" <= c <= "\udfff" for c in text):
+            raise ConfigError(f"{COMMAND_LINE}: {flag}: the value is not UTF-8 text; write it in UTF-8")
+        if field_type(dotted) is None:
+            raise ConfigError(f"{COMMAND_LINE}: {unknown_key(dotted, flags=True)}")
+        if is_dataclass(field_type(dotted)):
+            raise ConfigError(f"{COMMAND_LINE}: {flag} is a section; say which key of it, --{next(known_keys(dotted))} say")
+        parts = dotted.split(".")
+        plain = ".".join(part for part in parts if not part.isdecimal())
+        value = _absolute(plain, _parse(dotted, text), Path())
+        self.set_value(parts, value, COMMAND_LINE)
+        return dotted
+
+    def _index(self, section: str, parts: list[str], flag: str) -> list[str]:
+        tables: list[Any] = self.tree.setdefault(section, [])
+        noun = "environment" if section == "env" else f"[[{section}]]"
+        if not parts[0].isdecimal():
+            if len(tables) > 1:
+                names = [table.get("name") or table.get("use", "?") for table in tables]
+                named = ", ".join(f"--{section}.{number} ({name})" for number, name in enumerate(names))
+                some = f"{len(tables)} {noun}s" if section == "env" else f"{len(tables)} tables {noun}"
+                raise ConfigError(f"{COMMAND_LINE}: {flag}: this run has {some}; choose one: {named}")
+            parts = ["0", *parts]
+        if int(parts[0]) > len(tables) or len(parts) < 2:
+            have = f"those from 0 to {len(tables) - 1}" if tables else f"no {noun} in the recipe"
+            raise ConfigError(f"{COMMAND_LINE}: {flag}: no such {noun}; there are {have}")
+        if int(parts[0]) == len(tables):
+            tables.append({})
+        if len(parts) == 2 and get_origin(field_type(f"{section}.0.{parts[1]}")) is Mapping:
+            raise ConfigError(f"{COMMAND_LINE}: {flag}: set its keys by --{section}.{parts[1]}.KEY VALUE")
+        return [str(int(parts[0])), *parts[1:]]
+
+    def _add_section(self, parts: list[str], table: dict[str, Any], origin: str, where: str) -> None:
+        """Set the values of a section; a table of settings (`[env.args]`, `[model.template_args]`) is set key by key."""
+        for key, item in table.items():
+            dotted = ".".join([*parts, key])
+            if field_type(dotted) is None:
+                raise ConfigError(f"{where}: {unknown_key(dotted)}")
+            if isinstance(item, dict) and item and field_type(f"{dotted}.any") is Any:
+                for name, setting in item.items():
+                    self.set_value([*parts, key, name], setting, origin)
+            else:
+                self.set_value([*parts, key], item, origin)
+
+
+def _parse(dotted: str, text: str) -> Any:
+    """Parse a command-line word as TOML, or return the word itself."""
+    hint = field_type(dotted)
+    try:
+        table = tomllib.loads(f"value = {text}")
+        value = table["value"] if len(table) == 1 else text
+    except tomllib.TOMLDecodeError:
+        value = text
+    if isinstance(value, str):
+        if hint is bool and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        if _is_numeric(hint) and hint is not int and not text.startswith(('"', "'")):
+            try:
+                return float(value)  # `.5` and `1.` are not numbers in TOML
+            except ValueError:
+                return value
+    return text if str in union_members(hint) and not isinstance(value, str) else value
+
+
+def _make_absolute(table: Mapping[str, Any], folder: Path) -> None:
+    """Make the paths of a recipe absolute, so that a run does not depend on the working directory: another one may resume it,
+    and code of an environment may change it."""
+    for name, value in table.items():
+        for section in value if isinstance(value, list) else [value]:
+            for key in section if isinstance(section, dict) else ():
+                section[key] = _absolute(f"{name}.{key}", section[key], folder)
+
+
+def _absolute(key: str, value: Any, folder: Path) -> Any:
+    if key == "env.args":
+        return _absolute_files(value, folder)
+    if key == "policy.train" and isinstance(value, Mapping):
+        return {inner: _absolute(f"train.{inner}", item, folder) for inner, item in value.items()}
+    if key.startswith("policy.train."):
+        key = key.removeprefix("policy.")
+    if key == "env.use" and isinstance(value, str) and ":" in value:  # framework:file
+        prefix, _, file = value.partition(":")
+        return f"{prefix}:{_absolute_files(file, folder)}" if "." not in prefix else _absolute_path(key, value, folder)
+    return _absolute_path(key, value, folder)
+
+
+def _absolute_path(key: str, value: Any, folder: Path) -> Any:
+    kind = path_kind(key)
+    is_path = kind is not None and isinstance(value, str) and value.lower() != "none" and kind.is_path(value)
+    is_path = is_path and not (key == "model.path" and is_hub_id(value, folder))
+    return str((folder / Path(value).expanduser()).resolve()) if is_path else value
+
+
+def _absolute_files(value: Any, folder: Path) -> Any:
+    """Make the names of files next to the recipe absolute, `file.py:Name` and `{recipe}/...` included; other settings of an
+    environment stay."""
+    if isinstance(value, Mapping):
+        return {key: _absolute_files(inner, folder) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_absolute_files(inner, folder) for inner in value]
+    if not isinstance(value, str):
+        return value
+    value = value.replace("{recipe}", str(folder.resolve()))  # the recipe is not known later
+    name, colon, rest = value.rpartition(":") if ".py:" in value else (value, "", "")
+    try:
+        found = bool(Path(name).suffix) and (folder / name).is_file()
+    except (OSError, ValueError):  # a text that no file system takes for a name
+        return value
+    return f"{(folder / name).resolve()}{colon}{rest}" if found else value
+
+
+def _wrong_value(dotted: str, value: Any, where: str) -> str:
+    hint = field_type(dotted)
+    near = did_you_mean(str(value), get_args(hint) if get_origin(hint) is Literal else ())
+    if where == COMMAND_LINE:
+        flag = f"--{dotted.replace('_', '-')}"
+        given, remedy = f"{flag} {value if isinstance(value, str) else _show(value)}", near or f"`{flag} VALUE`"
+    else:
+        given, remedy = f"{dotted} = {_show(value)}", near or _remedy(dotted.rpartition(".")[2], hint, value)
+    return f"{where}: {given}: must be {describe_type(hint)}; {remedy}"
+
+
+def _is_numeric(hint: Any) -> bool:
+    return any(word in describe_type(hint) for word in ("number", "integer"))
+
+
+def _remedy(key: str, hint: Any, value: Any) -> str:
+    if isinstance(value, str) and _is_numeric(hint):
+        try:
+            number = float(value)
+        except ValueError:
+            return f"write {key} = 1 without quotes, for example"
+        if math.isfinite(number) and (hint is not int or number == int(number)):
+            return f"write {key} = {value.strip()} without quotes"
+    if isinstance(value, str) and value.lower() in ("true", "false") and hint is bool:
+        return f"write {key} = {value.lower()} without quotes"
+    if isinstance(value, float) and "integer" in describe_type(hint) and math.isfinite(value):
+        return f"write {key} = {round(value)}"
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "a table"}
+    return f"it is {names.get(type(value), 'nothing' if value is None else type(value).__name__)}"
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _reject_time(value: Any) -> Any:
+    raise ConfigError(f"recipe: {value} is a date or time, which no key accepts; put it in quotes")

@@ -1,0 +1,377 @@
+"""Engine protocol and its optional capabilities; response checks; stop texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import isfinite
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from turnwright.errors import BackendContractError, UsageError
+from turnwright.types import ROUTES, ExpertRoutes, MediaPlacement, Message, Sampling, Tools
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class StopText:
+    """Texts that end a reply, and their detection in token ids.
+
+    The first text to be completed ends the reply. A text may begin and end inside tokens and span any number of them, partial
+    UTF-8 characters included. Sampled ids are never cut or extended.
+
+    Example::
+
+        stop = StopText(["</search>"], renderer.decode)
+        while not stop.completes(ids):
+            ids.append(sample())
+    """
+
+    __slots__ = ("_before", "_decode", "_last", "_max_bytes", "_may_end", "texts")
+
+    def __init__(self, texts: Sequence[str], decode: Decode) -> None:
+        """
+        Args:
+            texts: decoded texts; the text of a control token also matches that token.
+            decode: decodes ids with the tokenizer of the sampling model.
+
+        Raises:
+            UsageError: for no text, an empty text, or one with a replacement character (never found in a reply).
+        """
+        self.texts = (texts,) if isinstance(texts, str) else tuple(texts)
+        if not self.texts:
+            raise UsageError("stop texts: the list is empty; omit stop instead")
+        for text in self.texts:
+            if not isinstance(text, str) or not text or "\ufffd" in text:
+                raise UsageError(f"stop text {text!r}: must be a non-empty decodable text, such as '</search>'")
+        self._decode = decode
+        self._before: tuple[int, ...] = ()
+        self._max_bytes = max(len(text.encode("utf-8", "replace")) for text in self.texts)
+        # A printable ASCII character always decodes from its own byte; other characters depend on neighboring ids.
+        last = {text[-1] for text in self.texts}
+        self._last = last if all("!" <= char <= "~" for char in last) else None
+        self._may_end: dict[int, bool] = {}
+        """Whether a text may end in an id, judging by its last character."""
+
+    def continued_after(self, ids: Sequence[int]) -> StopText:
+        """Return a detector for ids that continue these, for an aborted reply that another call continues."""
+        other = copy(self)
+        other._before = (*self._before, *ids)
+        return other
+
+    def completes(self, ids: Sequence[int]) -> bool:
+        """Return whether the last id completes a text; assumes that no earlier id did."""
+        return bool(ids) and self._ends(ids, len(ids))
+
+    def first_completion(self, ids: Sequence[int]) -> int:
+        """Return how many ids complete the first text; 0 when none is complete."""
+        return next((count for count in range(1, len(ids) + 1) if self._ends(ids, count)), 0)
+
+    def _ends(self, ids: Sequence[int], count: int) -> bool:
+        last = ids[count - 1]
+        if self._last is not None:
+            if last not in self._may_end:
+                decoded = self._decode([last])
+                self._may_end[last] = any(char in decoded for char in self._last)
+            if not self._may_end[last]:
+                return False
+        window = self._max_bytes + 2
+        while True:
+            missing = window - count
+            tail = [*(self._before[-missing:] if missing > 0 else ()), *ids[max(0, count - window) : count]]
+            decoded = self._decode(tail)
+            if any(text in decoded for text in self.texts):
+                return True
+            # Ids that decode to nothing on their own let a text start further back than one id per byte.
+            if len(tail) < window or len(self._decode(tail[1:-1])) >= self._max_bytes:
+                return False
+            window *= 2
+
+    def cut(self, text: str) -> str:
+        """Truncate a text after the first complete stop text; return all of it when there is none."""
+        ends = [text.index(stop) + len(stop) for stop in self.texts if stop in text]
+        return text[: min(ends)] if ends else text
+
+
+Finish = Literal["stop", "length", "abort"]
+_UNMODIFIED = Sampling()
+MissingLogprobs = Literal["error", "mask", "recompute"]
+InFlight = Literal["recompute", "salt", "keep"]
+
+
+@dataclass(slots=True)
+class Request:
+    """One call to an engine."""
+
+    ids: Sequence[int]
+    """Complete context, verbatim. The caller must not modify it until the call returns; engines copy it to keep it longer."""
+    max_tokens: int
+    """Maximum number of new ids; at least 1."""
+    stop_ids: frozenset[int]
+    """Sampling ends after any of these; the stop id is part of the result."""
+    seed: int
+    """64 bits derived from (run, phase, step, task, sample, attempt, call); reply position p draws from (seed, p) only."""
+    session: str
+    """Trajectory id. Calls of a session extend each other, so caches and server affinity may use it."""
+    group: str = ""
+    """Sessions of a group share their opening prompt."""
+    call: int = 0
+    """Index of the call within its session, from 0."""
+    sampling: Sampling = _UNMODIFIED
+    agent: str = "main"
+    media: Sequence[MediaPlacement] = ()
+    """Complete image and video blocks among `ids`, in order; must stay unmodified until the call returns."""
+    messages: Sequence[Message] = ()
+    """Messages that `ids` render, for scripts and evaluation chat endpoints; engines that sample read `ids` only."""
+    banned_ids: frozenset[int] = frozenset()
+    """Ids that are never sampled; the trainer excludes them from its softmax too."""
+    extras: frozenset[str] = frozenset()
+    """Requested extras by name (`routes`); logprobs are always returned."""
+    routes_from: int = 0
+    """First position whose experts are requested when `extras` has `routes`; the caller has the earlier ones."""
+    deadline: float | None = None
+    """Event loop time by which a response is needed."""
+    min_version: int = 0
+    """Oldest version of a trained policy that may respond."""
+    stop_text: StopText | None = None
+    """Sampling also ends after the id that completes one of these texts (`stop_text.texts`, for engines that see text)."""
+    reply_position: int = 0
+    """Number of ids at the end of `ids` that earlier calls sampled for this reply; its draws continue at this position."""
+    tools: Tools = ()
+    """Tools that `ids` offer, for evaluation chat endpoints."""
+
+    def continued(self, part: Generation) -> Request:
+        """Return the request that continues this one's reply after its first ids."""
+        start, experts = part.extras.get(ROUTES, (self.routes_from, ()))
+        return replace(
+            self,
+            ids=[*self.ids, *part.ids],
+            max_tokens=self.max_tokens - len(part.ids),
+            stop_text=self.stop_text and self.stop_text.continued_after(part.ids),
+            reply_position=self.reply_position + len(part.ids),
+            routes_from=start + len(experts),
+        )
+
+
+@dataclass(slots=True)
+class Generation:
+    """Ids sampled by one call."""
+
+    ids: list[int]
+    logprobs: Sequence[float | None]
+    """log p(id | context) under the sampling distribution, one finite value per id; None only with `missing_logprobs`."""
+    finish: Finish
+    """`stop`: the last id is a stop id or completes a stop text; `length`: max_tokens reached; `abort`: interrupted, the ids
+    so far are valid."""
+    version: int
+    """Policy version of the first id, and of every id unless `later_versions` tells otherwise."""
+    cached_tokens: int = 0
+    """Context ids served from a cache."""
+    extras: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
+    """Requested extras that are available, as name -> (first position, array).
+
+    `routes` is an `ExpertRoutes` or an integer array [positions, layers, k]. It starts at `routes_from` or earlier and ends at
+    the last position fed, which precedes the last id."""
+    missing_logprobs: MissingLogprobs = "error"
+    """Handling of ids whose logprob is None: a contract error; untrained and counted; or trained against the trainer's own
+    forward pass and counted."""
+    drafted: int = 0
+    """Ids drafted for this reply by speculative decoding; `accepted` of them were sampled."""
+    accepted: int = 0
+    later_versions: Sequence[tuple[int, int]] = ()
+    """Weights that changed during the call: (index of the first id, policy version) of each later run of ids, in order."""
+    cache_version: int | None = None
+    """Oldest policy version whose weights computed a part of the context's cache; None means that of each id itself."""
+    fixed: bool = False
+    """Whether a policy that is not trained sampled it: its version may be older than `Request.min_version`."""
+
+    def joined(self, later: Generation) -> Generation:
+        """Return this part of a reply together with what the engine sampled for the rest (`Request.continued`)."""
+        extras = {**self.extras, **later.extras}
+        if ROUTES in self.extras and ROUTES in later.extras:
+            (first, begun), (start, rest) = ((at, ExpertRoutes.of(some)) for at, some in (self.extras[ROUTES], extras[ROUTES]))
+            extras[ROUTES] = first, begun.concat(rest.slice(first + len(begun) - start, len(rest)))
+        count = len(self.ids)
+        runs = [(0, self.version), *self.later_versions] if count else []
+        runs += [(count, later.version), *((count + at, version) for at, version in later.later_versions)]
+        changes = [run for before, run in pairwise(runs) if run[1] != before[1]]
+        return replace(
+            later,
+            ids=[*self.ids, *later.ids],
+            logprobs=[*self.logprobs, *later.logprobs],
+            version=runs[0][1],
+            cached_tokens=self.cached_tokens,
+            extras=extras,
+            drafted=self.drafted + later.drafted,
+            accepted=self.accepted + later.accepted,
+            later_versions=changes,
+        )
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Samples replies. `generate` is called from one event loop, with many calls in flight.
+
+    Optional capabilities are separate protocols: `HasContextLimit`, `HasRenderer`, `NeedsRenderer`, `AcceptsPixelSource`,
+    `SupportsWeightUpdate`, `SupportsSleep`. A rollout checks for them once, at construction.
+    """
+
+    async def generate(self, request: Request) -> Generation:
+        """Sample one reply.
+
+        Raises:
+            EngineError: when no reply can be obtained.
+        """
+
+    def release(self, session: str) -> None:
+        """End a session; its caches may be freed."""
+
+    async def close(self) -> None:
+        """Stop; calls in flight end as aborted."""
+
+
+@runtime_checkable
+class HasContextLimit(Protocol):
+    """Engine with a maximum context length."""
+
+    @property
+    def context(self) -> int | None:
+        """Maximum number of ids of context plus reply; None while it is unknown. Read before each episode."""
+
+
+@runtime_checkable
+class HasRenderer(Protocol):
+    """Engine that has the renderer of its model."""
+
+    @property
+    def renderer(self) -> Any:
+        """Renderer of the model, or None."""
+
+
+@runtime_checkable
+class NeedsRenderer(Protocol):
+    """Engine that takes the renderer of the rollout."""
+
+    def set_renderer(self, renderer: Any) -> None:
+        """Take the renderer; called once, before the first request."""
+
+
+def give_renderer(engine: Engine, renderer: Any) -> None:
+    """Set the renderer of an engine that takes one, with `set_renderer`."""
+    if isinstance(engine, NeedsRenderer):
+        engine.set_renderer(renderer)
+
+
+@runtime_checkable
+class AcceptsPixelSource(Protocol):
+    """Engine of a vision model."""
+
+    def add_pixel_source(self, pixels: Any) -> None:
+        """Add a source of pixel values for `Request.media`; called once per rollout with a vision renderer."""
+
+
+def add_pixel_source(engine: Engine, pixels: Any) -> None:
+    """Add a source of pixel values to an engine that takes one, with `add_pixel_source`."""
+    if isinstance(engine, AcceptsPixelSource):
+        engine.add_pixel_source(pixels)
+
+
+@runtime_checkable
+class SupportsPause(Protocol):
+    """Server client that can end the calls in flight and keep their ids."""
+
+    async def pause(self, mode: Literal["abort"]) -> None:
+        """Pause sampling.
+
+        Raises:
+            SyncError: when the server lacks the route.
+        """
+
+
+@runtime_checkable
+class SupportsSleep(Engine, Protocol):
+    """Engine that can release its memory while others need it."""
+
+    async def sleep(self) -> None:
+        """Release memory until the next `update`; calls in flight first end as aborted.
+
+        Raises:
+            EngineError: when it cannot.
+        """
+
+
+@runtime_checkable
+class SupportsWeightUpdate(Engine, Protocol):
+    """Engine whose weights a trainer can replace."""
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights."""
+
+    async def update(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
+        """Replace the weights, given by Hugging Face name; calls in flight first end as aborted.
+
+        Returns:
+            Fingerprint of the weights as received, which the trainer compares with its own.
+
+        Raises:
+            SyncError: when a name or a shape does not match.
+        """
+
+
+def check_generation(generation: Generation, request: Request, name: str) -> None:
+    """Raise `BackendContractError`, which starts with the engine's name, when a generation violates the contract of engines."""
+    fault = _find_fault(generation, request)
+    if fault:
+        raise BackendContractError(f"{name} {fault}")
+
+
+def _find_fault(generation: Generation, request: Request) -> str:
+    """Return the violation, or an empty string."""
+    ids, logprobs, finish = generation.ids, generation.logprobs, generation.finish
+    if finish not in ("stop", "length", "abort"):
+        return f"returned the finish reason {finish!r}; expected stop, length or abort"
+    if generation.version is None or (generation.version < request.min_version and not generation.fixed):
+        return f"sampled with policy {generation.version}, older than {request.min_version}"
+    if logprobs is None or len(ids) != len(logprobs):
+        return f"returned {'no' if logprobs is None else len(logprobs)} logprobs for {len(ids)} ids"
+    if len(ids) > request.max_tokens:
+        return f"returned {len(ids)} ids; at most {request.max_tokens} were requested"
+    if ROUTES in generation.extras and (fault := _check_routes(generation, request)):
+        return fault
+    if not ids:
+        return "" if finish == "abort" else f"returned no ids with the finish reason {finish!r}"
+    stopped, what = ids[-1] in request.stop_ids, "stop id"
+    if request.stop_text is not None and (count := request.stop_text.first_completion(ids)):
+        if count < len(ids):
+            return f"sampled {len(ids) - count} ids after a stop text of {list(request.stop_text.texts)}"
+        stopped, what = True, what if stopped else "stop text's end"
+    if stopped is not (finish == "stop"):
+        return f"returned the finish reason {finish!r} after id {ids[-1]}, which is {'a' if stopped else 'no'} {what}"
+    return _check_numbers(ids, logprobs if generation.missing_logprobs == "error" else [p for p in logprobs if p is not None])
+
+
+def _check_routes(generation: Generation, request: Request) -> str:
+    start, given = generation.extras[ROUTES]
+    try:
+        count = len(ExpertRoutes.of(given))
+    except ValueError as error:
+        return f"returned unreadable routes: {error}"
+    last = len(request.ids) + len(generation.ids)
+    if not 0 <= start <= request.routes_from or start + count > last:
+        wanted = f"{request.routes_from} on, of {last} ids"
+        return f"returned routes of positions {start} to {start + count}; those from {wanted} were requested"
+    return ""
+
+
+def _check_numbers(ids: Sequence[int], logprobs: Sequence[float | None]) -> str:
+    try:
+        if not isfinite(sum(logprobs)):  # type: ignore[arg-type]
+            return "returned a logprob that is not finite"
+    except TypeError:
+        return "returned a logprob that is missing or not a number"
+    try:
+        return "returned a negative id" if min(ids) < 0 else ""
+    except TypeError:
+        return "returned an id that is missing or not a number"

@@ -1,0 +1,214 @@
+"""One engine step as rows of tokens; speculative drafts.
+
+Speculative decoding by prompt lookup: the ids that followed the last ids earlier in the context are drafted (Saxena, 2023).
+
+A pass feeds drafted ids like prompt rows and so computes the distribution after each. Every position is sampled from its own
+distribution with its own random number (seed, position), as without drafts; a row counts while the ids before it match the
+draft. Nothing is accepted or rejected at random: a draft changes only how many ids one pass samples. Verification in one pass
+follows Leviathan et al. (2023), for a deterministic draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwright.engines.base import Generation, Request
+from turnwright.engines.local.attention import AttentionRun
+from turnwright.engines.local.slots import Slot
+from turnwright.engines.local.vision import ContextMedia, ImageFeatures
+from turnwright.errors import EngineError
+
+
+@dataclass(slots=True)
+class RowMedia:
+    """Media of the rows of a pass."""
+
+    rotary_positions: tuple[list[int], list[int], list[int]]
+    """Rotary positions of the rows in time, height and width."""
+    feature_rows: list[int] = field(default_factory=list)
+    """Rows with image features, ascending."""
+    features: list[ImageFeatures] = field(default_factory=list)
+    """Features of those rows, in order."""
+
+
+LENGTHS = (3, 2)
+"""Numbers of last ids to look up; longer matches first, as better predictors."""
+
+
+class Drafter:
+    """Drafts ids for one reply, at most `max_draft` (1 or more) at a time."""
+
+    def __init__(self, prompt: Sequence[int], max_draft: int) -> None:
+        self._ids = list(prompt)
+        self._prompt = len(self._ids)
+        self._max_draft = max_draft
+        self._draft_length = max_draft
+        self._known = min(LENGTHS)
+        """Positions before this one are in `_followers`."""
+        self._followers: dict[tuple[int, ...], int] = {}
+        """n-gram -> position after its last occurrence, excluding the end."""
+        self.open: list[int] = []
+        """Current draft, until `record_accepted`."""
+        self.drafted = 0
+        """Number of drafted ids; `accepted` of them were sampled."""
+        self.accepted = 0
+
+    def propose(self, reply: Sequence[int], limit: int, excluded: Sequence[Container[int]] = ()) -> list[int]:
+        """Draft at most `limit` ids after a reply, up to an excluded one; they are kept as `open` until `record_accepted`."""
+        self._ids += reply[len(self._ids) - self._prompt :]
+        ids, followers = self._ids, self._followers
+        for end in range(self._known, len(ids)):
+            for length in LENGTHS:
+                if end >= length:
+                    followers[tuple(ids[end - length : end])] = end
+        self._known = max(self._known, len(ids))
+        draft: list[int] = []
+        at = next((followers[last] for length in LENGTHS if (last := tuple(ids[-length:])) in followers), None)
+        if at is not None:
+            for step in range(min(limit, self._draft_length)):
+                # Past the end of the context the draft continues from itself, so short cycles are drafted repeatedly.
+                found = ids[at + step] if at + step < len(ids) else draft[at + step - len(ids)]
+                if any(found in some for some in excluded):
+                    break
+                draft.append(found)
+        self.open = draft
+        return draft
+
+    def record_accepted(self, accepted: int) -> None:
+        """Record how many ids of the last draft were sampled; shorten wrong drafts and lengthen correct ones."""
+        count, self.open = len(self.open), []
+        if not count:
+            return
+        self.drafted += count
+        self.accepted += accepted
+        if accepted == count:
+            self._draft_length = min(self._max_draft, 2 * self._draft_length)
+        elif 2 * accepted < count:
+            self._draft_length = max(1, self._draft_length // 2)
+
+    def stop(self) -> None:
+        """Stop drafting."""
+        self._max_draft = self._draft_length = 0
+
+
+@dataclass(slots=True, eq=False)
+class ActiveCall:
+    """A call in the engine."""
+
+    request: Request
+    prompt: list[int]
+    limit: int
+    """Maximum number of new ids."""
+    future: Any
+    keys: list[int]
+    """Ids for prefix matching, with media positions replaced by media keys."""
+    view: ContextMedia | None = None
+    adapter: int = 0
+    """Number of the LoRA adapter that it is sampled with; 0 for none."""
+    slot: Slot | None = None
+    cached: int = 0
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    alone: bool = False
+    """Whether it was in a failed step: it is restarted alone, to attribute the failure."""
+    drafter: Drafter | None = None
+    """Drafts the next ids, once the reply has started with speculation on."""
+
+    def restart(self) -> None:
+        """Discard the sampled ids; sampling again gives the same ones."""
+        self.slot, self.cached, self.ids, self.logprobs, self.drafter, self.alone = None, 0, [], [], None, True
+
+    @property
+    def position(self) -> int:
+        """Position of the next id within the reply, including what earlier calls sampled of it."""
+        return self.request.reply_position + len(self.ids)
+
+    @property
+    def draft(self) -> list[int]:
+        """Ids fed after the last one in the current step."""
+        return self.drafter.open if self.drafter is not None else []
+
+
+Outcome = tuple[ActiveCall, Generation | EngineError]
+
+
+def caused_error(text: str, cause: BaseException) -> EngineError:
+    """Return an error with its cause, as `raise ... from` would raise it."""
+    error = EngineError(text)
+    error.__cause__ = cause
+    return error
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPosition:
+    """Position after drafted ids, for the sampler."""
+
+    request: Request
+    position: int
+
+
+RowDraw = ActiveCall | DraftPosition
+"""A row to sample: request, and position within the reply."""
+
+
+@dataclass(slots=True)
+class EngineBatch:
+    """Rows of one step, one token each, decoding rows first."""
+
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    runs: list[AttentionRun] = field(default_factory=list)
+    drawing: list[ActiveCall] = field(default_factory=list)
+    """Calls that sample in this step, repeated for each id of a draft."""
+    keep: list[int] = field(default_factory=list)
+    """Rows whose logits are needed."""
+    drafted: bool = False
+    """Whether any call has a draft."""
+    media: RowMedia | None = None
+    broken: list[Outcome] = field(default_factory=list)
+    """Calls whose images are unavailable."""
+
+    def decode(self, calls: Iterable[ActiveCall]) -> None:
+        """Append the rows of the replies' last ids and drafts; calls whose prompts are not computed yet have none."""
+        tokens, positions, slots, drawing = self.tokens, self.positions, self.slots, self.drawing
+        first = len(tokens)
+        for call in calls:
+            slot = call.slot
+            if slot is None or not call.ids:
+                continue
+            at = slot.valid
+            tokens.append(slot.seq[at])
+            positions.append(at)
+            slots.append(slot.index)
+            drawing.append(call)
+            slot.valid = at + 1  # drafted ids become valid only when sampled
+            if call.drafter is not None and (draft := call.drafter.open):
+                tokens += draft
+                positions += range(at + 1, at + 1 + len(draft))
+                slots += [slot.index] * len(draft)
+                drawing += [call] * len(draft)
+                self.drafted = True
+        self.keep += range(first, len(tokens))
+
+    def rotary_positions(self) -> RowMedia:
+        """Return the rotary positions of decoding rows, shifted by the images before them."""
+        rotary = list(self.positions)
+        for row, call in zip(self.keep, self.drawing, strict=True):
+            if call.view is not None:
+                rotary[row] += call.view.shift
+        return RowMedia((rotary, list(rotary), list(rotary)))
+
+    def draws(self) -> Sequence[RowDraw]:
+        """Return request and reply position for each kept row."""
+        if not self.drafted:
+            return self.drawing
+        draws: list[RowDraw] = []
+        last = None
+        for call in self.drawing:
+            following = draws[-1].position + 1 if call is last else call.position
+            draws.append(DraftPosition(call.request, following))
+            last = call
+        return draws

@@ -1,0 +1,475 @@
+"""Kernels of the fused forward pass, compiled by numba: float32 rows on one core, each row by itself.
+
+No sum is reassociated. Every row follows one order of operations that depends only on its own length. So its bits are the
+same in any batch, in decoding and in a prompt.
+
+All kernels are in this file because numba's disk cache is invalidated only by changes to a function's own file. Vector sizes
+are multiples of `WIDTH`; addresses count floats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+WIDTH = 16
+"""Floats of one vector value; a processor with smaller registers takes several for it."""
+BLOCK = 32
+"""Keys stored together, dimension by dimension, so that scores of adjacent keys form one vector."""
+_FLOAT, _INT, _BITS = ir.FloatType(), ir.IntType(64), ir.IntType(32)
+_VECTOR, _BIT_VECTOR = ir.VectorType(_FLOAT, WIDTH), ir.VectorType(_BITS, WIDTH)
+
+
+class _Vector(types.Type):  # type: ignore[misc]
+    """numba type of `WIDTH` floats."""
+
+
+@register_model(_Vector)
+class _Model(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, _VECTOR)
+
+
+_vector = _Vector(name="turnwright_vector")
+
+
+def _operation(arguments: str, build: Callable[..., Any], result: Any = _vector) -> Any:
+    """Define an operation for kernels; `arguments` has one letter each: (a)rray, (i)nteger, (f)loat, (v)ector."""
+    kinds = {"i": types.int64, "f": types.float32, "v": _vector}
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        pointers = [
+            context.make_array(kind)(context, builder, value).data if isinstance(kind, types.Array) else value
+            for kind, value in zip(signature.args, values, strict=True)
+        ]
+        return build(builder, *pointers)
+
+    def typed(given: tuple[Any, ...]) -> Any:
+        return result(*(kind if letter == "a" else kinds[letter] for letter, kind in zip(arguments, given, strict=True))), code
+
+    forms = {
+        1: lambda typing, a: typed((a,)),
+        2: lambda typing, a, b: typed((a, b)),
+        3: lambda typing, a, b, c: typed((a, b, c)),
+    }
+    return intrinsic(forms[len(arguments)])
+
+
+def _at(builder: Any, data: Any, index: Any) -> Any:
+    return builder.bitcast(builder.gep(data, [index]), _VECTOR.as_pointer())
+
+
+def _store(builder: Any, data: Any, index: Any, value: Any) -> Any:
+    builder.store(value, _at(builder, data, index), align=4)
+    return ir.Constant(_INT, 0)
+
+
+def _spread(builder: Any, value: Any) -> Any:
+    single = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), value, ir.Constant(_BITS, 0))
+    return builder.shuffle_vector(single, ir.Constant(_VECTOR, ir.Undefined), ir.Constant(_BIT_VECTOR, [0] * WIDTH))
+
+
+def _fetch(builder: Any, data: Any, index: Any) -> Any:
+    """Prefetch a cache line; an address past the end is harmless."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, _BITS, _BITS, _BITS])
+    call = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    where = builder.bitcast(builder.gep(data, [index]), byte)
+    builder.call(call, [where, *(ir.Constant(_BITS, flag) for flag in (0, 1, 1))])  # to read, into the second cache, data
+    return ir.Constant(_INT, 0)
+
+
+def _all(value: float) -> Any:
+    return ir.Constant(_VECTOR, [float(np.float32(value))] * WIDTH)
+
+
+def _fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{WIDTH}f32"), [a, b, c])
+
+
+def _greater(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def _folded(join: Callable[..., Any]) -> Callable[..., Any]:
+    """Build a reduction of a vector to one float, by halves."""
+
+    def build(builder: Any, value: Any) -> Any:
+        half = WIDTH // 2
+        while half:
+            order = [*range(half, 2 * half), *range(WIDTH - half)]
+            moved = builder.shuffle_vector(value, value, ir.Constant(_BIT_VECTOR, order))
+            value, half = join(builder, value, moved), half // 2
+        return builder.extract_element(value, ir.Constant(_BITS, 0))
+
+    return build
+
+
+def _exp(builder: Any, x: Any) -> Any:
+    """e**x for x up to 88, within 2 units in the last place; 0 below -87.7, NaN for NaN.
+
+    x = n ln 2 + r with |r| <= ln(2) / 2. n comes from adding a number so large that the sum has no fraction bits; then Taylor's
+    polynomial of degree 7, with a relative error below 1e-8.
+    """
+    x = builder.select(builder.fcmp_ordered("<", x, _all(-88.0)), _all(-88.0), x)
+    x = builder.select(builder.fcmp_ordered(">", x, _all(88.0)), _all(88.0), x)
+    large = _all(12582912.0)  # 1.5 * 2**23
+    shifted = _fused(builder, x, _all(1.4426950408889634), large)
+    count = builder.fsub(shifted, large)
+    rest = _fused(builder, count, _all(-0.693359375), x)  # ln 2 in two parts, the first exact in few bits
+    rest = _fused(builder, count, _all(2.12194440e-4), rest)
+    value = _all(1 / 5040)
+    for factor in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
+        value = _fused(builder, value, rest, _all(factor))
+    raised = builder.add(builder.bitcast(shifted, _BIT_VECTOR), ir.Constant(_BIT_VECTOR, [127] * WIDTH))
+    scale = builder.shl(raised, ir.Constant(_BIT_VECTOR, [23] * WIDTH))
+    return builder.fmul(value, builder.bitcast(scale, _VECTOR))
+
+
+load = _operation("ai", lambda builder, data, index: builder.load(_at(builder, data, index), align=4))
+store = _operation("aiv", _store, types.int64)
+broadcast = _operation("f", _spread)
+repeat = _operation("ai", lambda builder, data, index: _spread(builder, builder.load(builder.gep(data, [index]))))
+"""One float of an array, broadcast to a vector."""
+prefetch = _operation("ai", _fetch, types.int64)
+fused = _operation("vvv", _fused)
+"""a * b + c."""
+add = _operation("vv", lambda builder, a, b: builder.fadd(a, b))
+subtract = _operation("vv", lambda builder, a, b: builder.fsub(a, b))
+multiply = _operation("vv", lambda builder, a, b: builder.fmul(a, b))
+divide = _operation("vv", lambda builder, a, b: builder.fdiv(a, b))
+greater_than = _operation("vv", _greater)
+exp = _operation("v", _exp)
+horizontal_sum = _operation("v", _folded(lambda builder, a, b: builder.fadd(a, b)), types.float32)
+horizontal_max = _operation("v", _folded(_greater), types.float32)
+
+
+def _kernel(letters: str) -> Callable[[Any], Any]:
+    """Compile a kernel, or load it from numba's cache; argument letters as above, (n) for an int64 array."""
+    kinds = {"a": types.float32[::1], "n": types.int64[::1], "i": types.int64, "f": types.float32}
+    signature = types.void(*(kinds[letter] for letter in letters))
+
+    def compiled(function: Any) -> Any:
+        kernel = numba.njit(nogil=True, error_model="numpy", _nrt=False)(function)
+        # Where there is no directory to keep it in, it is compiled by every process, which takes some seconds.
+        with contextlib.suppress(RuntimeError):
+            kernel.enable_caching()
+        kernel.compile(signature)
+        kernel.disable_compile()
+        return kernel
+
+    return compiled
+
+
+# Kernels allocate nothing; counting references to their arrays took a quarter of `attend` with keys in the processor's cache.
+_inner = numba.njit(inline="never", error_model="numpy", _nrt=False)
+
+
+@_inner
+def _norm(x, at, size, weight, eps, out, to):  # type: ignore[no-untyped-def]
+    """RMSNorm (Zhang and Sennrich, 2019) of one vector: x / rms(x) * weight."""
+    squares = broadcast(np.float32(0))
+    for i in range(0, size, WIDTH):
+        value = load(x, at + i)
+        squares = fused(value, value, squares)
+    mean = horizontal_sum(squares) / np.float32(size)
+    factor = broadcast(np.float32(1) / np.float32(np.sqrt(mean + eps)))
+    for i in range(0, size, WIDTH):
+        store(out, to + i, multiply(load(weight, i), multiply(load(x, at + i), factor)))
+
+
+@_kernel("aanafa")
+def add_and_norm(hidden, change, rows, weight, eps, out):  # type: ignore[no-untyped-def]
+    """Add `change` to rows of the residual stream, if not empty, and write their norms to `out` consecutively."""
+    size = weight.size
+    for to in range(rows.size):
+        at = rows[to] * size
+        if change.size:
+            for i in range(at, at + size, WIDTH):
+                store(hidden, i, add(load(hidden, i), load(change, i)))
+        _norm(hidden, at, size, weight, eps, out, to * size)
+
+
+@_kernel("aiia")
+def swiglu(both, rows, size, out):  # type: ignore[no-untyped-def]
+    """SwiGLU (Shazeer, 2020) on rows of `size` gates and `size` values: gate * sigmoid(gate) * value."""
+    one, zero = broadcast(np.float32(1)), broadcast(np.float32(0))
+    for row in range(rows):
+        for i in range(0, size, WIDTH):
+            left = load(both, 2 * row * size + i)
+            soft = divide(left, add(one, exp(subtract(zero, left))))
+            store(out, row * size + i, multiply(soft, load(both, (2 * row + 1) * size + i)))
+
+
+@_inner
+def _turned(x, at, size, norm, eps, bias, bias_at, cos, sin, turn):  # type: ignore[no-untyped-def]
+    """Apply bias, optional norm and rotary embedding (Su et al., 2021) to a projection, in place."""
+    if bias.size:
+        for i in range(0, size, WIDTH):
+            store(x, at + i, add(load(x, at + i), load(bias, bias_at + i)))
+    if norm.size:
+        _norm(x, at, size, norm, eps, x, at)
+    half = size // 2
+    for i in range(half):
+        left, right = x[at + i], x[at + half + i]
+        x[at + i] = left * cos[turn + i] - right * sin[turn + i]
+        x[at + half + i] = right * cos[turn + half + i] + left * sin[turn + half + i]
+
+
+@_inner
+def _keep(x, k_at, v_at, size, bias, bias_at, keys, values, origin, place):  # type: ignore[no-untyped-def]
+    """Write a key (a column of its block) and a value with its bias to the cache."""
+    column = origin + place // BLOCK * BLOCK * size + place % BLOCK
+    for i in range(size):
+        keys[column + i * BLOCK] = x[k_at + i]
+    for i in range(0, size, WIDTH):
+        value = load(x, v_at + i)
+        if bias.size:
+            value = add(value, load(bias, bias_at + i))
+        store(values, origin + place * size + i, value)
+
+
+@_inner
+def _scores(  # type: ignore[no-untyped-def]
+    query, q_at, group, size, keys, common, shared, origin, count, scale, scores, reach, values, ahead
+):
+    """Softmax weights of `count` keys for each query head of a group, heads in pairs, and the last of an odd number alone.
+
+    The first `shared` keys are at `common`, the others at `origin`. With `ahead`, prefetch the values of these keys.
+    """
+    zero, factor = broadcast(np.float32(0)), broadcast(scale)
+    end = (count + BLOCK - 1) // BLOCK * BLOCK
+    for first in range(0, end, BLOCK):
+        for head in range(0, group, 2):
+            pair = head + 1 < group
+            mine, theirs = q_at + head * size, q_at + (head + 1) * size
+            a, b, c, d = zero, zero, zero, zero
+            e, f, g, h = zero, zero, zero, zero
+            for i in range(0, size, 2):  # even and odd dimensions apart: eight sums, none of which waits for another
+                at = (common if first < shared else origin) + first * size + i * BLOCK
+                if ahead and head == 0:
+                    for line in range(0, 2 * BLOCK, WIDTH):
+                        prefetch(values, at + line)
+                one, two = load(keys, at), load(keys, at + WIDTH)
+                three, four = load(keys, at + BLOCK), load(keys, at + BLOCK + WIDTH)
+                x, y = repeat(query, mine + i), repeat(query, mine + i + 1)
+                a, b, e, f = fused(x, one, a), fused(x, two, b), fused(y, three, e), fused(y, four, f)
+                if pair:
+                    x, y = repeat(query, theirs + i), repeat(query, theirs + i + 1)
+                    c, d, g, h = fused(x, one, c), fused(x, two, d), fused(y, three, g), fused(y, four, h)
+            store(scores, head * reach + first, multiply(add(a, e), factor))
+            store(scores, head * reach + first + WIDTH, multiply(add(b, f), factor))
+            if pair:
+                store(scores, (head + 1) * reach + first, multiply(add(c, g), factor))
+                store(scores, (head + 1) * reach + first + WIDTH, multiply(add(d, h), factor))
+    for head in range(group):
+        _softmax(scores, head * reach, count, end)
+
+
+@_inner
+def _softmax(scores, start, count, end):  # type: ignore[no-untyped-def]
+    """Softmax of `count` scores from `start` on, in place; up to `end` the weights are 0."""
+    zero = broadcast(np.float32(0))
+    for i in range(start + count, start + end):
+        scores[i] = -np.inf
+    peaks = load(scores, start)
+    for i in range(start + WIDTH, start + end, WIDTH):
+        peaks = greater_than(peaks, load(scores, i))
+    peak, sums = broadcast(horizontal_max(peaks)), zero
+    for i in range(start, start + end, WIDTH):
+        weight = exp(subtract(load(scores, i), peak))
+        store(scores, i, weight)
+        sums = add(sums, weight)
+    share = broadcast(np.float32(1) / horizontal_sum(sums))
+    for i in range(start, start + end, WIDTH):
+        store(scores, i, multiply(load(scores, i), share))
+
+
+@_inner
+def _mixture(  # type: ignore[no-untyped-def]
+    scores, reach, group, size, values, common, shared, origin, count, out, to, keys, ahead
+):
+    """Weighted sum of `count` values for each query head of a group, the first `shared` at `common`, the others at `origin`.
+
+    Two heads and two vectors of a value are added up at once where there are as many. Unless `ahead` is 0, prefetch the keys
+    at that offset from the others, which are used next.
+    """
+    for i in range(to, to + group * size, WIDTH):
+        store(out, i, broadcast(np.float32(0)))
+    for first in range(0, count, BLOCK):
+        last = min(first + BLOCK, count)
+        base = common if first < shared else origin
+        for head in range(0, group, 2):
+            fetched = ahead if head == 0 and first >= shared else 0
+            paired = size // (2 * WIDTH) * 2 * WIDTH if head + 1 < group else 0
+            for part in range(0, paired, 2 * WIDTH):
+                _mix_four(scores, reach, head, size, values, base, first, last, out, to, part, keys, fetched)
+            for one in range(head, min(head + 2, group)):
+                for part in range(paired, size, WIDTH):
+                    _mix_one(scores, reach, one, size, values, base, first, last, out, to, part, keys, fetched)
+
+
+@_inner
+def _mix_four(scores, reach, head, size, values, base, first, last, out, to, part, keys, ahead):  # type: ignore[no-untyped-def]
+    """Add the values from `first` to `last` to two vectors, from `part` on, of a head and of the next one."""
+    zero = broadcast(np.float32(0))
+    mine, theirs, rest, next_head = to + head * size, to + (head + 1) * size, part + WIDTH, head + 1
+    a, b, c, d = load(out, mine + part), load(out, mine + rest), load(out, theirs + part), load(out, theirs + rest)
+    e, f, g, h = zero, zero, zero, zero
+    for key in range(first, last - 1, 2):  # even and odd keys apart
+        at, left, right = base + key * size, head * reach + key, next_head * reach + key
+        if ahead != 0:
+            for line in range(0, 2 * WIDTH, WIDTH):
+                prefetch(keys, at + ahead + part + line)
+                prefetch(keys, at + ahead + part + line + size)
+        one, two = load(values, at + part), load(values, at + rest)
+        x, y = repeat(scores, left), repeat(scores, right)
+        a, b, c, d = fused(x, one, a), fused(x, two, b), fused(y, one, c), fused(y, two, d)
+        one, two = load(values, at + size + part), load(values, at + size + rest)
+        x, y = repeat(scores, left + 1), repeat(scores, right + 1)
+        e, f, g, h = fused(x, one, e), fused(x, two, f), fused(y, one, g), fused(y, two, h)
+    if (last - first) % 2:
+        at = base + (last - 1) * size
+        one, two = load(values, at + part), load(values, at + rest)
+        x, y = repeat(scores, head * reach + last - 1), repeat(scores, next_head * reach + last - 1)
+        a, b, c, d = fused(x, one, a), fused(x, two, b), fused(y, one, c), fused(y, two, d)
+    store(out, mine + part, add(a, e))
+    store(out, mine + rest, add(b, f))
+    store(out, theirs + part, add(c, g))
+    store(out, theirs + rest, add(d, h))
+
+
+@_inner
+def _mix_one(scores, reach, head, size, values, base, first, last, out, to, part, keys, ahead):  # type: ignore[no-untyped-def]
+    """Add the values from `first` to `last` to one vector of a head, in the order of `_mix_four`."""
+    mine, weight = to + head * size + part, head * reach
+    a, e = load(out, mine), broadcast(np.float32(0))
+    for key in range(first, last - 1, 2):
+        at = base + key * size + part
+        if ahead != 0:
+            prefetch(keys, at + ahead)
+            prefetch(keys, at + ahead + size)
+        a = fused(repeat(scores, weight + key), load(values, at), a)
+        e = fused(repeat(scores, weight + key + 1), load(values, at + size), e)
+    if (last - first) % 2:
+        a = fused(repeat(scores, weight + last - 1), load(values, base + (last - 1) * size + part), a)
+    store(out, mine, add(a, e))
+
+
+@_kernel("aaaafaannnnnaaiiiifaa")
+def attend(  # type: ignore[no-untyped-def]
+    qkv,
+    bias,
+    q_norm,
+    k_norm,
+    eps,
+    cos,
+    sin,
+    turns,
+    places,
+    slots,
+    sources,
+    shared,
+    keys,
+    values,
+    capacity,
+    heads,
+    kv,
+    size,
+    scale,
+    scores,
+    out,
+):
+    """Write each row's keys and values to the cache and attend to its slot up to its position.
+
+    Rows of one slot must be in position order.
+
+    Args:
+        qkv: projections per row, rotated in place: query heads, key heads, value heads.
+        bias: their bias; empty without one.
+        q_norm, k_norm: weights of the head norms; empty without them.
+        eps: of the norms.
+        cos, sin: [angles, size] of the rotary embedding.
+        turns: angle index per row.
+        places, slots: position and slot per row.
+        sources, shared: per slot, where to read its first keys and values, and how many.
+        keys: [slots, kv, capacity / BLOCK, size, BLOCK].
+        values: [slots, kv, capacity, size].
+        capacity: positions per slot.
+        heads, kv, size: query heads, key heads, head size.
+        scale: factor on the scores.
+        scores: buffer of capacity * heads / kv floats.
+        out: [rows, heads, size].
+    """
+    group, reach = heads // kv, capacity
+    for row in range(places.size):
+        slot, count, at = slots[row], places[row] + 1, row * (heads + 2 * kv) * size
+        turn = turns[row] * size
+        follower = slots[min(row + 1, places.size - 1)]
+        new = row == 0 or slots[row - 1] != slot
+        for head in range(heads):
+            _turned(qkv, at + head * size, size, q_norm, eps, bias, head * size, cos, sin, turn)
+        for head in range(kv):
+            mine = (heads + head) * size
+            _turned(qkv, at + mine, size, k_norm, eps, bias, mine, cos, sin, turn)
+            origin = (slot * kv + head) * capacity * size
+            _keep(qkv, at + mine, at + mine + kv * size, size, bias, mine + kv * size, keys, values, origin, places[row])
+            ahead = 0  # keys of the same slot are cached already
+            if follower != slot:
+                ahead = capacity * size if head + 1 < kv else follower * kv * capacity * size - origin
+            q_at, to = at + head * group * size, (row * heads + head * group) * size
+            common, first = (sources[slot] * kv + head) * capacity * size, shared[slot]
+            _scores(qkv, q_at, group, size, keys, common, first, origin, count, scale, scores, reach, values, new)
+            _mixture(scores, reach, group, size, values, common, first, origin, count, out, to, keys, ahead)
+
+
+@_kernel("aniii")
+def copy_blocks(store, moves, heads, blocks, width):  # type: ignore[no-untyped-def]
+    """Copy positions from slot to slot, one move after the other, and the rest of the blocks that they begin and end in.
+
+    Args:
+        store: [slots, heads, blocks, width].
+        moves: [moves, 4]: source, target, first position, end.
+        heads, blocks, width: heads of a slot, blocks of a head, floats of a block.
+    """
+    for m in range(0, moves.size, 4):
+        first, count = moves[m + 2] // BLOCK, -(-moves[m + 3] // BLOCK) - moves[m + 2] // BLOCK
+        for head in range(heads):
+            at = ((moves[m] * heads + head) * blocks + first) * width
+            to = ((moves[m + 1] * heads + head) * blocks + first) * width
+            for i in range(count * width):
+                store[to + i] = store[at + i]
+
+
+@_inner
+def _end_sharing(slot, keep, sources, shared):  # type: ignore[no-untyped-def]
+    complete = keep // BLOCK * BLOCK
+    for reader in range(sources.size):
+        if (reader == slot or sources[reader] == slot) and shared[reader] > complete:
+            shared[reader] = complete
+
+
+@_kernel("nnn")
+def share_blocks(moves, sources, shared):  # type: ignore[no-untyped-def]
+    """Let targets of moves, as above, be read where the complete blocks that were copied are, and end what overwriting ends."""
+    for m in range(0, moves.size, 4):
+        source, target, complete = moves[m], moves[m + 1], moves[m + 3] // BLOCK * BLOCK
+        _end_sharing(target, moves[m + 2], sources, shared)
+        sources[target] = sources[source] if shared[source] >= complete else source
+        shared[target] = complete
+
+
+@_kernel("nnn")
+def end_sharing(rewound, sources, shared):  # type: ignore[no-untyped-def]
+    """End the sharing of positions that will be overwritten: those of each slot from a position on, [slots, 2]."""
+    for i in range(0, rewound.size, 2):
+        _end_sharing(rewound[i], rewound[i + 1], sources, shared)

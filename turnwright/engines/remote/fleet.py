@@ -1,0 +1,579 @@
+"""Many servers as one engine; a server that dies, hangs, loses its weights or violates the contract loses no trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from turnwright.engines.base import Generation, Request
+from turnwright.engines.remote.base import CANARY, RemoteEngine
+from turnwright.engines.remote.chat import ChatEngine
+from turnwright.engines.remote.engine_list import EngineList
+from turnwright.engines.remote.replica import ExpectedScores, LatestWeights, LogprobFunction, Replica
+from turnwright.engines.remote.response import WeightsLabel
+from turnwright.engines.remote.weight_files import WeightDirectories
+from turnwright.engines.remote.weight_sync import DiskWeights, WeightPacker, WeightSharing, WeightsSource
+from turnwright.errors import (
+    BackendContractError,
+    ConfigError,
+    EngineError,
+    EngineUnavailable,
+    SyncError,
+    TurnwrightError,
+    UsageError,
+)
+
+_log = logging.getLogger(__name__)
+LIST_S = 0.5
+"""Seconds between readings of a list of servers."""
+LEAVE_S = 30.0
+"""Seconds that calls in flight on a server that leaves may take."""
+SAMPLED = 32
+"""Servers among which a new session chooses the least busy."""
+SPARE_SHARE = 0.75
+"""A session leaves a server that is merely full only for one with fewer calls than this fraction of its limit."""
+MAX_CONTRACT_ERRORS = 4
+"""Contract errors that one call tolerates; a misconfigured server causes one every time."""
+
+
+class Fleet:
+    """Servers of one model as one engine.
+
+    - All turns of a session go to one server, which caches their prefix; a new session goes to the least busy server.
+    - Servers join and leave at any time (`add`, `remove`, or a list that is watched). One that joins first gets the latest
+      weights and must sample from them.
+    - A call that gets no response, or one that violates the contract, is retried on another server with the same ids.
+    - A server that failed gets no calls before a check of its health and of its logprobs for known ids. A server with old
+      weights gets the latest ones first.
+    - A server that fails its checks (stopped, hung) loses its calls in flight to the others.
+    - At most `most` calls run on a server, and new sessions go to it only while its queue and cache have room; at most
+      `most_waiting` calls wait.
+
+    Example::
+
+        engine = Fleet([VllmEngine("http://a:8000"), VllmEngine("http://b:8000")])
+        trajectories = tw.rollout(env, tasks, engine=engine)
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[RemoteEngine],
+        *,
+        directories: WeightDirectories | None = None,
+        packer: WeightPacker | None = None,
+        tree: WeightSharing | None = None,
+        most: int = 256,
+        most_waiting: int = 65_536,
+        attempts: int = 16,
+        patience_s: float = 120.0,
+        check_s: float = 2.0,
+        health_s: float = 5.0,
+        misses: int = 3,
+        expected_logprobs: LogprobFunction | None = None,
+        tolerance: float = 1e-3,
+        first: Callable[[], Iterable[tuple[str, Any]]] | None = None,
+        listed: EngineList | None = None,
+        connect: Callable[[str], Awaitable[RemoteEngine]] | None = None,
+    ) -> None:
+        """
+        Args:
+            engines: one per server.
+            directories: where new weights are written for the servers; `update` needs it, or a packer.
+            tree: sends those directories to the nodes of the servers, each once; without it, servers see them under their path.
+            packer: sends new weights by process group (one per server) or in requests, in place of directories.
+            most: maximum number of concurrent calls per server.
+            most_waiting: maximum number of waiting calls; one more is an error.
+            attempts: maximum number of attempts per call.
+            patience_s: seconds a call waits for an available server before failing.
+            check_s: seconds between checks.
+            health_s: deadline of a health check in seconds; ten times as long for a check of the weights.
+            misses: consecutive failed checks before a server's calls are moved.
+            expected_logprobs: the trainer's logprobs of ids, which prove an update; without it, only a change is checked.
+            tolerance: maximum difference from those, in nats; 1e-3 suits float32.
+            first: weights sent to the servers before the first call unless `update` ran before.
+            listed: list of further servers, read every half second while the fleet is open.
+            connect: returns the client of a URL in the list.
+
+        Raises:
+            ConfigError: for no server and no list, a duplicate server, or an invalid setting.
+        """
+        if listed is not None and connect is None:
+            raise ConfigError("a fleet with a list of servers needs connect=, which returns the client of a URL")
+        _check_servers(engines, listed)
+        if most < 1 or attempts < 1 or misses < 1 or min(check_s, health_s, patience_s) <= 0:
+            raise ConfigError("a fleet's most, attempts and misses must be at least 1; check_s, health_s and patience_s over 0")
+        self._most, self._misses = most, misses
+        self.members = [self._member(engine) for engine in engines]
+        self.directories, self.packer, self.tree = directories, packer, tree
+        self._expected_logprobs = expected_logprobs
+        self.tolerance = tolerance
+        self.version = min((engine.version for engine in engines), default=0)
+        self.renderer = next((engine.renderer for engine in engines if engine.renderer is not None), None)
+        self.counts: Counter[str] = Counter()
+        """`asked_again/TYPE`, `waited`, `updates`, `joined`, `left`, `sessions_moved`."""
+        self._max_waiting, self._attempts, self._unavailable_timeout_s = most_waiting, attempts, patience_s
+        self._check_s, self._health_s = check_s, health_s
+        self._homes: dict[str, Replica] = {}
+        self._queue: deque[asyncio.Future[None]] = deque()
+        self._latest: WeightsSource | None = None
+        self._proven: WeightsLabel | None = None
+        """The trainer's scores of the latest weights."""
+        self._listed, self._connect = listed, connect
+        self._wanted = frozenset[str]()
+        self._from_list = set[str]()
+        self._joining: dict[str, asyncio.Task[None]] = {}
+        self._join_faults: dict[str, str] = {}
+        self._pixels: list[Any] = []
+        self._fingerprint = ""
+        self._trainer_label: WeightsLabel | None = None
+        self._initial_weights, self._initial_lock = first, asyncio.Lock()
+        self._asleep = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._health_tasks: dict[Replica, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Following the list, and calls that servers that left finish."""
+        self._opened: asyncio.Future[None] | None = None
+
+    @property
+    def context(self) -> int | None:
+        """Maximum number of ids of context plus reply that every server takes; None while no server reported it."""
+        known = [member.engine.context for member in self.members if member.engine.context is not None]
+        return min(known, default=None)
+
+    def set_renderer(self, renderer: Any) -> None:
+        """Use the rollout's renderer if none was given."""
+        self.renderer = self.renderer or renderer
+        for member in self.members:
+            member.engine.set_renderer(renderer)
+
+    def add_pixel_source(self, pixels: Any) -> None:
+        """Set the source of the images of `Request.media`."""
+        self._pixels.append(pixels)
+        for member in self.members:
+            member.engine.add_pixel_source(pixels)
+
+    async def open(self) -> None:
+        """Check every server; those that do not respond join later. Called automatically before the first call."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:  # tasks and futures of an earlier loop ended with it
+            self._loop, self._opened = loop, loop.create_future()
+            self._queue.clear()
+            self._tasks.clear()
+            self._joining.clear()
+            for member in self.members:
+                member.calls.clear()
+                member.check_now, member.lock = asyncio.Event(), asyncio.Lock()
+            try:
+                await self._start_servers()
+                if self._listed is not None:
+                    await self._wait_for_list()
+                members = list(self.members)
+                found = await asyncio.gather(*(m.start() for m in members), return_exceptions=True)
+                for member, error in zip(members, found, strict=True):
+                    if isinstance(error, EngineError):
+                        member.mark_suspect(str(error))
+                    elif isinstance(error, BaseException):
+                        raise error
+            except BaseException:
+                self._loop = None
+                self._opened.cancel()
+                raise
+            self._health_tasks = {member: loop.create_task(self._health_loop(member)) for member in self.members}
+            self._opened.set_result(None)
+            if self._listed is not None:
+                self._run(self._follow_list())
+        elif self._opened is not None and not self._opened.done():
+            await asyncio.shield(self._opened)
+
+    async def generate(self, request: Request) -> Generation:
+        """Sample one reply on any available server.
+
+        Raises:
+            EngineError: after `attempts` failures, or when no server was available for `patience_s`.
+        """
+        if self._initial_weights is not None and self._latest is None:
+            async with self._initial_lock:
+                if self._latest is None:
+                    await self.update(self._initial_weights(), self.version)
+        await self.open()
+        failed: list[Replica] = []
+        breaches = 0
+        while True:
+            member = await self._choose_replica(request.session, failed)
+            try:
+                return await member.generate(request)
+            except (EngineUnavailable, BackendContractError) as error:
+                fault = error
+            finally:
+                self._admit_next()
+            member.not_before = time.monotonic() + min(fault.retry_after, self._unavailable_timeout_s)
+            failed.append(member)
+            breaches += isinstance(fault, BackendContractError)
+            member.mark_suspect(str(fault))
+            if self._homes.get(request.session) is member:
+                del self._homes[request.session]
+            if len(failed) >= self._attempts or breaches > MAX_CONTRACT_ERRORS:
+                break
+            self.counts[f"asked_again/{type(fault).__name__}"] += 1
+        servers = len({id(member) for member in failed})
+        kind = BackendContractError if isinstance(fault, BackendContractError) else EngineUnavailable
+        raise kind(f"no response after {len(failed)} attempts on {servers} of {len(self.members)} servers: {fault}") from fault
+
+    def release(self, session: str) -> None:
+        """End a session; a later call of it may go to any server."""
+        member = self._homes.pop(session, None)
+        if member is not None:
+            member.engine.release(session)
+
+    async def close(self) -> None:
+        """Stop the checks and close the connections; the servers keep running."""
+        tasks, self._health_tasks = [*self._health_tasks.values(), *self._tasks], {}
+        for task in tasks:
+            task.cancel()
+        if self._loop is asyncio.get_running_loop():
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for member in self.members:
+            member.abort_calls()
+        await asyncio.gather(*(member.engine.close() for member in self.members), return_exceptions=True)
+        if self.tree is not None:
+            await self.tree.close()
+        self._loop = None
+
+    async def _start_servers(self) -> None:
+        """Start the servers before their first check, in a subclass that owns them."""
+
+    async def _restart_server(self, member: Replica) -> None:
+        """Restart the server after a failed check, in a subclass that owns it."""
+
+    # Servers that join and leave
+
+    def add(self, engine: RemoteEngine) -> None:
+        """Add a server; it gets calls once it has the latest weights and samples from them.
+
+        Raises:
+            ConfigError: for a server that the fleet has.
+        """
+        if any(member.engine.url == engine.url for member in self.members):
+            raise ConfigError(f"the fleet has {engine.url} already")
+        member = self._member(engine)
+        engine.set_renderer(self.renderer)
+        for pixels in self._pixels:
+            engine.add_pixel_source(pixels)
+        self.members.append(member)
+        self.counts["joined"] += 1
+        if self._loop is not None and self._opened is not None and self._opened.done():
+            member.outdated = self._latest is not None
+            member.mark_suspect("joined, and is being checked")
+            self._health_tasks[member] = self._loop.create_task(self._health_loop(member))
+
+    async def remove(self, url: str, *, seconds: float = LEAVE_S) -> None:
+        """Remove a server: it gets no further calls, and its sessions move; those in flight have some seconds to end.
+
+        Raises:
+            ConfigError: for a server that the fleet lacks.
+        """
+        member = next((member for member in self.members if member.engine.url == url.rstrip("/")), None)
+        if member is None:
+            raise ConfigError(f"the fleet has no server {url}")
+        self.members.remove(member)
+        member.state, member.fault = "left", "it left the fleet"
+        self.counts["left"] += 1
+        for session in [name for name, home in self._homes.items() if home is member]:
+            del self._homes[session]
+        if task := self._health_tasks.pop(member, None):
+            task.cancel()
+        if member.calls:
+            await member.wait_for_calls(seconds)
+            member.abort_calls()
+        await member.engine.close()
+
+    def _member(self, engine: RemoteEngine) -> Replica:
+        engine.patient = False  # calls move to other servers instead
+        return Replica(engine, self._most, self._misses)
+
+    def _run(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _wait_for_list(self) -> None:
+        """Wait until a listed server is a member, and shortly for the others."""
+        assert self._listed is not None
+        fault, seconds = self._read_list(), self._unavailable_timeout_s
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                if self._joining:
+                    await asyncio.wait(self._joining.values(), timeout=4 * LIST_S)
+                while not self.members:
+                    await asyncio.sleep(LIST_S)
+                    fault = self._read_list()
+                return
+        fault = fault or "it lists none"
+        raise EngineUnavailable(f"{self._listed.path}: no server after {seconds:g} s (turnwright engines join URL): {fault}")
+
+    async def _follow_list(self) -> None:
+        last = ""
+        while True:
+            await asyncio.sleep(LIST_S)
+            fault = self._read_list()
+            if fault and fault != last:
+                _log.warning("%s", fault)
+            last = fault
+
+    def _read_list(self) -> str:
+        """Begin to add and remove servers to match the list; return what is wrong, or an empty string."""
+        assert self._listed is not None
+        try:
+            self._wanted = frozenset(self._listed.urls())
+        except UsageError as error:  # the servers stay as they are
+            return str(error)
+        for url in self._from_list - self._wanted:
+            self._from_list.discard(url)
+            self._run(self.remove(url))
+        have = {member.engine.url for member in self.members} | self._joining.keys()
+        for url in sorted(self._wanted - have):
+            self._joining[url] = self._run(self._join(url))
+        return "; ".join(self._join_faults[url] for url in sorted(self._join_faults.keys() & self._wanted))
+
+    async def _join(self, url: str) -> None:
+        """Add a listed server; one that does not respond is asked again at the next reading."""
+        assert self._connect is not None
+        try:
+            engine = await self._connect(url)
+            self._join_faults.pop(url, None)
+            if url in self._wanted:
+                self._from_list.add(url)
+                self.add(engine)
+        except TurnwrightError as error:
+            self._join_faults[url] = str(error)
+        except Exception as error:  # a bug here must not end the watch
+            self._join_faults[url] = repr(error)
+        finally:
+            self._joining.pop(url, None)
+
+    # Assigning calls
+
+    async def _choose_replica(self, session: str, failed: Sequence[Replica]) -> Replica:
+        """Return a server for a call, waiting until one is available."""
+        since: float | None = None
+        loop = asyncio.get_running_loop()
+        while True:
+            home = self._homes.get(session)
+            if home is not None and home.available:
+                return home
+            best = self._least_busy(failed)
+            full = home is not None and home.state == "up" and home not in failed
+            if best is not None and (not full or best.business < SPARE_SHARE):
+                self.counts["sessions_moved"] += home is not None
+                self._homes[session] = best
+                return best
+            up = any(member.state in ("up", "loading") for member in self.members)
+            since = None if up else since if since is not None else loop.time()
+            if since is not None and loop.time() - since > self._unavailable_timeout_s:
+                reasons = "; ".join(f"{member.engine.url}: {member.fault}" for member in self.members)
+                count, seconds = len(self.members), self._unavailable_timeout_s
+                raise EngineUnavailable(f"none of {count} servers was available for {seconds:g} s: {reasons}")
+            await self._wait_for_slot()
+
+    def _least_busy(self, failed: Sequence[Replica]) -> Replica | None:
+        """Return the least busy of the servers that take new sessions, or of a sample where there are many."""
+        groups = [self.members]
+        if len(self.members) > SAMPLED:  # looking at 1,000 takes a quarter of a millisecond
+            groups.insert(0, random.sample(self.members, SAMPLED))
+        for group in groups:
+            free = [member for member in group if member.accepts_sessions]
+            if fresh := [member for member in free if member not in failed]:
+                return min(fresh, key=lambda member: member.business)
+        return min(free, key=lambda member: member.business, default=None)
+
+    async def _wait_for_slot(self) -> None:
+        if len(self._queue) >= self._max_waiting:
+            raise EngineError(f"{len(self._queue)} calls already wait for a server (most_waiting); lower rollout.concurrency")
+        place = asyncio.get_running_loop().create_future()
+        self._queue.append(place)
+        self.counts["waited"] += 1
+        # Not `wait_for`: in Python 3.11 it loses a cancellation that arrives together with the result.
+        try:
+            async with asyncio.timeout(min(1.0, self._unavailable_timeout_s / 4)):
+                await place
+        except TimeoutError:
+            pass
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self._admit_next()  # pass this call's turn on
+            raise
+        finally:
+            with suppress(ValueError):
+                self._queue.remove(place)
+
+    def _admit_next(self) -> None:
+        """Wake the call that waits longest."""
+        while self._queue:
+            place = self._queue.popleft()
+            if not place.done():
+                place.set_result(None)
+                return
+
+    def _admit_all(self) -> None:
+        while self._queue:
+            self._admit_next()
+
+    # Health checks
+
+    async def _health_loop(self, member: Replica) -> None:
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._check_s):
+                    await member.check_now.wait()
+            member.check_now.clear()
+            if self._asleep:  # a server that woke or restarted now would take memory the trainer uses
+                continue
+            try:
+                well = await member.check(self._health_s, lambda: self._latest_for(member))
+            except Exception as error:  # a bug in a check must not end the checks
+                _log.exception("the check of %s raised an unexpected error", member.engine.display_name)
+                member.fault, member.state, well = repr(error), "doubted", False
+            if well:
+                self._admit_all()
+            elif not self._asleep:  # it may have been put to sleep during the check
+                await self._restart_server(member)
+            await asyncio.sleep(self._check_s / 10)  # limits the rate of checks when every call fails
+
+    # Weights
+
+    async def update(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
+        """Update the weights of all servers, from disk or over a process group.
+
+        Calls in flight end as aborted or go on, by the clients' `in_flight` and the kind of server.
+
+        A server that fails to update gets no calls until it has the weights.
+
+        Returns:
+            Fingerprint of the weights on disk, which the servers read, or of the weights sent.
+
+        Raises:
+            NotTrainable: for a fleet with a chat endpoint.
+            SyncError: when no server samples from the new weights.
+        """
+        for member in self.members:
+            if isinstance(member.engine, ChatEngine):
+                await member.engine.update(weights, version)
+        source: WeightsSource
+        if self.packer is not None:
+            source, fingerprint = await asyncio.to_thread(self.packer.pack, weights, version)
+        elif self.directories is not None:
+            directory, fingerprint = await asyncio.to_thread(self.directories.write, weights, version)
+            source = on_disk = self.directories.as_source(directory, version)
+            if self.tree is not None:
+                source = await self.tree.share(on_disk, [member.engine.url for member in self.members])
+        else:
+            raise SyncError("a fleet needs a directory for new weights: Fleet(..., directories=ModelDirectories(path, model))")
+        # The servers may have had the first weights already.
+        await self.update_from(source, changed=self._fingerprint not in ("", fingerprint))
+        self._fingerprint = fingerprint
+        return fingerprint
+
+    async def sleep(self) -> None:
+        """Make every server release its memory; calls in flight first end as aborted. The next weights wake the servers.
+
+        Until then no server is called, checked or started.
+
+        Raises:
+            EngineError: when a responding server fails.
+        """
+        await self.open()
+        self._asleep = True
+        found = await asyncio.gather(*(m.sleep() for m in self.members if m.state == "up"), return_exceptions=True)
+        for error in found:
+            if isinstance(error, EngineUnavailable):
+                _log.warning("%s; the server is left as it is", error)  # down, or about to be found so
+            elif isinstance(error, BaseException):
+                self._asleep = False
+                raise error
+
+    async def load_from_disk(self, directory: str | Path, version: int, *, changed: bool = True) -> None:
+        """Make every server load the weights of a directory, and verify them, as `update_from`."""
+        await self.update_from(DiskWeights(Path(directory), version), changed=changed)
+
+    async def update_from(self, source: WeightsSource, *, changed: bool = True) -> None:
+        """Send weights to every server and verify them; `changed` tells whether they differ from the previous ones.
+
+        Raises `SyncError` when no server has them.
+        """
+        await self.open()
+        self._asleep = False
+        wanted = await self._expected_scores()
+        members = list(self.members)  # others join meanwhile
+        updates = (m.update(source, changed=changed, wanted=wanted, tolerance=self.tolerance) for m in members)
+        found = await asyncio.gather(*updates, return_exceptions=True)
+        faults = []
+        for member, error in zip(members, found, strict=True):
+            if member not in self.members:
+                continue
+            member.state = "up" if error is None else "doubted"
+            if isinstance(error, (EngineError, SyncError, TimeoutError)):
+                member.fault = str(error)
+                member.outdated = self._latest is not None  # a partial update; the latest complete weights follow
+                faults.append(f"{member.engine.url}: {error}")
+                _log.warning("%s", faults[-1])
+            elif error is not None:
+                raise error
+        have_it = {member for member, error in zip(members, found, strict=True) if error is None and member in self.members}
+        if not have_it and self._listed is None:
+            self._admit_all()
+            raise SyncError(f"no server of {len(faults)} has the weights of policy {source.version}: {'; '.join(faults)}")
+        self._latest, self.version = source, source.version
+        self._proven = None if wanted is None else wanted.label
+        for member in self.members:
+            if member not in have_it:  # the weights are sent before its next call
+                member.outdated, member.state = True, "doubted" if member.state == "up" else member.state
+            else:
+                member.outdated = False
+            member.check_now.set()
+        if not have_it:
+            await self._wait_for_weights(faults)
+        self.counts["updates"] += 1
+        self._admit_all()
+
+    async def _wait_for_weights(self, faults: Sequence[str]) -> None:
+        """Wait until a server of the list has the latest weights and samples from them."""
+        seconds, version = self._unavailable_timeout_s, self.version
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not any(member.state == "up" and not member.outdated for member in self.members):
+                    await asyncio.sleep(LIST_S / 10)
+                return
+        self._admit_all()
+        raise SyncError(f"no server has the weights of policy {version} after {seconds:g} s: {'; '.join(faults)}")
+
+    def _latest_for(self, member: Replica) -> LatestWeights:
+        """Return the latest weights, with scores that prove them on a server."""
+        scores = self._proven
+        if scores is None:
+            same = (m for m in self.members if m is not member and m.engine.kind == member.engine.kind and m.state == "up")
+            scores = next((m.proof.label for m in same if m.proof is not None and not m.outdated), None)
+        return LatestWeights(self._latest, scores, self.tolerance)
+
+    async def _expected_scores(self) -> ExpectedScores | None:
+        """Return the trainer's current scores of `CANARY`."""
+        if self._expected_logprobs is None:
+            return None
+        scores = tuple(await asyncio.to_thread(self._expected_logprobs, CANARY))
+        before, self._trainer_label = self._trainer_label, WeightsLabel(None, scores)
+        return ExpectedScores(self._trainer_label, self._trainer_label.max_difference(before) if before is not None else 0.0)
+
+
+def _check_servers(engines: Sequence[RemoteEngine], listed: EngineList | None) -> None:
+    if not engines and listed is None:
+        raise ConfigError("a fleet needs at least one server, or a list of servers")
+    urls = Counter(engine.url for engine in engines)
+    if twice := [url for url, count in urls.items() if count > 1]:
+        raise ConfigError(f"a fleet has {twice[0]} twice; list each server once")

@@ -1,0 +1,312 @@
+"""JSON over HTTP to one server: connection pool, a deadline per request, and classified errors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import orjson
+
+from turnwright.engines import tokens
+from turnwright.engines.base import Request
+from turnwright.engines.ids import ids_json
+from turnwright.errors import BackendContractError, ConfigError, EngineError, EngineUnavailable
+from turnwright.types.retry import retry_after
+
+MAX_RESPONSE_BYTES = 256 * 2**20
+"""Longer responses are aborted."""
+KEEPALIVE_S = 3.0
+"""Seconds before an idle connection is dropped. uvicorn and llama.cpp drop theirs after 5 s, and a request written to a
+connection while its server closes it gets no response."""
+SPARE_CONNECTIONS = 8
+"""Connections beyond those for calls, so that health checks never queue."""
+MAX_DIRECT_BYTES = 2**20
+"""Longer bodies are written in pieces, since aiohttp warns of the time that one write of them takes."""
+CONTROL_S = 10.0
+"""Deadline for requests without computation: health, versions, aborts."""
+PATIENT_S, TICK_S = 30.0, 0.5
+"""Deadlines from this on may pass by half a second."""
+CONNECT_S = 5.0
+"""Timeout for establishing a connection."""
+RETRYABLE_STATUS = frozenset((404, 408, 409, 425, 429, *range(500, 600)))
+"""HTTP statuses that may differ on another server or later; 404 is a model or route that is not loaded."""
+Headers = Mapping[str, str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """Ids of a request that its response repeats."""
+
+    text: bytes
+    """Their JSON, as sent."""
+    count: int
+
+    def strip(self, raw: bytes) -> bytes:
+        """Replace the repeated ids by their count, if they have the very bytes that were sent; otherwise return all.
+
+        Comparing bytes costs a hundredth of parsing them and comparing ids. The key cannot be part of a string, where its
+        quotation marks would be escaped.
+        """
+        at = raw.find(ECHO_KEY)
+        start = at + len(ECHO_KEY)
+        if at < 0 or not raw.startswith(self.text, start):
+            return raw
+        return b"%b%d%b" % (raw[:start], self.count, raw[start + len(self.text) :])
+
+
+ECHO_KEY = b'"prompt_token_ids":'
+
+
+def encode_ids(request: Request) -> tuple[orjson.Fragment, Echo]:
+    """Return the context of a request as JSON for its body, and as the echo that its response may have."""
+    text = ids_json(request.ids)
+    return orjson.Fragment(text), Echo(text, len(request.ids))
+
+
+class Deadlines:
+    """Deadlines of many tasks, which share a timer that fires twice a second.
+
+    `asyncio.timeout` costs 8 us, a tenth of a request, for a deadline of minutes that hardly a request meets.
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[asyncio.Task[Any], float] = {}
+        self._late = set[asyncio.Task[Any]]()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ticking = False
+
+    def within(self, seconds: float) -> Within:
+        """Return a context that raises TimeoutError in the task that runs it, at most half a second late."""
+        return Within(self, seconds)
+
+    def _enter(self, task: asyncio.Task[Any], seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:  # the timer of an earlier loop ended with it
+            self._loop, self._ticking = loop, False
+            self._ends.clear()
+        if not self._ticking:
+            self._ticking = True
+            loop.call_later(TICK_S, self._tick, loop)
+        self._ends[task] = loop.time() + seconds
+
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._loop is not loop:
+            return
+        if not self._ends:
+            self._ticking = False
+            return
+        now = loop.time()
+        for task in [task for task, end in self._ends.items() if end <= now]:
+            del self._ends[task]
+            self._late.add(task)
+            task.cancel()
+        loop.call_later(TICK_S, self._tick, loop)
+
+
+class Within:
+    """Deadline of one task, as `asyncio.timeout`."""
+
+    __slots__ = ("_cancelling", "_deadlines", "_seconds", "_task")
+
+    def __init__(self, deadlines: Deadlines, seconds: float) -> None:
+        self._deadlines, self._seconds = deadlines, seconds
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._cancelling = task, task.cancelling()
+        self._deadlines._enter(task, self._seconds)
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._deadlines._ends.pop(self._task, None)
+        if self._task in self._deadlines._late:
+            self._deadlines._late.discard(self._task)
+            if self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+                raise TimeoutError from error
+
+
+class HttpClient:
+    """HTTP client of one server. Connections belong to an event loop; `close` closes those of the running loop."""
+
+    def __init__(self, url: str, *, key_env: str | None = None, most: int = 256, token: str = "") -> None:
+        """Take a base URL, the variable of an API key (read at each call, never stored) or a token, and the limit of
+        concurrent calls.
+
+        Raises `ConfigError` for an invalid URL, an unset variable, or without `aiohttp`.
+        """
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"engine URL {url!r}: must start with http:// or https://, as in http://localhost:8000")
+        if key_env is not None and key_env not in os.environ:
+            raise ConfigError(f"{url}: set the environment variable {key_env} to the server's API key")
+        try:
+            import aiohttp  # noqa: F401
+        except ImportError:
+            raise ConfigError("HTTP engines need aiohttp: pip install 'turnwright[servers]'") from None
+        self.url = url.rstrip("/")
+        self._key_env = key_env
+        self._token = token
+        """Also that of a local server of this user, once the server asked for one."""
+        self._most = most
+        self._sessions = WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[Any, AsyncGenerator[Any, None]]]()
+        self._deadlines = Deadlines()
+        self._addresses: dict[str, Any] = {}
+        """Parsed URLs by path: parsing one costs as much as a tenth of a request."""
+
+    async def post(self, path: str, body: Any, seconds: float, headers: Headers = None, echo: Echo | None = None) -> Any:
+        """Post a JSON body and return the JSON response; None for an empty one. `echo` is replaced by its count.
+
+        Raises `EngineUnavailable`: no response: connection error, deadline, truncated response, or a retryable status;
+        `EngineError`: the server rejects the request (any other status); retrying does not help; `BackendContractError`: the
+        response is not JSON.
+        """
+        raw = await self._ask("POST", path, orjson.dumps(body), seconds, headers)
+        return self._json(path, raw if echo is None else echo.strip(raw))
+
+    async def post_status(self, path: str, body: Any, seconds: float) -> None:
+        """Post a JSON body and ignore the response body; raises as `post`."""
+        await self._ask("POST", path, orjson.dumps(body), seconds)
+
+    async def get(self, path: str, seconds: float) -> Any:
+        """Return the JSON at a path; raises as `post`."""
+        return self._json(path, await self._ask("GET", path, b"", seconds))
+
+    async def page(self, path: str, seconds: float) -> dict[str, Any]:
+        """Return the JSON object at a path; an empty one for an empty response; raises as `post`."""
+        found = await self.get(path, seconds)
+        if found is not None and not isinstance(found, dict):
+            raise BackendContractError(f"{self.url}{path} returned JSON that is not an object: {found!r:.120}")
+        return found or {}
+
+    async def text(self, path: str, seconds: float) -> str:
+        """Return the text at a path; raises as `post`."""
+        return (await self._ask("GET", path, b"", seconds)).decode("utf-8", "replace")
+
+    async def pieces(self, path: str, seconds: float) -> list[bytes]:
+        """Return the bytes at a path in pieces, since joining megabytes takes as long as receiving them; raises as `post`."""
+        found = list[bytes]()
+        await self._ask("GET", path, b"", seconds, pieces=found)
+        return found
+
+    async def close(self) -> None:
+        """Close the connections of the running event loop; requests in flight on them fail."""
+        cached = self._sessions.pop(asyncio.get_running_loop(), None)
+        if cached is not None:
+            await cached[1].aclose()
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        content: bytes,
+        seconds: float,
+        headers: Headers = None,
+        pieces: list[bytes] | None = None,
+    ) -> bytes:
+        sent = self._token  # another request may learn the token while this one is under way
+        try:
+            return await self._ask_once(method, path, content, seconds, headers, pieces)
+        except EngineError as error:
+            token = tokens.found(self.url) if error.status == 401 and self._key_env is None else ""
+            if not token or token == sent:
+                raise
+            self._token = token
+        return await self._ask_once(method, path, content, seconds, headers, pieces)
+
+    async def _ask_once(
+        self, method: str, path: str, content: bytes, seconds: float, headers: Headers, pieces: list[bytes] | None = None
+    ) -> bytes:
+        import aiohttp
+
+        key = os.environ.get(self._key_env, "") if self._key_env is not None else self._token
+        sent = {"content-type": "application/json"} if content else {}
+        if key:
+            sent["authorization"] = f"Bearer {key}"
+        if headers:
+            sent.update(headers)
+        address = self._addresses.get(path)
+        if address is None:
+            address = self._addresses[path] = _address(f"{self.url}{path}")
+        data: Any = content if len(content) < MAX_DIRECT_BYTES else BytesIO(content)
+        try:
+            # Cancelling a request closes its connection, which ends the request on all three kinds of server.
+            async with asyncio.timeout(seconds) if seconds < PATIENT_S else self._deadlines.within(seconds):
+                session = await self._session()
+                async with session.request(method, address, data=data, headers=sent, allow_redirects=False) as response:
+                    raw = await _read(response, address, pieces if response.status < 300 else None)
+        except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
+                raise EngineUnavailable(f"{self.url}{path} did not answer in {seconds:g} s") from None
+            raise EngineUnavailable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+        except RuntimeError as error:
+            if "is closed" not in str(error):
+                raise
+            raise EngineUnavailable(f"{self.url}{path}: the connection pool was closed") from error
+        if response.status >= 300:
+            text = raw[:300].decode("utf-8", "replace")
+            kind = EngineUnavailable if response.status in RETRYABLE_STATUS else EngineError
+            text = text.replace(key, "***") if key else text
+            refused = kind(f"{self.url}{path} returned HTTP status {response.status}: {text}")
+            refused.status, refused.retry_after = response.status, retry_after(response.headers.get("retry-after"))
+            raise refused
+        return raw
+
+    def _json(self, path: str, raw: bytes) -> Any:
+        if not raw.strip():
+            return None
+        try:
+            return orjson.loads(raw)
+        except orjson.JSONDecodeError as error:
+            raise BackendContractError(f"{self.url}{path} returned invalid JSON ({error}): {raw[:120]!r}") from None
+
+    async def _session(self) -> Any:
+        loop = asyncio.get_running_loop()
+        cached = self._sessions.get(loop)
+        if cached is None:
+            holder = _open_session(self._most + SPARE_CONNECTIONS)
+            cached = self._sessions[loop] = (await anext(holder), holder)
+        return cached[0]
+
+
+async def _open_session(most: int) -> AsyncGenerator[Any, None]:
+    """Yield a session for `most` requests, closed with the event loop, which closes remaining generators."""
+    import aiohttp
+
+    # Deadlines are set per call, except for connecting. Proxies of the environment do not apply to engines.
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=most, keepalive_timeout=KEEPALIVE_S),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        headers={"accept-encoding": "identity"},
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        read_bufsize=2**22,  # with the default, receiving a long echo stops and goes on every 128 kilobytes
+        trust_env=False,
+    ) as session:
+        yield session
+
+
+def _address(url: str) -> Any:
+    from yarl import URL
+
+    try:
+        return URL(url, encoded=True)
+    except ValueError as error:
+        raise EngineUnavailable(f"{url}: {error}") from None
+
+
+async def _read(response: Any, address: Any, into: list[bytes] | None = None) -> bytes:
+    """Return the body, or append its pieces to a list."""
+    if into is None and 0 <= (response.content_length or -1) <= MAX_RESPONSE_BYTES:
+        content: bytes = await response.read()  # one call in place of one per piece
+        return content
+    pieces: list[bytes] = [] if into is None else into
+    size = 0
+    async for piece in response.content.iter_any():
+        size += len(piece)
+        if size > MAX_RESPONSE_BYTES:
+            raise EngineUnavailable(f"{address} returned more than {MAX_RESPONSE_BYTES} bytes")
+        pieces.append(piece)
+    return b"".join(pieces) if into is None else b""

@@ -1,0 +1,117 @@
+"""llama.cpp's server: `/completion` with ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log
+from typing import Any
+
+from turnwright.engines.base import Request
+from turnwright.engines.remote.base import RemoteEngine
+from turnwright.engines.remote.http import CONTROL_S, encode_ids
+from turnwright.engines.remote.response import (
+    Breach,
+    ExpectedWeights,
+    SampledVersions,
+    ServerResponse,
+    align_logprobs,
+    field_of,
+    number_at,
+)
+from turnwright.errors import EngineError
+
+FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
+
+
+class LlamaCppEngine(RemoteEngine):
+    """Client of a llama.cpp server.
+
+    It differs from the others in three ways. Ids that end inside a character have no logprob, so training needs
+    `missing_logprobs`. It takes no stop ids: ids after one are dropped and counted as `ids_left_out`. It takes no new weights.
+
+    Its plain logprobs are the model's, before any sampler. They are requested when the sampling distribution is the model's own
+    (temperature 1, nothing banned) or greedy; otherwise those after the samplers are. Keys and values are half precision
+    unless the server runs with `-ctk f32 -ctv f32 -fa off`: errors of 2e-3 to 4e-3 instead of 2e-6.
+    """
+
+    kind = "llama.cpp"
+
+    async def _identify(self) -> None:
+        props = await self.http.page("/props", CONTROL_S)
+        self.server_version = str(props.get("build_info") or "")
+        self.model = self.model or props.get("model_alias") or props.get("model_path")
+        context = number_at(props, "default_generation_settings.n_ctx")
+        if self.context is None and context:
+            self.context = context
+
+    async def _sample(self, request: Request, max_tokens: int, name: str, seconds: float) -> Any:
+        if request.media:
+            raise EngineError(f"{self.display_name}: images work with vLLM and SGLang, not with llama.cpp")
+        sampling = request.sampling
+        changed = sampling.temperature != 1.0 or not sampling.is_unmodified or bool(request.banned_ids)
+        post_sampling = bool(sampling.temperature) and changed
+        samplers = ["top_k"] if sampling.top_k else []
+        samplers += ["temperature"] if sampling.temperature else []
+        samplers += ["min_p"] if sampling.min_p else []
+        samplers += ["top_p"] if sampling.top_p < 1.0 else []
+        body: dict[str, Any] = {
+            "prompt": encode_ids(request)[0],
+            "n_predict": max_tokens,
+            "temperature": sampling.temperature,
+            "samplers": samplers,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "typical_p": 1.0,
+            "top_n_sigma": -1.0,
+            "xtc_probability": 0.0,
+            "dry_multiplier": 0.0,
+            "dynatemp_range": 0.0,
+            "mirostat": 0,
+            "repeat_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "ignore_eos": False,
+            "n_probs": 1,
+            "min_keep": 0,
+            "post_sampling_probs": post_sampling,
+            "return_tokens": True,
+            "cache_prompt": True,
+            "seed": request.seed & 0xFFFFFFFE,  # all bits set requests a random seed
+            "stop": [],
+            "stream": False,
+        }
+        if request.banned_ids:
+            body["logit_bias"] = [[token, False] for token in sorted(request.banned_ids)]
+        return await self.http.post("/completion", body, seconds)
+
+    def _read(self, raw: Any, request: Request, expected: ExpectedWeights) -> ServerResponse:
+        ids, stop_type = field_of(raw, "tokens", self.breach), field_of(raw, "stop_type", self.breach)
+        if raw.get("truncated"):
+            raise self.breach("truncated", "is true: the ids were sampled from a truncated context")
+        rows = raw.get("completion_probabilities") or ()
+        entries = [(field_of(row, "id", self.breach), _logprob(row, self.breach)) for row in rows]
+        logprobs = align_logprobs(ids, entries)
+        if logprobs is None:
+            raise self.breach("completion_probabilities", f"are not a subsequence of the {len(ids)} sampled ids")
+        prompt, cached = raw.get("tokens_evaluated"), number_at(raw, "timings.cache_n")
+        finish, versions = FINISH.get(stop_type, str(stop_type)), SampledVersions(expected.version)
+        return ServerResponse(ids, logprobs, finish, prompt, versions, cached, trim=True)
+
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        """Return the likeliest next ids and their logprobs: llama.cpp does not score given ids."""
+        body = {"prompt": list(ids), "n_predict": 1, "temperature": 0.0, "n_probs": 8, "return_tokens": True}
+        body |= {"cache_prompt": False, "post_sampling_probs": False, "samplers": []}
+        raw = await self.http.post("/completion", body, self.request_s)
+        rows = field_of(raw, "completion_probabilities", self.breach)
+        top = field_of(rows, "0.top_logprobs", self.breach) if rows else ()
+        return [value for row in top for value in (float(row["id"]), float(row["logprob"]))]
+
+
+def _logprob(row: Any, breach: Breach) -> float:
+    if "logprob" in row:
+        return row["logprob"]  # type: ignore[no-any-return]
+    prob = field_of(row, "prob", breach)
+    if type(prob) not in (float, int) or not 0.0 < prob <= 1.0 + 1e-6:
+        raise breach("completion_probabilities", f"contain the probability {prob!r} of a sampled id")
+    return log(prob)

@@ -1,0 +1,441 @@
+"""vLLM client."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import binascii
+import re
+from base64 import b64decode
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+from turnwright.engines.base import Request
+from turnwright.engines.remote.base import UPDATE_S, EngineLoad, Part
+from turnwright.engines.remote.http import CONTROL_S, encode_ids
+from turnwright.engines.remote.lora import LoraApi, LoraServerEngine
+from turnwright.engines.remote.response import (
+    INTERRUPTS,
+    Breach,
+    ExpectedWeights,
+    ServerResponse,
+    field_of,
+    logprobs_of,
+    number_at,
+    only_choice,
+    parsing,
+    version_runs,
+)
+from turnwright.engines.remote.vllm_images import VllmImages
+from turnwright.engines.remote.weight_sync import TRANSFER, GroupTransfer, send_group_to_vllm, suppress_errors
+from turnwright.engines.scoring import IdScores, ScoreRequest
+from turnwright.errors import ConfigError, EngineError, EngineUnavailable, SyncError
+from turnwright.renderers.base import HasCodec
+from turnwright.types import ROUTES, ExpertRoutes
+
+MAGIC = b"\x93NUMPY"
+MAX_HEADER = 1024
+"""Bytes of an .npy header; three dimensions take 118."""
+
+
+def vllm_experts(given: Any, request: Request, sampled: int, breach: Breach) -> Mapping[str, tuple[int, ExpertRoutes]]:
+    """Convert vLLM's `routed_experts`, an array [positions, layers, k] up to the last position fed, to extras.
+
+    `sampled` is the number of ids the server sampled. Missing or unrequested data is ignored.
+    """
+    if given is None or ROUTES not in request.extras:
+        return {}
+    data = _bytes(given, breach)
+    try:
+        size, shape, start = _header(data)
+        if len(shape) != 3 or len(data) - start != size * prod(shape):
+            raise ValueError(f"{len(data) - start} bytes of shape {shape}")
+        routes = ExpertRoutes.from_bytes(data[start:], size, shape[1], shape[2])
+    except (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError) as error:
+        raise breach("routed_experts", f"are not an .npy file of integers [positions, layers, k]: {error}") from error
+    return _as_extras(routes, len(request.ids) + sampled - 1 - len(routes), request, breach)
+
+
+def sglang_experts(given: Any, request: Request, sampled: int, breach: Breach) -> Mapping[str, tuple[int, ExpertRoutes]]:
+    """Convert SGLang's `meta_info.routed_experts` to extras: int32 [positions, layers, k], sent without a shape.
+
+    The positions run from the requested one to the last one fed. Missing or unrequested data is ignored.
+    """
+    positions = len(request.ids) + sampled - 1 - request.routes_from
+    if given is None or ROUTES not in request.extras or not positions:
+        return {}
+    data = _bytes(given, breach)
+    numbers, rest = divmod(len(data), 4 * positions)
+    if rest or not numbers:
+        raise breach("meta_info.routed_experts", f"are {len(data)} bytes, not int32 numbers of {positions} positions")
+    try:
+        routes = ExpertRoutes.from_bytes(data, 4, 1, numbers)
+    except ValueError as error:
+        raise breach("meta_info.routed_experts", str(error)) from error
+    return _as_extras(routes, request.routes_from, request, breach)
+
+
+def _as_extras(routes: ExpertRoutes, start: int, request: Request, breach: Breach) -> Mapping[str, tuple[int, ExpertRoutes]]:
+    if not 0 <= start <= request.routes_from:
+        raise breach("routed_experts", f"start at position {start}; those from {request.routes_from} on were requested")
+    return {ROUTES: (start, routes)}
+
+
+def _bytes(given: Any, breach: Breach) -> bytes:
+    try:
+        return b64decode(given, validate=True)
+    except (binascii.Error, TypeError, ValueError) as error:
+        raise breach("routed_experts", f"are not base64: {error}") from error
+
+
+def _header(data: bytes) -> tuple[int, tuple[int, ...], int]:
+    """Parse an .npy header (numpy.lib.format); return bytes per number, shape, and data offset."""
+    if data[:6] != MAGIC or len(data) < 12:
+        raise ValueError("no .npy magic")
+    wide = 2 if data[6] == 1 else 4
+    start = 8 + wide + int.from_bytes(data[8 : 8 + wide], "little")
+    if start > MAX_HEADER:
+        raise ValueError(f"a header of {start} bytes")
+    header = ast.literal_eval(data[8 + wide : start].decode("latin-1").strip())
+    kind, shape = re.fullmatch(r"[<|][iu]([1248])", header["descr"]), header["shape"]
+    if kind is None or header["fortran_order"] or not all(type(n) is int and n > 0 for n in shape):
+        raise ValueError(f"{header!r:.100}")
+    return int(kind[1]), shape, start
+
+
+GENERATE = "/inference/v1/generate"
+COMPLETIONS = "/v1/completions"
+VERSIONS = "choices.0.weight_versions"
+SPEC = ("draft", "accepted")
+"""Names in vLLM's counters of speculative decoding."""
+BETWEEN_STEPS_S = 120.0
+"""Deadline for requests answered between engine steps; the first steps may compile kernels."""
+Route = Literal["auto", "generate", "completions"]
+
+
+class VllmEngine(LoraServerEngine):
+    """Client of a vLLM server.
+
+    It uses the tokens-only route where available (`--enable-scale-out` or `--tokens-only`): only that route reports which
+    weights sampled each id, and only it takes images. No seed is sent, because on CPUs a seeded request can end the server,
+    and a server's random stream is its own anyway.
+
+    Start the server with `--logprobs-mode processed_logprobs`, for logprobs of the sampling distribution. Weight updates need
+    `VLLM_SERVER_DEV_MODE=1`, on a private network.
+    """
+
+    kind = "vLLM"
+    lora_api = LoraApi(
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        needs="--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 (turnwright engines start vllm --lora)",
+        status=404,
+        words="",
+        counts_calls=False,
+    )
+
+    def __init__(self, url: str, *, route: Route = "auto", **options: Any) -> None:
+        """
+        Args:
+            route: `generate`, `completions`, or `auto` to ask the server.
+            options: as of `RemoteEngine`.
+        """
+        super().__init__(url, **options)
+        if route not in ("auto", "generate", "completions"):
+            raise ConfigError(f"route must be auto, generate or completions, not {route!r}")
+        self.route: Route = route
+        self.routes: frozenset[str] = frozenset()
+        self.drafts = False
+        """Whether the server decodes speculatively; set by `open`."""
+        self.takes_pictures = False
+        """Whether the server reports that it takes images, as `turnwright serve` does; set by `open`."""
+        self._allowed_last: tuple[frozenset[int], list[int]] | None = None
+        self.images = VllmImages(self)
+
+    async def _identify(self) -> None:
+        self.server_version = str((await self.http.page("/version", CONTROL_S)).get("version", ""))
+        listed = field_of(await self.http.get("/v1/models", CONTROL_S), "data", self.breach)
+        model = next((row for row in listed if row.get("parent") is None and self.model in (None, row["id"])), None)
+        if model is None:
+            raise EngineError(f"{self.display_name} serves {[row.get('id') for row in listed]}, not {self.model!r}")
+        self.model = model["id"]
+        self.takes_pictures = "image" in (model.get("modalities") or ())
+        if self.context is None and type(model.get("max_model_len")) is int:
+            self.context = model["max_model_len"]
+        page = await self.http.page("/openapi.json", CONTROL_S)
+        self.routes = frozenset(page.get("paths", ()))
+        if self.route == "auto":
+            self.route = "generate" if GENERATE in self.routes else "completions"
+        if self.label is None:
+            self.label = await self.weights_name()
+        self.drafts = await self.draft_totals() is not None
+        self.asleep = await self._sleeps()
+
+    async def _metrics(self, *names: str) -> list[list[float]]:
+        """Return the values of each metric, one per engine of the server; none where it has no such metric or page."""
+        try:
+            page = await self.http.text("/metrics", CONTROL_S)
+        except EngineUnavailable as error:
+            if "HTTP status" not in str(error):
+                raise
+            return [[] for _ in names]  # no such page
+        except EngineError:
+            return [[] for _ in names]
+        found = (re.findall(rf"^vllm:{name}(?:{{.*}})? (\S+)$", page, re.MULTILINE) for name in names)
+        with parsing("/metrics", self.display_name):
+            return [[float(value) for value in values] for values in found]
+
+    async def draft_totals(self) -> tuple[int, int] | None:
+        found = await self._metrics(*(f"spec_decode_num_{name}_tokens_total" for name in SPEC))
+        return (int(sum(found[0])), int(sum(found[1]))) if found[0] else None
+
+    async def load(self) -> EngineLoad | None:
+        # The third had its second name before 0.10.
+        running, waiting, cache = await self._metrics(
+            "num_requests_running", "num_requests_waiting", "(?:kv|gpu)_cache_usage_perc"
+        )
+        return EngineLoad(int(sum(running)), int(sum(waiting)), max(cache, default=None)) if running and waiting else None
+
+    async def _sample(self, request: Request, max_tokens: int, name: str, seconds: float) -> Any:
+        sampling = self._neutral_sampling(request)
+        sampling |= {"max_tokens": max_tokens, "logprobs": 0, "ignore_eos": True}
+        if request.banned_ids and self.drafts:
+            sampling["allowed_token_ids"] = self._allowed(request.banned_ids)
+        elif request.banned_ids:
+            sampling["logit_bias"] = {str(token): -100.0 for token in sorted(request.banned_ids)}
+        if self.seeded:
+            sampling |= {"seed": request.seed, "reply_position": request.reply_position}
+        if request.stop_text is not None:
+            sampling |= {"stop": list(request.stop_text.texts), "include_stop_str_in_output": True}
+        if self.route == "generate":
+            sampling["detokenize"] = "stop" in sampling
+            ids, echo = encode_ids(request)
+            body: dict[str, Any] = {"request_id": name, "model": self._model_name, "token_ids": ids}
+            body |= {"sampling_params": sampling, "return_token_ids": True} | self._cache_salt()
+            with self._check_adapter_loaded():
+                if request.media:
+                    return await self.images.ask(GENERATE, body, request, seconds)
+                return await self.http.post(GENERATE, body, seconds, echo=echo)
+        if request.media:
+            raise EngineError(
+                f"{self.display_name}: images need {GENERATE}, which this server lacks; start it with --enable-scale-out"
+            )
+        ids, echo = encode_ids(request)
+        body = {"model": self._model_name, "prompt": ids, "return_token_ids": True}
+        body |= {"return_tokens_as_token_ids": True, "add_special_tokens": False} | sampling | self._cache_salt()
+        with self._check_adapter_loaded():
+            return await self.http.post(COMPLETIONS, body, seconds, {"x-request-id": name}, echo)
+
+    def _allowed(self, banned: frozenset[int]) -> list[int]:
+        """Return all ids except the banned ones: a drafting vLLM refuses biases (0.32.0) but takes this list."""
+        known = self._allowed_last
+        if known is None or known[0] != banned:
+            if not isinstance(self.renderer, HasCodec):
+                raise EngineError(
+                    f"{self.display_name} decodes speculatively and takes banned ids only as a list of all others, which "
+                    "needs the model's renderer: pass renderer=, or start the server without --speculative-config"
+                )
+            codec = self.renderer.codec
+            vocabulary = max(codec.vocab_size, *(i + 1 for i in codec.control.values()), 1)
+            known = self._allowed_last = (banned, [i for i in range(vocabulary) if i not in banned])
+        return known[1]
+
+    @property
+    def _model_name(self) -> str | None:
+        """Model name of requests: the adapter, or else the model itself."""
+        return self.adapter[0] if self.adapter else self.model
+
+    def _cache_salt(self) -> dict[str, str]:
+        """Return a cache salt that separates prefixes by weights: an in-place load does not clear the cache."""
+        return {"cache_salt": f"turnwright-{self.adapter[0] if self.adapter else 'base'}-{self.version}"}
+
+    def _read(self, raw: Any, request: Request, expected: ExpectedWeights) -> ServerResponse:
+        choice = only_choice(raw, self.breach)
+        word = "request_id" if self.route == "generate" else "id"
+        self._check_name(word, raw.get(word), expected.request)
+        ids = field_of(choice, "token_ids", self.breach)
+        if ids is None:
+            problem = "is null: the server is older than 0.10.2, or a proxy dropped return_token_ids"
+            raise self.breach("choices.0.token_ids", problem)
+        if self.route == "generate":
+            prompt = field_of(raw, "prompt_token_ids", self.breach)
+            content = (choice.get("logprobs") or {}).get("content")
+            logprobs = None
+            if content is not None:
+                logprobs = logprobs_of(content, ids, ("token_id", "logprob"), _logprob_of, self.breach)
+            spans = choice.get("weight_versions")
+        else:
+            prompt = field_of(choice, "prompt_token_ids", self.breach)
+            logprobs, spans = (choice.get("logprobs") or {}).get("token_logprobs"), None
+            content = logprobs
+        if logprobs is None:
+            logprobs = content = [None] * len(ids)
+        elif content is not None and len(content) != len(ids):
+            raise self.breach("logprobs", f"are {len(content)} for {len(ids)} ids")
+        if prompt is None:
+            prompt = raw.get("usage", {}).get("prompt_tokens")
+        finish = str(choice.get("finish_reason"))
+        cached = number_at(raw, "usage.prompt_tokens_details.cached_tokens")
+        runs: list[tuple[int, str]] = []
+        if ids and self._check_present(VERSIONS, bool(spans)):
+            runs = version_runs(spans, self.breach)
+        versions = expected.versions(runs, cached, self.display_name)
+        extras = vllm_experts(choice.get("routed_experts"), request, len(ids), self.breach)
+        prefix = "metrics.speculative_decoding."
+        drafts = number_at(raw, f"{prefix}num_draft_tokens"), number_at(raw, f"{prefix}num_accepted_draft_tokens")
+        return ServerResponse(ids, logprobs, finish, prompt, versions, cached, extras, drafts=drafts)
+
+    async def abort(self, *names: str) -> None:
+        if self.route == "generate":
+            ids = [form.format(name) for name in names for form in ("generate-tokens-{}", "{}")]
+            await self.http.post("/inference/v1/abort_requests", {"request_ids": ids}, CONTROL_S)
+        elif "/abort_requests" in self.routes:
+            await self.http.post("/abort_requests", {"request_ids": [f"cmpl-{name}-0" for name in names]}, CONTROL_S)
+
+    # Weights
+
+    async def weights_name(self) -> str | None:
+        if "/weight_info" not in self.routes:
+            return None
+        found = (await self.http.page("/weight_info", CONTROL_S)).get("weight_version")
+        return None if found is None else str(found)
+
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        if self.adapter is not None:  # beside other calls, prompt_logprobs of an adapter end vLLM 0.32.0 on a CPU
+            return list(await asyncio.gather(*(self._score_last(ids[:end]) for end in range(2, len(ids) + 1))))
+        return await super().score(ids)
+
+    def scoring_fault(self, request: ScoreRequest) -> str:
+        if request.is_plain or self.seeded:
+            return ""
+        banned = f", and {len(request.banned_ids)} ids are banned" if request.banned_ids else ""
+        return (
+            "it reports probabilities of a prompt at temperature 1 with nothing banned, and the policy samples at temperature "
+            f"{request.temperature:g}{banned}: serve the teacher by SGLang or `turnwright serve`"
+        )
+
+    async def scores(self, request: ScoreRequest) -> IdScores:
+        self._check_scoring(request)
+        ids = list(request.ids)
+        asked: dict[str, Any] = {"max_tokens": 0 if self.seeded else 1, "temperature": 1.0, "prompt_logprobs": request.top}
+        asked |= self._scoring_fields(request)
+        with self._check_adapter_loaded():
+            if request.media:
+                body = {"request_id": uuid4().hex, "model": self._model_name, "token_ids": ids, "sampling_params": asked}
+                carrier = Request(ids, 1, frozenset(), 0, "score", media=request.media)
+                raw = await self.images.ask(GENERATE, body | self._cache_salt(), carrier, self.request_s)
+                rows = field_of(raw, "prompt_logprobs", self.breach)
+            else:
+                body = {"model": self._model_name, "prompt": ids, "add_special_tokens": False} | asked
+                raw = await self.http.post(COMPLETIONS, body | self._cache_salt(), self.request_s)
+                rows = field_of(raw, "choices.0.prompt_logprobs", self.breach)
+        try:
+            found = [
+                (float(row[str(token)]["logprob"]), {int(one): float(given["logprob"]) for one, given in row.items()})
+                for row, token in zip(rows[1:], ids[1:], strict=True)
+            ]
+        except (LookupError, TypeError, ValueError, AttributeError):
+            raise self.breach("prompt_logprobs", "does not hold one logprob per id") from None
+        tops = [dict(sorted(row.items(), key=lambda pair: -pair[1])[: request.top]) for _, row in found] if request.top else []
+        return IdScores([logprob for logprob, _ in found], tops)
+
+    async def _score_last(self, ids: Sequence[int]) -> float:
+        """Return the logprob of the last id after the others."""
+        body: dict[str, Any] = {"model": self._model_name, "prompt": list(ids[:-1]), "max_tokens": 1, "temperature": 1.0}
+        body |= {"logprobs": 1, "logprob_token_ids": [ids[-1]], "return_tokens_as_token_ids": True, "add_special_tokens": False}
+        with self._check_adapter_loaded():
+            raw = await self.http.post(COMPLETIONS, body | self._cache_salt(), self.request_s)
+        field_name = f"choices.0.logprobs.top_logprobs.0.token_id:{ids[-1]}"
+        value = field_of(raw, field_name, self.breach)
+        if type(value) is not float:
+            raise self.breach(field_name, f"is {value!r:.80}, not a logprob")
+        return value
+
+    @property
+    def names_weights(self) -> bool:
+        return self.label is not None and self.route == "generate" and (self.seeded or VERSIONS in self._optional_fields)
+
+    def _in_flight_fault(self) -> str:
+        if self.in_flight == "keep" and self.seeded:
+            return INTERRUPTS
+        if self.in_flight == "keep" and (self.route != "generate" or "/weight_info" not in self.routes):
+            return f"needs {GENERATE} and /weight_info; start the server with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
+        return ""
+
+    async def pause(self, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
+        """Pause sampling: `abort` ends calls in flight with what they have, `wait` finishes them, `keep` freezes them."""
+        # By default vLLM drops its caches here, for `keep` too.
+        await self._control("/pause", {"mode": mode} | ({} if self.in_flight == "recompute" else {"clear_cache": "false"}))
+
+    async def _pause_for_update(self) -> None:
+        if not self.asleep:  # a sleeping server is paused already
+            # `turnwright serve` keeps replies and computes their cache again, to the bits of an interrupted one.
+            keeps = self.in_flight == "keep" or (self.seeded and self.names_weights)
+            await self.pause("keep" if keeps else "abort")
+
+    async def _drop_cache(self) -> None:
+        if self.in_flight == "recompute":
+            await self._control("/reset_prefix_cache", {})
+
+    async def resume(self) -> None:
+        """Resume sampling."""
+        await self._control("/resume", {})
+
+    async def _load_from_disk(self, directory: Path, version: int) -> None:
+        await self._pause_for_update()
+        try:
+            body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}, "timeout": UPDATE_S}
+            await self.http.post("/collective_rpc", body, UPDATE_S)
+            await self._drop_cache()
+            if "/update_weight_version" in self.routes:
+                await self.http.post("/update_weight_version", {"new_version": str(version)}, CONTROL_S)
+        finally:
+            if not self.asleep:
+                await self.resume()
+
+    async def _load_from_group(self, transfer: GroupTransfer) -> None:
+        if "/init_weight_transfer_engine" not in self.routes:
+            raise SyncError(f"{self.display_name} lacks the route /init_weight_transfer_engine: {TRANSFER}")
+        world = number_at(await self.http.get("/get_world_size", CONTROL_S), "world_size")
+        await self._pause_for_update()
+        try:
+            await send_group_to_vllm(self, transfer, world or 1)
+            await self._drop_cache()
+        finally:
+            if not self.asleep:
+                await suppress_errors(self.resume())
+
+    async def _sleeps(self) -> bool:
+        if "/is_sleeping" not in self.routes:
+            return False
+        return (await self.http.page("/is_sleeping", BETWEEN_STEPS_S)).get("is_sleeping") is True
+
+    async def _sleep(self) -> None:
+        # Level 2 drops the weights; level 1 would keep a copy in host memory that is never used.
+        await self._control("/sleep", {"level": "2", "mode": "abort"})
+        if not await self._sleeps():
+            raise EngineError(f"{self.display_name} accepted /sleep, but /is_sleeping is false")
+
+    async def _wake(self, part: Part) -> None:
+        await self._control("/wake_up", {"tags": part})
+        if part == "kv_cache" and await self._sleeps():
+            raise EngineError(f"{self.display_name} accepted /wake_up, but /is_sleeping is still true")
+
+    async def _control(self, path: str, query: dict[str, str]) -> None:
+        if path not in self.routes:
+            raise SyncError(
+                f"{self.display_name} lacks {path}: start it with VLLM_SERVER_DEV_MODE=1, reachable by the trainer only"
+            )
+        arguments = "&".join(f"{key}={value}" for key, value in query.items())
+        await self.http.post_status(f"{path}?{arguments}" if arguments else path, {}, UPDATE_S)
+
+
+def _logprob_of(row: Any, token: Any, breach: Breach) -> Any:
+    """Return the logprob of an entry after checking its id."""
+    named = field_of(row, "token_id", breach)
+    if named != token:
+        raise breach("choices.0.logprobs", f"are of the id {named}; the sampled id is {token}")
+    return field_of(row, "logprob", breach)

@@ -1,0 +1,149 @@
+"""Directories of weights that servers read: one per policy, complete or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from turnwright.engines.remote.weight_sync import DiskAdapter, DiskWeights
+from turnwright.errors import SyncError
+
+HEAD = "lm_head.weight"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+Fingerprint = Callable[[Iterable[tuple[str, Any]]], str]
+
+
+class WeightDirectories(ABC):
+    """Writes one directory per policy; an unfinished directory has a temporary name.
+
+    Args:
+        root: parent of the directories; servers must see it under the same path.
+        keep: number of policies to keep; the oldest are deleted first.
+        fingerprint: of named weights; the trainer's by default.
+    """
+
+    file: ClassVar[str]
+    """Name of the file of weights."""
+    as_source: ClassVar[type[DiskWeights | DiskAdapter]]
+    """Source by which servers load a directory."""
+
+    def __init__(self, root: str | Path, *, keep: int = 2, fingerprint: Fingerprint | None = None) -> None:
+        self.root, self.keep, self._fingerprint = Path(root).absolute(), max(1, keep), fingerprint
+        self._written: tuple[int, str] | None = None
+        """Version and fingerprint of the latest directory."""
+
+    def write(self, weights: Iterable[tuple[str, Any]], version: int) -> tuple[Path, str]:
+        """Write (Hugging Face name, torch tensor) pairs, tied ones once, verify them by reading them back, and rename the
+        directory; return it and the fingerprint of its content.
+
+        Raises `SyncError` when writing fails or the content read back differs.
+        """
+        from safetensors.torch import load_file, save_file
+
+        if self._fingerprint is None:
+            from turnwright.engines.local.weights import fingerprint
+
+            self._fingerprint = fingerprint
+        final = self.root / f"policy-{version}"
+        draft = self.root / f".policy-{version}.{os.getpid()}.writing"
+        rows = {name: tensor.detach().to("cpu").contiguous() for name, tensor in weights}
+        try:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+            sent, names = self._fingerprint(rows.items()), list(rows)
+            if self._written == (version, sent) and final.is_dir():  # a server that joins may be reading it
+                return final, sent
+            self._fill(draft, rows)
+            save_file(rows, draft / self.file, metadata={"format": "pt"})
+            with (draft / self.file).open("rb") as file:
+                os.fsync(file.fileno())
+            found = load_file(draft / self.file)
+            if found.keys() != rows.keys() or self._fingerprint((name, found[name]) for name in names) != sent:
+                raise SyncError(f"{draft}: the weights read back differ from those written; check the disk")
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(draft, final)
+            self._written = version, sent
+        except OSError as error:
+            raise SyncError(f"could not write the weights of policy {version} to {final}: {error}") from error
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+        policies = [path for path in self.root.glob("policy-*") if path.name[7:].isdigit()]
+        for path in sorted(policies, key=lambda path: path.stat().st_mtime_ns)[: -self.keep]:
+            shutil.rmtree(path, ignore_errors=True)
+        return final, sent
+
+    @abstractmethod
+    def _fill(self, draft: Path, rows: dict[str, Any]) -> None:
+        """Write the other files of a directory; may add weights that servers have twice."""
+
+
+class ModelDirectories(WeightDirectories):
+    """Writes each policy's weights as a Hugging Face model directory.
+
+    Args:
+        root, keep, fingerprint: as in `WeightDirectories`.
+        source: model directory at the start of the run, for config and tokenizer.
+        untie: write the output matrix separately although it equals the embedding, and say so in the config. vLLM on a CPU
+            needs it: after a reload of a tied model it keeps the old output matrix. The server must start from such a
+            directory too.
+        quantization: `quantization_config` of the directories, for packed weights; without it they have none.
+    """
+
+    file, as_source = "model.safetensors", DiskWeights
+
+    def __init__(
+        self,
+        root: str | Path,
+        source: str | Path,
+        keep: int = 2,
+        *,
+        untie: bool = False,
+        quantization: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(root, keep=keep, **options)
+        self.source, self.untie, self.quantization = Path(source), untie, quantization
+
+    def _fill(self, draft: Path, rows: dict[str, Any]) -> None:
+        for file in sorted(self.source.iterdir()):
+            if file.is_file() and not file.name.endswith((*WEIGHTS, ".index.json")) and not file.name.startswith("."):
+                shutil.copy2(file, draft / file.name)
+        path = draft / "config.json"
+        given = json.loads(path.read_text(encoding="utf-8"))
+        # The source may be packed; the config states how these weights are stored.
+        config = {name: value for name, value in given.items() if name != "quantization_config"}
+        if self.quantization is not None:
+            config["quantization_config"] = dict(self.quantization)
+        if self.untie and add_output_head(config, rows):
+            config["tie_word_embeddings"] = False
+            text = "This model's output matrix is its embedding; stored here twice.\n"
+            (draft / "tied.txt").write_text(text, encoding="utf-8")
+        if config != given:
+            path.write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+class AdapterDirectories(WeightDirectories):
+    """Writes each policy's LoRA adapter in peft's layout and names; `config` returns the content of adapter_config.json."""
+
+    file, as_source = "adapter_model.safetensors", DiskAdapter
+
+    def __init__(self, root: str | Path, config: Callable[[], Mapping[str, Any]], **options: Any) -> None:
+        super().__init__(root, **options)
+        self._config = config
+
+    def _fill(self, draft: Path, rows: dict[str, Any]) -> None:
+        (draft / "adapter_config.json").write_text(json.dumps(dict(self._config()), indent=2), encoding="utf-8")
+
+
+def add_output_head(config: dict[str, Any], rows: dict[str, Any]) -> bool:
+    """Add the output matrix as a copy of the embedding; return False for an untied model."""
+    embedding = next((name for name in rows if name.endswith("embed_tokens.weight")), None)
+    if HEAD in rows or embedding is None or not config.get("tie_word_embeddings", False):
+        return False
+    rows[HEAD] = rows[embedding].clone()
+    return True

@@ -1,0 +1,273 @@
+"""Relay of weights on a node: fetches chunks from peers, verifies and stores them, and passes them on at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from turnwright.engines.remote.http import HttpClient
+from turnwright.engines.server.http import Call, Endpoint, JsonHttpServer, Table
+from turnwright.engines.server.intake import HttpError
+from turnwright.engines.sharing.manifest import BASE, Chunk, Manifest, read
+from turnwright.engines.tokens import LOOPBACK
+from turnwright.errors import ConfigError, EngineError, SyncError
+
+TOKEN = "TURNWRIGHT_SERVE_TOKEN"
+"""Environment variable with the token of peers; without it, they are this machine's."""
+CHUNK_S = 60.0
+"""Deadline for a chunk, including the time until the peer has it."""
+PARALLEL = 4
+"""Chunks fetched at a time."""
+AHEAD_S = 5.0
+"""Seconds that a peer may take to learn of an update that its own peers know of already."""
+MAX_MANIFEST = 64 * 2**20
+Url = Annotated[str, Field(pattern="^https?://", max_length=2000)]
+
+
+class Fetch(BaseModel):
+    """Order to fetch a policy."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    manifest: Manifest
+    sources: Annotated[list[list[Url]], Field(min_length=1, max_length=64)]
+    """Peers to ask, in order, per tree; chunk n comes by tree n modulo their number."""
+
+
+class WeightRelay:
+    """Weights of the latest policies on this node's disk, fetched from peers and served to peers.
+
+    A chunk that another policy on this disk has is copied from there, so that only what changed is transferred.
+
+    Args:
+        root: directory of the policies, which this node's servers see under the same path.
+        keep: number of policies to keep, beside the base model.
+        token: that of the peers; by default the value of `TURNWRIGHT_SERVE_TOKEN`.
+    """
+
+    def __init__(self, root: Path, keep: int = 2, *, token: str | None = None) -> None:
+        self.root, self._keep, self._token = root.absolute(), keep, own_token(token)
+        self.counts: Counter[str] = Counter()
+        """`bytes_fetched`, `bytes_reused`, `bytes_served`, `chunks_rejected`, `peers_failed`."""
+        self._have: dict[str, dict[str, tuple[Path, Chunk]]] = {}
+        """By name of a directory: where each chunk is that arrived."""
+        self._arrival: dict[str, asyncio.Future[None]] = {}
+        """Chunks under way; peers wait for them."""
+        self._fetching: dict[str, tuple[Manifest, asyncio.Task[Path]]] = {}
+        self._ordering = asyncio.Lock()
+        self._peers: dict[str, HttpClient] = {}
+
+    def routes(self) -> Table:
+        """Return the routes for peers and for the trainer."""
+        return {
+            ("GET", "/weights/chunks/{digest}"): Endpoint(self._serve),
+            ("GET", "/weights/counts"): Endpoint(self._count),
+            ("POST", "/weights/fetch"): Endpoint(self._order, Fetch, changes=True, max_bytes=MAX_MANIFEST, bounded=False),
+        }
+
+    def offer(self, directory: Path, manifest: Manifest) -> None:
+        """Serve the chunks of a complete directory, as the first of all peers does."""
+        self._have[manifest.name] = {chunk.digest: (directory / chunk.file, chunk) for chunk in manifest.chunks()}
+        self._forget()
+
+    async def fetch(self, manifest: Manifest, sources: Sequence[Sequence[str]]) -> Path:
+        """Fetch a policy unless this node has it; return its directory. Concurrent calls share one transfer.
+
+        Raises:
+            SyncError: when a chunk cannot be had from any source.
+        """
+        if fault := manifest.fault():
+            raise SyncError(f"the manifest of policy {manifest.version} {fault}")
+        async with self._ordering:
+            known, task = self._fetching.get(manifest.name, (None, None))
+            failed = task is not None and task.done() and (task.cancelled() or task.exception() is not None)
+            if task is None or failed or known != manifest:  # another one is of an earlier run
+                await cancelled([] if task is None else [task])
+                task = asyncio.create_task(self._fetch(manifest, sources))
+                self._fetching[manifest.name] = manifest, task
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """Stop transfers and close the connections."""
+        await cancelled([task for _, task in self._fetching.values()])
+        await asyncio.gather(*(peer.close() for peer in self._peers.values()))
+
+    async def _order(self, call: Call) -> Any:
+        order: Fetch = call.body
+        return {"directory": str(await self.fetch(order.manifest, order.sources))}
+
+    async def _count(self, call: Call) -> Any:
+        return dict(self.counts)
+
+    async def _serve(self, call: Call) -> Any:
+        digest = call.path["digest"]
+        if (arrival := self._arrival.get(digest)) is not None:
+            try:
+                async with asyncio.timeout(CHUNK_S):
+                    await asyncio.shield(arrival)
+            except (TimeoutError, SyncError) as error:
+                raise HttpError(503, f"chunk {digest:.16} did not arrive here: {error}") from None
+        for pause in (0.0, 0.01, 0.1):
+            await asyncio.sleep(pause)
+            if (found := self._find(digest)) is None:
+                break
+            path, chunk = found
+            with suppress(FileNotFoundError):  # renamed, or deleted, a moment ago
+                data = await asyncio.to_thread(read, path, chunk.start, chunk.size)
+                self.counts["bytes_served"] += len(data)
+                return Response(data, media_type="application/octet-stream")
+        raise HttpError(404, f"no chunk {digest:.80} here")
+
+    def _find(self, digest: str) -> tuple[Path, Chunk] | None:
+        return next((have[digest] for have in reversed(self._have.values()) if digest in have), None)
+
+    async def _fetch(self, manifest: Manifest, sources: Sequence[Sequence[str]]) -> Path:
+        name = manifest.name
+        final, draft = self.root / name, self.root / f".{name}.{os.getpid()}.writing"
+        chunks = list(manifest.chunks())
+        loop = asyncio.get_running_loop()
+        missing = {chunk.digest: loop.create_future() for chunk in chunks if self._find(chunk.digest) is None}
+        self._arrival.update(missing)
+        self._have.pop(name, None)
+        have = self._have[name] = dict[str, tuple[Path, Chunk]]()
+        try:
+            await asyncio.to_thread(_make_files, draft, {file.name: file.size for file in manifest.files})
+            numbered = iter(enumerate(chunks))
+
+            async def work() -> None:
+                for number, chunk in numbered:
+                    known = have.get(chunk.digest) or self._find(chunk.digest)
+                    if known is not None:
+                        pieces = [await asyncio.to_thread(read, known[0], known[1].start, known[1].size)]
+                        self.counts["bytes_reused"] += chunk.size
+                    else:
+                        pieces = await self._from_peers(chunk, sources[number % len(sources)])
+                        self.counts["bytes_fetched"] += chunk.size
+                    await asyncio.to_thread(_write, draft / chunk.file, chunk.start, pieces)
+                    have[chunk.digest] = draft / chunk.file, chunk
+                    if (arrival := missing.get(chunk.digest)) is not None and not arrival.done():
+                        arrival.set_result(None)
+
+            async with asyncio.TaskGroup() as group:
+                for _ in range(PARALLEL):
+                    group.create_task(work())
+            await asyncio.to_thread(_replace, draft, final)
+            self._have[name] = {digest: (final / chunk.file, chunk) for digest, (_, chunk) in have.items()}
+        except BaseException as error:
+            self._have.pop(name, None)
+            shutil.rmtree(draft, ignore_errors=True)
+            if isinstance(error, BaseExceptionGroup):
+                raise SyncError(f"{name}: {error.exceptions[0]}") from error
+            if isinstance(error, OSError):
+                raise SyncError(f"{final}: cannot be written: {error}") from error
+            raise
+        finally:
+            for digest, arrival in missing.items():
+                if self._arrival.get(digest) is arrival:
+                    del self._arrival[digest]
+                if not arrival.done():
+                    arrival.set_exception(SyncError(f"the transfer of {name} ended"))
+                arrival.exception()  # retrieved, whether or not a peer waits
+        self._forget()
+        return final
+
+    async def _from_peers(self, chunk: Chunk, sources: Sequence[str]) -> list[bytes]:
+        """Fetch and verify a chunk from the first source that has it."""
+        loop, faults = asyncio.get_running_loop(), list[str]()
+        for url in sources:
+            peer, until = self._peer(url), loop.time() + AHEAD_S
+            while True:
+                try:
+                    pieces = await peer.pieces(f"/weights/chunks/{chunk.digest}", CHUNK_S)
+                except EngineError as error:
+                    if error.status == 404 and loop.time() < until:  # it does not know of the policy yet
+                        await asyncio.sleep(0.02)
+                        continue
+                    self.counts["peers_failed"] += 1
+                    faults.append(str(error))
+                    break
+                if sum(map(len, pieces)) == chunk.size and await asyncio.to_thread(_digest, pieces) == chunk.digest:
+                    return pieces
+                self.counts["chunks_rejected"] += 1
+                faults.append(f"{url} sent other bytes than chunk {chunk.digest[:16]}")
+                break
+        raise SyncError(f"{chunk.file}: no peer has the bytes at {chunk.start}: {'; '.join(faults)}")
+
+    def _peer(self, url: str) -> HttpClient:
+        if url not in self._peers:
+            self._peers[url] = HttpClient(url, token=self._token)
+        return self._peers[url]
+
+    def _forget(self) -> None:
+        """Delete the oldest policies."""
+        policies = [name for name in self._have if name != BASE]
+        for name in policies[: -self._keep]:
+            del self._have[name]
+            self._fetching.pop(name, None)
+            shutil.rmtree(self.root / name, ignore_errors=True)
+
+
+async def cancelled(tasks: Sequence[asyncio.Task[Path]]) -> None:
+    """Cancel tasks and wait for their end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def own_token(token: str | None) -> str:
+    """Return the token of peers: the given one, or that of the environment."""
+    return os.environ.get(TOKEN, "") if token is None else token
+
+
+def _digest(pieces: Sequence[bytes]) -> str:
+    found = sha256()
+    for piece in pieces:
+        found.update(piece)
+    return found.hexdigest()
+
+
+def _make_files(draft: Path, sizes: Mapping[str, int]) -> None:
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    for name, size in sizes.items():
+        with (draft / name).open("wb") as file:
+            file.truncate(size)
+
+
+def _write(path: Path, start: int, pieces: Sequence[bytes]) -> None:
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.writelines(pieces)
+
+
+def _replace(draft: Path, final: Path) -> None:
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(draft, final)
+
+
+async def relay(root: Path, on_start: Callable[[str], None], *, host: str, port: int, token: str) -> None:
+    """Run a relay until cancelled; once it listens, `on_start` receives its URL. Raises `ConfigError` as `turnwright serve`."""
+    if host not in LOOPBACK and not token:
+        raise ConfigError(f"--host {host}: other machines could write here; set {TOKEN}, which the trainer must send")
+    weights = WeightRelay(root)
+    server = JsonHttpServer(weights.routes(), host=host, port=port, token=token)
+    try:
+        try:
+            await server.start()
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"{host}:{port} is not available ({error}); choose another --port") from None
+        on_start(server.url)
+        await server.run()
+    finally:
+        await server.close()
+        await weights.close()

@@ -1,0 +1,116 @@
+"""User code of other frameworks: what an adapter receives, and how adapters are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from turnwright.errors import ConfigError, did_you_mean
+
+RECOGNIZING = ("skyrl", "verl", "swift", "slime", "trl")
+"""Frameworks whose adapter is asked about every object that is no `tw.Env` class."""
+FRAMEWORKS = (*RECOGNIZING, "gym", "reasoning_gym", "textarena", "textworld")
+"""Modules of `turnwright.compat`, each with a `FRAMEWORK`; the others are imported only for `name:id`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignObject:
+    """An object that a recipe names and that is no `tw.Env`, agent function or factory known to be ours."""
+
+    target: Any
+    where: str
+    """Its name in errors, as written in the recipe."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """`[env.args]`; the adapter checks and consumes them."""
+    base: Path = Path()
+    """Directory of relative paths in `args`."""
+    faithful: bool = False
+    """`env.faithful`: reproduce the framework's behavior where ours differs on purpose."""
+
+
+Adapter = Callable[[ForeignObject], Any]
+"""Returns a factory of `tw.Env` (its attributes as on an Env class), an agent function with the same attributes, or None where
+the object is not of this framework. Raises `ConfigError` where it is, and cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """What `Framework.find` may return for an id that `[env.args]` complete: only that framework's adapter is asked."""
+
+    framework: str
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Framework:
+    """Adapter of one framework."""
+
+    name: str
+    """Prefix of its registered ids in `use`: `name:id`."""
+    adapt: Adapter
+    find: Callable[[str], Any] | None = None
+    """Object registered under an id; None for an unknown one."""
+    ids: Callable[[], Iterable[str]] | None = None
+    """Registered ids, for suggestions."""
+    package: str = ""
+    """Package whose import registers ids; they are unknown without it."""
+
+
+@cache
+def framework(name: str) -> Framework:
+    """Return a framework by its name."""
+    made: Framework = import_module(f"turnwright.compat.{name}").FRAMEWORK
+    return made
+
+
+def load_registered(name: str, id: str) -> Any:
+    """Return the object that a framework's registry has under an id.
+
+    Raises:
+        ConfigError: for an unknown id, or a framework without a registry.
+    """
+    found = framework(name)
+    if found.find is None:
+        raise ConfigError(f"{name}:{id}: {name} has no registry; write file.py:Name or package.module:Name")
+    made = found.find(id) if id else None
+    if made is None:
+        if found.package and find_spec(found.package.replace("-", "_")) is None:
+            raise ConfigError(
+                f"{name}:{id}: {name} has no {id!r}, and {found.package} is not installed; pip install {found.package}"
+            )
+        known = list(found.ids()) if found.ids is not None else []
+        near = did_you_mean(id, known, 0.6) or f"it has {len(known)} ids" + (", such as " + ", ".join(known[:8])) * bool(known)
+        raise ConfigError(f"{name}:{id}: {name} has no {id!r}; {near}")
+    return made
+
+
+def adapters() -> Iterator[Adapter]:
+    """Yield our adapters that recognize objects, then those of installed packages.
+
+    Packages register an `Adapter` as an entry point of the group `turnwright.environments`.
+    """
+    for name in RECOGNIZING:
+        yield framework(name).adapt
+    for point in entry_points(group="turnwright.environments"):
+        yield point.load()
+
+
+def adapt(found: ForeignObject) -> Any:
+    """Convert an object by the first adapter that knows it; None where none does."""
+    if isinstance(found.target, Registered):
+        refuse_faithful(found)
+        return framework(found.target.framework).adapt(found)
+    made = (adapter(found) for adapter in adapters())
+    return next((one for one in made if one is not None), None)
+
+
+def refuse_faithful(found: ForeignObject) -> None:
+    """Raise `ConfigError` for `faithful` where it has no effect."""
+    if found.faithful:
+        raise ConfigError(f"{found.where}: faithful has no effect on it; it is for code of SkyRL, verl and TRL")

@@ -1,0 +1,17 @@
+"""Recording proxy: programs that call a chat API are played as episodes, and what the model sampled for them is recorded."""
+
+from typing import TYPE_CHECKING
+
+from turnwright._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from turnwright.proxy.programs import ProgramResult as ProgramResult
+    from turnwright.proxy.programs import program as program
+    from turnwright.proxy.server import ProxyServer as ProxyServer
+    from turnwright.proxy.session import ProxySession as ProxySession
+    from turnwright.proxy.session import ProxySettings as ProxySettings
+
+# `program` must be importable without the server's packages, since it is a name of `turnwright`.
+__all__, __getattr__ = lazy_names(
+    __name__, {"programs": "ProgramResult program", "server": "ProxyServer", "session": "ProxySession ProxySettings"}
+)

@@ -1,0 +1,419 @@
+"""Run directory: journal, trajectories, metrics and small JSON files."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import stat
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import orjson
+
+from turnwright.errors import TraceError, class_name, words
+from turnwright.records.own_runs import remember_run
+
+_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+_MAX_DEPTH = 60
+RECORD_VERSION = 2
+"""Version of the records, in the settings of each journal; other versions are not read."""
+
+
+def to_json(value: Any) -> bytes:
+    """Return a value as one line of standard JSON. Never fails: values without a JSON form become their repr.
+
+    These include arbitrary objects in an environment's info, integers over 64 bits, and values nested too deep or cyclically.
+    NaN becomes null; a lone surrogate is escaped.
+    """
+    try:
+        try:
+            return orjson.dumps(value, default=repr, option=orjson.OPT_SERIALIZE_NUMPY)
+        except TypeError:  # keys of other types cost a sixth of the time, so they are tried only where there are any
+            return orjson.dumps(value, default=repr, option=_OPTIONS)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # including exceptions of a repr
+        return orjson.dumps(_plain(value, 0))
+
+
+def _plain(value: Any, depth: int) -> Any:
+    """Return the value with everything replaced that has no JSON form."""
+    try:
+        if isinstance(value, str):
+            return str(value).encode("utf-8", "backslashreplace").decode()
+        if depth < _MAX_DEPTH and isinstance(value, Mapping):
+            return {_plain(k if isinstance(k, str) else _repr(k), 0): _plain(item, depth + 1) for k, item in value.items()}
+        if depth < _MAX_DEPTH and isinstance(value, (list, tuple)):
+            return [_plain(item, depth + 1) for item in value]
+        if not isinstance(value, (Mapping, list, tuple)):
+            with suppress(Exception):
+                return orjson.loads(orjson.dumps(value, option=_OPTIONS))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user-defined container or string
+        return f"<{class_name(value)} that raises {class_name(error)}>"
+    return _repr(value)
+
+
+def _repr(value: Any) -> str:
+    return words(value, repr).encode("utf-8", "backslashreplace").decode()
+
+
+_CRC, _CRC_BYTES = b',"crc":"%08x"}', len(b',"crc":"00000000"}')
+
+
+def _read_crc(line: bytes) -> int | None:
+    """Return the checksum at the end of a line without its newline; None if there is none."""
+    end = line[-_CRC_BYTES:]
+    try:
+        found = int(end[8:16], 16)
+    except ValueError:
+        return None
+    return found if end == _CRC % found else None
+
+
+@dataclass(slots=True)
+class Checks:
+    """Damage found while reading a file of lines with checksums.
+
+    A line's field `crc` is the CRC-32 of the line without it, seeded with that of the line before. It reveals changed, missing
+    and moved lines, but not deliberate edits with new checksums. Lines without one are not checked.
+    """
+
+    mark: tuple[int, int] | None = None
+    """Size in bytes and last checksum of the file at an earlier time; the file must still begin with that content."""
+    damage: list[str] = field(default_factory=list)  # descriptions of the damage, in file order
+
+
+class EventLog(Protocol):
+    """Takes the events of episodes: the journal of a run, or what carries them to it."""
+
+    broken: str
+    """Why nothing can be written any more; empty while writing works."""
+
+    def append(self, value: Any) -> None:
+        """Write an event; raise `TraceError` when it cannot be written."""
+
+    def append_definition(self, kind: str, value: Any) -> str:
+        """Write a value that many events refer to, once, and return its name."""
+
+    async def durable(self) -> None:
+        """Return when every event so far is on the disk."""
+
+
+def definition_name(kind: str, value: Any) -> str:
+    """Return the name of a value that many events refer to."""
+    return blake2b(kind.encode() + b"\0" + to_json(value), digest_size=8).hexdigest()
+
+
+class JsonLines:
+    """An append-only file of JSON lines.
+
+    Every line reaches the operating system before `append` returns, so a killed process loses none; `sync` protects lines
+    against a power failure. A line cut off by a crash is removed when the file is opened again.
+    """
+
+    def __init__(self, path: Path, *, sealed: bool = False) -> None:
+        """Open the file for appending; create it if needed. Lines of a `sealed` file get a checksum (`Checks`)."""
+        self.path = path
+        self._place = path.absolute()  # user code may change the working directory
+        self._sealed = sealed
+        self._last_crc = 0
+        self.broken = ""  # why nothing can be written any more; empty while writing works
+        self._named: set[str] = set()
+        self._appended = self._durable = 0  # lines written here, and how many of them are on the disk
+        self._flush: asyncio.Task[None] | None = None
+        self._file = _open_regular(path)
+        try:
+            if sealed:
+                self._lock()
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def _lock(self) -> None:
+        """Lock the file itself. A lock file beside it may be deleted, and then two processes would hold one each."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise _lock_error(self.path, error) from error
+        if not self._in_place():  # replaced since it was opened
+            raise _lock_error(self.path, BlockingIOError())
+
+    def _begin(self) -> None:
+        """Remove an incomplete last line, and read the last checksum."""
+        try:
+            with os.fdopen(os.dup(self._file), "rb+") as file:
+                file.truncate(_complete_size(file))
+                if self._sealed:
+                    file.seek(max(0, file.seek(0, os.SEEK_END) - _CRC_BYTES - 1))
+                    self._last_crc = _read_crc(file.read()[:-1]) or 0
+        except OSError as error:
+            raise _open_error(self.path, error) from error
+
+    def _in_place(self) -> bool:
+        """Return whether the path still leads to the file that is written here."""
+        try:
+            return os.path.samestat(os.stat(self._place), os.fstat(self._file))
+        except OSError:
+            return False
+
+    def check(self) -> None:
+        """Raise `TraceError` if a sealed file was deleted, moved or replaced: what is written to it is lost, and the one in its
+        place may be another process's."""
+        if self._sealed and not self.broken and not self._in_place():
+            self.broken = (
+                f"{self.path}: deleted, moved or replaced while this process was writing it, so the run stops here; "
+                "put it back, then resume with --resume, or start a new run"
+            )
+        if self.broken:
+            raise TraceError(self.broken)
+
+    def append(self, value: Any) -> None:
+        """Write one line; after a `TraceError` every later call fails too, since later events depend on this one."""
+        line = to_json(value)
+        crc = 0
+        if self._sealed and line[-1:] == b"}":
+            crc = zlib.crc32(line, self._last_crc)
+            line = line[:-1] + (_CRC % crc + b"\n")
+        else:
+            line += b"\n"
+        self.check()
+        written = 0
+        try:
+            while written < len(line):
+                written += os.write(self._file, line[written:])
+        except OSError as error:
+            self.broken = _write_error(self.path, error)
+            with suppress(OSError):  # otherwise the partial line is removed at the next opening
+                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+            raise TraceError(self.broken) from error
+        self._last_crc = crc
+        self._appended += 1
+
+    def mark(self) -> tuple[int, int]:
+        """Return size in bytes and last checksum, for `Checks.mark`."""
+        self.check()
+        return os.fstat(self._file).st_size, self._last_crc
+
+    def append_definition(self, kind: str, value: Any) -> str:
+        """Write a value that many lines refer to, once; return its name for references, made of kind and value."""
+        name = definition_name(kind, value)
+        if name not in self._named:
+            self.append({"e": kind, "name": name, "value": value})
+            self._named.add(name)
+        return name
+
+    def sync(self) -> None:
+        """Flush all lines to the disk; takes milliseconds, so do not call it on an event loop."""
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            raise TraceError(_write_error(self.path, error)) from error
+
+    async def durable(self) -> None:
+        """Return when every line so far is on the disk; callers of the same tick share one flush, in a thread."""
+        lines = self._appended
+        while self._durable < lines:
+            if self._flush is None or self._flush.done():
+                self._flush = asyncio.create_task(self._flush_lines())
+            await asyncio.shield(self._flush)
+
+    async def _flush_lines(self) -> None:
+        await asyncio.sleep(0)  # other episodes append their lines of this tick
+        lines = self._appended
+        try:
+            await asyncio.to_thread(os.fdatasync, self._file)
+        except OSError as error:
+            self.broken = _write_error(self.path, error)
+            raise TraceError(self.broken) from error
+        self._durable = lines
+
+    def close(self) -> None:
+        """Close the file; further calls do nothing."""
+        if self._file >= 0:
+            with suppress(OSError):  # code of an environment may have closed it
+                os.close(self._file)
+            self._file = -1
+
+
+def _open_regular(path: Path) -> int:
+    """Open a file for appending, and for reading its end; create it if needed. Raise `TraceError` for what is no file."""
+    try:
+        # Without O_NONBLOCK, a named pipe would wait for a reader.
+        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
+    except OSError as error:
+        raise _open_error(path, error) from error
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise TraceError(f"{path}: not a regular file; remove it, or choose another --out")
+    return file
+
+
+def _open_error(path: Path, error: OSError) -> TraceError:
+    return TraceError(f"{path}: cannot be opened for writing ({error.strerror}); choose another --out")
+
+
+def _lock_error(path: Path, error: OSError) -> TraceError:
+    busy = isinstance(error, BlockingIOError)
+    why = "another process writes this run; wait for it or" if busy else f"cannot be locked ({error.strerror});"
+    return TraceError(f"{path}: {why} choose another --out")
+
+
+def _complete_size(file: BinaryIO) -> int:
+    """Return the size of a file without an incomplete last line."""
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - 65536)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
+
+
+def _write_error(path: Path, error: OSError) -> str:
+    return f"{path}: cannot be written ({error.strerror}); free some space, then use --resume"
+
+
+def read_json_lines(path: Path, checks: Checks | None = None) -> Iterator[Any]:
+    """Yield the values of a JSON lines file; an incomplete last line is skipped, any other that is not JSON a `TraceError`.
+
+    `checks` collects lines with wrong checksums; without it the first one is raised.
+    """
+    if path.exists() and not path.is_file():
+        raise TraceError(f"{path}: not a regular file; restore it from a copy")
+    mark = checks.mark if checks is not None else None
+    crc = size = 0
+    for number, (_, line) in enumerate(complete_lines(path), 1):
+        crc_read, body = _read_crc(line[:-1]), line
+        if crc_read is not None:
+            body = line[: -_CRC_BYTES - 1] + b"}"
+            if zlib.crc32(body, crc) != crc_read:
+                message = f"{path}:{number}: the checksum differs: this line or the one before was damaged, edited or removed"
+                if checks is None:
+                    raise TraceError(message)
+                checks.damage.append(message)
+        crc, size = crc_read or 0, size + len(line)
+        if mark == (size, crc):
+            mark = None
+        try:
+            yield orjson.loads(body)
+        except ValueError as error:
+            raise TraceError(f"{path}:{number}: not JSON ({error}); the file was damaged or edited") from error
+    if checks is not None and mark is not None and mark[0] > 0:
+        checks.damage.append(f"{path}: lost or changed data since the checkpoint was written ({mark[0]:,} bytes)")
+
+
+def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, line) of each complete line from an offset on; nothing if there is no such file."""
+    if path.is_file():
+        with path.open("rb") as file:
+            file.seek(start)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                yield start, line
+                start += len(line)
+
+
+def check_version(run: Path) -> None:
+    """Raise `TraceError` for the directory of a run that was recorded in an earlier format."""
+    for event in read_json_lines(run / "journal.jsonl", Checks()):
+        if event.get("e") != "settings":
+            continue
+        if event["value"].get("v") != RECORD_VERSION:
+            raise TraceError(
+                f"{run}: recorded by an earlier version of turnwright, whose runs this one does not read; use that "
+                "version, or start a new run"
+            )
+        return
+
+
+class RunDir:
+    """The directory of one run, written by one process at a time: the one that locks the journal.
+
+    `journal.jsonl` is authoritative: one event per line, each turn before the next begins. `trajectories.jsonl` and
+    `metrics.jsonl` are for people and tools.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Open a directory for writing, or create it; raise `TraceError` when another process writes to it."""
+        self.given_path = Path(path)
+        """The path as it was given, for messages."""
+        self.path = Path(os.path.abspath(path))  # code of an environment may change the working directory
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            why = f"cannot create the run directory ({error.strerror}); choose another --out"
+            raise TraceError(f"{self.path}: {why}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise _lock_error(self.path, error) from error
+        self._files: list[JsonLines] = []
+        try:
+            for name in ("journal", "trajectories", "metrics"):
+                self._files.append(JsonLines(self.path / f"{name}.jsonl", sealed=name == "journal"))
+            check_version(self.path)
+        except TraceError:
+            self.close()
+            raise
+        self.journal, self.trajectories, self.metrics = self._files
+
+    @property
+    def checkpoints(self) -> Path:
+        """Directory of the checkpoints."""
+        return self.path / "checkpoints"
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors of the files that are open for writing."""
+        return [lines._file for lines in self._files]
+
+    def events(self, checks: Checks | None = None) -> Iterator[dict[str, Any]]:
+        """Yield the events of the journal, in order; as `read_json_lines`."""
+        return read_json_lines(self.path / "journal.jsonl", checks)
+
+    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        """Write a small JSON file (config.json, summary.json) atomically."""
+        temporary = self.path / f".{name}.tmp"
+        content = json.dumps(value, indent=2, default=str).encode() + b"\n"
+        try:
+            temporary.write_bytes(content)
+            os.replace(temporary, self.path / name)
+            if name == "config.json":
+                remember_run(content)
+        except OSError as error:
+            raise TraceError(f"{self.path / name}: cannot be written ({error.strerror})") from error
+
+    def sync(self) -> None:
+        """Flush all files to the disk; raise `TraceError` if the journal is no longer the one that is written here."""
+        self.journal.check()
+        for lines in self._files:
+            lines.sync()
+
+    def close(self) -> None:
+        """Close all files and release the lock."""
+        for lines in self._files:
+            lines.close()
+        if self._lock >= 0:
+            with suppress(OSError):
+                os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> RunDir:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,24 @@
+"""Rollouts: play many episodes concurrently and record every token."""
+
+from turnwright.records.metrics import group_by_task
+from turnwright.rollouts.agent_function import AgentFunction, Model, Reply
+from turnwright.rollouts.api import arollout, make_episode_specs, rollout, run_sync
+from turnwright.rollouts.engine_judge import EngineJudge
+from turnwright.rollouts.replay.loop import ReplayResult, replay_loop
+from turnwright.rollouts.runner import EpisodeSpec, Rollout
+
+__all__ = [
+    "AgentFunction",
+    "EngineJudge",
+    "EpisodeSpec",
+    "Model",
+    "ReplayResult",
+    "Reply",
+    "Rollout",
+    "arollout",
+    "group_by_task",
+    "make_episode_specs",
+    "replay_loop",
+    "rollout",
+    "run_sync",
+]

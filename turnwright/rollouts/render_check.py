@@ -1,0 +1,135 @@
+"""Render check: compare some finished episodes with a complete render of their conversation."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from turnwright.errors import UsageError, class_name
+from turnwright.records.run_dir import JsonLines, read_json_lines
+from turnwright.records.serialization import key_row
+from turnwright.renderers import Renderer
+from turnwright.renderers.chat_renderer import ChatRenderer
+from turnwright.renderers.render_check import CAUSES, BuiltConversation, OriginRun, RenderDifference, compare_with_render
+from turnwright.rollouts.conversation import add_counts
+from turnwright.rollouts.recorder import Recorder
+from turnwright.types import Trajectory
+from turnwright.types.seeds import derive_seed
+
+FILE = "sanity.jsonl"
+SHARE = 1 / 16
+"""Default share of checked episodes; `benchmarks/rollout_loop.py` measures the cost."""
+_BY_DESIGN = ("inline", "history", "truncated", "control_text", "retokenised")
+"""Causes counted without a warning: requested by the caller, or different ids with equal text."""
+Sanity = Literal["strict", "ignore_strippable", "off", "disable"]
+
+
+class RenderCheck:
+    """Compares finished episodes, counts differences by cause, warns once, and stores the first report of each cause."""
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        level: Sanity = "strict",
+        every: Literal["episode", "turn"] = "episode",
+        share: float = SHARE,
+        directory: Path | None = None,
+    ) -> None:
+        """Only a renderer with a chat template is checked; `directory` is the run's, for `sanity.jsonl`."""
+        if level not in ("strict", "ignore_strippable", "off", "disable") or every not in ("episode", "turn"):
+            raise UsageError(
+                f'sanity is "strict", "ignore_strippable" or "off", by "episode" or "turn", not {level!r}, {every!r}'
+            )
+        if not 0 <= share <= 1:
+            raise UsageError(f"the share of episodes for the sanity check must be from 0 to 1, not {share}")
+        self._renderer = renderer if isinstance(renderer, ChatRenderer) else None
+        self._level = level
+        self._every = every
+        self.settings = (level, every, share)
+        """The settings as given."""
+        self._threshold = int(share * (1 << 32)) if level in ("strict", "ignore_strippable") and self._renderer else 0
+        self._warned = False
+        self._path = directory / FILE if directory is not None else None
+        self.reports: dict[str, dict[str, Any]] = {}
+        """The first report of each cause, as in `sanity.jsonl`."""
+        if self._path is not None:
+            self.reports = {row["cause"]: row for row in read_json_lines(self._path)}
+
+    def check(self, recorder: Recorder) -> None:
+        """Check a finished episode if its key is chosen; only its metrics change."""
+        if (
+            not self._threshold
+            or not recorder.trajectory.turns
+            or derive_seed(recorder.seed, "sanity") % (1 << 32) >= self._threshold
+        ):
+            return
+        trajectory = recorder.trajectory
+        for turn in self._turns(trajectory):
+            built = built_conversation(trajectory, turn, recorder.tools_by_turn[turn], history=recorder.history)
+            assert self._renderer is not None
+            level: Any = self._level
+            try:
+                difference = compare_with_render(self._renderer, built, level)
+            except Exception as error:  # the check never fails an episode; its failures are counted
+                add_counts(trajectory, f"render_check_failed_{class_name(error)}")
+                continue
+            add_counts(trajectory, "render_checks")
+            if difference is not None:
+                add_counts(trajectory, f"render_mismatch_{difference.cause}")
+                self._report(difference, trajectory)
+
+    def _turns(self, trajectory: Trajectory) -> Iterator[int]:
+        """Yield the turns to check: all, or those that no other turn continues."""
+        parents = {turn.parent for turn in trajectory.turns}
+        for number in range(len(trajectory.turns)):
+            if self._every == "turn" or number not in parents:
+                yield number
+
+    def _report(self, difference: RenderDifference, trajectory: Trajectory) -> None:
+        if not self._warned and difference.cause not in _BY_DESIGN:
+            self._warned = True
+            key = trajectory.key
+            with suppress(UserWarning):  # the check never fails an episode, even if warnings are errors
+                warnings.warn(
+                    f"the ids of an episode differ from a full render of its conversation ({difference.cause}, "
+                    f"turn {difference.turn + 1} of {key.phase}/{key.step}/{key.task}/{key.sample}). {difference.description}\n"
+                    f"  trained:  {difference.sent!r}\n  template: {difference.canonical!r}\n"
+                    "What was sampled is trained as it is, so nothing has to change here; a server of chats that renders the "
+                    "conversation again has other ids than the policy learned from. Other differences are only counted "
+                    '(render_mismatch_*); sanity = "ignore_strippable" or "off" checks less.',
+                    stacklevel=1,
+                )
+        if difference.cause in self.reports:
+            return
+        row = asdict(difference) | {"sentence": CAUSES[difference.cause], "key": key_row(trajectory.key)}
+        self.reports[difference.cause] = row
+        if self._path is not None:
+            lines = JsonLines(self._path)
+            lines.append(row)
+            lines.close()
+
+
+def built_conversation(trajectory: Trajectory, turn: int, tools: Any = (), *, history: Any = "append") -> BuiltConversation:
+    """Return a conversation of a trajectory, up to and including the reply of a turn.
+
+    Messages that a policy of `history` dropped or an edit changed cannot be distinguished here.
+    """
+    record = trajectory.turns[turn]
+    owner = {span: number for number, one in enumerate(trajectory.turns) for span in one.spans}
+    leaf = record.spans[-1] if record.spans else record.prompt
+    pieces: list[OriginRun] = []
+    ids: list[int] = []
+    for index, used in trajectory.chain(leaf):
+        span = trajectory.spans[index]
+        pieces.append(OriginRun(span.origin, len(ids), len(ids) + used, owner.get(index, -1)))
+        ids.extend(span.ids[:used])
+    finish = {number: one.finish for number, one in enumerate(trajectory.turns)}
+    neutralised = bool(trajectory.metrics.get("neutralised"))
+    inline = history == "inline"
+    rewritten = history != "template" and (bool(trajectory.branches) or history not in ("append", "inline"))
+    placed = trajectory.media_placements(leaf)
+    return BuiltConversation(ids, pieces, trajectory.conversation(turn), tools, finish, neutralised, inline, rewritten, placed)

@@ -1,0 +1,184 @@
+"""Resuming an interrupted episode: the turns that the journal has answer its next play, then the engine goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from turnwright.engines import Generation
+from turnwright.envs import InlineObservation, NewHistory, Step
+from turnwright.envs.base import as_step
+from turnwright.errors import TurnwrightError
+from turnwright.records.journal import RecordedAttempt, RecordedEpisode, RecordedTurn, read_messages
+from turnwright.records.serialization import NO_LOGPROB, Event, message_row
+from turnwright.rollouts.conversation import ConversationPath, add_counts
+from turnwright.types import (
+    Message,
+    SamplingDistribution,
+    Trajectory,
+    as_messages,
+    ids_with_media_keys,
+    placements_between,
+)
+from turnwright.types.seeds import call_seed
+
+DELAY_S, DELAY_CHECKS = 0.05, 20
+"""Interval and number of checks for which an answer waits for answers recorded before it."""
+
+
+class RestartEpisode(TurnwrightError):
+    """The environment could not be restored to its last state; the episode starts over."""
+
+
+class ResumeDiffers(RestartEpisode):
+    """An interrupted episode cannot go on from its record; it starts over."""
+
+
+class ResumedTurns:
+    """Turns of the last recorded attempt of an interrupted episode; none for an episode that is played for the first time.
+
+    An environment's calls must be the recorded ones, in order. Calls of an agent function may be concurrent, and some were in
+    flight when the run was killed: each is answered by the recorded turn with its context and seed, others are sampled.
+    """
+
+    def __init__(self, record: RecordedEpisode | None = None, *, in_order: bool = True) -> None:
+        self._in_order = in_order
+        self._attempt = RecordedAttempt() if record is None else record.attempts[-1]
+        self.failed_events = [] if record is None else record.failed_events
+        self.active = record is not None
+        """Whether there is a record."""
+        self.answered = 0
+        """Number of calls that recorded turns answered."""
+        self.left: list[tuple[RecordedTurn, Trajectory]] = []
+        """Recorded turns that did not answer a call yet, with their trajectories."""
+        plays = [] if record is None else [record] if in_order else [record, *record.other_plays]
+        for play in plays:
+            known = {turn.seed for turn, _ in self.left}
+            self.left += [(turn, play.trajectory) for turn in play.attempts[-1].turns if turn.seed not in known]
+        self._waiting: set[int] = set()
+
+    @property
+    def state(self) -> Event | None:
+        """The last step entry, if it has the environment's state."""
+        last = self._attempt.steps[max(self._attempt.steps)] if self._attempt.steps else {}
+        return last if "state" in last else None
+
+    def has(self, turn: int) -> bool:
+        """Return whether a turn is recorded."""
+        return turn < len(self._attempt.turns)
+
+    @property
+    def steps(self) -> Mapping[int, Event]:
+        """Recorded results of steps in an environment with effects, by turn; -1 is the reset."""
+        return self._attempt.steps
+
+    async def take(self, path: ConversationPath, distribution: SamplingDistribution, budget: int) -> RecordedTurn | None:
+        """Return the recorded turn that answers the next call of a path; None when the engine has to.
+
+        Raises `ResumeDiffers` when an environment's call is not the recorded one.
+        """
+        context, seed = ids_with_media_keys(path.ids, path.placed), call_seed(path.seed, path.calls)
+        for one in self.left:
+            turn, trajectory = one
+            same = id(turn) not in self._waiting and turn.turn.agent == path.agent and turn.seed in (None, seed)
+            same = same and _context(turn, trajectory) == context
+            fits = sum(len(span.ids) for span in turn.sampled) <= budget
+            if same and fits and all(span.sampling in (None, distribution) for span in turn.sampled):
+                self._waiting.add(id(turn))
+                await self._wait_for_earlier(turn)
+                self.left = [other for other in self.left if other[0] is not turn]
+                self.answered += 1
+                return turn
+            if self._in_order:
+                raise ResumeDiffers(f"the context of turn {turn.number + 1} is not the recorded one")
+        return None
+
+    async def _wait_for_earlier(self, turn: RecordedTurn) -> None:
+        """Wait until the turns recorded before one have answered; the wait is bounded, since they may never be asked for."""
+        for _ in range(DELAY_CHECKS):
+            if not self.left or self.left[0][0] is turn:
+                return
+            await asyncio.sleep(DELAY_S)
+
+    def check_step(self, number: int, reward: float | None) -> None:
+        """Raise `ResumeDiffers` if the step of a recorded turn had another reward."""
+        turn = self._attempt.turns[number] if self.has(number) else None
+        if turn is not None and turn.has_observation and turn.reward != reward:
+            raise ResumeDiffers(f"the reward of turn {number + 1} is {reward}, and {turn.reward} was recorded")
+
+    def check_end(self) -> None:
+        """Raise `ResumeDiffers` if the episode has more recorded turns than it has now, at its end."""
+        if self.left:
+            raise ResumeDiffers(f"the episode ended before turn {self.left[0][0].number + 1}, which was recorded")
+
+    def drop(self, trajectory: Trajectory) -> None:
+        """Forget the record; count the turns that answered no call."""
+        if self.left:
+            tokens = sum(len(span.ids) for turn, _ in self.left for span in turn.sampled)
+            add_counts(trajectory, "resume_lost_turns", by=len(self.left))
+            add_counts(trajectory, "resume_lost_tokens", by=tokens)
+        self.left, self._attempt, self.active = [], RecordedAttempt(), False
+
+
+def _context(recorded: RecordedTurn, trajectory: Trajectory) -> list[int]:
+    """Return the recorded context of a turn, with media keys."""
+    turn = recorded.turn
+    placed = placements_between(trajectory.media_placements(turn.prompt), 0, turn.context)
+    return ids_with_media_keys(trajectory.path(turn.prompt)[: turn.context], placed)
+
+
+def recorded_generation(trajectory: Trajectory, recorded: RecordedTurn, ids: list[int]) -> Generation:
+    """Return the last generation of a recorded turn, and count in the metrics what sampling the turn counted."""
+    for span in recorded.sampled:
+        if missing := (span.logprobs or ()).count(None):
+            add_counts(trajectory, "logprobs_masked" if span.untrained == NO_LOGPROB else "logprobs_recomputed", by=missing)
+    drafted, accepted = recorded.drafts
+    if drafted:
+        add_counts(trajectory, "draft_ids", by=drafted)
+        add_counts(trajectory, "draft_ids_accepted", by=accepted)
+    if recorded.tries:
+        add_counts(trajectory, "engine_retries", by=recorded.tries)
+    finish: Any = recorded.turn.finish
+    return Generation(ids, (), finish, 0, recorded.turn.cached, recorded.turn.extras, drafted=drafted, accepted=accepted)
+
+
+def observation_row(observation: Any) -> Any:
+    """Return an observation as JSON; None if it holds media that were not stored."""
+    if isinstance(observation, InlineObservation):
+        kept = {"keep_chars": observation.keep_chars, "keep_tokens": observation.keep_tokens}
+        if observation.message.has_raw_media:
+            return None
+        content = message_row(observation.message)["content"]
+        row = {"inline": content} | kept | {"tail": observation.tail}
+        return {name: value for name, value in row.items() if value is not None}
+    if isinstance(observation, NewHistory):
+        if any(message.has_raw_media for message in observation.new):
+            return None
+        return {"history": [item if isinstance(item, int) else message_row(item) for item in observation.messages]}
+    try:
+        messages: tuple[Message, ...] = as_messages(observation)
+    except (TypeError, ValueError):
+        return None
+    return None if any(message.has_raw_media for message in messages) else [message_row(message) for message in messages]
+
+
+def read_observation(row: Any) -> tuple[Message, ...] | InlineObservation | NewHistory:
+    """Return the observation that `observation_row` wrote."""
+    if isinstance(row, Mapping) and "history" in row:
+        return NewHistory([item if isinstance(item, int) else read_messages([item])[0] for item in row["history"]])
+    if isinstance(row, Mapping):
+        (inserted,) = read_messages([{"role": "user", "content": row["inline"]}])
+        return InlineObservation(inserted.content, row.get("keep_chars"), row.get("keep_tokens"), row["tail"])
+    return read_messages(row or ())
+
+
+def step_row(step: Step) -> dict[str, Any]:
+    """Return the result of a step as JSON."""
+    row = {name: getattr(step, name) for name in ("reward", "terminated", "truncated")}
+    return {"observation": observation_row(step.observation)} | row | {"info": dict(step.info)}
+
+
+def read_step(row: Mapping[str, Any]) -> Step:
+    """Return the step that `step_row` wrote."""
+    return as_step((read_observation(row["observation"]), *(row[name] for name in Step._fields[1:])))

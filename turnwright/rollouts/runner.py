@@ -1,0 +1,604 @@
+"""Rollout: plays episodes concurrently, records them, and stops on repeated bugs in user code."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from turnwright.config import EnvRules, Limits
+from turnwright.config.constraints import check_section, values_of
+from turnwright.config.schema import HISTORY_MODES, HISTORY_OBJECT, history_error
+from turnwright.engines import Engine, HasContextLimit, Sampling, StopText
+from turnwright.engines.base import add_pixel_source, give_renderer
+from turnwright.envs import Env, Scores
+from turnwright.envs.isolation.process_env import ForkServers
+from turnwright.envs.resolve import load_object
+from turnwright.envs.spec import EnvSpec
+from turnwright.envs.threads import AbandonableThreads
+from turnwright.envs.user_code import failure_of
+from turnwright.errors import (
+    ConfigError,
+    EngineError,
+    LimitReached,
+    ProcessDied,
+    RepeatedUserError,
+    TraceError,
+    UsageError,
+    words,
+)
+from turnwright.media import MediaStore
+from turnwright.records import RunDir, trajectory_row
+from turnwright.records.journal import RecordedEpisode
+from turnwright.records.run_dir import RECORD_VERSION, EventLog
+from turnwright.renderers import Renderer
+from turnwright.renderers.base import vision_of
+from turnwright.renderers.history import POLICIES, History, policy_name
+from turnwright.renderers.row_arguments import check_row_arguments
+from turnwright.renderers.vision import PixelCache
+from turnwright.rollouts.agent_function import AgentFunction, Model
+from turnwright.rollouts.conversation import parse_extras
+from turnwright.rollouts.env_session import START_S, EnvSession, is_over
+from turnwright.rollouts.episode import compute_reward, reward_value, run_episode
+from turnwright.rollouts.group_rewards import GroupReward, GroupRewards
+from turnwright.rollouts.observations import MediaIntake
+from turnwright.rollouts.play_again import MAX_DEATHS, is_death
+from turnwright.rollouts.recorder import Recorder, TimedRecorder, Trace
+from turnwright.rollouts.render_check import SHARE, RenderCheck, Sanity
+from turnwright.rollouts.resume import ResumedTurns
+from turnwright.rollouts.stream import EngineRequest, GroupPlayer, RolloutStream
+from turnwright.rollouts.timeouts import Deadline, EpisodePlace, Stop
+from turnwright.rollouts.watchdog import PendingEpisode
+from turnwright.types import EpisodeKey, Failure, FailureKind, StopReason, Task, Trajectory
+
+MAX_ERROR_TASKS = 3
+"""Number of tasks with the same bug at which the run stops."""
+FIRST_EPISODES = 32
+"""Number of first episodes in which a bug is also counted across samples of one task."""
+REPEATED_ERROR_SHARE = 0.2
+"""Share of the first episodes with the same bug above which the run stops."""
+
+
+class UserErrorCounter:
+    """Counts bugs in user code, by exception type and line, as episodes end."""
+
+    def __init__(self) -> None:
+        self._episodes = 0
+        self._tasks: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+
+    def record(self, trajectory: Trajectory) -> None:
+        """Count a finished episode; raise `RepeatedUserError` when a bug occurred too often."""
+        self._episodes += 1
+        error = trajectory.error
+        if error is None or error.kind != FailureKind.USER_BUG:
+            return
+        failed_tasks = self._tasks[error.type, error.place or error.phase]
+        failed_tasks.append(trajectory.task.id)
+        tasks = list(dict.fromkeys(failed_tasks))
+        if len(tasks) >= MAX_ERROR_TASKS:
+            listed = ", ".join(tasks[:MAX_ERROR_TASKS])
+            raise RepeatedUserError(self._message(error, f"in {len(tasks)} tasks ({listed})"))
+        if self._episodes <= FIRST_EPISODES and len(failed_tasks) > REPEATED_ERROR_SHARE * FIRST_EPISODES:
+            raise RepeatedUserError(self._message(error, f"in {len(failed_tasks)} of the first {self._episodes} episodes"))
+
+    def _message(self, error: Failure, where: str) -> str:
+        place = f" at {error.place}" if error.place else ""
+        return (
+            f"{error.type}{place} in {error.phase}, {where}: {error.message or 'without a message'}. It is a bug in the "
+            "code, which no retry fixes: see the tracebacks in trajectories.jsonl, fix it, then start a new run"
+        )
+
+
+def parse_history(history: Any) -> History:
+    """Return a history mode or policy: a mode by name, a built-in policy as `name:N`, `file.py:policy`, or an object."""
+    if not isinstance(history, str):
+        if not callable(history):
+            raise UsageError(
+                f"history is a mode, a policy's name or a function of (conversation, replies), not {history!r:.60}"
+            )
+        policy: History = history
+        return policy
+    if wrong := history_error(history):
+        raise ConfigError(f"rollout.history = {history!r}: {wrong}")
+    if history in HISTORY_MODES:
+        return history
+    if history.startswith(HISTORY_OBJECT):
+        raise ConfigError(
+            f"the run was started with the history policy {history.removeprefix(HISTORY_OBJECT)!r} as an object: resume it "
+            "with the same call of turnwright.train() and resume=True"
+        )
+    if ".py" in history:
+        found = load_object(history)
+        if not callable(found):
+            raise ConfigError(f"{history} is {type(found).__name__}; a history policy is a function of (conversation, replies)")
+        loaded: History = found
+        return loaded
+    name, _, number = history.partition(":")
+    return POLICIES[name](int(number))
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSpec:
+    """One episode to play."""
+
+    task: Task
+    key: EpisodeKey
+    make: Callable[[], Env] | None = None
+    """Constructs its environment; None where `play` is set."""
+    play: AgentFunction | None = None
+    max_turns: int | None = None
+    """Turn limit of the environment."""
+    rules: EnvRules = field(default_factory=EnvRules)
+    """Handling of invalid actions and of environment failures."""
+    group_reward: GroupReward | None = None
+    """Compares all episodes of its task, after the last of them has finished."""
+    env: str = ""
+    """Name of its environment in the recipe."""
+
+    @classmethod
+    def of(cls, env_spec: EnvSpec, task: Task, key: EpisodeKey) -> EpisodeSpec:
+        """Specify one episode of an environment; only training compares the episodes of a task."""
+        make = None if env_spec.agent_function is not None else env_spec.factory
+        compare = env_spec.group_reward if key.phase == "train" else None
+        given = env_spec.agent_function, env_spec.max_turns, env_spec.rules, compare, env_spec.name
+        return cls(task, key, make, *given)
+
+
+class Rollout:
+    """Plays episodes against an engine, concurrently, on one event loop."""
+
+    tools_offered = 0
+    """Maximum number of tools offered to the model in an episode so far."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: Renderer,
+        *,
+        limits: Limits | None = None,
+        sampling: Sampling | None = None,
+        seed: int = 0,
+        concurrency: int = 256,
+        environments: int | None = None,
+        run: RunDir | None = None,
+        records: bool = True,
+        recorded: Mapping[EpisodeKey, Trajectory] | None = None,
+        interrupted: Mapping[EpisodeKey, RecordedEpisode] | None = None,
+        stop: Sequence[str] = (),
+        history: History = "append",
+        sanity: Sanity = "strict",
+        sanity_every: Literal["episode", "turn"] = "episode",
+        sanity_share: float = SHARE,
+        stop_on_bugs: bool = False,
+        watchdog_s: float = 120.0,
+        media: MediaStore | None = None,
+        pixels: PixelCache | None = None,
+        want: Iterable[str] = (),
+        on_episode: Trace | None = None,
+        journal: EventLog | None = None,
+        elsewhere: GroupPlayer | None = None,
+    ) -> None:
+        """
+        Args:
+            engine: samples the replies; its optional capabilities (`turnwright.engines.base`) are detected here.
+            run: run directory in which every turn is recorded.
+            records: whether finished episodes are also written to trajectories.jsonl (it can be derived later).
+            recorded: finished episodes of an earlier process, returned instead of being played again.
+            interrupted: unfinished episodes of an earlier process; their recorded turns are not sampled again.
+            sanity_every: check the last turn of an episode, or each.
+            stop_on_bugs: whether the same bug in user code, in several tasks, stops the rollout; else every failed episode
+                is recorded.
+            watchdog_s: seconds without progress before pending episodes are printed to standard error.
+            media: media store; by default in the run's directory, or in memory.
+            pixels: cache of preprocessed images of `media`, shared by trainer and rollout.
+            on_episode: receives the phases of each finished episode and their starts.
+            journal: takes the events of episodes in place of the run's journal.
+            elsewhere: plays the groups, in place of this process.
+
+        The other arguments are those of `turnwright.rollout`.
+
+        Raises:
+            UsageError: for a concurrency under 1, an empty stop text, an unknown history, sanity check or extra.
+        """
+        if concurrency < 1:
+            raise UsageError(f"concurrency must be at least 1, not {concurrency}")
+        if environments is not None and environments < 1:
+            raise UsageError(f"environments must be at least 1, or None, not {environments}")
+        check_section(limits or Limits(), "limits")
+        self.engine, self.renderer = engine, renderer
+        self.limits, self.sampling = limits or Limits(), sampling or Sampling()
+        self.seed, self.concurrency, self.environments = seed, concurrency, environments
+        self.sanity = RenderCheck(renderer, sanity, sanity_every, sanity_share, run.path if run is not None else None)
+        self._stop = StopText(stop, renderer.decode) if stop else None
+        self.history = parse_history(history)
+        self.want, self._on_episode = parse_extras(want), on_episode
+        self._stream: RolloutStream | None = None
+        self.finished = 0
+        """Number of finished episodes."""
+        self.resumed_turns = 0
+        """Turns of interrupted episodes that were not sampled again."""
+        self.abandoned = 0
+        """Synchronous environment calls that missed their deadline; each may block a thread forever."""
+        self.abandoned_calls: list[str] = []
+        """Names of these calls: episode and method."""
+        self._journal = run.journal if journal is None and run is not None else journal
+        self.elsewhere = elsewhere
+        self._records = run.trajectories if run is not None and records else None
+        self._recorded, self._interrupted = dict(recorded or {}), dict(interrupted or {})
+        self.watchdog_s = watchdog_s
+        self._bugs = UserErrorCounter() if stop_on_bugs else None
+        self._running: dict[int, Recorder] = {}
+        self._history_name = history if isinstance(history, str) else f"{HISTORY_OBJECT}{policy_name(history)}"
+        self._settings_names: dict[tuple[Any, ...], tuple[EnvRules, str]] = {}
+        store = media or MediaStore(run.path / "media" if run is not None else None)
+        self.media_intake = MediaIntake(store, renderer, self.limits.images, self.limits.episode_images)
+        vision = vision_of(renderer)
+        self.pixels = pixels or (None if vision is None else PixelCache(vision, store))
+        """Cache of preprocessed images, for engine and trainer; None for a text-only model."""
+        self._context_source = engine if isinstance(engine, HasContextLimit) else None
+        give_renderer(engine, renderer)
+        if self.pixels is not None:
+            add_pixel_source(engine, self.pixels)
+
+    async def play(
+        self,
+        episodes: Sequence[EpisodeSpec],
+        *,
+        extras: Iterable[str] | None = None,
+        min_version: int = 0,
+        sampling: Sampling | None = None,
+        blank: bool = False,
+    ) -> list[Trajectory]:
+        """Play episodes, with at most `concurrency` engine calls at once.
+
+        Args:
+            episodes: episodes in any order.
+            extras: engine extras to request besides ids and logprobs; None uses the rollout's `want`.
+            min_version: oldest policy version that may sample; an older one breaks the engine's contract.
+            sampling: sampling parameters; None uses the rollout's.
+            blank: whether every image becomes a gray one of its size.
+
+        Returns:
+            One trajectory per episode, in the order of `episodes`.
+
+        Raises:
+            TraceError: when the record cannot be written.
+            UsageError: for an agent function where history is `inline`, or unknown extras.
+            RepeatedUserError: when the same bug in user code broke too many episodes and `stop_on_bugs` is set.
+            TaskError: for a row whose `chat_template_kwargs` are not those of the renderer.
+        """
+        check_row_arguments((episode.task for episode in episodes), self.renderer)
+        given: dict[str, Any] = {"extras": extras, "min_version": min_version, "sampling": sampling, "blank": blank}
+        if self._stream is not None and self._stream.loop is asyncio.get_running_loop():
+            return await self._stream.submit(episodes, **given)
+        async with RolloutStream(self) as stream:
+            return await stream.submit(episodes, **given)
+
+    @asynccontextmanager
+    async def stream(self) -> AsyncIterator[RolloutStream]:
+        """Open a stream, which `play` uses too until it is closed."""
+        async with RolloutStream(self) as stream:
+            self._stream = stream
+            try:
+                yield stream
+            finally:
+                self._stream = None
+
+    def recorded(self, key: EpisodeKey) -> Trajectory | None:
+        """Return an episode that an earlier process finished."""
+        return self._recorded.get(key)
+
+    def resume(self, episodes: Mapping[EpisodeKey, RecordedEpisode]) -> None:
+        """Add interrupted episodes; their recorded turns are not sampled again."""
+        self._interrupted.update(episodes)
+
+    def take_interrupted(self, key: EpisodeKey) -> RecordedEpisode | None:
+        """Return the record of an interrupted episode that is about to be played, and forget it."""
+        return self._interrupted.pop(key, None)
+
+    def finished_elsewhere(self, trajectories: Iterable[Trajectory], *, tools: int, resumed: int) -> None:
+        """Count episodes that were played elsewhere, and write their records; errors as of `count_error`.
+
+        `tools` is the maximum number of tools offered in them, `resumed` the number of turns taken from records.
+        """
+        self.tools_offered, self.resumed_turns = max(self.tools_offered, tools), self.resumed_turns + resumed
+        for trajectory in trajectories:
+            if self._records is not None:
+                self._records.append(trajectory_row(trajectory, self.renderer))
+            self.episode_finished(trajectory)
+
+    def episode_finished(self, trajectory: Trajectory) -> None:
+        """Count an episode; errors as of `count_error`."""
+        self.finished += 1
+        self.count_error(trajectory)
+
+    def count_abandoned(self, threads: AbandonableThreads) -> None:
+        """Count the calls that the threads of a closed stream have abandoned."""
+        self.abandoned += threads.abandoned
+        self.abandoned_calls += threads.names
+
+    def count_error(self, trajectory: Trajectory) -> None:
+        """Count the error of a finished episode; raise `RepeatedUserError` when a bug occurred too often."""
+        if self._bugs is not None:
+            self._bugs.record(trajectory)
+
+    def drop_recorded(self, trajectories: Iterable[Trajectory]) -> None:
+        """Drop recorded episodes that a step was trained on."""
+        for trajectory in trajectories:
+            self._recorded.pop(trajectory.key, None)
+            self._interrupted.pop(trajectory.key, None)
+
+    async def within_prompt_limit(self, episodes: Sequence[EpisodeSpec]) -> tuple[set[str], list[str]]:
+        """Return the ids of tasks (one episode each) with opening prompts within `limits.prompt_tokens`, and the others'."""
+        limit = self.limits.prompt_tokens
+        if limit is None:
+            return {episode.task.id for episode in episodes}, []
+        sizes = await self.prompt_sizes(episodes)
+        fits = {e.task.id for e, size in zip(episodes, sizes, strict=True) if size is None or size <= limit}
+        return fits, [episode.task.id for episode in episodes if episode.task.id not in fits]
+
+    async def prompt_sizes(self, episodes: Sequence[EpisodeSpec]) -> list[int | None]:
+        """Return the number of ids of each opening prompt, tools included; None for agent functions and failing resets."""
+        threads, stop, fork_servers = AbandonableThreads(), Stop(), ForkServers()
+
+        async def size(episode: EpisodeSpec) -> int | None:
+            if episode.make is None:
+                return None
+            for _ in range(MAX_DEATHS):
+                with suppress(ProcessDied):
+                    return await size_once(episode, episode.make)
+            return None
+
+        async def size_once(episode: EpisodeSpec, factory: Callable[[], Env]) -> int | None:
+            deadline = Deadline(START_S + self.limits.env_s, stop)
+            make = fork_servers.of(factory) if episode.rules.isolation == "process" else factory
+            trajectory = Trajectory(episode.task, episode.key)
+            given = trajectory, self.engine, self.renderer, self.limits
+            recorder = Recorder(*given, sampling=self.sampling, seed=self.seed, media_intake=self.media_intake)
+            session = EnvSession(make, episode.task, replace(episode.rules, max_env_retries=0), recorder, deadline, threads)
+            try:
+                messages, tools = await session.reset()
+                return len(self.renderer.open(self.media_intake.take_in(messages), tools).ids)
+            except BaseException as error:
+                if deadline.passes(error):
+                    raise
+                deadline.clear()
+                if is_death(failure_of(error, "reset")):
+                    raise ProcessDied(words(error)) from error  # not a property of the prompt
+                return None  # the failure recurs, and is recorded, when the episode is played
+            finally:
+                deadline.extend(self.limits.env_s)
+                with suppress(Exception):
+                    await session.close()
+                deadline.close()
+
+        async def each() -> list[int | None]:
+            return [await size(episode) for episode in episodes]
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                task = group.create_task(each())  # a separate task, since user code may cancel the task it runs in
+                try:
+                    await asyncio.wait([task])
+                except BaseException:
+                    stop.asked = True
+                    raise
+            return task.result()
+        finally:
+            await fork_servers.close()
+            threads.close()
+
+    def pending(self) -> list[PendingEpisode]:
+        """Return the running episodes, longest in their phase first, without those that wait for a place.
+
+        May be called from another thread.
+        """
+        now = time.monotonic()
+        running = [recorder for recorder in list(self._running.values()) if not recorder.waits]
+        rows = [PendingEpisode(r.session, r.turn, r.phase, now - r.since, r.since) for r in running]
+        rows += self.elsewhere.pending(now) if self.elsewhere is not None else []
+        return sorted(rows, key=lambda row: -row.seconds)
+
+    async def play_episode(
+        self,
+        episode: EpisodeSpec,
+        make: Callable[[], Env] | None,
+        request: EngineRequest,
+        threads: AbandonableThreads,
+        group_rewards: GroupRewards,
+        stop: Stop,
+        place: EpisodePlace,
+    ) -> Trajectory:
+        """Play one episode of a stream, in the environment of `make`."""
+        began = time.monotonic()
+        trajectory = Trajectory(episode.task, episode.key)
+        context = None if self._context_source is None else self._context_source.context
+        record = self.take_interrupted(episode.key)
+        recorder = (Recorder if self._on_episode is None else TimedRecorder)(
+            trajectory,
+            self.engine,
+            self.renderer,
+            self.limits,
+            sampling=request.sampling,
+            seed=self.seed,
+            journal=self._journal,
+            max_turns=episode.max_turns,
+            min_version=request.min_version,
+            stop=self._stop,
+            history=self.history,
+            media_intake=self.media_intake,
+            rules=episode.rules,
+            want=request.want,
+            settings=self._settings_name(episode, request, context),
+            context=context,
+            place=place,
+            blank=request.blank,
+            resumed=None if record is None else ResumedTurns(record, in_order=episode.play is None),
+        )
+        self._running[id(recorder)] = recorder
+        deadline = Deadline(self.limits.wall_clock_s, stop)
+        try:
+            if episode.play is not None:
+                await self._run_agent(episode.play, recorder, request.sampling, deadline)
+            else:
+                await self._run_env(episode, make, recorder, deadline, threads)
+        finally:
+            deadline.close()
+            del self._running[id(recorder)]
+            recorder.release()
+        if self._on_episode is not None and isinstance(recorder, TimedRecorder):
+            self._on_episode(recorder.session, recorder.phases, time.monotonic())
+        # Not reached by a cancelled episode: in the journal it never ended, so it is played again.
+        trajectory.wall_s = time.monotonic() - began
+        self.resumed_turns += recorder.resumed.answered
+        self.tools_offered = max(self.tools_offered, *map(len, recorder.tools_by_turn), 0)
+        self.sanity.check(recorder)
+        for done in await group_rewards.episode_done(recorder, episode.group_reward):
+            done.close()
+            if self._records is not None:
+                self._records.append(trajectory_row(done.trajectory, self.renderer))
+        return trajectory
+
+    def _settings_name(self, episode: EpisodeSpec, request: EngineRequest, context: int | None) -> str:
+        """Return the name of an episode's settings in the journal; write them if they are new."""
+        if self._journal is None:
+            return ""
+        rules, want, sampling = episode.rules, request.want, request.sampling
+        blank = request.blank or self.media_intake.store.blank
+        play, group = episode.play is not None, episode.group_reward is not None
+        key = id(rules), episode.max_turns, context, want, blank, sampling, play, group
+        if key not in self._settings_names:
+            row = {
+                "v": RECORD_VERSION,
+                "seed": self.seed,
+                "limits": values_of(self.limits),
+                "stop": list(self._stop.texts) if self._stop is not None else [],
+                "history": self._history_name,
+                "sanity": self.sanity.settings,
+                "rules": values_of(rules),
+                "max_turns": episode.max_turns,
+                "context": context,
+                "want": sorted(want),
+                "blank": blank,
+                "sampling": sampling.settings(),
+                "play": play,
+                "group": group,
+            }
+            name = self._journal.append_definition("settings", row)
+            self._settings_names[key] = rules, name  # the reference keeps the id of `rules` unique
+        return self._settings_names[key][1]
+
+    async def _run_env(
+        self,
+        episode: EpisodeSpec,
+        make: Callable[[], Env] | None,
+        recorder: Recorder,
+        deadline: Deadline,
+        threads: AbandonableThreads,
+    ) -> None:
+        trajectory = recorder.trajectory
+        assert make is not None
+        session = EnvSession(make, episode.task, episode.rules, recorder, deadline, threads)
+        try:
+            try:
+                await run_episode(session, recorder, deadline)
+            except LimitReached as limit:
+                trajectory.stop = StopReason(limit.reason)
+            began = time.monotonic()
+            trajectory.reward = await compute_reward(session, recorder)
+            trajectory.reward_s = time.monotonic() - began
+        except BaseException as error:
+            self._fail(recorder, error, deadline, getattr(make, "__name__", type(make).__name__))
+        finally:
+            await self._close(session, recorder, deadline)
+
+    async def _close(self, session: EnvSession, recorder: Recorder, deadline: Deadline) -> None:
+        recorder.enter_phase("close", time.monotonic())
+        deadline.extend(self.limits.env_s)  # closing has its own time, even after the episode's deadline
+        try:
+            await session.close()
+        except BaseException as error:
+            if self._ends_rollout(error, deadline):
+                raise
+            if recorder.trajectory.error is None:  # the reward stays, and an earlier error takes precedence
+                recorder.trajectory.error = failure_of(error, "close")
+
+    async def _run_agent(self, play: AgentFunction, recorder: Recorder, sampling: Sampling, deadline: Deadline) -> None:
+        trajectory = recorder.trajectory
+        recorder.enter_phase("play")
+        model = Model(recorder, sampling, deadline)
+        try:
+            try:
+                reward = await deadline.wait(play(trajectory.task, model), self.limits.wall_clock_s)
+                trajectory.stop = _stop_of(reward, model)
+            except LimitReached as limit:
+                trajectory.stop, reward = StopReason(limit.reason), None
+            recorder.enter_phase("reward")
+            if trajectory.stop is StopReason.ABORTED and isinstance(reward, Scores):
+                reward = Scores(None, metrics=reward.metrics)  # given up: what it earned until then is no reward
+            trajectory.reward = reward_value(reward, recorder, "the agent function's return value")
+        except BaseException as error:
+            self._fail(recorder, error, deadline, getattr(play, "__name__", type(play).__name__))
+        finally:
+            await model.close()
+
+    def _ends_rollout(self, error: BaseException, deadline: Deadline) -> bool:
+        """Return whether an exception ends the rollout instead of one episode."""
+        broken = self._journal.broken if self._journal is not None else ""
+        if broken and not deadline.passes(error):
+            raise TraceError(broken) from error
+        return deadline.passes(error)
+
+    def _fail(self, recorder: Recorder, error: BaseException, deadline: Deadline, name: str) -> None:
+        """Record an exception as the episode's error; the episode has no reward then. `name` is that of an environment without
+        one in its task."""
+        if self._ends_rollout(error, deadline):
+            raise error
+        deadline.clear()
+        trajectory = recorder.trajectory
+        trajectory.error = failure_of(error, recorder.phase, len(trajectory.turns) - 1, trajectory.task.env or name)
+        trajectory.reward = None
+        if trajectory.error.kind == FailureKind.TIMEOUT:
+            over = deadline.expired or is_over(error)
+            trajectory.stop = StopReason.WALL_CLOCK if over else StopReason.TIMEOUT
+        elif issubclass(type(error), EngineError):
+            trajectory.stop = StopReason.ENGINE_ERROR
+        elif trajectory.error.kind == FailureKind.TOOL:
+            trajectory.stop = StopReason.TOOL_ERROR
+        elif trajectory.error.kind == FailureKind.REWARD or recorder.phase == "reward":
+            trajectory.stop = StopReason.REWARD_ERROR
+        else:
+            trajectory.stop = StopReason.ENV_ERROR
+
+
+def _stop_of(reward: Any, model: Model) -> StopReason:
+    """Return the end of an agent function's episode: the limit that its last call met, else by what it returned."""
+    status = reward.status if isinstance(reward, Scores) else "completed"
+    if status == "failed":
+        raise RuntimeError("the agent function returned Scores(status='failed')")
+    if isinstance(status, StopReason) and not status.failed:
+        return status
+    if status not in _STOPS:
+        raise UsageError(f"Scores(status={status!r:.80}): write {', '.join(map(repr, _STOPS))} or 'failed'")
+    if model.limit is not None and status != "aborted":
+        return StopReason(model.limit.reason)
+    return _STOPS[status]
+
+
+_STOPS = {"completed": StopReason.DONE, "truncated": StopReason.ENV_TRUNCATED, "aborted": StopReason.ABORTED}
+
+
+def left_out(limit: int, tasks: Sequence[str]) -> dict[str, Any]:
+    """Return the content of `left_out.json`: tasks over `limits.prompt_tokens`."""
+    return {"limits.prompt_tokens": limit, "count": len(tasks), "tasks": list(tasks)}
+
+
+def left_out_note(limit: int, tasks: Sequence[str], *, listed: bool) -> str:
+    """Return one line about tasks over `limits.prompt_tokens`; `listed` if left_out.json has all of them."""
+    examples = ", ".join(tasks[:5]) + (", ..." if len(tasks) > 5 else "")
+    full_list = " (full list: left_out.json)" if listed else ""
+    return f"skipped {len(tasks)} tasks with prompts over {limit} tokens: {examples}{full_list}"

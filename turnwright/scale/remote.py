@@ -1,0 +1,228 @@
+"""Workers in other processes, as the run sees them: leases of groups, and what each worker may and may not say."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwright.errors import TraceError
+from turnwright.scale.base import GroupSpec, OnTurn, PlayedGroup, WorkerFailed, WorkerLied, WorkerLost
+from turnwright.scale.codec import Contexts, read_group
+from turnwright.scale.ledger import EngineLedger
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One group while one worker has it."""
+
+    spec: GroupSpec
+    on_turn: OnTurn
+    row: Mapping[str, Any]
+    """The group as the worker gets it."""
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
+    answer: asyncio.Future[PlayedGroup] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    since: float = field(default_factory=time.monotonic)
+    calls: set[asyncio.Task[None]] = field(default_factory=set)
+    """Calls in the engine: while there is one, the worker waits for the run."""
+    active: float = field(default_factory=time.monotonic)
+    """Time of its last event or engine call."""
+    sessions: set[str] = field(default_factory=set)
+    """Sessions that the engine may hold caches for."""
+    count: int = 0
+    """Number of its events."""
+    ledger: EngineLedger = field(default_factory=EngineLedger)
+    """What the engine sampled for it."""
+    contexts: Contexts = field(default_factory=Contexts)
+
+    def begin(self, session: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start an engine call, which ends with the lease."""
+        self.sessions.add(session)
+        task = asyncio.create_task(work)
+        self.calls.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.calls.discard(task)
+        self.active = time.monotonic()
+
+    def end(self) -> None:
+        """End its engine calls."""
+        for task in list(self.calls):
+            task.cancel()
+
+    def event(self, event: Any) -> None:
+        """Take an event; raise `WorkerLied` if it cannot be one of the group."""
+        self.active = time.monotonic()
+        self.count += 1
+        try:
+            known = not isinstance(event, dict) or self.ledger.covers(event)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise WorkerLied(f"sent an event that cannot be read ({error!r:.200})") from error
+        if not known:
+            raise WorkerLied("sent ids that the engine did not sample for it")
+        try:
+            self.on_turn(event)
+        except TraceError as error:  # the journal cannot be written: the run ends, and no worker is to blame
+            self.answer.set_exception(error)
+
+
+class RemoteWorker:
+    """A worker that joined. It plays under leases: each ends with an answer, with the worker, or with its first lie."""
+
+    def __init__(
+        self,
+        name: str,
+        room: int,
+        *,
+        row: Callable[[GroupSpec], Mapping[str, Any]],
+        release: Callable[[str], None],
+        is_held: Callable[[], bool],
+    ) -> None:
+        """`room` is the number of groups that it plays at once; `row` returns a group as it is sent, `release` ends a session
+        in the engine, and `is_held` returns whether calls of training are held."""
+        self.name, self.room = name, room
+        self.id = secrets.token_urlsafe(16)
+        self.leases: dict[str, Lease] = {}
+        self.gone = ""
+        """Why it takes no groups any more; empty while it does."""
+        self.seen = time.monotonic()
+        """Time of its last request."""
+        self.connections = 0
+        """Requests that are held while it is there."""
+        self.reported = 0
+        """Number of reports taken."""
+        self.reporting = asyncio.Lock()
+        self._answered: set[str] = set()
+        self._over = False
+        self._wake = asyncio.Event()
+        self._row, self._release, self._is_held = row, release, is_held
+        self._held_sent = False
+        self._replies: dict[int, Mapping[str, Any]] = {}
+        """Replies by the number of the call, until the worker has them."""
+        self._calls: dict[int, asyncio.Task[None]] = {}
+
+    async def play(self, spec: GroupSpec, on_turn: OnTurn) -> PlayedGroup:
+        """As `RolloutWorker.play`."""
+        if self.gone:
+            raise WorkerLost(self.gone)
+        lease = Lease(spec, on_turn, self._row(spec))
+        self.leases[lease.id] = lease
+        self._wake.set()
+        try:
+            return await lease.answer
+        finally:
+            del self.leases[lease.id]
+            lease.end()
+            self._wake.set()
+            for session in lease.sessions:
+                self._release(session)
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Count a request that is held while it is there."""
+        self.connections += 1
+        try:
+            yield
+        finally:
+            self.connections -= 1
+
+    async def work(self, held: Collection[str], got: Sequence[int], seconds: float) -> dict[str, Any]:
+        """Return what a worker that holds some leases and got some replies lacks, after so many seconds at the latest.
+
+        It lacks groups to play, replies, which of its leases ended, and whether calls of training are held. A lost answer is
+        repeated by the next.
+        """
+        for number in got:
+            self._replies.pop(number, None)
+        end = time.monotonic() + seconds
+        while True:
+            new = [one for one in self.leases.values() if one.id not in held and not one.answer.done()]
+            ended = [lease for lease in held if lease not in self.leases and lease not in self._answered]
+            left = end - time.monotonic()
+            if new or ended or self._replies or left <= 0 or self.gone or self._held_sent != self._is_held():
+                self._held_sent = self._is_held()
+                groups = [{"lease": one.id, "spec": one.row} for one in new]
+                found = {"groups": groups, "ended": ended, "replies": list(self._replies.items())}
+                return found | {"held": self._held_sent, "over": self._over}
+            self._wake.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), left)
+
+    def take(self, lease: Lease, event: dict[str, Any]) -> None:
+        """Take an event of a lease; the engine may forget an episode that is closed. Errors as of `Lease.event`."""
+        lease.event(event)
+        if event["e"] == "closed":
+            episode = "/".join(map(str, event["k"][:4])) + "/"
+            for session in [one for one in lease.sessions if one.startswith(episode)]:
+                lease.sessions.discard(session)
+                self._release(session)
+
+    def wake(self) -> None:
+        """Have it look for what is new."""
+        self._wake.set()
+
+    def call(self, number: int, lease: Lease, session: str, work: Awaitable[Mapping[str, Any]]) -> None:
+        """Start an engine call of a lease; the worker gets the reply under its number."""
+
+        async def reply() -> None:
+            self._replies[number] = await work
+            self._wake.set()
+
+        task = self._calls[number] = lease.begin(session, reply())
+        task.add_done_callback(lambda _: self._calls.pop(number, None))
+
+    def refuse(self, number: int, why: str) -> None:
+        """Reply to a call of a group that is not asked for any more."""
+        self._replies[number] = {"fault": "EngineError", "message": why, "retry_after": None}
+        self._wake.set()
+
+    def cancel(self, number: int) -> None:
+        """End a call that the worker does not wait for any more."""
+        self._replies.pop(number, None)
+        if number in self._calls:
+            self._calls[number].cancel()
+
+    def answered(self, lease: str, row: Mapping[str, Any]) -> None:
+        """Take the answer of a lease; raise `WorkerLied` for a second one, or one of another group."""
+        if lease in self._answered:
+            raise WorkerLied("answered a group twice")
+        held = self.leases.get(lease)
+        if held is None or held.answer.done():
+            return  # asked again elsewhere meanwhile
+        self._answered.add(lease)
+        if "fault" in row:
+            held.answer.set_exception(WorkerFailed(f"could not play it: {str(row['fault'])[:1000]}"))
+            return
+        try:
+            group = read_group(row)
+        except (KeyError, TypeError, ValueError) as error:
+            raise WorkerLied(f"answered with {dict(row)!r:.80}, which names no group") from error
+        if group.key != held.spec.group:
+            raise WorkerLied(f"answered group {'/'.join(map(str, group.key))[:120]} where another was asked for")
+        if group.events != held.count:
+            raise WorkerLied(f"answered with {group.events} events, of which {held.count} arrived")
+        held.answer.set_result(group)
+
+    def fail(self, error: WorkerLost | WorkerLied) -> None:
+        """End all leases."""
+        self.gone = self.gone or str(error)
+        for lease in self.leases.values():
+            if not lease.answer.done():
+                lease.answer.set_exception(error)
+        self._wake.set()
+
+    def cut(self, lease: Lease, error: WorkerLost) -> None:
+        """End one lease."""
+        if not lease.answer.done():
+            lease.answer.set_exception(error)
+
+    async def close(self) -> None:
+        """As `RolloutWorker.close`."""
+        self._over = True
+        self.fail(WorkerLost("the run ended"))

@@ -1,0 +1,127 @@
+"""The algorithm on one page: an agent learns from the rewards of its own episodes.
+
+A step plays several tasks, each several times, compares the episodes of a task with each other, and
+makes one update of the weights; the next step samples with the updated weights. This is GRPO
+(DeepSeekMath, arXiv 2402.03300) for conversations of any number of turns::
+
+    from turnwright.simple import learn
+
+    async for step, episodes, loss in learn(env_spec, tasks, model, renderer):
+        print(step, sum(episode.reward for episode in episodes) / len(episodes), loss)
+
+`model` is a Hugging Face module, which is trained in place; `renderer` has its tokenizer and chat
+template; `tasks` are those of all steps, in order. Images need nothing more: a renderer of a vision
+model has a processor for them.
+
+Nothing is implemented here that exists elsewhere: each function is the one that `turnwright train`
+calls. From the same weights, 20 steps of both are equal to the last bit (a test does both).
+`turnwright train` has more, which is not needed to read the algorithm:
+
+- a warm-up on demonstrations, without which a model of random weights earns no reward
+  (`training/warmup.py`), and evaluation on held-out tasks (`training/evaluation.py`);
+- checkpoints, a journal of every sampled token, and resume after a kill (`training/run.py`);
+- episodes that are played while the last step trains (`training/batches.py`), by engines on other
+  machines (`engines/remote`), or again where an environment failed (`rollouts/play_again.py`);
+- other algorithms, credit by turn, KL, teachers, several updates a step, LoRA, sharded models, and
+  the checks that engine and trainer compute the same (`Trainer.step` in `training/trainer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+import torch
+
+from turnwright.config import TrainConfig
+from turnwright.engines.local import LocalEngine
+from turnwright.envs import EnvSpec
+from turnwright.renderers.chat_renderer import ChatRenderer
+from turnwright.rollouts import EpisodeSpec, Rollout, group_by_task
+from turnwright.training.advantages import advantages
+from turnwright.training.forward.batch import BatchPacker, LossDenominator, Ranks, make_batch
+from turnwright.training.forward.forward import ForwardPass, LogitDistribution
+from turnwright.training.loss import TokenBatch, surrogate
+from turnwright.training.model.weights import clone_tensors, tied_names
+from turnwright.training.trainer.optimizer import Optimizer, schedule
+from turnwright.types import EpisodeKey, Task, Trajectory
+
+STEPS = 20
+GROUPS = 16  # tasks of a step
+GROUP_SIZE = 8  # episodes of a task
+LR = 1e-3
+MICRO_TOKENS = 4096  # of a forward pass; a step's episodes take as many passes as they need
+
+
+async def learn(
+    env_spec: EnvSpec,
+    tasks: Sequence[Task],
+    model: torch.nn.Module,
+    renderer: ChatRenderer,
+    seed: int = 0,
+) -> AsyncIterator[tuple[int, list[Trajectory], float]]:
+    """Train `model` in place on STEPS * GROUPS tasks; yield each step's number, episodes and loss."""
+    engine = LocalEngine(model, renderer=renderer)  # samples with a copy of the weights
+    rollout = Rollout(engine, renderer, seed=seed)
+
+    model.eval()  # without dropout: the policy that is trained is the one that was sampled
+    forward = ForwardPass(model)
+    packer = BatchPacker("auto", forward.decoder)
+    distribution = LogitDistribution(temperature=1.0, banned_ids=renderer.banned_ids)
+    optimizer = Optimizer(model, TrainConfig(), Ranks())
+
+    try:
+        for step in range(STEPS):
+            # The engine samples with the weights of this step.
+            await engine.update(clone_tensors(model, tied_names(model)), version=step)
+
+            # Play each task GROUP_SIZE times. What an episode samples depends on the seed and on
+            # its key alone, not on the episodes that are played beside it.
+            episodes = await rollout.play(
+                [
+                    EpisodeSpec.of(env_spec, task, EpisodeKey("train", step, task.id, sample))
+                    for task in tasks[step * GROUPS : (step + 1) * GROUPS]
+                    for sample in range(GROUP_SIZE)
+                ]
+            )
+
+            # Credit: an episode's advantage is its reward less the mean of its group, in standard
+            # deviations. A group with equal rewards, or with a failed episode, is not trained.
+            step_credits = advantages(group_by_task(episodes), kind="std", on_failure="drop_group")
+            credits = step_credits.credits
+
+            # Batch: every sampled token once, with its advantage and its weight in the loss. All
+            # tokens weigh the same, whatever episode, turn and forward pass they are in.
+            batch = make_batch(
+                step_credits.trained,
+                LossDenominator.of(credits, "token"),
+                micro_tokens=MICRO_TOKENS,
+                vision=renderer.vision,
+                pack=packer.pack,
+            )
+
+            # Loss and gradient, one forward pass after another.
+            optimizer.zero_grad()
+            step_loss = 0.0
+            for micro in batch.micros:
+                stats = forward.stats(micro, rollout.pixels, distribution, entropy=False)
+                tokens = TokenBatch(
+                    logp=stats.logprobs_m,
+                    old=stats.logprobs_m.detach(),  # of the policy that sampled, which is this one
+                    advantage=batch.advantages_n[micro.tokens_m].to(stats.logprobs_m.dtype),
+                    sequence=torch.zeros_like(stats.logprobs_m),
+                    clip_low=0.2,
+                    clip_high=0.28,
+                )
+                weights_m = batch.weights_n[micro.tokens_m].to(stats.logprobs_m.dtype)
+                loss = (surrogate(tokens).loss * weights_m).sum()
+                loss.backward()
+                step_loss += loss.item()
+
+            # Update: AdamW, with the gradient's norm bounded and a rate that falls to 0.
+            if batch.size:
+                optimizer.grad_norm()
+                optimizer.step(LR * schedule("linear", step, STEPS))
+
+            yield step, episodes, step_loss
+    finally:
+        await engine.close()

@@ -1,0 +1,64 @@
+"""Running averages of rewards as baselines (`train.advantage = "running"`). No tensors here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from turnwright.training.advantages import GroupMember, OwnAdvantage, exclusion_reason, sort_key
+from turnwright.types import Group, Trajectory
+
+RUNNING_DECAY = 0.95
+"""Weight of the earlier average at each episode (RAE, arXiv 2506.24119, section 3)."""
+
+
+class RunningBaselines:
+    """Averages of the rewards of each agent in each environment over the episodes trained on (RAE, arXiv 2506.24119).
+
+    An advantage is the return less the average before the step, of the first step less the mean of that step. So agents with
+    unequal chances are not compared with each other, and no group of several episodes is needed.
+    """
+
+    def __init__(self) -> None:
+        self._averages: dict[tuple[str, str], float] = {}
+
+    def of(self, groups: Sequence[Group]) -> OwnAdvantage:
+        """Return what sets the values of members of these groups."""
+        averages = self._means(groups) | self._averages
+
+        def set_values(members: Sequence[GroupMember]) -> bool:
+            for member in members:
+                average = averages[_role(member.trajectory)]
+                member.values = [value - average for value in member.returns]
+            return any(value for member in members for value in member.values)
+
+        return set_values
+
+    def update(self, groups: Sequence[Group]) -> None:
+        """Add the rewards of a step."""
+        self._averages = self._means(groups) | self._averages
+        for trajectory in sorted((t for group in groups for t in group.trajectories), key=sort_key):
+            if exclusion_reason(trajectory) is None:
+                role, reward = _role(trajectory), trajectory.reward or 0.0
+                self._averages[role] = RUNNING_DECAY * self._averages[role] + (1 - RUNNING_DECAY) * reward
+
+    def _means(self, groups: Sequence[Group]) -> dict[tuple[str, str], float]:
+        rewards: dict[tuple[str, str], list[float]] = {}
+        for trajectory in (t for group in groups for t in group.trajectories):
+            if exclusion_reason(trajectory) is None:
+                rewards.setdefault(_role(trajectory), []).append(trajectory.reward or 0.0)
+        return {role: math.fsum(given) / len(given) for role, given in rewards.items()}
+
+    def state(self) -> list[list[Any]]:
+        """Return the averages as rows of JSON: environment, agent, average."""
+        return [[*role, average] for role, average in sorted(self._averages.items())]
+
+    def restore(self, rows: Iterable[Sequence[Any]]) -> None:
+        """Restore what `state` returned."""
+        self._averages = {(str(env), str(agent)): float(average) for env, agent, average in rows}
+
+
+def _role(trajectory: Trajectory) -> tuple[str, str]:
+    """Return the environment of a trajectory, and its agent if it has one."""
+    return trajectory.task.env, trajectory.turns[0].agent if trajectory.turns else ""

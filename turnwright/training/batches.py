@@ -1,0 +1,297 @@
+"""What each step trains on, by `schedule.mode`: sampled before the step, while the last one trained, or all the time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from turnwright.errors import ConfigError
+from turnwright.rollouts import group_by_task
+from turnwright.rollouts.scheduler import BatchScheduler
+from turnwright.rollouts.timeouts import CallGate
+from turnwright.training.task_plan import Refilling, TaskChoice, TaskPlan, play_with_dynamic_sampling
+from turnwright.types import Trajectory
+
+T = TypeVar("T")
+
+Play = Callable[[Sequence[TaskChoice], int], Awaitable[list[Trajectory]]]
+"""Plays the groups of tasks of a nominal step with the engine's current policy or a later one."""
+Progress = Callable[[Awaitable[Any]], Awaitable[Any]]
+"""Awaits something while reporting what the episodes wait for."""
+
+
+class Batch(NamedTuple):
+    """Trajectories of one step."""
+
+    trajectories: list[Trajectory]
+    refilled: int
+    """Groups that were played in place of ones without signal."""
+
+
+class Batches(Protocol):
+    """Source of batches."""
+
+    async def settle(self) -> None:
+        """Wait until weights may change and a checkpoint may be written."""
+
+    async def next(self, step: int) -> Batch:
+        """Return the batch of a step, after the weights of that step's policy were sent to the engine."""
+
+    async def close(self) -> None:
+        """End what runs in the background."""
+
+
+class SyncBatches:
+    """Samples the batch of a step, and nothing else meanwhile."""
+
+    def __init__(self, plan: TaskPlan, objective: Refilling, play: Play, progress: Progress) -> None:
+        self._plan, self._objective, self._play, self._progress = plan, objective, play, progress
+
+    async def settle(self) -> None:
+        """As `Batches.settle`."""
+
+    async def next(self, step: int) -> Batch:
+        """As `Batches.next`."""
+        found: Batch = await self._progress(self._sample(step))
+        self._plan.observe(step, found.trajectories)
+        return found
+
+    async def _sample(self, step: int) -> Batch:
+        async def play(choices: Sequence[TaskChoice]) -> list[Trajectory]:
+            return await self._play(choices, step)
+
+        return Batch(*await play_with_dynamic_sampling(self._plan, self._objective, step, play))
+
+    async def close(self) -> None:
+        """As `Batches.close`."""
+
+
+class OneStepOffBatches(SyncBatches):
+    """Samples batch k + 1 with policy k while step k trains; weights change between batches only."""
+
+    def __init__(self, steps: int, plan: TaskPlan, objective: Refilling, play: Play, progress: Progress) -> None:
+        super().__init__(plan, objective, play, progress)
+        self._steps = steps
+        self._following: asyncio.Task[Batch] | None = None
+
+    async def settle(self) -> None:
+        """As `Batches.settle`."""
+        if self._following is not None:
+            await self._progress(self._following)
+
+    async def next(self, step: int) -> Batch:
+        """As `Batches.next`."""
+        if self._following is None:
+            found = await super().next(step)
+        else:
+            found = self._following.result()
+            self._plan.observe(step, found.trajectories)
+        self._following = asyncio.create_task(self._sample(step + 1)) if step + 1 < self._steps else None
+        return found
+
+    async def close(self) -> None:
+        """As `Batches.close`."""
+        if self._following is not None:
+            self._following.cancel()
+            with suppress(BaseException):
+                await self._following
+
+
+@dataclass(slots=True)
+class StreamRecord:
+    """What the journal holds of an asynchronous run."""
+
+    admitted: dict[int, int] = field(default_factory=dict)
+    """Policy version at the admission of each group, by number."""
+    replaced: dict[int, list[str]] = field(default_factory=dict)
+    """Tasks that replaced the first one of a group."""
+    batches: dict[int, list[int]] = field(default_factory=dict)
+    """Groups of each step."""
+    discarded: set[int] = field(default_factory=set)
+    batched: set[tuple[int, str]] = field(default_factory=set)
+    """Nominal step and task of everything in them."""
+    consumed: set[tuple[int, str]] = field(default_factory=set)
+    """Those of steps that the checkpoint covers."""
+
+    def apply(self, event: Mapping[str, Any], trained: int) -> None:
+        """Add an event of the journal; the checkpoint covers the steps under `trained`."""
+        kind = event["e"]
+        if kind == "admitted":
+            self.admitted[event["group"]] = event["version"]
+        elif kind == "replaced":
+            self.replaced.setdefault(event["group"], []).append(event["task"])
+        elif kind == "discarded":
+            self.discarded.update(event["groups"])
+        elif kind == "batch":
+            self.batches[event["step"]] = event["groups"]
+            keys = {(step, task) for step, task in event["keys"]}
+            self.batched |= keys
+            if event["step"] < trained:
+                self.consumed |= keys
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return the state of the scheduler before a step: what was admitted and neither trained nor discarded."""
+        gone = {group for number, groups in self.batches.items() if number < step for group in groups} | self.discarded
+        left = [(group, version) for group, version in self.admitted.items() if group not in gone]
+        return {"version": step, "open": left, "discarded": len(self.discarded)}
+
+
+class AsyncBatches:
+    """Samples all the time; a step takes groups that the scheduler selects."""
+
+    def __init__(
+        self,
+        scheduler: BatchScheduler,
+        plan: TaskPlan,
+        objective: Refilling,
+        play: Play,
+        progress: Progress,
+        gate: CallGate,
+        record: Callable[[dict[str, Any]], None],
+        recorded: StreamRecord,
+    ) -> None:
+        """`record` writes an event of the journal; `recorded` is what an earlier process wrote."""
+        self._scheduler, self._plan, self._objective, self._play, self._progress = scheduler, plan, objective, play, progress
+        self._gate, self._record, self._recorded = gate, record, recorded
+        self._changed = asyncio.Event()
+        self._found: dict[int, list[Trajectory]] = {}
+        self._used: dict[int, list[TaskChoice]] = {}
+        """Tasks of each nominal step so far."""
+        self._refilled: dict[int, int] = {}
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._fault: BaseException | None = None
+        self._admission = asyncio.create_task(self._admit())
+
+    async def settle(self) -> None:
+        """As `Batches.settle`."""
+
+    async def next(self, step: int) -> Batch:
+        """As `Batches.next`."""
+        if self._scheduler.version < step and (late := self._scheduler.advance()):
+            self._record({"e": "discarded", "groups": late})
+            for group in late:
+                self._found.pop(group, None)
+                if group in self._running:
+                    self._running[group].cancel()
+        self._changed.set()
+        groups: list[int] = await self._progress(self._take(step))
+        if step not in self._recorded.batches:
+            keys = sorted({(t.key.step, t.key.task) for group in groups for t in self._found[group]})
+            self._record({"e": "batch", "step": step, "groups": groups, "keys": keys})
+        self._used = {number: used for number, used in self._used.items() if number >= step - self._scheduler.staleness}
+        found = [trajectory for group in groups for trajectory in self._found.pop(group)]
+        self._plan.observe(step, found)
+        return Batch(found, sum(self._refilled.pop(group, 0) for group in groups))
+
+    async def close(self) -> None:
+        """As `Batches.close`."""
+        tasks = [self._admission, *self._running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _take(self, step: int) -> list[int]:
+        known = self._recorded.batches.get(step)
+        while True:
+            if self._fault is not None:
+                raise self._fault
+            groups = self._scheduler.take(known)
+            if groups is not None:
+                return groups
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _admit(self) -> None:
+        """Admit groups while the scheduler allows it, each when a place is free."""
+        try:
+            while True:
+                await self._gate.wait_free()
+                group = self._scheduler.admit() if self._wants_more() else None
+                if group is None:
+                    self._changed.clear()
+                    await self._changed.wait()
+                    continue
+                if group not in self._recorded.admitted:
+                    self._record({"e": "admitted", "group": group, "version": self._scheduler.version})
+                self._start(group)
+        except Exception as error:
+            self._fail(error)
+
+    def _wants_more(self) -> bool:
+        """Whether the next batch is not complete yet; groups that enter earlier than needed only age until they are trained."""
+        return not self._scheduler.ready or any(step >= self._scheduler.version for step in self._recorded.batches)
+
+    def _start(self, group: int) -> None:
+        step, index = divmod(group, self._scheduler.groups)
+        if step not in self._used:
+            self._used[step] = self._plan.step(step)
+        choice = self._used[step][index]
+        # Submitted here and now: the next group is admitted only when the episodes of this one have started.
+        task = asyncio.create_task(self._finish(group, step, choice, self._play([choice], step)))
+        self._running[group] = task
+        task.add_done_callback(lambda _: self._running.pop(group, None))
+
+    async def _finish(self, group: int, step: int, choice: TaskChoice, playing: Awaitable[list[Trajectory]]) -> None:
+        """Await a group; while it has no signal, play another task in its place."""
+        try:
+            found: list[Trajectory] = []
+            while True:
+                played = await playing
+                found += played
+                tied = self._objective.tied_groups(group_by_task(played))
+                replacement = self._replacement(group, step, choice) if tied else None
+                if replacement is None:
+                    break
+                choice = replacement
+                playing = self._play([choice], step)
+            self._found[group] = found
+            self._scheduler.complete(group)
+            self._changed.set()
+        except asyncio.CancelledError:
+            raise  # discarded, or the run ends
+        except BaseException as error:
+            self._fail(error)
+
+    def _replacement(self, group: int, step: int, choice: TaskChoice) -> TaskChoice | None:
+        """Return a task in place of one whose rewards are all equal; None when `train.refill` or the tasks are used up."""
+        used, turn = self._used[step], self._refilled.get(group, 0)
+        known = self._recorded.replaced.get(group, [])
+        if turn < len(known):
+            found = [one for one in self._plan.train if one.task.id == known[turn]]
+        else:
+            found = self._plan.refill(step, turn + 1, used, [choice])
+        if not found or not self._scheduler.replace(group, "no_signal"):
+            return None
+        if turn >= len(known):
+            self._record({"e": "replaced", "group": group, "task": found[0].task.id})
+        self._refilled[group] = turn + 1
+        used.append(found[0])
+        return found[0]
+
+    def _fail(self, error: BaseException) -> None:
+        self._fault = self._fault or error
+        self._changed.set()
+
+
+async def off_loop(work: Callable[[], T]) -> T:
+    """Run work in a thread and wait for its end, even when cancelled: it must not continue while a run is being closed."""
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
+
+
+def groups_per_step(plan: TaskPlan, steps: int) -> int:
+    """Return the number of groups of each step; raise `ConfigError` when it differs between steps."""
+    sizes = plan.sizes(steps)
+    if len(sizes) > 1:
+        raise ConfigError(
+            f'schedule.mode = "async": steps have from {min(sizes)} to {max(sizes)} groups, because an environment has fewer '
+            "tasks than its share of rollout.groups; give it more tasks, or lower rollout.groups or its weight"
+        )
+    return sizes.pop() if sizes else 1

@@ -1,0 +1,583 @@
+"""Forward pass of any Hugging Face causal or vision-language model, up to statistics of its targets.
+
+The logits of all targets would be the largest tensor of a step: 8192 targets over a vocabulary of 151,936 are 5 GB in float32,
+and a softmax with its gradient holds several of that size. So the head is applied to a few hundred targets at a time, and
+recomputed in the backward pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from turnwright.engines import Sampling
+from turnwright.engines.distribution import masked_scores
+from turnwright.engines.local.vision import ImageFeatures, SplitVLM, is_video, split_vlm
+from turnwright.errors import TurnwrightError, UsageError
+from turnwright.renderers.vision import PixelCache
+from turnwright.training.forward.batch import MicroBatch
+from turnwright.training.forward.divergence import TeacherTargets
+from turnwright.training.forward.routing_replay import RoutingReplay
+from turnwright.types import Media
+
+ENTROPY_CHUNK = 1 << 22
+"""Maximum elements of the copy that the entropy is computed on: 16 MB in float32."""
+BANNED_LOGIT = -1e30
+"""Replacement for minus infinity: probability exactly 0, and 0 times its log-probability is 0 instead of NaN."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStats:
+    """Log-probabilities and entropy at M targets; the entropy carries a gradient only if that was asked for."""
+
+    logprobs_m: Tensor
+    entropy_m: Tensor
+    """Of the full distribution, in nats."""
+    divergences: tuple[Tensor, ...] = ()
+    """Divergence from each teacher, (M,), in nats, with a gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSupport:
+    """Ids that may be sampled at each of M targets under top-k and top-p."""
+
+    ends: Tensor
+    """(M + 1,): the ids of target m are ``ids[ends[m] : ends[m + 1]]``."""
+    ids: Tensor
+
+    @classmethod
+    def of(cls, excluded_mv: Tensor) -> SamplingSupport:
+        """Build it from a mask (M, V), true for excluded ids."""
+        allowed_mv = ~excluded_mv
+        ends = torch.nn.functional.pad(allowed_mv.sum(1).cumsum(0), (1, 0))
+        return cls(ends, allowed_mv.nonzero()[:, 1])
+
+    @classmethod
+    def join(cls, parts: Sequence[SamplingSupport]) -> SamplingSupport:
+        """Concatenate several supports."""
+        counts = torch.cat([part.counts for part in parts])
+        return cls(torch.nn.functional.pad(counts.cumsum(0), (1, 0)), torch.cat([part.ids for part in parts]))
+
+    @property
+    def counts(self) -> Tensor:
+        """(M,): number of ids per target."""
+        return self.ends.diff()
+
+    def take(self, index_k: Tensor) -> SamplingSupport:
+        """Select targets."""
+        counts = self.counts[index_k]
+        ends = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        at = torch.arange(int(ends[-1]), device=self.ids.device) - torch.repeat_interleave(ends[:-1], counts)
+        return SamplingSupport(ends, self.ids[at + torch.repeat_interleave(self.ends[:-1][index_k], counts)])
+
+    def excluded(self, width: int) -> Tensor:
+        """Return a mask (M, width), true for ids that cannot be sampled."""
+        counts = self.counts
+        excluded_mv = torch.ones((len(counts), width), dtype=torch.bool, device=self.ids.device)
+        rows = torch.repeat_interleave(torch.arange(len(counts), device=self.ids.device), counts)
+        excluded_mv[rows, self.ids] = False
+        return excluded_mv
+
+
+@dataclass(slots=True)
+class LogitDistribution:
+    """Distribution the engine samples from: logits / temperature, banned ids masked, renormalized over the min-p/top-k/top-p
+    support.
+
+    The support comes from the trainer's logits before a step's first update and is kept for all its updates (sampling-mask
+    replay). Otherwise a sampled id could leave it, and the ratio would compare different supports. The sampled id is always in
+    the support.
+    """
+
+    temperature: float = 1.0
+    banned_ids: Collection[int] = ()
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    _masks: dict[tuple[int, torch.device], Tensor | None] = field(default_factory=dict)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether min-p, top-k or top-p exclude ids."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0
+
+    def banned(self, logits: Tensor) -> Tensor | None:
+        """Return a mask (V,), true for banned ids; None if there are none. Ids beyond the vocabulary are ignored."""
+        key = (logits.shape[-1], logits.device)
+        if key not in self._masks:
+            ids = [i for i in self.banned_ids if 0 <= i < key[0]]
+            mask_v = torch.zeros(key[0], dtype=torch.bool)
+            mask_v[ids] = True
+            self._masks[key] = mask_v.to(key[1]) if ids else None
+        return self._masks[key]
+
+    def excluded(self, wide_mv: Tensor, targets_m: Tensor, support: SamplingSupport | None = None) -> Tensor | None:
+        """Return a mask (V,) or (M, V), true for ids that cannot be sampled, or None; `wide_mv` are logits at temperature 1."""
+        banned_v = self.banned(wide_mv)
+        if not self.truncates:
+            return banned_v
+        if support is not None:
+            return support.excluded(wide_mv.shape[-1])
+        with torch.no_grad():
+            sampling = Sampling(self.temperature, self.top_p, self.top_k, min_p=self.min_p)
+            excluded_mv: Tensor = masked_scores(wide_mv.detach(), sampling, frozenset(self.banned_ids)).isneginf()
+            return excluded_mv.scatter_(1, targets_m[:, None], False)
+
+    def stats(
+        self,
+        logits_mv: Tensor,
+        targets_m: Tensor,
+        support: SamplingSupport | None = None,
+        *,
+        entropy: bool,
+        entropy_grad: bool = False,
+        teachers: Sequence[TeacherTargets] = (),
+    ) -> TokenStats:
+        """Compute statistics in float32 or better: any difference from the sampler's distribution biases the ratio."""
+        wide_mv = logits_mv.to(torch.promote_types(logits_mv.dtype, torch.float32))
+        excluded = self.excluded(wide_mv, targets_m, support)
+        logp_mv = self.log_softmax(wide_mv, excluded)
+        chosen_m = logp_mv.gather(1, targets_m[:, None]).squeeze(1)
+        divergences = tuple(teacher.divergence(logp_mv, excluded, self.log_softmax) for teacher in teachers)
+        if not entropy:
+            return TokenStats(chosen_m, chosen_m.new_zeros(0), divergences)
+        # A few rows at a time: with a large vocabulary another copy of the log-probabilities would be the peak of memory.
+        parts = (logp_mv if entropy_grad else logp_mv.detach()).split(max(1, ENTROPY_CHUNK // logp_mv.shape[-1]))
+        return TokenStats(chosen_m, torch.cat([-(part.exp() * part).sum(-1) for part in parts]), divergences)
+
+    def log_softmax(self, wide_mv: Tensor, excluded: Tensor | None) -> Tensor:
+        """Return log-probabilities from logits at temperature 1, without the excluded ids."""
+        if self.temperature != 1.0:
+            wide_mv = wide_mv / self.temperature
+        if excluded is not None:
+            wide_mv = wide_mv.masked_fill(excluded, BANNED_LOGIT)
+        return torch.log_softmax(wide_mv, dim=-1)
+
+    def support(self, logits_mv: Tensor, targets_m: Tensor) -> SamplingSupport:
+        """Compute the support of each target of a distribution that truncates."""
+        excluded_mv = self.excluded(logits_mv.to(torch.promote_types(logits_mv.dtype, torch.float32)), targets_m)
+        assert excluded_mv is not None
+        return SamplingSupport.of(excluded_mv)
+
+
+CHUNK_NUMBERS = {"cpu": 1 << 24, "cuda": 1 << 26}
+"""Maximum logits at once: 64 MB in float32 on a CPU, 256 MB on a GPU, whose products need more rows. Fewer are not chunked and
+are kept for the backward pass. On a CPU, 2^22 took 9.0 s, 2^24 7.0 s, all at once 6.1 s (768 targets, width 512, vocabulary
+151,936)."""
+
+
+def chunk_numbers(device: torch.device) -> int:
+    """Return the maximum number of logits at once on a device."""
+    return CHUNK_NUMBERS.get(device.type, CHUNK_NUMBERS["cuda"])
+
+
+@dataclass(frozen=True, slots=True)
+class LogitTransform:
+    """Transform that a model applies to the logits after the head's matrix product."""
+
+    kind: str = "plain"
+    """`plain`: nothing; `cap`: ``number * tanh(logits / number)``; `times`; `over`."""
+    number: float = 1.0
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return the model's own logits."""
+        if self.kind == "cap":
+            return torch.tanh(logits / self.number) * self.number
+        if self.kind == "times":
+            return logits * self.number
+        return logits / self.number if self.kind == "over" else logits
+
+    def backward_(self, gradient: Tensor, logits: Tensor) -> Tensor:
+        """Compute the gradient of the input in place, from the gradient and the value of the output."""
+        if self.kind == "cap":
+            return gradient.mul_(1.0 - (logits / self.number) ** 2)
+        if self.kind == "times":
+            return gradient.mul_(self.number)
+        return gradient.div_(self.number) if self.kind == "over" else gradient
+
+
+KEYS = {"final_logit_softcapping": "cap", "logit_scale": "times", "logits_scaling": "over"}
+"""Keys of a model's config that transform its logits: Gemma's, Cohere's, Granite's."""
+
+
+def shapes(config: Any) -> Iterator[LogitTransform]:
+    """Yield the transforms that a model of this config may apply; the caller tests which one it does."""
+    yield LogitTransform()
+    for key, kind in KEYS.items():
+        number = getattr(config, key, None)
+        if isinstance(number, int | float) and number:
+            yield LogitTransform(kind, float(number))
+
+
+@dataclass(slots=True)
+class OutputHead:
+    """Output head of a model and the transform of its logits."""
+
+    module: nn.Module
+    shape: LogitTransform = LogitTransform()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the model's logits, in its own precision."""
+        return self.shape(cast(Tensor, self.module(hidden)))
+
+    @property
+    def vocabulary(self) -> int:
+        """Logits per position."""
+        weight = getattr(self.module, "weight", None)
+        return int(weight.shape[0]) if isinstance(weight, Tensor) else int(cast(Any, self.module).out_features)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is a plain matrix product, whose gradient can be computed here."""
+        module = self.module
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not any(hooks)
+
+
+@dataclass(slots=True)
+class FittedHead(OutputHead):
+    """Output head with a given number of logits: models of one tokenizer may be padded differently."""
+
+    width: int = 0
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits (M, width); ids that the model lacks have no probability."""
+        made = self.shape(cast(Tensor, self.module(hidden)))
+        missing = self.width - made.shape[-1]
+        return nn.functional.pad(made, (0, missing), value=BANNED_LOGIT) if missing > 0 else made[..., : self.width]
+
+    @property
+    def vocabulary(self) -> int:
+        """Logits per position."""
+        return self.width
+
+
+def target_stats(
+    hidden_md: Tensor,
+    head: OutputHead,
+    targets_m: Tensor,
+    distribution: LogitDistribution,
+    support: SamplingSupport | None = None,
+    *,
+    entropy: bool,
+    entropy_grad: bool = False,
+    teachers: Sequence[TeacherTargets] = (),
+    max_logits: int | None = None,
+) -> TokenStats:
+    """Compute statistics of M targets from the hidden states that predict them; the logprobs carry a gradient, the entropy only
+    with `entropy_grad`. Without `support`, it is computed if the distribution truncates; without `entropy`, that is empty."""
+    rows = max(1, (chunk_numbers(hidden_md.device) if max_logits is None else max_logits) // head.vocabulary)
+    count, wanted = len(targets_m), {"entropy": entropy, "entropy_grad": entropy_grad}
+    if count <= rows:
+        return distribution.stats(head.logits(hidden_md), targets_m, support, **wanted, teachers=teachers)
+    if torch.is_grad_enabled() and head.is_linear and not teachers:
+        linear = cast(nn.Linear, head.module)
+        logp_m, entropy_m = _Chunks.apply(
+            hidden_md, linear.weight, linear.bias, head, targets_m, distribution, support, entropy, entropy_grad, rows
+        )
+        return TokenStats(logp_m, entropy_m)
+
+    def chunk_stats(at: slice) -> tuple[Tensor, ...]:
+        parts, support_c = [teacher.take(at) for teacher in teachers], _part(support, at, targets_m)
+        found = distribution.stats(head.logits(hidden_md[at]), targets_m[at], support_c, **wanted, teachers=parts)
+        return found.logprobs_m, found.entropy_m, *found.divergences
+
+    chunks = [
+        checkpoint(chunk_stats, at, use_reentrant=False) if torch.is_grad_enabled() else chunk_stats(at)
+        for at in _slices(count, rows)
+    ]
+    logp_m, entropy_m, *divergences = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    return TokenStats(logp_m, entropy_m, tuple(divergences))
+
+
+def _slices(count: int, rows: int) -> list[slice]:
+    return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
+
+
+def _part(support: SamplingSupport | None, at: slice, like: Tensor) -> SamplingSupport | None:
+    return None if support is None else support.take(torch.arange(at.start, at.stop, device=like.device))
+
+
+class _Chunks(torch.autograd.Function):  # type: ignore[misc]
+    """`target_stats` for a linear head, with z the logits, T the temperature, p their softmax and H its entropy::
+
+    d logp_m / d z_mv = ([v = target_m] - p_mv) / T
+    d H_m / d z_mv = -p_mv (log p_mv + H_m) / T
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_md: Tensor,
+        weight_vd: Tensor,
+        bias_v: Tensor | None,
+        head: OutputHead,
+        targets_m: Tensor,
+        distribution: LogitDistribution,
+        support: SamplingSupport | None,
+        entropy: bool,
+        entropy_grad: bool,
+        rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        found = target_stats(
+            hidden_md, head, targets_m, distribution, support, entropy=entropy, max_logits=rows * head.vocabulary
+        )
+        ctx.save_for_backward(hidden_md, weight_vd, targets_m)
+        ctx.head, ctx.distribution, ctx.support, ctx.rows = head, distribution, support, rows
+        ctx.entropy_m = found.entropy_m if entropy_grad else None
+        if not entropy_grad:
+            ctx.mark_non_differentiable(found.entropy_m)
+        return found.logprobs_m, found.entropy_m
+
+    @staticmethod
+    def backward(ctx: Any, slope_m: Tensor, entropy_slope_m: Tensor) -> tuple[Any, ...]:
+        hidden_md, weight_vd, targets_m = ctx.saved_tensors
+        shape, distribution = ctx.head.shape, ctx.distribution
+        to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
+        # Chunks are summed in the precision of the loss: bfloat16 would round each sum.
+        hidden_grad = torch.empty_like(hidden_md) if to_hidden else None
+        weight_grad = torch.zeros_like(weight_vd, dtype=slope_m.dtype) if to_weight else None
+        bias_grad = weight_grad.new_zeros(len(weight_vd)) if to_bias and weight_grad is not None else None
+        for at in _slices(len(targets_m), ctx.rows):
+            logits_cv = ctx.head.logits(hidden_md[at])
+            entropy = None if ctx.entropy_m is None else (ctx.entropy_m[at], entropy_slope_m[at])
+            grad_cv = _slope(logits_cv, targets_m[at], slope_m[at], distribution, _part(ctx.support, at, targets_m), entropy)
+            grad_cv = shape.backward_(grad_cv, logits_cv).to(weight_vd.dtype)
+            if hidden_grad is not None:
+                torch.mm(grad_cv, weight_vd, out=hidden_grad[at])
+            if weight_grad is not None:
+                if weight_grad.dtype == weight_vd.dtype:
+                    weight_grad.addmm_(grad_cv.T, hidden_md[at])
+                else:
+                    weight_grad += grad_cv.T @ hidden_md[at]
+            if bias_grad is not None:
+                bias_grad += grad_cv.sum(0, dtype=bias_grad.dtype)
+        back = None if weight_grad is None else weight_grad.to(weight_vd.dtype)
+        return hidden_grad, back, None if bias_grad is None else bias_grad.to(weight_vd.dtype), *[None] * 7
+
+
+def _slope(
+    logits_cv: Tensor,
+    targets_c: Tensor,
+    slope_c: Tensor,
+    distribution: LogitDistribution,
+    support: SamplingSupport | None,
+    entropy: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Compute the gradient of ``sum_c slope_c * logp_c`` with respect to the logits; `entropy` adds (H_c, slope of H_c)."""
+    wide = logits_cv.to(torch.promote_types(logits_cv.dtype, torch.float32), copy=True)
+    excluded = distribution.excluded(wide, targets_c, support)
+    if distribution.temperature != 1.0:
+        wide /= distribution.temperature
+    if excluded is not None:
+        wide.masked_fill_(excluded, BANNED_LOGIT)
+    grad_cv = torch.softmax(wide, -1)
+    if entropy is None:
+        grad_cv *= -slope_c[:, None]
+    else:
+        value_c, entropy_slope_c = entropy
+        per_id_cv = torch.log_softmax(wide, -1).add_(value_c[:, None]).mul_(entropy_slope_c[:, None]).add_(slope_c[:, None])
+        grad_cv *= per_id_cv.neg_()
+    grad_cv[torch.arange(len(targets_c), device=targets_c.device), targets_c] += slope_c
+    return grad_cv.div_(distribution.temperature) if distribution.temperature != 1.0 else grad_cv
+
+
+FROZEN_BYTES = 2**28
+"""Cache size for features of a frozen vision tower."""
+
+
+class ForwardPass:
+    """Forward pass: the model's body on complete rows, its head only at the requested positions, in chunks.
+
+    With a vocabulary of 151k, the logits of every position would be by far the largest tensor of a step, and a multi-turn row
+    is mostly observations. The transform after the head (soft cap, factor) is identified by comparing one small pass bit by
+    bit; with an unknown transform, all logits are computed.
+
+    For a vision model, each image of a pass goes through its tower once, and all rows with the image share its features.
+    """
+
+    def __init__(self, model: nn.Module, *, replay: bool = False) -> None:
+        """Hook the model's routers if passes carry the engine's experts; raise `ConfigError` when none of them supports it."""
+        self.model = model
+        self.replay = RoutingReplay(model) if replay else None
+        self.tower, self.no_vision_reason = split_vlm(model)
+        self.vision_inputs = None if self.tower is None else VisionInputs(self.tower)
+        module = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        body = getattr(model, getattr(model, "base_model_prefix", "") or "model", None)
+        exposed = isinstance(module, nn.Module) and isinstance(body, nn.Module) and body is not model
+        self.body: nn.Module | None = body if exposed else None
+        self.positions = "position_ids" in inspect.signature((self.body or model).forward).parameters
+        self.head: OutputHead | None = None
+        """None if all logits must be computed."""
+        if self.tower is not None:
+            self.head = OutputHead(self.tower.head)
+        elif self.body is not None:
+            shape = self._shape(module)
+            self.head = None if shape is None else OutputHead(module, shape)
+
+    def stats(
+        self,
+        micro: MicroBatch,
+        pixels: PixelCache | None,
+        distribution: LogitDistribution,
+        support: SamplingSupport | None = None,
+        *,
+        entropy: bool,
+        entropy_grad: bool = False,
+        teachers: Sequence[TeacherTargets] = (),
+    ) -> TokenStats:
+        """Compute statistics of a pass's M targets, see `target_stats`; raise `UsageError` for images with a text-only model,
+        `MediaError` when images are missing."""
+        wanted: dict[str, Any] = {"entropy": entropy, "entropy_grad": entropy_grad, "teachers": teachers}
+        if self.head is None:
+            return distribution.stats(self.all_logits(micro), micro.targets_m, support, **wanted)
+        return target_stats(self.hidden(micro, pixels), self.head, micro.targets_m, distribution, support, **wanted)
+
+    def features(self, micro: MicroBatch, pixels: PixelCache | None) -> tuple[Tensor, OutputHead]:
+        """Compute what a head takes at a pass's targets, and that head: hidden states and the model's, or all logits and the
+        identity."""
+        if self.head is not None:
+            return self.hidden(micro, pixels), self.head
+        logits_mv = self.all_logits(micro)
+        return logits_mv, FittedHead(nn.Identity(), width=logits_mv.shape[-1])
+
+    def sampling_support(
+        self, micro: MicroBatch, pixels: PixelCache | None, distribution: LogitDistribution
+    ) -> SamplingSupport:
+        """Compute the top-k/top-p support of a pass's targets, for a distribution that truncates."""
+        with torch.no_grad():
+            if self.head is None:
+                return distribution.support(self.all_logits(micro), micro.targets_m)
+            hidden_md, head, targets_m = self.hidden(micro, pixels), self.head, micro.targets_m
+            slices = _slices(len(targets_m), max(1, chunk_numbers(hidden_md.device) // head.vocabulary))
+            return SamplingSupport.join([distribution.support(head.logits(hidden_md[at]), targets_m[at]) for at in slices])
+
+    def all_logits(self, micro: MicroBatch) -> Tensor:
+        """Compute the logits (M, vocabulary) at a pass's targets with the model's own head."""
+        if micro.media:
+            raise UsageError(f"trajectories contain images, but {self.no_vision_reason}")
+        full_btv: Tensor = self._call(self.model, micro.ids_bt, micro.positions, **self._prepare(micro)).logits
+        return _predicting(full_btv, micro)
+
+    def full_logprobs(self, micro: MicroBatch, pixels: PixelCache | None, distribution: LogitDistribution) -> Tensor:
+        """Compute log-probabilities (M, vocabulary) at a pass's M targets, in float32 or better; not chunked."""
+        logits = self.all_logits(micro) if self.head is None else self.head.logits(self.hidden(micro, pixels))
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / distribution.temperature
+        excluded_v = distribution.banned(wide)
+        return torch.log_softmax(wide if excluded_v is None else wide.masked_fill(excluded_v, BANNED_LOGIT), -1)
+
+    def hidden(self, micro: MicroBatch, pixels: PixelCache | None = None) -> Tensor:
+        """Compute the hidden states (M, width) that predict a pass's targets, after the last norm."""
+        if self.tower is not None and self.vision_inputs is not None:
+            places_p, features = self.vision_inputs.features_for(micro, pixels)
+            hidden_btd = self.tower.decode(micro.ids_bt, micro.positions, places_p, features, **self._prepare(micro))
+        elif micro.media:
+            raise UsageError(f"trajectories contain images, but {self.no_vision_reason}")
+        else:
+            assert self.body is not None
+            hidden_btd = self._call(self.body, micro.ids_bt, micro.positions, **self._prepare(micro)).last_hidden_state
+        return _predicting(hidden_btd, micro)
+
+    @property
+    def decoder(self) -> nn.Module | None:
+        """Module whose layers attend; None if the model does not expose it."""
+        return self.tower.text if self.tower is not None else self.body
+
+    def _prepare(self, micro: MicroBatch) -> dict[str, Any]:
+        """Set the experts to replay and return the model arguments of the pass's prefix tree."""
+        if self.replay is not None:
+            self.replay.set_routes(micro.routes)
+        if micro.tree is None:
+            return {}
+        micro.tree.cache["layers"] = 0
+        return {"turnwright_tree": micro.tree}
+
+    def _call(self, module: nn.Module, ids_bt: Tensor, positions_1t: Tensor, **more: Any) -> Any:
+        # No mask: causal attention never reaches right padding. No cache: with one, transformers takes other mask paths.
+        if self.positions:
+            more["position_ids"] = positions_1t
+        return module(input_ids=ids_bt, attention_mask=None, use_cache=False, **more)
+
+    def _shape(self, head: nn.Module) -> LogitTransform | None:
+        """Identify the transform after the head by exact comparison with the model's logits; None if unknown."""
+        assert self.body is not None
+        device = next(self.model.parameters()).device
+        ids_bt = torch.tensor([[0, 1, 2, 3]], device=device)
+        positions_1t = torch.arange(4, device=device)[None]
+        with torch.no_grad():
+            expected = self._call(self.model, ids_bt, positions_1t).logits
+            split = head(self._call(self.body, ids_bt, positions_1t).last_hidden_state)
+            found = (shape for shape in shapes(getattr(self.model, "config", None)) if torch.equal(expected, shape(split)))
+            return next(found, None)
+
+
+class VisionInputs:
+    """Image and video features of a pass: each encoded once, with gradient if the tower is trained. Those of a frozen tower are
+    the same at every step, so they are cached within a memory limit."""
+
+    def __init__(self, tower: SplitVLM, max_bytes: int = FROZEN_BYTES) -> None:
+        self.tower = tower
+        self.encoded = 0
+        """Images and videos that went through the tower."""
+        self.frozen = not any(p.requires_grad for _, p in tower.vision_parameters())
+        self._max_bytes = max_bytes
+        self._cached_bytes = 0
+        self._cache: OrderedDict[str, ImageFeatures] = OrderedDict()
+
+    def features_for(self, micro: MicroBatch, pixels: PixelCache | None) -> tuple[Tensor | None, ImageFeatures | None]:
+        """Return the features' positions in the flattened (B, T), ascending, and the features; None without media."""
+        if not micro.media:
+            return None, None
+        if pixels is None:
+            raise UsageError(
+                "trajectories contain images, but the trainer has no pixels; pass pixels=Rollout(...).pixels to Trainer"
+            )
+        sizes = {media.key: (media, len(at)) for media, at in micro.media}
+        features, first = self._features(sizes, pixels)
+        device = micro.ids_bt.device
+        places_p = torch.tensor([place for _, at in micro.media for place in at], device=device)
+        chosen_p = torch.tensor([first[media.key] + n for media, at in micro.media for n in range(len(at))], device=device)
+        return places_p, features.take(chosen_p)
+
+    def _features(self, sizes: dict[str, tuple[Media, int]], pixels: PixelCache) -> tuple[ImageFeatures, dict[str, int]]:
+        """Return the concatenated features of all media and the first row of each."""
+        cached = [key for key in sizes if key in self._cache]
+        keys, parts = list(cached), [self._cache[key] for key in cached]
+        for video in (False, True):
+            missing = [key for key in sizes if key not in self._cache and is_video(pixels.get(sizes[key][0])) is video]
+            if not missing:
+                continue
+            arrays = pixels.merged([sizes[key][0] for key in missing])
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+                parts.append(self.tower.encode_together(arrays, [sizes[key][1] for key in missing]))
+            self.encoded += len(missing)
+            keys += missing
+        starts = dict(zip(keys, itertools.accumulate([0, *(sizes[key][1] for key in keys)]), strict=False))
+        features = ImageFeatures.join(parts)
+        if self.frozen:
+            for key in keys:
+                if key not in self._cache:
+                    self._cache[key] = kept = features.take(slice(starts[key], starts[key] + sizes[key][1])).clone()
+                    self._cached_bytes += kept.nbytes
+                self._cache.move_to_end(key)
+            while self._cached_bytes > self._max_bytes and len(self._cache) > 1:
+                self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
+        return features, starts
+
+
+def _predicting(output_bt: Tensor, micro: MicroBatch) -> Tensor:
+    """Select the positions that predict a pass's targets; check that attention followed its tree, not one long row."""
+    if micro.tree is not None and not micro.tree.cache["layers"]:
+        raise TurnwrightError(
+            "the model's attention was changed after its trainer was created (set_attn_implementation?) and no longer follows "
+            'prefix trees; change it earlier, or set train.batching = "rows"'
+        )
+    return output_bt.flatten(0, 1).index_select(0, micro.before_m)

@@ -1,0 +1,441 @@
+"""The loss of a step: token losses, KL estimators, importance correction, and the objective that `[train]` defines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from turnwright.config import TrainConfig
+from turnwright.config.schema import ADVANTAGES, Advantage, Aggregation, KLEstimator, KLPlace
+from turnwright.config.schema import Correction as CorrectionKind
+from turnwright.errors import ConfigError
+from turnwright.training.advantages import (
+    FILTERED,
+    NO_SIGNAL,
+    Credit,
+    CreditRules,
+    Penalties,
+    StepCredits,
+    TokenWeights,
+    advantages,
+    exclusion_reason,
+    group_filter,
+    loss_scale,
+    overlong_penalty,
+    own_advantage,
+    sort_key,
+    trainable_tokens,
+    with_turn_weights,
+)
+from turnwright.training.baselines import RunningBaselines
+from turnwright.training.forward.batch import LossDenominator, MicroBatch, TeacherScores, TrainingBatch
+from turnwright.training.forward.forward import TokenStats
+from turnwright.types import Group, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """M sampled tokens of one forward pass, the input of an algorithm. Tensors have shape (M,), logprobs are in nats."""
+
+    logp: Tensor
+    """Log-probabilities under the trained policy; the only tensor with a gradient."""
+    old: Tensor
+    """Log-probabilities under the policy in the ratio's denominator."""
+    advantage: Tensor
+    sequence: Tensor
+    """Mean of ``logp - old`` over all tokens of the token's trajectory, across rows and passes: the log of the trajectory's
+    ratio, per token. Scored before this pass, without gradient."""
+    clip_low: float
+    clip_high: float
+    clip_cap: float | None = None
+    """Bound of the ratio of tokens with a negative advantage (dual clip)."""
+
+    @property
+    def ratio(self) -> Tensor:
+        """``exp(logp - old)``, with gradient."""
+        return torch.exp(self.logp - self.old)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """Loss of M tokens, before their weights in the step."""
+
+    loss: Tensor
+    """(M,), with gradient."""
+    ratio: Tensor
+    """(M,): ratio in the loss."""
+    clipped: Tensor
+    """(M,), booleans: whether a bound changed the gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """Loss per token, and default values of the keys that a recipe leaves open."""
+
+    name: str
+    loss: Callable[[TokenBatch], TokenLoss]
+    advantage: Advantage = "std"
+    aggregation: Aggregation = "token"
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    kl_estimator: KLEstimator = "k3"
+    kl_in: KLPlace = "loss"
+    sequence: bool = False
+    """Whether it uses `TokenBatch.sequence`, which costs a scored pass before each update but the first."""
+    overlong: bool = False
+    """Whether trajectories near the maximum length lose reward."""
+    refill: int = 0
+    """Maximum rounds per step that replace zero-variance groups by further tasks."""
+    defining: tuple[str, ...] = ()
+    """Keys whose values define the algorithm."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmSettings:
+    """Algorithm with every key resolved."""
+
+    algorithm: Algorithm
+    advantage: str
+    aggregation: Aggregation
+    clip_low: float
+    clip_high: float
+    kl_estimator: KLEstimator
+    kl_in: KLPlace
+    refill: int = 0
+    notes: tuple[str, ...] = ()
+    """Warnings for the user: keys that undo what defines the algorithm."""
+
+
+def clipped(ratio: Tensor, tokens: TokenBatch) -> TokenLoss:
+    """Compute ``-min(r A, clip(r, 1 - low, 1 + high) A)`` (PPO, arXiv 1707.06347, eq. 7, with separate bounds); with a cap c,
+    at most ``-c A`` where A < 0 (dual clip, arXiv 1912.09729, eq. 5)."""
+    free = ratio * tokens.advantage
+    bounded = ratio.clamp(1.0 - tokens.clip_low, 1.0 + tokens.clip_high) * tokens.advantage
+    value, stopped = torch.minimum(free, bounded), bounded < free
+    if tokens.clip_cap is not None:
+        capped = (tokens.advantage < 0) & (ratio > tokens.clip_cap)
+        value, stopped = torch.where(capped, tokens.clip_cap * tokens.advantage, value), stopped | capped
+    return TokenLoss(-value, ratio.detach(), stopped.detach())
+
+
+def surrogate(tokens: TokenBatch) -> TokenLoss:
+    """Compute `clipped` with each token's own ratio."""
+    return clipped(tokens.ratio, tokens)
+
+
+BOUNDS: dict[str, tuple[float, float]] = {
+    "tis": (0.0, 2.0),
+    "sequence_mis": (0.0, 3.0),
+    "sequence_mis_mean": (0.99, 1.01),
+    "icepop": (0.2, 5.0),
+}
+"""Default bounds of the ratio: TIS as its authors, sequence MIS as TRL, IcePop as INTELLECT-3."""
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Importance correction for the mismatch of engine and trainer, with its bounds."""
+
+    kind: CorrectionKind
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> Correction | None:
+        """Return the recipe's correction; None if it has none."""
+        if config.correction == "none":
+            return None
+        low, high = BOUNDS[config.correction]
+        low = low if config.correction_low is None else config.correction_low
+        return cls(config.correction, low, high if config.correction_high is None else config.correction_high)
+
+    def weights(self, trainer_n: Tensor, engine_n: Tensor, trajectory_n: Tensor) -> Tensor:
+        """Compute the weight of each token's policy loss, N, from the trainer's logprobs before the step's first update and the
+        engine's (none missing), with r_t the ratio of their probabilities; `trajectory_n` are indices from 0.
+
+        - `tis`: ``min(r_t, high)`` (truncated importance sampling; Yao et al., "Your efficient RL framework secretly brings you
+          off-policy RL training", 2025). With `old_logprobs = "trainer"` the policy loss is then decoupled PPO of stale tokens
+          (arXiv 2505.24298; Hilton et al., arXiv 2110.00641) with a truncated weight: ``c_t * -min(u_t A, clip(u_t) A)``, where
+          ``u_t = policy / proximal`` and ``c_t = min(proximal / behavior, high)``; the proximal policy is the trainer's before
+          the step's first update, the behavior policy that of the engine when it sampled the token;
+        - `sequence_mis`: ``R = prod_t r_t`` over the trajectory if in [low, high], else 0 (masked importance sampling; Liu et
+          al., "When speed kills stability", 2025);
+        - `sequence_mis_mean`: 1 if the geometric mean of r_t over the trajectory is in [low, high], else 0 (same source): a
+          filter, not a weight, for trajectories too long for the product to be meaningful;
+        - `icepop`: ``r_t`` if in [low, high], else 0 (IcePop; INTELLECT-3, arXiv 2512.16144, eq. 1).
+        """
+        log_ratio_n = trainer_n - engine_n
+        if self.kind in ("sequence_mis", "sequence_mis_mean"):
+            log_ratio_n = per_trajectory(log_ratio_n, trajectory_n, mean=self.kind == "sequence_mis_mean")
+        ratio_n = log_ratio_n.exp()
+        if self.kind == "tis":
+            return ratio_n.clamp(max=self.high)
+        weights_n = torch.ones_like(ratio_n) if self.kind == "sequence_mis_mean" else ratio_n
+        return torch.where((ratio_n >= self.low) & (ratio_n <= self.high), weights_n, 0.0)
+
+
+def per_trajectory(values_n: Tensor, trajectory_n: Tensor, *, mean: bool) -> Tensor:
+    """Compute the sum (or mean) of each trajectory's values, at each of its tokens, across rows."""
+    size = int(trajectory_n.max()) + 1 if trajectory_n.numel() else 0
+    total = values_n.new_zeros(size).index_add_(0, trajectory_n, values_n)
+    if mean:
+        total /= values_n.new_zeros(size).index_add_(0, trajectory_n, torch.ones_like(values_n)).clamp(min=1.0)
+    return total[trajectory_n]
+
+
+def k1(logp_m: Tensor, reference_m: Tensor) -> Tensor:
+    """Estimate KL(policy || reference) by ``log(policy / reference)``; unbiased, single values may be negative.
+
+    J. Schulman, "Approximating KL divergence", 2020. As a reward penalty, its policy gradient is that of the KL. In a loss,
+    its gradient is ``grad logp``, whose mean is 0, so it constrains nothing.
+    """
+    return logp_m - reference_m
+
+
+def k2(logp_m: Tensor, reference_m: Tensor) -> Tensor:
+    """Estimate the KL by ``log(policy / reference)^2 / 2``: never negative, biased as a value.
+
+    Same source. In a loss, its gradient is ``log(policy / reference) * grad logp``, whose mean over tokens of the policy is
+    the gradient of KL(policy || reference).
+    """
+    return 0.5 * (logp_m - reference_m) ** 2
+
+
+def k3(logp_m: Tensor, reference_m: Tensor) -> Tensor:
+    """Estimate KL(policy || reference) by ``r - 1 - log r``, r = reference / policy; unbiased and never negative.
+
+    Same source; DeepSeekMath, arXiv 2402.03300, eq. 4. In a loss, its gradient is ``(1 - r) * grad logp``, whose mean over
+    tokens of the policy is the gradient of KL(reference || policy).
+    """
+    log_ratio = reference_m - logp_m
+    return torch.expm1(log_ratio) - log_ratio
+
+
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyTerms:
+    """Terms of a policy loss over M tokens; differentiate `loss`, the rest is for metrics."""
+
+    loss: Tensor
+    """Scalar: the weighted sum of token losses."""
+    ratio_m: Tensor
+    clipped_m: Tensor
+    """Whether a bound changed the gradient."""
+
+
+def policy_terms(
+    tokens: TokenBatch,
+    algorithm: Callable[[TokenBatch], TokenLoss],
+    weights_m: Tensor,
+    *,
+    correction_m: Tensor | None = None,
+    reference_m: Tensor | None = None,
+    kl: float = 0.0,
+    estimator: Callable[[Tensor, Tensor], Tensor] = k3,
+    entropy_m: Tensor | None = None,
+    entropy: float = 0.0,
+    divergence_m: Tensor | None = None,
+) -> PolicyTerms:
+    """Compute the loss of M tokens: ``sum_t w_t * (c_t * loss_t + [c_t > 0] * (kl * estimator(logp_t, ref_t) - entropy * H_t +
+    D_t))``. The weights ``w_t`` include denominators and loss scale. Without a correction ``c_t`` is 1; without a reference,
+    the KL term is omitted; D_t is the weighted divergence from teachers."""
+    made = algorithm(tokens)
+    scaled_m = made.loss if correction_m is None else made.loss * correction_m
+    loss = (scaled_m * weights_m).sum()
+    penalty_weights_m = weights_m if correction_m is None else weights_m * (correction_m > 0)
+    if entropy_m is not None and entropy:
+        loss = loss - entropy * (entropy_m * penalty_weights_m).sum()
+    if reference_m is not None and kl:
+        loss = loss + kl * (estimator(tokens.logp, reference_m) * penalty_weights_m).sum()
+    if divergence_m is not None:
+        loss = loss + (divergence_m * penalty_weights_m).sum()
+    return PolicyTerms(loss, made.ratio, made.clipped)
+
+
+def effective_sample_share(weights_n: Tensor) -> float:
+    """Compute the effective sample size of importance weights per token: ``(sum w)^2 / (n sum w^2)`` (Kong 1992)."""
+    squares = (weights_n**2).sum()
+    return float(weights_n.sum() ** 2 / (weights_n.numel() * squares)) if squares > 0 else 0.0
+
+
+def logprob_mismatch(trainer_n: Tensor, engine_n: Tensor) -> dict[str, float]:
+    """Measure the difference of engine and trainer logprobs, over tokens that have both.
+
+    Returns:
+        `mismatch_mean`, `mismatch_p95` and `mismatch_max` of the absolute difference in nats; `mismatch_kl`, an estimate of
+        KL(engine || trainer) per token; `importance_ess`, the effective sample share of importance weights trainer / engine.
+        Empty if the engine returned no logprobs.
+    """
+    both = torch.isfinite(engine_n)
+    if not bool(both.any()):
+        return {}
+    log_ratio = trainer_n[both].double() - engine_n[both].double()
+    gap = log_ratio.abs().sort().values
+    weight = log_ratio.exp()
+    return {
+        "mismatch_mean": gap.mean().item(),
+        "mismatch_p95": gap[int(0.95 * (gap.numel() - 1))].item(),
+        "mismatch_max": gap[-1].item(),
+        "mismatch_kl": (torch.expm1(log_ratio) - log_ratio).mean().item(),
+        "importance_ess": effective_sample_share(weight),
+    }
+
+
+Scores = Callable[[TrainingBatch], Tensor]
+
+
+class Objective:
+    """Objective that the keys of `[train]` define."""
+
+    def __init__(self, config: TrainConfig, settings: AlgorithmSettings) -> None:
+        self.config = config
+        self.settings = settings
+        self.correction = Correction.of(config)
+        self._scale = with_turn_weights(loss_scale(config.loss_scale))
+        self._own_advantage = own_advantage(settings.advantage) if settings.advantage not in ADVANTAGES else None
+        self.by_agent = settings.advantage == "running"
+        """Whether each agent of an episode is compared by itself."""
+        self.baselines = RunningBaselines()
+        """State of `advantage = "running"`."""
+        self._keep_group = None if config.group_filter is None else group_filter(config.group_filter)
+
+    def weights(self, trajectory: Trajectory) -> TokenWeights | None:
+        """Return the loss scale of a trajectory's ids; None is 1 everywhere."""
+        return self._scale(trajectory)
+
+    @property
+    def refill(self) -> int:
+        """Maximum number of times that groups without signal are replaced."""
+        return self.settings.refill
+
+    @property
+    def penalizes_reward(self) -> bool:
+        """Whether KL is subtracted from the reward, so that trajectories must be scored before they are compared."""
+        return bool(self.config.kl) and self.settings.kl_in == "reward"
+
+    def step_credits(
+        self, groups: Sequence[Group], penalty: Callable[[Trajectory], Penalties | None] | None = None
+    ) -> StepCredits:
+        """Compute the advantages of a step's groups, less weighted KL penalties, and account for every sampled id."""
+        config = self.config
+        max_tokens = config.overlong_tokens
+        shape = None if max_tokens is None else partial(overlong_penalty, max_tokens=max_tokens, buffer=config.overlong_buffer)
+        return advantages(
+            groups,
+            kind=self.settings.advantage,
+            own=self.baselines.of(groups) if self.by_agent else self._own_advantage,
+            keep=self._keep_group,
+            min_group=config.min_group,
+            on_failure=config.on_failure,
+            rules=CreditRules(config.credit, config.discount, self._scale, shape, penalty),
+            no_signal=FILTERED if self.settings.refill and self._keep_group is None else NO_SIGNAL,
+            overlong_filter=config.overlong_filter,
+        )
+
+    def tied_groups(self, groups: Sequence[Group]) -> set[str]:
+        """Return task ids of the groups that dynamic sampling replaces: zero-variance ones (length penalty included), or those
+        that `train.group_filter` rejects."""
+        reasons = (FILTERED, NO_SIGNAL) if self._keep_group is None else (FILTERED,)
+        return {credit.trajectory.task.id for credit in self.step_credits(groups).credits if credit.reason in reasons}
+
+    def penalties(
+        self,
+        groups: Sequence[Group],
+        batch: Callable[[Sequence[Credit], LossDenominator], TrainingBatch],
+        score: Scores,
+        reference: Scores,
+    ) -> Callable[[Trajectory], Penalties | None]:
+        """Compute ``kl * k1`` of every id that can carry loss, by trajectory and span, from logprobs under both policies."""
+        usable = [t for group in groups for t in group.trajectories if exclusion_reason(t) is None]
+        weights = [None if self._scale is None else self._scale(t) for t in usable]
+        credits = [
+            Credit(t, 0.0, None, trainable_tokens(t, w), None, w)
+            for t, w in sorted(zip(usable, weights, strict=True), key=lambda pair: sort_key(pair[0]))
+        ]
+        made = batch(credits, LossDenominator("token", 1, 1))
+        by_trajectory: dict[int, dict[int, list[float]]] = {}
+        if made.size:
+            values = (self.config.kl * k1(score(made), reference(made))).tolist()
+            for value, index, (span, offset) in zip(values, made.trajectory_n.tolist(), made.slots, strict=True):
+                trajectory = made.trajectories[index]
+                by_span = by_trajectory.setdefault(id(trajectory), {})
+                by_span.setdefault(span, [0.0] * len(trajectory.spans[span].ids))[offset] = value
+        return lambda trajectory: by_trajectory.get(id(trajectory))
+
+    def sequence(self, batch: TrainingBatch, score: Scores, *, first: bool) -> Tensor | None:
+        """Return the log of each trajectory's ratio per token, at each of its tokens, N; None if 0 (before the `first` update)
+        or unused.
+
+        A trajectory's tokens may be in several rows and passes. So the complete batch is scored under the current policy,
+        unless it was scored already and nothing was updated since.
+        """
+        if not self.settings.algorithm.sequence:
+            return None
+        engine = self.config.old_logprobs == "engine"
+        if first and not engine:
+            return None
+        now_n = batch.start_n if first and batch.start_n is not None else score(batch)
+        old_n = batch.engine_n if engine else batch.start_n
+        assert old_n is not None
+        return per_trajectory(now_n - old_n, batch.trajectory_n, mean=True)
+
+    def terms(self, batch: TrainingBatch, micro: MicroBatch, stats: TokenStats, sequence_n: Tensor | None) -> PolicyTerms:
+        """Compute the loss of one forward pass from its targets' statistics, with gradient, and the result of `sequence`."""
+        n, settings, logp_m = micro.tokens_m, self.settings, stats.logprobs_m
+        old_n = batch.engine_n if self.config.old_logprobs == "engine" else batch.start_n
+
+        def select(values_n: Tensor) -> Tensor:
+            return values_n[n].to(logp_m.dtype)
+
+        advantage_m, divergence_m = select(batch.advantages_n), None
+        for scores in batch.teachers:
+            if scores.targets is None:
+                now_m = logp_m.detach().double() if batch.start_n is None else batch.start_n[n]
+                advantage_m = advantage_m + teacher_advantage(scores, n, now_m).to(logp_m.dtype)
+        targeted = [scores.teacher.weight for scores in batch.teachers if scores.targets is not None]
+        for weight, found_m in zip(targeted, stats.divergences, strict=True):
+            divergence_m = weight * found_m if divergence_m is None else divergence_m + weight * found_m
+        tokens = TokenBatch(
+            logp=logp_m,
+            old=logp_m.detach() if old_n is None else select(old_n),
+            advantage=advantage_m,
+            sequence=logp_m.new_zeros(logp_m.shape) if sequence_n is None else select(sequence_n),
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+            clip_cap=self.config.clip_cap,
+        )
+        return policy_terms(
+            tokens,
+            settings.algorithm.loss,
+            select(batch.weights_n),
+            correction_m=None if batch.correction_n is None else select(batch.correction_n),
+            reference_m=None if batch.reference_n is None else select(batch.reference_n),
+            kl=self.config.kl if settings.kl_in == "loss" else 0.0,
+            estimator=ESTIMATORS[settings.kl_estimator],
+            entropy_m=stats.entropy_m,
+            entropy=self.config.entropy,
+            divergence_m=divergence_m,
+        )
+
+
+def teacher_advantage(scores: TeacherScores, index_k: Tensor, policy_k: Tensor) -> Tensor:
+    """Compute ``weight * (log p_teacher - log p_policy)`` of some tokens, in float64, with the difference bounded and 0 without
+    an answer. Its mean over ids of the policy, times ``grad log p_policy``, is the gradient of -weight * KL(policy || teacher)
+    per id (on-policy distillation: Agarwal et al., arXiv 2306.13649; as a reward per id: Thinking Machines, 2025)."""
+    teacher, bound = scores.teacher, scores.teacher.bound
+    return teacher.weight * scores.gap(index_k, policy_k).clamp(-bound, bound).nan_to_num(0.0)
+
+
+def check_logprobs(batch: TrainingBatch, key: str = "train.old_logprobs = 'engine'", other: str = "trainer") -> None:
+    """Raise `ConfigError` unless the engine returned every logprob, which recipe key `key` needs if not set to `other`."""
+    missing = int(torch.isnan(batch.engine_n).sum())
+    if missing:
+        raise ConfigError(
+            f"{key} needs a logprob for every sampled id; {missing} of {batch.size} have none: set it to {other!r}"
+        )

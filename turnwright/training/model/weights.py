@@ -1,0 +1,45 @@
+"""Export of the trainer's weights: a stream of named tensors through transforms.
+
+A transform maps one stream to another: it merges adapters or casts tensors. It holds at most one module at a time, so the model
+is never duplicated for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from turnwright.training.distributed import full_tensor, is_sharded
+
+Weights = Iterator[tuple[str, Tensor]]
+Transform = Callable[[Weights], Weights]
+
+
+def cast(dtype: torch.dtype) -> Transform:
+    """Create a transform for `Trainer.transforms` that casts every floating-point tensor."""
+
+    def stage(weights: Weights) -> Weights:
+        return ((name, tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in weights)
+
+    return stage
+
+
+def tied_names(model: nn.Module) -> frozenset[str]:
+    """Return names in `state_dict()` of tensors that already have another name; files omit them."""
+    seen: set[tuple[int, torch.Size]] = set()
+    tied = set()
+    for name, tensor in model.state_dict().items():
+        storage = (tensor.data_ptr(), tensor.shape)
+        if tensor.numel() and storage in seen:
+            tied.add(name)
+        seen.add(storage)
+    return frozenset(tied)
+
+
+def clone_tensors(model: nn.Module, leave_out: frozenset[str] = frozenset()) -> Weights:
+    """Yield copies of a model's tensors by name, gathered if sharded, so that later updates do not change them."""
+    for name, tensor in model.state_dict().items():
+        if name not in leave_out:
+            yield name, full_tensor(tensor.detach()) if is_sharded(tensor) else tensor.detach().clone()

@@ -1,0 +1,228 @@
+"""Build the policies of a run with several: each with a model, a trainer and an engine of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import nn
+
+from turnwright.config import PolicyConfig, RunConfig
+from turnwright.config.load import config_of
+from turnwright.engines import Engine, SupportsWeightUpdate
+from turnwright.engines.local import AdapterEngine, LocalEngine
+from turnwright.engines.policies import PolicyEngine
+from turnwright.errors import ConfigError, EngineError
+from turnwright.media import MediaStore
+from turnwright.renderers.chat_renderer import ChatRenderer
+from turnwright.renderers.vision import PixelCache
+from turnwright.training.checkpoint import policies_of
+from turnwright.training.forward.batch import Ranks
+from turnwright.training.model.directory import renderer_of
+from turnwright.training.model.lora import shape_of
+from turnwright.training.past import PastPolicy
+from turnwright.training.policies import Policies, Policy
+from turnwright.training.setup import (
+    RunComponents,
+    load_initial,
+    load_model_and_renderer,
+    make_adapter_engines,
+    make_clients,
+    make_eval_engine,
+    make_local_engine,
+    make_trainer,
+)
+
+if TYPE_CHECKING:
+    from turnwright.engines.remote.placed import ServerPlacer
+
+
+_log = logging.getLogger(__name__)
+
+
+class LoadedPolicy(NamedTuple):
+    """A policy with weights, before it has an engine and a trainer."""
+
+    config: RunConfig
+    """The run's, with the policy's own keys."""
+    origin: Path
+    """Model directory that it started from."""
+    saved: Path | None
+    """Its directory in the checkpoint that the run is resumed from."""
+    model: nn.Module
+
+
+def build_policies(
+    config: RunConfig,
+    source: Path,
+    run: Path,
+    weights: Path | None = None,
+    ranks: Ranks | None = None,
+    on_note: Callable[[str], None] | None = None,
+    placer: ServerPlacer | None = None,
+) -> RunComponents:
+    """Load the policies of a run, each as if it were the only one: with a model, a trainer and an engine of its own. Frozen
+    weights of equal origin are one copy in memory, and servers are shared."""
+    ranks = ranks or Ranks()
+    if ranks.size > 1:
+        raise ConfigError("[[policy]]: several policies are trained by one process; start the run without torchrun")
+    renderer = renderer_of(source, config.model, config.rollout.control_text)
+    loaded: dict[str, LoadedPolicy] = {}
+    for number, policy in enumerate(config.policy):
+        if policy.urls or policy.past:
+            continue
+        own = config_of(replace(config, seed=config.seed + number), policy)
+        origin = Path(policy.path) if policy.path is not None else source
+        saved = weights / policy.name if weights is not None and policy.learns else None
+        model, its_renderer = load_initial(own, origin, saved)
+        _check_same_renderer(policy, renderer, its_renderer)
+        renderer.ban(its_renderer.banned_ids)
+        loaded[policy.name] = LoadedPolicy(own, origin, saved, model)
+    # The engines come first: a local one copies weights that the trainer then wraps.
+    engines = _policy_engines(config, source, loaded, renderer, run, placer)
+    media = MediaStore(run / "media")
+    pixels = None if renderer.vision is None else PixelCache(renderer.vision, media)
+    trained: list[Policy] = []
+    first: dict[Path, nn.Module] = {}
+    for policy in config.policy:
+        if not policy.learns:
+            continue
+        own, origin, saved, model = loaded[policy.name]
+        trainer = make_trainer(own, model, renderer, saved, ranks, pixels, on_note)
+        _share_frozen(model, first.setdefault(origin, model))
+        if saved is not None:
+            trainer.load(saved)
+        engine = engines[policy.name]
+        assert isinstance(engine, SupportsWeightUpdate)
+        adapter_alone = config.engine.update == "lora" or isinstance(engine, AdapterEngine)
+        trained.append(Policy(policy.name, trainer, engine, adapter_alone, origin))
+    past = {policy.name: _past(config, policy, trained, run) for policy in config.policy if policy.past}
+    engines |= {name: one.engine for name, one in past.items()}
+    router = PolicyEngine(
+        {policy.name: engines[policy.name] for policy in config.policy},
+        agents={policy.name: policy.plays for policy in config.policy},
+        fixed=[policy.name for policy in config.policy if not policy.learns],
+    )
+    return RunComponents(source, renderer, router, Policies(trained, router.policies), media, pixels, list(past.values()))
+
+
+def _policy_engines(
+    config: RunConfig,
+    source: Path,
+    loaded: Mapping[str, LoadedPolicy],
+    renderer: ChatRenderer,
+    run: Path,
+    placer: ServerPlacer | None,
+) -> dict[str, Engine]:
+    """Build the engine of each policy that has weights; those that are not trained play in this process."""
+    engines = _adapters_in_this_process(config, loaded, renderer)
+    served: dict[str, nn.Module] = {}
+    for policy in config.policy:
+        if policy.urls:
+            engines[policy.name] = _served_policy(config, policy, renderer)
+        elif policy.name in loaded and policy.name not in engines:
+            own, origin, _, model = loaded[policy.name]
+            if not policy.learns or config.engine.kind == "local":
+                engines[policy.name] = make_local_engine(own, model, renderer)
+            elif origin != source:
+                raise ConfigError(f"policy {policy.name}: servers share adapters of the run's model; leave its path out")
+            else:
+                served[policy.name] = model
+    return engines | (make_adapter_engines(config, source, served, renderer, run, placer=placer) if served else {})
+
+
+def _adapters_in_this_process(
+    config: RunConfig, loaded: Mapping[str, LoadedPolicy], renderer: ChatRenderer
+) -> dict[str, Engine]:
+    """Build one engine for the policies of this process that are a model or LoRA adapters of it, if there are several and
+    `engine.adapters` allows it."""
+    mode = config.engine.adapters
+    learns = {policy.name for policy in config.policy if policy.learns}
+    by_origin: dict[Path, list[str]] = {}
+    for name, policy in loaded.items():
+        if name not in learns or (policy.config.lora.rank and config.engine.kind == "local"):
+            by_origin.setdefault(policy.origin, []).append(name)
+    engines: dict[str, Engine] = {}
+    for names in by_origin.values():
+        adapted = [name for name in names if name in learns]
+        model = loaded[names[0]].model
+        on_gpu = next(model.parameters()).is_cuda
+        if not adapted or len(names) == 1 or mode == "merged" or (mode == "auto" and not on_gpu):
+            continue
+        shapes = [shape_of(model, loaded[name].config.lora) for name in adapted]
+        try:
+            shared = make_local_engine(config, model, renderer, shapes)
+        except EngineError as error:
+            if mode == "rows":
+                raise ConfigError(f'engine.adapters = "rows": {error}') from None
+            _log.warning("policies %s: an engine each, in place of one for all: %s", ", ".join(names), error)
+            continue
+        numbers = {name: number for number, name in enumerate(adapted, 1)}
+        engines |= {name: shared.adapter(numbers.get(name, 0)) for name in names}
+    return engines
+
+
+def _check_same_renderer(policy: PolicyConfig, run: ChatRenderer, own: ChatRenderer) -> None:
+    differs = [name for name in ("tokenizer", "template") if run.fingerprints[name] != own.fingerprints[name]]
+    if differs:
+        raise ConfigError(
+            f"policy {policy.name}: the {' and '.join(differs)} of {policy.path} differ from those of the run's model, and all "
+            "policies read and write the same ids; use a model of the same family, or serve it and set policy.urls"
+        )
+
+
+def _share_frozen(model: nn.Module, other: nn.Module) -> None:
+    """Let the frozen parameters of a model be those of another of the same origin."""
+    shared = dict(other.named_parameters())
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and name in shared and not shared[name].requires_grad:
+            parameter.data = shared[name].data
+
+
+def _past(config: RunConfig, policy: PolicyConfig, trained: Sequence[Policy], run: Path) -> PastPolicy:
+    of = next(one for one in trained if one.name == policy.past["of"])
+    lag = {"sync": 0, "one_step_off": 1, "async": config.schedule.staleness}[config.schedule.mode]
+
+    def load_version(directory: Path, version: int) -> LocalEngine:
+        model, renderer = load_initial(config, directory, None)
+        return LocalEngine(model, renderer=renderer, context=config.limits.context, version=version)
+
+    assert of.source is not None
+    given = {"every": policy.past.get("every", 10), "keep": policy.past.get("keep", 5), "lag": lag, "seed": config.seed}
+    return PastPolicy(of, run / "past" / policy.name, of.source, load_version, **given)
+
+
+def make_eval_policies(config: RunConfig, source: Path) -> tuple[PolicyEngine, ChatRenderer]:
+    """Build the engine of several policies for evaluation only, and their renderer.
+
+    A trained policy plays from its directory in checkpoint `source`, or starts from `source` if that is one model; earlier
+    versions of a policy are not kept with a checkpoint, so it plays itself.
+    """
+    names, made_here = policies_of(source), source.parent.parent / "model"
+    base = made_here if names and made_here.is_dir() else config.model.directory or source
+    renderer = renderer_of(source / names[0] if names else source, config.model, config.rollout.control_text)
+    engines: dict[str, Engine] = {}
+    for policy in config.policy:
+        own = source / policy.name if names else source
+        if policy.urls:
+            engines[policy.name] = _served_policy(config, policy, renderer)
+        elif not policy.past:
+            directory = own if policy.learns else Path(policy.path or base)
+            model, its_renderer = load_model_and_renderer(directory, directory, config.model, config.rollout.control_text)
+            renderer.ban(its_renderer.banned_ids)
+            if policy.learns:
+                engines[policy.name] = make_eval_engine(config, directory, model, renderer)
+            else:
+                engines[policy.name] = make_local_engine(config, model, renderer)
+    engines |= {policy.name: engines[policy.past["of"]] for policy in config.policy if policy.past}
+    return PolicyEngine(engines, agents={policy.name: policy.plays for policy in config.policy}), renderer
+
+
+def _served_policy(config: RunConfig, policy: PolicyConfig, renderer: ChatRenderer) -> Engine:
+    from turnwright.engines.remote import Fleet
+
+    served = replace(config.engine, kind="auto", urls=policy.urls, urls_file=None, model=None)
+    return Fleet(make_clients(served, policy.urls, renderer, config.limits.context))

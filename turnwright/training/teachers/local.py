@@ -1,0 +1,123 @@
+"""Teachers in this process: another model, or the policy itself with a hint."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from turnwright.config import TeacherConfig
+from turnwright.config.schema import Batching
+from turnwright.errors import ConfigError
+from turnwright.training.forward.batch import BatchPacker, MicroBatch, TeacherScores, TrainingBatch
+from turnwright.training.forward.divergence import TeacherTargets
+from turnwright.training.forward.forward import FittedHead, ForwardPass, target_stats
+from turnwright.training.scoring import top_logprobs
+from turnwright.training.teachers.base import Hint, TaughtPolicy, Teacher, no_answer
+
+
+def _keep(kept: dict[str, Tensor], name: str, values: Tensor, at_m: Tensor, size: int) -> None:
+    """Put values of tokens `at_m` into a tensor for all tokens of a batch."""
+    if name not in kept:
+        kept[name] = values.new_zeros((size, *values.shape[1:]))
+    kept[name][at_m] = values
+
+
+class LocalTeacher(Teacher):
+    """Another model in this process; it reads exactly the ids that the policy received."""
+
+    def __init__(
+        self,
+        config: TeacherConfig,
+        name: str,
+        policy: TaughtPolicy,
+        hint: Hint | None,
+        forward: ForwardPass,
+        batching: Batching,
+    ) -> None:
+        super().__init__(config, name, policy, hint)
+        self.forward = forward
+        packer = BatchPacker("rows" if batching == "rows" else "auto", forward.decoder)
+        self._pack = packer.pack
+        self._start = packer.start_step
+        if config.signal == "loss" and config.top is None and forward.head is None:
+            raise ConfigError(
+                f"teacher {name}: the logits of this model are not a function of its last hidden states that is known here, "
+                "so a divergence over the vocabulary is not possible; set teacher.top"
+            )
+
+    @property
+    def context(self) -> int | None:
+        config: Any = getattr(self.forward.model, "config", None)
+        positions = None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
+        return positions if isinstance(positions, int) else None
+
+    def score(self, batch: TrainingBatch) -> TeacherScores:
+        policy, vision = self.policy, None if self.policy.pixels is None else self.policy.pixels.vision
+        rows, tokens_k = self.rows(batch)
+        device = batch.weights_n.device
+        self._start()
+
+        def packed(limit: int) -> list[MicroBatch]:
+            return self._pack(rows, limit, device, vision)
+
+        view = replace(batch, micros=packed(policy.micro_tokens), packed=packed, max_positions=policy.micro_tokens)
+        logp_n = torch.full_like(batch.weights_n, torch.nan)
+        known_n = torch.zeros_like(batch.weights_n, dtype=torch.bool)
+        known_n[tokens_k] = True
+        if policy.distribution.truncates and batch.support is None and rows:
+            raise no_answer(self.name)
+        kept: dict[str, Tensor] = {}
+
+        def work() -> None:
+            with torch.no_grad():
+                for micro in view.micros:
+                    self._score_pass(batch, micro, tokens_k[micro.tokens_m], logp_n, kept)
+
+        if rows:
+            policy.run(view, work)
+        return TeacherScores(self.config, self.name, logp_n, self._targets(known_n, kept))
+
+    def _score_pass(
+        self, batch: TrainingBatch, micro: MicroBatch, at_m: Tensor, logp_n: Tensor, kept: dict[str, Tensor]
+    ) -> None:
+        """Score one pass, whose targets are tokens `at_m` of the batch."""
+        config, law = self.config, self.policy.distribution
+        features_md, own = self.forward.features(micro, self.policy.pixels)
+        head = FittedHead(own.module, own.shape, self.policy.vocabulary)
+        support = None if batch.support is None else batch.support.take(at_m)
+        found = target_stats(features_md, head, micro.targets_m, law, support, entropy=False)
+        logp_n[at_m] = found.logprobs_m.double()
+
+        if config.top is not None:
+            best = top_logprobs(features_md, head, micro.targets_m, law, support, config.top)
+            _keep(kept, "top_mk", best[0], at_m, batch.size)
+            _keep(kept, "top_logp_mk", best[1], at_m, batch.size)
+        elif config.signal == "loss":
+            _keep(kept, "hidden_md", features_md, at_m, batch.size)
+
+    def _targets(self, known_n: Tensor, kept: dict[str, Tensor]) -> TeacherTargets | None:
+        if self.config.signal != "loss":
+            return None
+        head, own = None, self.forward.head
+        if "hidden_md" in kept and own is not None:
+            head = FittedHead(self.kept_module(own.module), own.shape, self.policy.vocabulary)
+        return TeacherTargets(self.config.divergence, known_n, head=head, **kept)
+
+    def kept_module(self, head: nn.Module) -> nn.Module:
+        """Return the head of kept hidden states, which stays as it is during the step's updates."""
+        return head
+
+
+class SelfTeacher(LocalTeacher):
+    """The reference policy, in the policy's own model, after a hint."""
+
+    def score(self, batch: TrainingBatch) -> TeacherScores:
+        with self.policy.as_reference():
+            return super().score(batch)
+
+    def kept_module(self, head: nn.Module) -> nn.Module:
+        return deepcopy(head).requires_grad_(False)

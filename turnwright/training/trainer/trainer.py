@@ -1,0 +1,659 @@
+"""The trainer. A training step reads from top to bottom: `Trainer.step`, then `_update` and `_backward`."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from turnwright.config import TrainConfig
+from turnwright.errors import ConfigError, TurnwrightError
+from turnwright.renderers.vision import PixelCache
+from turnwright.training.advantages import Credit, StepCredits, sort_key, trainable_tokens
+from turnwright.training.algorithms import resolve_settings
+from turnwright.training.forward.batch import (
+    BatchPacker,
+    LossDenominator,
+    MicroBatch,
+    Pack,
+    Ranks,
+    TrainingBatch,
+    make_batch,
+    split_minibatches,
+)
+from turnwright.training.forward.forward import ForwardPass, LogitDistribution, SamplingSupport
+from turnwright.training.loss import Objective, PolicyTerms, check_logprobs
+from turnwright.training.model.lora import adapter_of
+from turnwright.training.model.models import (
+    OPTIMIZER_FILE,
+    REFERENCE_FILE,
+    enable_gradient_checkpointing,
+    freeze_vision,
+    read_tensors,
+)
+from turnwright.training.model.quantize import OnGrid, plain_inputs, rounds_activations
+from turnwright.training.model.reference import ReferencePolicy
+from turnwright.training.model.weights import Transform, Weights, clone_tensors, tied_names
+from turnwright.training.teachers.base import MakeTeachers, TaughtPolicy, refuse_ranks
+from turnwright.training.trainer.checks import (
+    StepMetrics,
+    WeightSyncProbe,
+    accounting_metrics,
+    check_fingerprints,
+    check_finite,
+    check_mismatch,
+    needs_probe,
+    teacher_figures,
+)
+from turnwright.training.trainer.optimizer import Direction, GradientSignal, Optimizer, schedule
+from turnwright.training.trainer.step_limit import SHORT, StepLimit, good_episodes
+from turnwright.types import Group, Trajectory
+from turnwright.types.seeds import derive_seed
+
+LOSS_CHANGE = 0.01
+"""Change of the loss, at most and to first order, by the step that measures the agreement of tasks."""
+
+
+class StepResult(NamedTuple):
+    """Result of one training step."""
+
+    metrics: dict[str, float]
+    token_records: tuple[Sequence[Credit], Sequence[TrainingBatch]]
+    """Credits of the step and its trained batches, for `write_token_records`; they hold device tensors."""
+
+
+class Trainer:
+    """Trainer of one causal language model, on groups of trajectories (`step`) or demonstrations (`supervised`).
+
+    An engine receives copies of the weights through `weights()`, so a lost update shows as a logprob mismatch.
+
+    Args:
+        model: Hugging Face causal model, or a module of its shape: `get_output_embeddings`, a body under
+            `base_model_prefix`, a `forward` that takes `input_ids`, `position_ids`, `attention_mask` and `use_cache`.
+        temperature: the engine's; logprobs of both are of the tempered distribution.
+        banned_ids: ids that the engine never samples; excluded from the trainer's softmax too.
+        seed: seed of the minibatch shuffles.
+        template: fingerprint of the engine's renderer; trajectories with another one raise. Empty accepts any.
+        top_p, top_k, min_p: the engine's; logprobs of both are renormalized over the support.
+        ranks: processes that train together. With several, the model is sharded and all must make the same calls
+            (`RankZeroTrainer` ensures that).
+        pixels: source of images' pixel values, as in `Rollout.pixels`.
+        teachers: makes the policy's teachers, as `make_teachers` returns it.
+        on_note: receives a line when micro-batches are halved; a warning is logged by default.
+
+    Raises:
+        ConfigError: for a temperature that is not positive, an unusable algorithm or key, or `train.routing_replay = "replay"`
+            for a model whose routers cannot replay experts.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TrainConfig,
+        *,
+        temperature: float = 1.0,
+        banned_ids: Iterable[int] = frozenset(),
+        seed: int = 0,
+        template: str = "",
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        ranks: Ranks | None = None,
+        pixels: PixelCache | None = None,
+        teachers: MakeTeachers | None = None,
+        on_note: Callable[[str], None] | None = None,
+    ) -> None:
+        if not temperature > 0:
+            raise ConfigError(
+                f"rollout.temperature is {temperature}, but training needs samples that differ; set it over 0, such as 1.0"
+            )
+        # Dropout off: the trained policy must equal the sampled one. Gradients flow all the same.
+        self.model = model.eval()
+        self._rounded_inputs = rounds_activations(model)
+        self._moved_steps = 0
+        self.config = config
+        self.objective = Objective(config, resolve_settings(config))
+        self.temperature = temperature
+        self.seed = seed
+        self.template = template
+        first = next(model.parameters())
+        self.device, self.dtype = first.device, first.dtype
+        self.adapter = adapter_of(model)
+        """The model's LoRA adapter; None if its own weights are trained."""
+        if config.vision == "frozen":
+            freeze_vision(model)
+        self.forward = ForwardPass(model, replay=config.routing_replay == "replay")
+        self.layout = BatchPacker(config.batching, self.forward.decoder)
+        if config.gradient_checkpointing:
+            enable_gradient_checkpointing(self.forward.model)
+        self.banned_ids = frozenset(banned_ids)
+        self.distribution = LogitDistribution(temperature, self.banned_ids, top_p, top_k, min_p)
+        """Distribution the engine samples from."""
+        self.pixels = pixels
+        """Source of pixel values; None without images."""
+        self._tied = tied_names(model)
+        self.ranks = ranks or Ranks()
+        if self.distribution.truncates and self.ranks.size > 1:
+            raise ConfigError(
+                "rollout.top_p, top_k and min_p need a trainer of one process; sampling-mask replay is not distributed"
+            )
+        self.micro_batch_limit = MicroBatchLimit(config.micro_tokens, alone=self.ranks.size == 1, on_note=on_note)
+        self._stats, self._full_logprobs = self.ranks.shard(model, self.forward)
+        self.teachers = None if teachers is None else teachers(self._as_policy())
+        self.reset_optimizer()
+        self.transforms: list[Transform] = []
+        """Stages between the parameters (adapters merged) and `weights()`, such as casting."""
+        self._reference: ReferencePolicy | None = None
+        self._probe: WeightSyncProbe | None = None
+
+    def _as_policy(self) -> TaughtPolicy:
+        refuse_ranks(self.ranks.size)
+        head = self.forward.head
+        vocabulary = self.model.get_input_embeddings().weight.shape[0] if head is None else head.vocabulary
+        limit = self.micro_batch_limit
+        return TaughtPolicy(
+            self.forward, self.distribution, vocabulary, limit.tokens, self.pixels, limit.run, self._as_reference
+        )
+
+    # Steps.
+
+    def step(self, groups: Sequence[Group], *, step: int, steps: int, version: int | None = None) -> StepResult:
+        """Train on the groups of `step` (from 0) of `steps`, which are for the learning-rate schedule. `version` is the policy
+        version of the weights before the step; None counts every token as sampled by them.
+
+        On a CPU with one thread, equal groups, weights and optimizer state give equal bits in any order of the groups.
+
+        Returns:
+            Metrics by name, and the step's credits and batches. Metrics: loss, KL, gradient norm, agreement with earlier
+            gradients, learning rate, ratio, clip fraction, entropy, mismatch with the engine, tokens by outcome
+            (`tokens_trained` and `tokens_<reason>` sum to `tokens_sampled`) and tokens trained per second.
+
+        Raises `RewardError` for a reward that is NaN or infinite; `UsageError` for a trajectory of another chat template,
+        tokenizer or settings, or invalid loss-scale weights; `RoutesMissing` with `train.routing_replay = "replay"`, when the
+        engine did not report its experts. `SyncError` when the mismatch of tokens of `version` exceeds `max_mismatch` or
+        `max_mismatch_kl`, or a token is of a newer policy, and `TurnwrightError` when the loss or its gradient is not finite,
+        come before the update, which is not made.
+        """
+        with self._own_draws():
+            return self._step(groups, step=step, steps=steps, version=version)
+
+    def _step(self, groups: Sequence[Group], *, step: int, steps: int, version: int | None) -> StepResult:
+        began = time.perf_counter()
+        config = self.config
+        check_fingerprints(self.template, [t for group in groups for t in group.trajectories], "the training data")
+        self.layout.start_step()
+        # Credit: how much better each trajectory did than the others of its task.
+        step_credits = self.step_credits(groups)
+        # Batches: one per minibatch, each with the passes that cover it.
+        lr = config.lr * schedule(config.schedule, step, steps, config.lr_warmup_steps)
+        parts = split_minibatches(step_credits.credits, config.minibatches, f"{self.seed}:{step}")
+        scale = LossDenominator.of(step_credits.credits, self.objective.settings.aggregation, config.fixed_length, len(parts))
+        batches = [self._batch(part, scale, version=version) for part in parts]
+        step_metrics = StepMetrics()
+        # Scores. The ratio's denominator is the policy before the first update: score later batches now.
+        for batch in batches if self.distribution.truncates else batches[1:]:
+            self._start(batch, step_metrics)
+        if config.kl:
+            for batch in batches:
+                batch.reference_n = self._score_reference(batch)
+        if self.teachers is not None:
+            for batch in batches:
+                batch.teachers = self.teachers.score(batch)
+        needed = batches and needs_probe(config, self.dtype, step, rounded_inputs=self._rounded_inputs)
+        probe = WeightSyncProbe.before(step_credits.credits, self._at_temperature_one, self.device) if needed else None
+        # Updates.
+        codes = self._codes()
+        with self._limited(step_credits.credits, step_metrics, version) if batches else nullcontext():
+            for epoch in range(config.epochs):
+                if epoch == self.passes:
+                    break
+                for batch in batches:
+                    self._update(batch, lr, step_metrics, step)
+        self._probe = None if probe is None else probe.after(self._at_temperature_one)
+        self._moved_steps = self._moved_steps + 1 if step_metrics.moved else 0
+        if self.objective.by_agent:
+            self.objective.baselines.update(groups)
+        # Metrics.
+        step_metrics.reduce(self.ranks)
+        metrics = (
+            step_metrics.metrics()
+            | accounting_metrics(step_credits, step_metrics.masked)
+            | self.layout.figures()
+            | teacher_figures(batches)
+            | {"lr": lr * self.lr_share, "optimizer_steps": float(len(step_metrics.updates))}
+        )
+        if codes:
+            metrics["codes_changed"] = float(sum(int((codes[name] != now).sum()) for name, now in self._codes().items()))
+        seconds = time.perf_counter() - began
+        updates = len(step_metrics.updates) / max(len(batches), 1)
+        metrics |= {"train_s": seconds, "tokens_per_s": metrics["tokens_trained"] * updates / seconds}
+        return StepResult(metrics, (step_credits.credits, batches))
+
+    @contextmanager
+    def _own_draws(self) -> Iterator[None]:
+        """Let what draws by torch's global generator (dropout, a user's loss) draw by a seed of this update.
+
+        The process shares that generator with the code of environments, so its state tells nothing
+        about a run: a resumed one draws the same without restoring it.
+        """
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(derive_seed(self.seed, "update", self.updates, self.ranks.rank))
+            yield
+
+    @contextmanager
+    def _limited(self, credits: Sequence[Credit], step_metrics: StepMetrics, version: int | None) -> Iterator[None]:
+        """Shorten the step that is made inside, where it would move good episodes too far."""
+        good = good_episodes(credits) if self.config.gradient_signal_steps else []
+        if not good:
+            yield
+            return
+
+        scale = LossDenominator.of(good, self.objective.settings.aggregation, self.config.fixed_length, 1)
+        batch = self._batch(good, scale, pack=self.layout.pack_plainly, version=version)
+        # Else the engine's logprobs are of an older policy, of rounded numbers, or of a cut vocabulary.
+        exact = (
+            self.dtype == torch.float32
+            and not self._rounded_inputs
+            and not self.distribution.truncates
+            and bool(batch.current_n.all())
+        )
+        limit = StepLimit(batch, self._score, exact=exact)
+        before = self.optimizer.parameters()
+        yield
+        if self.signal_share < SHORT:
+            return
+
+        step_metrics.step_share, step_metrics.good_kl = limit.share()
+        if step_metrics.step_share < 1.0:
+            self.optimizer.shorten(before, step_metrics.step_share)
+
+    def _codes(self) -> dict[str, Tensor]:
+        """Return the codes of quantized weights by name; empty without `[quant]`."""
+        stage = next((stage for stage in self.transforms if isinstance(stage, OnGrid)), None)
+        return {} if stage is None else stage.codes(clone_tensors(self.model, self._tied))
+
+    def step_credits(self, groups: Sequence[Group]) -> StepCredits:
+        """Return the credits that `step` would train groups with, and the account of every sampled id."""
+        if self.teachers is not None:
+            return self.teachers.credits(groups, self.objective, self._reward_credits)
+        return self._reward_credits(groups)
+
+    def _reward_credits(self, groups: Sequence[Group]) -> StepCredits:
+        if not self.objective.penalizes_reward:
+            return self.objective.step_credits(groups)
+        penalty = self.objective.penalties(groups, self._batch, self._score, self._score_reference)
+        return self.objective.step_credits(groups, penalty)
+
+    def _batch(
+        self,
+        credits: Sequence[Credit],
+        scale: LossDenominator,
+        *,
+        routes: bool = True,
+        version: int | None = None,
+        pack: Pack | None = None,
+    ) -> TrainingBatch:
+        vision = None if self.pixels is None else self.pixels.vision
+        positions = sum(len(span.ids) for credit in credits for span in credit.trajectory.spans)
+        limit = self.ranks.limit(self.micro_batch_limit.tokens, positions)
+        routes = routes and self.forward.replay is not None  # demonstrations have no routes
+        return make_batch(
+            credits,
+            scale,
+            micro_tokens=limit,
+            device=self.device,
+            vision=vision,
+            pack=pack or self.layout.pack,
+            routes=routes,
+            version=version,
+        )
+
+    def _update(self, batch: TrainingBatch, lr: float, step_metrics: StepMetrics, step: int) -> None:
+        """Make one optimizer step."""
+        if self.config.old_logprobs == "engine":
+            check_logprobs(batch)
+        if batch.start_n is None and self.objective.correction is not None:
+            self._start(batch, step_metrics)
+        first = not step_metrics.updates
+        sequence_n = self.objective.sequence(batch, self._score, first=first)
+        # In bfloat16 the small move that measures each task's part would be lost in rounding.
+        split = first and self.signals[0].is_young and self.dtype == torch.float32
+        past, halved = self.optimizer.momentum(), set[str]()
+        if split and not past:
+            past, halved = self._half_gradient(batch, sequence_n)
+        self.optimizer.zero_grad()
+        passes = self.micro_batch_limit.run(batch, lambda: self._backward(batch, sequence_n), undo=self.optimizer.zero_grad)
+        logp_n, slope_n = torch.zeros_like(batch.weights_n), torch.zeros_like(batch.weights_n)
+        loss = 0.0
+        for micro, terms, entropy_m, logp_m, slope_m in passes:
+            logp_n[micro.tokens_m], slope_n[micro.tokens_m] = logp_m.double(), slope_m.double()
+            loss += terms.loss.item()
+            reference_n = batch.reference_n
+            step_metrics.add(terms, entropy_m, None if reference_n is None else (logp_m, reference_n[micro.tokens_m]))
+        loss = float(self.ranks.sum_(torch.tensor(loss, dtype=torch.float64, device=self.device)))
+        if batch.start_n is None:
+            self._check_start(batch, self.ranks.sum_(logp_n), step_metrics)
+        # Later updates of a step see episodes that are in the momentum already, so their noise would agree with itself.
+        found = self.optimizer.agreement(self.optimizer.gradient(), past, without=bool(halved)) if first else None
+        norm = self.optimizer.grad_norm()
+        check_finite(loss, norm, f"step {step}")
+        if first:
+            step_metrics.agreement = found
+            parts = self._agreement_by_task(batch, past, halved, logp_n, slope_n, found.norm) if found and split else []
+            moved = self.signal_share > 0.0
+            self.signals[0].update(found and found.cosine, parts, moved=moved)
+            self.signals[1].update(found and found.scaled, moved=moved)
+        step_metrics.updates.append((loss, norm))
+        self.optimizer.step(lr * self.lr_share)
+        self.updates += 1
+
+    def _half_gradient(self, batch: TrainingBatch, sequence_n: Tensor | None) -> tuple[Direction, set[str]]:
+        """Return the gradient of every second task of a batch, and their ids; empty for a single task. A first step compares it
+        with that of the others, since it has no momentum."""
+        tasks_n = [batch.trajectories[index].task.id for index in batch.trajectory_n.tolist()]
+        tasks = sorted(set(tasks_n))
+        if len(tasks) < 2:
+            return {}, set()
+        halved = set(tasks[::2])
+        inside_n = torch.tensor([task in halved for task in tasks_n], device=self.device)
+        half = replace(batch, weights_n=batch.weights_n * inside_n)
+        self.optimizer.zero_grad()
+        self.micro_batch_limit.run(half, lambda: self._backward(half, sequence_n), undo=self.optimizer.zero_grad)
+        return self.optimizer.gradient(), halved
+
+    def _agreement_by_task(
+        self, batch: TrainingBatch, past: Direction, halved: set[str], logp_n: Tensor, slope_n: Tensor, norm: float
+    ) -> list[float]:
+        """Return the parts of the agreement that the tasks of a batch have, without those whose gradients `past` is: how far a
+        small step against it lowers their loss, by its first order (`slope_n`: the loss's derivative by each logprob)."""
+        size = LOSS_CHANGE / norm
+        with self.optimizer.moved(past, size):
+            change_n = self.ranks.sum_(slope_n) * (self._score(batch) - self.ranks.sum_(logp_n))
+        parts: dict[str, float] = {}
+        for index, change in zip(batch.trajectory_n.tolist(), change_n.tolist(), strict=True):
+            task = batch.trajectories[index].task.id
+            parts[task] = parts.get(task, 0.0) - change / (size * norm)
+        return [part for task, part in parts.items() if task not in halved]
+
+    def _backward(
+        self, batch: TrainingBatch, sequence_n: Tensor | None
+    ) -> list[tuple[MicroBatch, PolicyTerms, Tensor, Tensor, Tensor]]:
+        """Run forward and backward of this rank's passes; return each one's terms, entropies, logprobs and the loss's slope in
+        them, detached."""
+        made = []
+        for micro, own in self.ranks.passes(batch.micros):
+            wanted: dict[str, Any] = {"entropy": True, "entropy_grad": bool(self.config.entropy)}
+            wanted |= {"teachers": batch.targets_of(micro)} if batch.teachers else {}
+            found = self._stats(micro, self.pixels, self.distribution, batch.support_of(micro), **wanted)
+            found.logprobs_m.retain_grad()
+            terms = self.objective.terms(batch, micro, found, sequence_n)
+            (terms.loss if own else 0.0 * terms.loss).backward()
+            if own:
+                logp_m, slope_m = found.logprobs_m.detach(), found.logprobs_m.grad
+                assert slope_m is not None
+                made.append((micro, replace(terms, loss=terms.loss.detach()), found.entropy_m.detach(), logp_m, slope_m))
+        return made
+
+    def _start(self, batch: TrainingBatch, step_metrics: StepMetrics) -> None:
+        """Score a batch before its first update, and set its correction."""
+        start_n, correction = self._score(batch), self.objective.correction
+        self._check_start(batch, start_n, step_metrics)
+        if correction is not None:
+            check_logprobs(batch, f"train.correction = '{correction.kind}'", "none")
+            batch.correction_n = correction.weights(start_n, batch.engine_n, batch.trajectory_n)
+            step_metrics.corrections.append(batch.correction_n)
+
+    def _check_start(self, batch: TrainingBatch, start_n: Tensor, step_metrics: StepMetrics) -> None:
+        batch.start_n = start_n
+
+        def rounding_effect() -> float:
+            with plain_inputs(self.model):
+                changed_n = self._score(batch) - start_n
+            return float(changed_n[batch.current_n].abs().mean())
+
+        effect = rounding_effect if self._rounded_inputs else None
+        options: dict[str, Any] = {"rounding_effect": effect, "moved_steps": self._moved_steps}
+        step_metrics.moved |= check_mismatch(batch, self.config, self.dtype, self.distribution, **options)
+        current_n = batch.current_n
+        step_metrics.start.append((start_n[current_n], batch.engine_n[current_n]))
+
+    def _score(self, batch: TrainingBatch) -> Tensor:
+        """Return logprobs of a batch's targets, float64, N; the first call finds the top-k/top-p support."""
+
+        def support() -> SamplingSupport:
+            found = [self.forward.sampling_support(micro, self.pixels, self.distribution) for micro in batch.micros]
+            order_n = torch.cat([micro.tokens_m for micro in batch.micros])
+            return SamplingSupport.join(found).take(order_n.argsort())
+
+        def logprobs() -> Tensor:
+            logp_n = torch.zeros_like(batch.weights_n)
+            with torch.no_grad():
+                for micro, own in self.ranks.passes(batch.micros):
+                    found = self._stats(micro, self.pixels, self.distribution, batch.support_of(micro), entropy=False)
+                    if own:
+                        logp_n[micro.tokens_m] = found.logprobs_m.double()
+            return self.ranks.sum_(logp_n)
+
+        if self.distribution.truncates and batch.support is None and batch.micros:
+            batch.support = self.micro_batch_limit.run(batch, support)
+        return self.micro_batch_limit.run(batch, logprobs)
+
+    def _score_reference(self, batch: TrainingBatch) -> Tensor:
+        """Return the reference policy's logprobs of a batch's targets, float64, N."""
+        with self._as_reference():
+            return self._score(batch)
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether steps need a reference policy."""
+        return bool(self.config.kl) or (self.teachers is not None and self.teachers.include_self)
+
+    def _as_reference(self) -> AbstractContextManager[None]:
+        if self._reference is None:
+            why = "train.kl is over 0, or the policy is its own teacher"
+            raise TurnwrightError(f"{why}, but there is no reference policy; call reference() before the first step")
+        return self._reference.active()
+
+    def _at_temperature_one(self, micro: MicroBatch) -> Tensor:  # log-probabilities (M, vocabulary)
+        with torch.no_grad():
+            return self._full_logprobs(micro, self.pixels, LogitDistribution(1.0, self.banned_ids))
+
+    def take_probe(self) -> WeightSyncProbe | None:
+        """Return and clear the last step's probe, which checks whether an engine has the updates; None if there is none."""
+        probe, self._probe = self._probe, None
+        return probe
+
+    # Other uses of the forward pass.
+
+    def supervised(self, trajectories: Sequence[Trajectory], *, lr: float) -> dict[str, float]:
+        """Train one step on demonstrations: cross entropy of their sampled ids in nats, mean over the step's tokens.
+
+        Returns `loss`, `grad_norm`, `lr`, `tokens_trained`, `tokens_per_s` and `train_s`. Raises `UsageError` as `step`, and
+        `TurnwrightError` when no id carries loss, or the loss or its gradient is not finite.
+        """
+        began = time.perf_counter()
+        check_fingerprints(self.template, trajectories, "the training data")
+        self.layout.start_step()
+        credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in sorted(trajectories, key=sort_key)]
+        scale = LossDenominator.of(credits, "token")
+        if not scale.tokens:
+            raise TurnwrightError(
+                f"none of {len(trajectories)} demonstrations has an id to train; a solver's replies must be sampled spans"
+            )
+        batch, distribution = self._batch(credits, scale, routes=False), LogitDistribution(1.0, self.banned_ids)
+
+        def backward() -> float:
+            total = torch.zeros((), dtype=torch.float64, device=self.device)
+            for micro, own in self.ranks.passes(batch.micros):
+                logp_m = self._stats(micro, self.pixels, distribution, entropy=False).logprobs_m
+                loss = -(logp_m * batch.weights_n[micro.tokens_m].to(logp_m.dtype)).sum()
+                (loss if own else 0.0 * loss).backward()
+                total += loss.detach() if own else 0.0
+            return float(self.ranks.sum_(total))
+
+        self.optimizer.zero_grad()
+        with self._own_draws(), nullcontext() if self.adapter is None else self.adapter.dropout():
+            total = self.micro_batch_limit.run(batch, backward, undo=self.optimizer.zero_grad)
+        norm = self.optimizer.grad_norm()
+        check_finite(total, norm, "a supervised step")
+        self.optimizer.step(lr)
+        self.updates += 1
+        seconds = time.perf_counter() - began
+        metrics = {"loss": total, "grad_norm": norm, "lr": lr, "tokens_trained": float(batch.size)}
+        return metrics | {"tokens_per_s": batch.size / seconds, "train_s": seconds}
+
+    def logprobs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
+        """Return log-probabilities in nats of each trajectory's ids that can carry loss, path by path in order; raise
+        `UsageError` as `step`."""
+        check_fingerprints(self.template, trajectories, "the training data")
+        credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in trajectories]
+        batch = self._batch(credits, LossDenominator.of(credits, "token"))
+        rows: list[list[float]] = [[] for _ in trajectories]
+        used = [number for number, credit in enumerate(credits) if credit.tokens]
+        for index, value in zip(batch.trajectory_n.tolist(), self._score(batch).tolist(), strict=True):
+            rows[used[int(index)]].append(value)
+        return rows
+
+    # Weights and state.
+
+    def weights(self) -> Weights:
+        """Yield copies of the model's tensors by Hugging Face name: adapters merged, `transforms` applied, tied ones once."""
+        weights = clone_tensors(self.model, self._tied)
+        for transform in self.transforms if self.adapter is None else [self.adapter.merge, *self.transforms]:
+            weights = transform(weights)
+        return weights
+
+    def adapter_weights(self) -> Weights:
+        """Yield copies of the LoRA matrices A and B by peft's file names, for engines that take adapters; raise
+        `TurnwrightError` without an adapter."""
+        if self.adapter is None:
+            raise TurnwrightError("the model has no LoRA adapter; use weights()")
+        return self.adapter.in_layout(clone_tensors(self.model, self._tied))
+
+    def reference(self) -> None:
+        """Keep the current policy as the reference of the KL term and of a `self` teacher, if there is one. Raises
+        `ConfigError` when `train.reference` needs an adapter and there is none."""
+        if self.keeps_reference:
+            untouched = self.adapter is not None and not self.ranks.any(not self.adapter.is_initial)
+            self._reference = ReferencePolicy.of(self.model, self.adapter, self.config, untouched=untouched)
+
+    @property
+    def signal_share(self) -> float:
+        """Share of `train.epochs` full updates that a step makes: the larger share of signal of both measures of agreement."""
+        return max(signal.share for signal in self.signals)
+
+    @property
+    def passes(self) -> int:
+        """Passes over a step's batches: as few as may make that share of updates, none larger than a full one. A pass more
+        would cost as much as the first, and move the policy no further."""
+        return max(1, math.ceil(self.config.epochs * self.signal_share))
+
+    @property
+    def lr_share(self) -> float:
+        """Factor on the learning rate of each pass."""
+        return self.config.epochs * self.signal_share / self.passes
+
+    def reset_optimizer(self) -> None:
+        """Reset the optimizer's moments for a new phase."""
+        self.optimizer = Optimizer(self.model, self.config, self.ranks)
+        # Updates by the same episodes have the same noise: the momentum forgets one step's in as many as there are.
+        memory, beta = self.config.gradient_signal_steps, self.config.betas[0] ** self.config.epochs
+        self.signals = GradientSignal(memory, beta), GradientSignal(memory, beta)
+        """Evidence of the gradients' agreement, and of their agreement in units of each coordinate's size."""
+        self.updates = 0
+        """Optimizer steps since the last reset."""
+
+    def save_weights(self, directory: str | Path, base: Path) -> None:
+        """Write the model as a Hugging Face directory, or only its LoRA in peft's layout with `base` as its base model."""
+        if self.adapter is not None:
+            adapter = dict(self.adapter_weights())
+            if self.ranks.rank == 0:
+                self.adapter.save(adapter, Path(directory), base)
+        elif self.ranks.size == 1:
+            self.model.save_pretrained(directory)
+        else:
+            gathered = dict(clone_tensors(self.model, self._tied))
+            if self.ranks.rank == 0:
+                self.model.save_pretrained(directory, state_dict=gathered)
+
+    def save(self, directory: str | Path) -> None:
+        """Write the state for an exact resume, except the weights: optimizer, reference, update count."""
+        directory = Path(directory)
+        tensors = {name: tensor.contiguous() for name, tensor in self.optimizer.tensors()}
+        tensors["updates"] = torch.tensor([self.updates])
+        tensors["signal"] = torch.tensor([signal.state() for signal in self.signals], dtype=torch.float64)
+        reference = None if self._reference is None else self._reference.tensors()
+        if self.ranks.rank:
+            return
+        save_file(tensors, directory / OPTIMIZER_FILE)
+        if reference is not None:
+            save_file({name: tensor.contiguous() for name, tensor in reference.items()}, directory / REFERENCE_FILE)
+
+    def load(self, directory: str | Path) -> None:
+        """Restore what `save` wrote, not the weights; raise `ModelError` when it is unreadable or of another model."""
+        directory = Path(directory)
+        tensors = read_tensors(directory / OPTIMIZER_FILE)
+        self.updates = int(tensors.pop("updates"))
+        for signal, state in zip(self.signals, tensors.pop("signal").tolist(), strict=True):
+            signal.restore(*state)
+        self.optimizer.restore(tensors)
+        self._reference = None
+        if self.keeps_reference and (directory / REFERENCE_FILE).exists():
+            self._reference = ReferencePolicy(self.model, self.adapter, None)
+            self._reference.restore(read_tensors(directory / REFERENCE_FILE))
+        elif self.keeps_reference and self.adapter is not None:
+            self._reference = ReferencePolicy(self.model, self.adapter, None)
+
+
+T = TypeVar("T")
+
+
+class MicroBatchLimit:
+    """Micro-batch size in tokens; halved once after an out-of-memory error: a second time would hide that something else fills
+    the memory. Results do not depend on the size."""
+
+    def __init__(self, tokens: int, *, alone: bool = True, on_note: Callable[[str], None] | None = None) -> None:
+        """Halve only `alone`: several ranks would have to halve together, and one that runs out of memory cannot notify the
+        others during a pass."""
+        self.tokens = tokens
+        self.alone = alone
+        self.halved = False
+        self._on_note = on_note or logging.getLogger(__name__).warning
+
+    def run(self, batch: TrainingBatch, work: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
+        """Run work over a batch's passes, from the first and with gradients as before; after an out-of-memory error, retry once
+        with passes of half the size, after `undo` of the results. Raise `TurnwrightError` when they were halved before."""
+        while True:
+            if self.halved:
+                batch.repack(self.tokens)
+            try:
+                return work()
+            except torch.OutOfMemoryError as error:
+                reason = (str(error).strip().splitlines() or ["no more memory"])[0].partition(". ")[0]
+            # Outside the handler the exception is gone, and with it the frames that held tensors of the failed pass.
+            undo()
+            if self.halved or self.tokens < 2 or not self.alone:
+                already = ", already half of train.micro_tokens" if self.halved else ""
+                raise TurnwrightError(
+                    f"out of memory with forward passes of {self.tokens} tokens{already} ({reason}). The weights are "
+                    "unchanged. Shorten episodes (limits.context, limits.episode_tokens), lower train.micro_tokens, freeze "
+                    "parts of the model, or give the engine less memory"
+                )
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            self.halved = True
+            self._on_note(
+                f"out of memory ({reason}): forward passes now take {self.tokens // 2} tokens instead of {self.tokens}; set "
+                f"train.micro_tokens = {self.tokens // 2} to start with that"
+            )
+            self.tokens //= 2

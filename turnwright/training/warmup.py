@@ -1,0 +1,297 @@
+"""Supervised warm-up on demonstrations or recorded conversations."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from turnwright.config import Limits, RunConfig
+from turnwright.engines import Generation, Request, ScriptedEngine
+from turnwright.envs import Action, Env, Step
+from turnwright.envs.datasets import ImageSource, read_messages, read_rows
+from turnwright.envs.spec import EnvSpec
+from turnwright.envs.tool_env import NO_REWARD, ToolEnvFactory
+from turnwright.errors import ConfigError, TaskError, TemplateError, TurnwrightError
+from turnwright.media import MediaStore
+from turnwright.renderers.chat_renderer import ChatRenderer
+from turnwright.renderers.history import History
+from turnwright.renderers.row_arguments import COLUMN, check_arguments_of_row
+from turnwright.rollouts import EpisodeSpec, Rollout
+from turnwright.training.task_plan import TaskPlan
+from turnwright.types import EpisodeKey, Message, StopReason, Task, Trajectory
+
+LONGEST = 1 << 20
+"""Maximum tokens of a recorded reply: replies are not truncated, but conversations over the context are skipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetConversation:
+    """Recorded conversation, split at the assistant's replies."""
+
+    opening: tuple[Message, ...]
+    replies: tuple[Message, ...]
+    answers: tuple[tuple[Message, ...], ...]
+    """Messages after each reply but the last."""
+    tools: tuple[Mapping[str, Any], ...]
+
+
+class ConversationEnv(Env):
+    """Environment that replays the other roles of a recorded conversation."""
+
+    def __init__(self, conversation: DatasetConversation) -> None:
+        self.conversation = conversation
+        self.tools = conversation.tools
+        self.turn = 0
+
+    def reset(self, task: Task, *, seed: int | None = None) -> Sequence[Message]:
+        """Return the messages before the first reply."""
+        return self.conversation.opening
+
+    def step(self, action: Action) -> Step:
+        """Return the messages before the next reply."""
+        self.turn += 1
+        if self.turn == len(self.conversation.replies):
+            return Step(terminated=True)
+        return Step(list(self.conversation.answers[self.turn - 1]) or None)
+
+
+class ConversationEngine(ScriptedEngine):
+    """Engine that replays the assistant's replies, by episode name."""
+
+    def __init__(self, lines: Mapping[str, Sequence[str]]) -> None:
+        super().__init__([])
+        self.lines = lines
+
+    async def generate(self, request: Request) -> Generation:
+        """Return the next reply of the request's conversation."""
+        return await ScriptedEngine(self.lines[request.session], renderer=self.renderer).generate(request)
+
+
+async def conversations(
+    path: Path,
+    renderer: ChatRenderer,
+    *,
+    limits: Limits,
+    history: History,
+    limit: int = 0,
+    media: MediaStore | None = None,
+    note: Callable[[str], None] = lambda _: None,
+) -> list[Trajectory]:
+    """Convert a dataset's conversations to trajectories, each assistant reply a sampled span; skip those over the run's limits.
+
+    `path` is a `.jsonl`, `.parquet` or `.arrow` file, or a directory of them or of `datasets.save_to_disk`; each row has
+    `messages` and optionally `tools`. `limit` 0 means all. Raise `TaskError` when the file cannot be read, a row is no
+    conversation, or none is left.
+    """
+    episodes: list[EpisodeSpec] = []
+    lines: dict[str, list[str]] = {}
+    skipped: Counter[str] = Counter()
+    total = 0
+    images = ImageSource(path if path.is_dir() else path.parent)
+    for row, where in read_rows(path):
+        if limit and total == limit:
+            break
+        total += 1
+        conversation = read_conversation(row, where, images)
+        if (arguments := row.get(COLUMN)) is not None:
+            check_arguments_of_row(arguments, where, renderer)
+        if isinstance(conversation, str):
+            skipped[conversation] += 1
+            continue
+        replies = tuple(with_thinking_apart(renderer, reply) for reply in conversation.replies)
+        conversation = replace(conversation, replies=replies)
+        try:
+            texts = [encode_as_sampled(renderer, conversation, number) for number in range(len(conversation.replies))]
+        except TemplateError:
+            texts = [None]
+        if any(text is None for text in texts):
+            skipped["with a reply that the template cannot reproduce"] += 1
+            continue
+        key = EpisodeKey("converse", 0, f"conversation-{total}", 0)
+        task = Task(conversation.opening, id=key.task)
+        episodes.append(EpisodeSpec(task, key, partial(ConversationEnv, conversation), None, len(conversation.replies)))
+        lines[key.session] = [text for text in texts if text is not None]
+    turns = max((len(texts) for texts in lines.values()), default=1)
+    own = Limits(turns=turns, turn_tokens=LONGEST, context=limits.context, images=limits.images)
+    rollout = Rollout(ConversationEngine(lines), renderer, limits=own, history=history, media=media, sanity="off")
+    played = await rollout.play(episodes)
+    found = [trajectory for trajectory in played if trajectory.stop is StopReason.DONE]
+    for trajectory in played:
+        if trajectory.stop is not StopReason.DONE:
+            skipped["over the context" if trajectory.stop is StopReason.CONTEXT else f"ended as {trajectory.stop}"] += 1
+    reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.most_common())
+    if not found:
+        raise TaskError(f"{path}: none of {total} conversations is usable ({reasons or 'the file is empty'})")
+    if skipped:
+        note(f"skipped {sum(skipped.values())} of {total} conversations in {path.name}: {reasons}")
+    return found
+
+
+def read_conversation(row: Any, where: str, images: ImageSource | None = None) -> DatasetConversation | str:
+    """Read a row as a conversation, or return why it has no usable reply; raise `TaskError` when it is no conversation."""
+    given, schemas = read_messages(row, where, images)
+    places = [number for number, message in enumerate(given) if message.role == "assistant"]
+    if not places:
+        return "without an assistant message"
+    if places[0] == 0:
+        return "starting with an assistant message"
+    answers = tuple(given[a + 1 : b] for a, b in pairwise(places))
+    return DatasetConversation(given[: places[0]], tuple(given[place] for place in places), answers, schemas)
+
+
+def with_thinking_apart(renderer: ChatRenderer, reply: Message) -> Message:
+    """Return a reply with the thinking of its text in `reasoning`: rows of ms-swift write it into the content."""
+    if reply.reasoning is not None or not isinstance(reply.content, str) or "</" not in reply.content:
+        return reply
+    parsed = renderer.parse(renderer.encode_reply(reply.content))
+    if not parsed.reasoning or parsed.tool_calls or parsed.calls_in_thinking:
+        return reply
+    return replace(reply, content=parsed.text, reasoning=parsed.reasoning)
+
+
+def encode_as_sampled(renderer: ChatRenderer, conversation: DatasetConversation, number: int) -> str | None:
+    """Return the text that a model samples for a reply; None if the renderer does not parse the reply from it. Plain text is
+    used as it is. Tool calls and reasoning are rendered by the chat template, after all earlier messages."""
+    reply, text = conversation.replies[number], conversation.replies[number].text
+    if reply.media:
+        return None
+    if reply.tool_calls or reply.reasoning:
+        before = [*conversation.opening]
+        for earlier, answer in zip(conversation.replies[:number], conversation.answers, strict=False):
+            before += [earlier, *answer]
+        template = renderer.template
+        prompt = template.render(before, conversation.tools, generation_prompt=True)
+        full = template.render([*before, reply], conversation.tools)
+        if not full.startswith(prompt):
+            return None
+        end = renderer.decode(renderer.encode_reply("x")).partition("x")[2]
+        text = full[len(prompt) :].rstrip()
+        if end.strip() and text.endswith(end.strip()):
+            text = text[: -len(end.strip())]
+    if not text:
+        return None
+    parsed, given = (
+        (
+            message.text.strip(),
+            (message.reasoning or "").strip(),
+            [(call.name, call.arguments, call.error) for call in message.tool_calls],
+        )
+        for message in (renderer.parse(renderer.encode_reply(text), conversation.tools), reply)
+    )
+    return text if parsed == given else None
+
+
+NO_PLAYER = (
+    "warmup.demos = {demos}, but {names} has no demonstrator or solver to play demonstrations; give it one "
+    "(demonstrator(messages, rng) -> reply, also an argument of tool_env), or start from a trained model (model.path) with "
+    "warmup.demos = 0"
+)
+NO_START = (
+    "a new model without demonstrations (warmup.demos = 0, no warmup.dataset) replies at random, so reinforcement finds no "
+    "success to build on: give the environment a demonstrator and set warmup.demos = 4000, or start from a trained model "
+    "(model.path)"
+)
+
+
+def cannot_learn(config: RunConfig, env_specs: Sequence[EnvSpec]) -> list[str]:
+    """Return why a run may have nothing to learn from, as known before it starts. Raise `ConfigError` when
+    demonstrations are asked for and no environment can play them."""
+    warmup = config.warmup
+    playing = any((one.demonstrator or one.solver) is not None and one.factory is not None for one in env_specs)
+    if warmup.demos and warmup.dataset is None and not playing:
+        raise ConfigError(NO_PLAYER.format(demos=warmup.demos, names=", ".join(one.name for one in env_specs)))
+    fresh = config.model.path is None and not warmup.demos and warmup.dataset is None
+    tools = [(one.name, one.factory) for one in env_specs if isinstance(one.factory, ToolEnvFactory)]
+    unpaid = [f"{name}: {NO_REWARD}" for name, factory in tools if factory.needs_rewards_of_calls]
+    return [*unpaid, *([NO_START] if fresh and config.train.steps else [])]
+
+
+async def demonstrations(
+    env_specs: Sequence[EnvSpec],
+    plan: TaskPlan,
+    renderer: ChatRenderer,
+    config: RunConfig,
+    history: History,
+    media: MediaStore | None = None,
+    note: Callable[[str], None] = lambda _: None,
+    play: Callable[[Rollout, Sequence[EpisodeSpec]], Awaitable[list[Trajectory]]] = Rollout.play,
+) -> list[Trajectory]:
+    """Play `warmup.demos` demonstrator episodes, or `warmup.dataset`'s conversations, through the training loop.
+
+    `note` receives a line about failed demonstrations, which are left out; `play` plays episodes of
+    a rollout. Raise `ConfigError` when no environment has a demonstrator or solver, `TurnwrightError`
+    when most demonstrations fail.
+    """
+    if config.warmup.dataset is not None:
+        path, limit = Path(config.warmup.dataset), config.warmup.demos
+        return await conversations(path, renderer, limits=config.limits, history=history, limit=limit, media=media, note=note)
+    speakers = {env_spec.name: env_spec.demonstrator or env_spec.solver for env_spec in env_specs}
+    usable = [one for one in env_specs if speakers[one.name] is not None and one.factory is not None]
+    if not usable:
+        raise ConfigError(NO_PLAYER.format(demos=config.warmup.demos, names=", ".join(speakers)))
+    found: list[Trajectory] = []
+    total = sum(env_spec.weight for env_spec in usable)
+    for env_spec in usable:
+        speaker = speakers[env_spec.name]
+        assert speaker is not None
+        count = max(1, round(config.warmup.demos * env_spec.weight / total))
+        in_env = replace(env_spec, agent_function=None)  # a play function may start a program for each
+        own = [replace(choice, env_spec=in_env) for choice in plan.demonstrated(env_spec, count)]
+        rollout = Rollout(
+            ScriptedEngine(speaker),
+            renderer,
+            limits=config.limits,
+            seed=config.seed,
+            stop=config.rollout.stop,
+            history=history,
+            media=media,
+            sanity="off",  # the run's own rollout compares the replies of the model, and warns once
+        )
+        # With fewer tasks than demonstrations, tasks repeat with another sample number.
+        episodes = [own[i % len(own)].episode("demonstrate", 0, i // len(own)) for i in range(count)]
+        found.extend(await play(rollout, episodes))
+    good = [trajectory for trajectory in found if trajectory.stop is not None and not trajectory.stop.failed]
+    if len(good) < len(found):
+        error = next(t.error for t in found if t.error is not None)
+        failed = f"{len(found) - len(good)} of {len(found)} demonstrations failed"
+        if len(good) * 2 < len(found):
+            raise TurnwrightError(f"{failed}, the first with {error.type}: {error.message}")
+        note(f"{failed} and are left out, the first with {error.type}: {error.message}")
+    return good
+
+
+LIMIT_KEYS = {
+    StopReason.MAX_TURNS: "turns",
+    StopReason.TURN_LENGTH: "turn_tokens",
+    StopReason.EPISODE_TOKENS: "episode_tokens",
+    StopReason.CONTEXT: "context",
+}
+"""Keys of `[limits]` by the stop reason that they cause."""
+CUT = 0.1
+"""Share of demonstrations cut at a limit from which on it is reported."""
+
+
+def cut_note(config: RunConfig, demos: Sequence[Trajectory]) -> str:
+    """Describe the limit that cuts most demonstrations; empty if it cuts few."""
+    stops = Counter(t.stop for t in demos if t.stop in LIMIT_KEYS)
+    if not stops:
+        return ""
+    (reason, count), *_ = stops.most_common(1)
+    if reason is None or count < CUT * len(demos):
+        return ""
+    key = LIMIT_KEYS[reason]
+    limit = f"limits.{key} = {getattr(config.limits, key)}"
+    if reason is StopReason.MAX_TURNS and max(len(t.turns) for t in demos if t.stop is reason) < config.limits.turns:
+        limit = "the environment's max_turns"
+    return f"{count / len(demos):.0%} of the demonstrations are cut at {limit}; raise it, or what they show has no end"
+
+
+def sample_demos(demos: Sequence[Trajectory], config: RunConfig, step: int) -> list[Trajectory]:
+    """Draw the demonstrations of one step uniformly (buckets by length would favor middle lengths)."""
+    return random.Random(f"{config.seed}/warmup/{step}").choices(demos, k=config.warmup.batch)

@@ -1,0 +1,417 @@
+"""Send and receive weights over a process group or HTTP.
+
+A process group connects the trainer (rank 0) with the ranks of one server and carries the weights in buckets. torch's process
+groups are used directly, besides any group that trains. Nothing is registered, so they exist only during an update, and so does
+their store, which listens where the server can reach it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import socket
+import threading
+import time
+from base64 import b64decode, b64encode
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from io import BytesIO
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+
+from turnwright.engines.local.weights import fingerprint
+from turnwright.engines.remote import RemoteEngine
+from turnwright.engines.remote.weight_files import add_output_head
+from turnwright.engines.remote.weight_sync import WeightBucket
+from turnwright.errors import SyncError
+
+BUCKET = 256 * 2**20
+"""Bytes per bucket; the server holds twice as much."""
+LOOPBACK = "127.0.0.1"
+T = TypeVar("T")
+Rows = list[tuple[str, torch.Tensor]]
+
+
+class GroupWeightPacker:
+    """Splits new weights into buckets and sends them to servers over process groups.
+
+    A copy stays in this process's memory (not the GPU's) until the next policy, for servers that come back. They reach this
+    process under `host`; None uses its address on the route to each server. `seconds` is the deadline to connect, or to send a
+    bucket, of `bucket` bytes or a tensor. `device` is rank 0's with `nccl`; the sending threads have no current device.
+    `source` is the model directory, if servers were started from one with an added output matrix
+    (`ModelDirectories(untie=True)`).
+    """
+
+    def __init__(
+        self,
+        backend: str = "gloo",
+        *,
+        host: str | None = None,
+        seconds: float = 600.0,
+        bucket: int = BUCKET,
+        device: str = "cuda:0",
+        source: Path | None = None,
+    ) -> None:
+        self.backend, self.host, self.seconds, self.bucket = backend, host, seconds, bucket
+        self.source = source
+        self.device = torch.device(device if backend == "nccl" else "cpu")
+
+    def pack(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[GroupWeights, str]:
+        """Split weights into buckets in their own order; return them and the fingerprint of the given weights."""
+        rows, digest = clone_weights(weights, self.source)
+        return GroupWeights(split_buckets(rows, self.bucket), version, self), digest
+
+
+def clone_weights(weights: Iterable[tuple[str, torch.Tensor]], source: Path | None) -> tuple[Rows, str]:
+    """Copy weights to this process's memory; return them and their fingerprint. Then `source` adds the output matrix of a
+    tied model, without a part in the fingerprint."""
+    rows = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights}
+    digest = fingerprint(rows.items())
+    if source is not None:
+        add_output_head(json.loads((source / "config.json").read_text(encoding="utf-8")), rows)
+    return list(rows.items()), digest
+
+
+def split_buckets(rows: Rows, max_bytes: int) -> list[Rows]:
+    """Split weights, in their own order, into buckets of at most `max_bytes` or of a single tensor."""
+    buckets: list[Rows] = []
+    size = max_bytes
+    for name, tensor in rows:
+        if size + tensor.nbytes > max_bytes or not buckets:
+            buckets.append([])
+            size = 0
+        buckets[-1].append((name, tensor))
+        size += tensor.nbytes
+    return buckets
+
+
+class GroupWeights:
+    """The weights of one policy."""
+
+    is_adapter: ClassVar[bool] = False
+
+    def __init__(self, rows: list[Rows], version: int, packer: GroupWeightPacker) -> None:
+        self.version, self.seconds, self._packer = version, packer.seconds, packer
+        self.rows = rows
+        self.buckets = [
+            WeightBucket(
+                tuple(name for name, _ in bucket),
+                tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket),
+                tuple(tuple(tensor.shape) for _, tensor in bucket),
+            )
+            for bucket in rows
+        ]
+
+    async def send_to(self, engine: RemoteEngine) -> None:
+        """Have a server load them."""
+        await engine.load_from_group(self)
+
+    def group(self, url: str, ranks: int) -> GroupConnection:
+        """Create a group with the ranks of the server at a URL."""
+        return GroupConnection(self.rows, url, ranks, self._packer)
+
+
+class GroupConnection:
+    """Process group of this process and one server's ranks."""
+
+    def __init__(self, rows: Sequence[Rows], url: str, ranks: int, packer: GroupWeightPacker) -> None:
+        self.name = f"turnwright-{uuid4().hex}"
+        self.backend, self.world = packer.backend, ranks + 1
+        self._url, self._rows, self._seconds, self._device = url, rows, packer.seconds, packer.device
+        try:
+            self.address = packer.host or _address_towards(url)
+            listening = socket.create_server(("" if packer.host else self.address, 0))
+        except OSError as error:
+            raise SyncError(f"no address for a process group with {url} ({error}); set engine.group_host") from error
+        self.port = int(listening.getsockname()[1])
+        self._store: Any = dist.TCPStore(
+            self.address,
+            self.port,
+            self.world,
+            True,
+            timedelta(seconds=self._seconds),
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+        self._group: Any = None
+
+    async def connect(self) -> None:
+        """Wait for the server's ranks."""
+        store = self._store
+        self._group = await self._step(
+            "to connect", lambda: join_process_group(store, self.name, 0, self.world, self.backend, self._seconds)
+        )
+
+    async def send(self, index: int) -> None:
+        """Send a bucket."""
+        group, rows = self._group, self._rows[index]
+        await self._step(
+            f"to send bucket {index + 1} of {len(self._rows)}",
+            lambda: broadcast(group, [tensor.to(self._device) for _, tensor in rows], self._seconds),
+        )
+
+    def close(self) -> None:
+        """Leave the group in any state."""
+        release_groups(self._group, self._store)
+        self._group = self._store = None
+
+    async def _step(self, doing: str, work: Callable[[], T]) -> T:
+        try:
+            return await run_detached(work)
+        except (RuntimeError, ValueError) as error:  # torch raises these for any failure of a group
+            raise SyncError(
+                f"the process group with {self._url} failed {doing} (within {self._seconds:g} s): "
+                f"{(str(error).strip() or type(error).__name__).splitlines()[0]}"
+            ) from error
+
+
+def join_process_group(store: Any, name: str, rank: int, world: int, backend: str, seconds: float) -> Any:
+    """Create a standalone process group, as `torch.distributed` would under this name in SGLang and vLLM; raise `RuntimeError`
+    when not all ranks join in time, `ValueError` for a backend that torch lacks."""
+    device = "cuda" if backend == "nccl" else "cpu"
+    store = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
+    limit = timedelta(seconds=seconds)
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(store, rank, world, limit)
+    if backend != "nccl" or not dist.is_nccl_available():
+        raise ValueError(f"this build of torch has no {backend!r}; weights are sent by gloo or nccl")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    with _raise_on_timeout():
+        return dist.ProcessGroupNCCL(store, rank, world, options)
+
+
+@contextmanager
+def _raise_on_timeout() -> Iterator[None]:
+    """Make groups created inside raise after a deadline; by default torch would end the process, and the run with it."""
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+def broadcast(group: Any, tensors: Sequence[torch.Tensor], seconds: float) -> None:
+    """Send tensors from rank 0, or receive them in place, in order; raise `RuntimeError` when late, or another rank is gone."""
+    end = time.monotonic() + seconds
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    for work in [group.broadcast([tensor], options) for tensor in tensors]:
+        work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
+
+
+async def run_detached(work: Callable[[], T]) -> T:
+    """Run work that may hang in a thread that neither the event loop nor process exit waits for."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(done: Callable[[], None]) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(lambda: None if future.done() else done())
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            failure = error
+            settle(lambda: future.set_exception(failure))
+        else:
+            settle(lambda: future.set_result(result))
+
+    threading.Thread(target=run, name="turnwright-group", daemon=True).start()
+    return await future
+
+
+def release_groups(*held: Any) -> None:
+    """Release groups and stores in a thread, since a group's destructor waits for its running operations."""
+    present = [one for one in held if one is not None]
+    if present:
+        threading.Thread(target=present.clear, name="turnwright-group-end", daemon=True).start()
+
+
+def _address_towards(url: str) -> str:
+    """Return this machine's address on the route to a URL's host."""
+    parts = urlsplit(url)
+    host = parts.hostname or LOOPBACK
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, parts.port or 80))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+MAX_BODY_BYTES = 64 * 2**20
+"""Bytes of weights per request; base64 adds a third, and a server of many ranks gets them for each."""
+OPENS = ("torch.storage", "_load_from_bytes")
+
+
+class RequestWeightPacker:
+    """Splits new weights into bodies of at most `max_bytes` or a tensor; see `GroupWeightPacker` for the copy and `source`."""
+
+    def __init__(self, *, seconds: float = 600.0, max_bytes: int = MAX_BODY_BYTES, source: Path | None = None) -> None:
+        self.seconds, self.max_bytes, self.source = seconds, max_bytes, source
+
+    def pack(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[RequestWeights, str]:
+        """Split weights into requests in their own order; return them and the fingerprint of the given weights."""
+        rows, digest = clone_weights(weights, self.source)
+        return RequestWeights(split_buckets(rows, self.max_bytes), version, self.seconds), digest
+
+
+class RequestWeights:
+    """The weights of one policy."""
+
+    is_adapter: ClassVar[bool] = False
+
+    def __init__(self, rows: list[Rows], version: int, seconds: float) -> None:
+        self.version, self.seconds, self._rows = version, seconds, rows
+
+    @property
+    def request_count(self) -> int:
+        """Number of requests."""
+        return len(self._rows)
+
+    def encode_body(self, index: int) -> str:
+        """Encode one request's body, see `encode_tensors`."""
+        return encode_tensors(self._rows[index])
+
+    async def send_to(self, engine: RemoteEngine) -> None:
+        """Have a server load them."""
+        await engine.load_from_requests(self)
+
+
+class _Saved:
+    """Pickles as a call of `OPENS`, which SGLang's unpickler allows."""
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw = raw
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        return torch.storage._load_from_bytes, (self.raw,)
+
+
+def encode_tensors(rows: Rows) -> str:
+    """Encode named tensors by value in base64, as SGLang's `/update_weights_from_tensor` reads them."""
+    file = BytesIO()
+    torch.save(rows, file)
+    return b64encode(pickle.dumps(_Saved(file.getvalue()), protocol=4)).decode()
+
+
+def decode_tensors(text: str) -> Rows:
+    """Decode the result of `encode_tensors` without executing pickled code. Raises `SyncError` for anything else."""
+    try:
+        rows = _Reader(BytesIO(b64decode(text, validate=True))).load()
+    except Exception as error:  # untrusted input can raise anything in the unpickler
+        raise SyncError(f"the request body has no tensors packed by Turnwright: {error}") from error
+    if not isinstance(rows, list) or not all(_is_named(row) for row in rows):
+        raise SyncError("the request body has no named tensors")
+    return rows
+
+
+def _is_named(row: Any) -> bool:
+    return isinstance(row, tuple) and len(row) == 2 and isinstance(row[0], str) and isinstance(row[1], torch.Tensor)
+
+
+class _Reader(pickle.Unpickler):
+    """Unpickler that allows only `OPENS`, and loads its argument with `weights_only`."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) != OPENS:
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed")
+        return lambda raw: torch.load(BytesIO(raw), map_location="cpu", weights_only=True)
+
+
+SECONDS = 600.0
+"""Deadline for a trainer to connect, and for each bucket."""
+
+
+class GroupWeightReceiver:
+    """Collects an update's weights until all `needed` have arrived (of tied ones, one); `take` loads them into the engine."""
+
+    def __init__(
+        self,
+        shapes: Mapping[str, torch.Size],
+        needed: frozenset[str],
+        take: Callable[[Rows], Awaitable[None]],
+        device: torch.device,
+        seconds: float = SECONDS,
+    ) -> None:
+        self._shapes, self._needed, self._take, self._seconds = shapes, needed, take, seconds
+        self._device = device
+        self._groups: dict[str, tuple[Any, Any, torch.device]] = {}
+        self._received: dict[str, torch.Tensor] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether all weights of the model have arrived."""
+        return self._needed <= self._received.keys()
+
+    async def join(self, address: str, port: int, rank: int, world: int, name: str, backend: str) -> None:
+        """Connect to a trainer, which is rank 0; raise `SyncError` when none connects, or the group cannot be created."""
+        if name in self._groups:
+            raise SyncError(f"the group {name!r} exists already")
+        limit = timedelta(seconds=self._seconds)
+
+        def connect() -> tuple[Any, Any]:
+            store = dist.TCPStore(address, port, world, False, limit, wait_for_workers=False)
+            return store, join_process_group(store, name, rank, world, backend, self._seconds)
+
+        try:
+            store, group = await run_detached(connect)
+        except (RuntimeError, ValueError) as error:
+            raise SyncError(f"no process group with {address}:{port}: {error}") from error
+        self._received.clear()
+        self._groups[name] = store, group, self._device if backend == "nccl" else torch.device("cpu")
+
+    async def receive(self, group: str | None, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Any]) -> None:
+        """Receive a bucket. Raises `SyncError` for weights that do not fit the model, an unknown group, or a lost trainer."""
+        name = group if group is not None else next(iter(self._groups), "")
+        if name not in self._groups:
+            raise SyncError(f"there is no group {name!r}")
+        _, members, device = self._groups[name]
+        rows: Rows = []
+        for weight, dtype, shape in zip(names, dtypes, shapes, strict=True):
+            kind = getattr(torch, dtype, None)
+            if self._shapes.get(weight) != torch.Size(shape) or not isinstance(kind, torch.dtype):
+                raise SyncError(f"{weight} {dtype} {list(shape)} does not fit the served model")
+            rows.append((weight, torch.empty(self._shapes[weight], dtype=kind, device=device)))
+        try:
+            await run_detached(lambda: broadcast(members, [tensor for _, tensor in rows], self._seconds))
+        except RuntimeError as error:
+            raise SyncError(f"the trainer did not send the announced weights: {error}") from error
+        self._received |= dict(rows)
+
+    async def decode_request(self, text: str) -> None:
+        """Decode the weights of a request. Raises `SyncError` for weights that do not fit the model, or an invalid body."""
+        rows = await asyncio.to_thread(decode_tensors, text)
+        for weight, tensor in rows:
+            if self._shapes.get(weight) != tensor.shape:
+                raise SyncError(f"{weight} {list(tensor.shape)} does not fit the served model")
+        self._received |= dict(rows)
+
+    async def apply(self) -> None:
+        """Load the received weights into the engine. Raises `SyncError` when some are missing."""
+        received, self._received = self._received, {}
+        if missing := sorted(self._needed - received.keys()):
+            raise SyncError(f"{len(missing)} weights are missing, the first is {missing[0]!r}; nothing was changed")
+        await self._take(list(received.items()))
+
+    def leave(self, group: str | None) -> bool:
+        """Leave a group, or all if None; discard received weights that were not applied."""
+        names = list(self._groups) if group is None else [group] if group in self._groups else []
+        for name in names:
+            store, members, _ = self._groups.pop(name)
+            release_groups(members, store)
+        self._received.clear()
+        return bool(names)

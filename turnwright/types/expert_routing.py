@@ -1,0 +1,188 @@
+"""Expert routes of mixture-of-experts models: as engines report them, by span, and as rows for training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from turnwright.types.trajectory import Trajectory
+
+ROUTES = "routes"
+"""Name of the extra in `Request.extras`, `Generation.extras` and `Turn.extras`."""
+
+ReportedRoutes = dict[int, tuple[bytearray, bytearray]]
+"""By span: the routes of its positions, concatenated, and 1 for each reported position."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRoutes:
+    """Experts chosen by routers: unsigned integers [positions, layers, k] as little-endian bytes.
+
+    `numpy.asarray(routes)` returns an array without a copy. A server that reports no shape has one layer of layers * k
+    numbers.
+    """
+
+    data: bytes
+    layers: int
+    """Number of layers with routers."""
+    k: int
+    """Experts per token and layer."""
+    width: int = 1
+    """Bytes of a number: 1, or 2 for more than 256 experts."""
+
+    def __post_init__(self) -> None:
+        if min(self.layers, self.k) < 1 or self.width not in (1, 2) or len(self.data) % self.bytes_per_position:
+            raise ValueError(
+                f"{len(self.data)} bytes do not fit routes of {self.layers} layers by {self.k} experts of {self.width} bytes"
+            )
+
+    @classmethod
+    def of(cls, array: Any) -> ExpertRoutes:
+        """Return routes of an array [positions, layers, k] of integers from 0 to 65535.
+
+        Raises `ValueError` for anything else.
+        """
+        if isinstance(array, ExpertRoutes):
+            return array
+        shape: tuple[int, ...] = tuple(getattr(array, "shape", ()))
+        kind = getattr(getattr(array, "dtype", None), "kind", "")
+        if len(shape) != 3 or kind not in ("i", "u"):
+            found = f"{kind or type(array).__name__} {shape}"
+            raise ValueError(f"routes must be integers of shape [positions, layers, k], not {found}")
+        low, high = (int(array.min()), int(array.max())) if shape[0] else (0, 0)
+        if low < 0 or high > 65535:
+            raise ValueError(f"routes must be expert indices from 0 to 65535, not {low if low < 0 else high}")
+        width = 1 if high < 256 else 2
+        return cls(array.astype(f"<u{width}").tobytes(), shape[1], shape[2], width)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, size: int, layers: int, k: int) -> ExpertRoutes:
+        """Return routes of little-endian integers of `size` bytes, narrowed to the smallest width that holds them.
+
+        Raises `ValueError` when they are over 65535, negative, or end inside a position.
+        """
+        width = next((n for n in (1, 2) if all(data[byte::size].count(0) * size == len(data) for byte in range(n, size))), 0)
+        if not width:
+            raise ValueError("routes contain a number that is negative or over 65535")
+        if width == size:
+            return cls(data, layers, k, size)
+        narrow = bytearray(len(data) // size * width)
+        for byte in range(width):
+            narrow[byte::width] = data[byte::size]
+        return cls(bytes(narrow), layers, k, width)
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Bytes of a position."""
+        return self.layers * self.k * self.width
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Positions, layers, k."""
+        return len(self), self.layers, self.k
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        kind = "|u1" if self.width == 1 else "<u2"
+        return {"version": 3, "shape": self.shape, "typestr": kind, "data": self.data}
+
+    def __len__(self) -> int:
+        return len(self.data) // self.bytes_per_position
+
+    def slice(self, start: int, end: int) -> ExpertRoutes:
+        """Return the routes of positions `start` to `end`."""
+        size = self.bytes_per_position
+        return ExpertRoutes(self.data[start * size : end * size], self.layers, self.k, self.width)
+
+    def concat(self, more: ExpertRoutes) -> ExpertRoutes:
+        """Return these routes followed by those of later positions.
+
+        Raises `ValueError` when the layers or the experts per token differ.
+        """
+        if (self.layers, self.k) != (more.layers, more.k):
+            raise ValueError(f"routes of {more.layers} x {more.k} after routes of {self.layers} x {self.k}")
+        first, second = (self, more) if self.width == more.width else (self.as_uint16(), more.as_uint16())
+        return ExpertRoutes(first.data + second.data, self.layers, self.k, first.width)
+
+    def as_uint16(self) -> ExpertRoutes:
+        """Return the same routes with two bytes per number."""
+        if self.width == 2:
+            return self
+        data = bytearray(2 * len(self.data))
+        data[::2] = self.data
+        return ExpertRoutes(bytes(data), self.layers, self.k, 2)
+
+
+class SpanRoutes:
+    """Routes of a trajectory by span, so that branches share those of their trunk.
+
+    The first report of a position wins: later ids were sampled with it.
+    """
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        self._reported: ReportedRoutes = {}
+        self._sizes: tuple[int, int, int] | None = None
+        """Layers, k, width."""
+        self._trajectory = trajectory
+        turn_routes = [
+            (turn, *turn.extras[ROUTES])
+            for turn in (*trajectory.failed_turns, *trajectory.turns)
+            if ROUTES in turn.extras and (turn.spans or turn.prompt >= 0)
+        ]
+        any_wide = any(ExpertRoutes.of(routes).width == 2 for _, _, routes in turn_routes)
+        for turn, start, routes in turn_routes:
+            known = ExpertRoutes.of(routes)
+            self._add(turn.spans[-1] if turn.spans else turn.prompt, start, known.as_uint16() if any_wide else known)
+
+    def __bool__(self) -> bool:
+        return bool(self._reported)
+
+    def _add(self, leaf: int, start: int, routes: ExpertRoutes) -> None:
+        sizes = routes.layers, routes.k, routes.width
+        if self._sizes not in (None, sizes):
+            shape = f"{routes.layers} x {routes.k}"
+            raise ValueError(f"{self._trajectory.key}: routes of {shape} and other shapes in one trajectory")
+        self._sizes = sizes
+        per_position, end = routes.bytes_per_position, start + len(routes)
+        for index, used in self._trajectory.chain(leaf):
+            span = self._trajectory.spans[index]
+            first, last = max(start, span.start), min(end, span.start + used)
+            if first >= last:
+                continue
+            if index not in self._reported:
+                self._reported[index] = bytearray(len(span.ids) * per_position), bytearray(len(span.ids))
+            data, known = self._reported[index]
+            low, high = first - span.start, last - span.start
+            for at in _runs(known, low, high):
+                source = (at[0] + span.start - start) * per_position
+                reported = routes.data[source : source + (at[1] - at[0]) * per_position]
+                data[at[0] * per_position : at[1] * per_position] = reported
+            known[low:high] = b"\1" * (high - low)
+
+    def for_chain(self, links: Sequence[tuple[int, int]]) -> tuple[ExpertRoutes, list[int]] | None:
+        """Return the routes of a chain of spans, zeros where none were reported, and 1 for each reported position.
+
+        None if the trajectory has no routes.
+        """
+        if self._sizes is None:
+            return None
+        layers, k, width = self._sizes
+        data, known = bytearray(), bytearray()
+        for index, used in links:
+            reported = self._reported.get(index)
+            data += bytes(used * layers * k * width) if reported is None else reported[0][: used * layers * k * width]
+            known += bytes(used) if reported is None else reported[1][:used]
+        return ExpertRoutes(bytes(data), layers, k, width), list(known)
+
+
+def _runs(known: bytearray, low: int, high: int) -> Iterable[tuple[int, int]]:
+    """Yield (begin, end) of runs of unreported positions."""
+    while low < high:
+        begin = known.find(0, low, high)
+        if begin < 0:
+            return
+        end = known.find(1, begin, high)
+        low = high if end < 0 else end
+        yield begin, low

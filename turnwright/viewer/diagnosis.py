@@ -1,0 +1,455 @@
+"""Diagnoses of a run over rows of metrics: live, for the report, and from the render check.
+
+Each diagnosis is a small function with a named threshold. It reads the last `LAST` training steps, so it disappears with its
+cause.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice, zip_longest
+from pathlib import Path
+from typing import Any
+
+from turnwright.records.progress import EpisodeListener, ProgressListener
+from turnwright.viewer.run_data import Row, lines_of, mapping, number, pair, sum_tables
+from turnwright.viewer.text import single_line, visible
+
+LAST = 5  # number of recent training steps that a diagnosis reads
+TIED = 0.9  # minimum share of groups without signal to report ties
+MOSTLY_TIED = 0.5  # minimum share of groups without signal that explains why nothing changes
+TRUNCATED = 0.5  # minimum share of episodes truncated by limits to report truncation
+TOOL_USERS = 0.02  # share of episodes with a call below which the tools count as unused
+BLIND_MARGIN = 0.05  # minimum lead of success with images over success with gray ones, unless half the interval is larger
+MISMATCH_GROWTH = 4.0  # factor over the initial mismatch of trainer and engine that counts as a rise
+MISMATCH_MIN = 1e-4  # mean mismatch in nats below which growth is ignored; float32 rounding is about 1e-6
+ENTROPY_LEFT = 0.05  # share of the initial entropy below which exploration has ended
+DOMINATES = 0.95  # share of the spread of all reward parts at which one part dominates
+GATE_EVALS = 2  # number of failed gate evaluations after which the warmup is reported while it runs
+MALFORMED = 0.3  # minimum share of calls that cannot be parsed or are answered by an error to report them
+NOT_CARRIED = 0.3  # minimum lead of success on training tasks over held-out ones to report it
+FEW_TASKS = 8  # number of different held-out tasks below which they stand for few others
+FEW_HELD_OUT = 20  # number of held-out episodes below which success on them means little
+FLAT_STEPS = 20  # number of steps without a change after which it is reported
+NOISE = 0.05  # mean gradient agreement below which gradients count as noise
+UNSOLVED = 0.95  # success at which ties are no fault: the tasks are solved
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """A fault of a run and its remedy."""
+
+    name: str
+    fault: str
+    remedy: str
+
+    @property
+    def text(self) -> str:
+        """Fault and remedy in one line."""
+        return f"{self.fault} {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True)
+class DiagnosisInput:
+    """Rows that diagnoses read."""
+
+    train: Sequence[Row]
+    last: Sequence[Row]  # the last `LAST` training steps
+    gate: Sequence[Row]
+    summary: Row
+
+
+def diagnose(rows: Sequence[Row], summary: Mapping[str, Any] | None = None) -> list[Diagnosis]:
+    """Return all diagnoses of a run, the most informative first, from metrics.jsonl and the summary of a finished run."""
+    train, gate = ([row for row in rows if row.get("phase") == phase] for phase in ("train", "gate"))
+    read = DiagnosisInput(train, train[-LAST:], gate, summary or {})
+    return [found for diagnosis in DIAGNOSES if (found := diagnosis(read)) is not None]
+
+
+def unrewarded(rows: DiagnosisInput) -> Diagnosis | None:
+    """No rewards: in the last `LAST` steps no episode had one."""
+    if len(rows.last) < LAST or any(row.get("reward", 0.0) is not None for row in rows.last):
+        return None
+    return Diagnosis(
+        "no episode had a reward",
+        f"In the last {LAST} steps the reward of every episode was None, so nothing was learned.",
+        "Find out why the environment or its reward function returned None.",
+    )
+
+
+def tied(rows: DiagnosisInput) -> Diagnosis | None:
+    """All groups tie: `TIED` of the groups in the last `LAST` steps have no signal, and the tasks are not solved."""
+    groups, without = _sum(rows.last, "groups"), _sum(rows.last, "groups_no_signal")
+    if any(name.startswith("teacher.") for row in rows.last for name in row):
+        return None  # a teacher trains such groups
+    if unrewarded(rows) is not None:
+        return None
+    if len(rows.last) < LAST or not groups or without / groups < TIED or _mean(rows.last, "success") >= UNSOLVED:
+        return None
+    solved, unsolved = _sum(rows.last, "groups_solved"), _sum(rows.last, "groups_unsolved")
+    easy = solved > unsolved
+    which = "mostly all succeed" if easy else "mostly none succeeds"
+    remedy = "Use harder tasks." if easy else "Use easier tasks, demonstrations (warmup.demos) or intermediate rewards."
+    return Diagnosis(
+        "all groups tie",
+        f"In {without:.0f} of {groups:.0f} groups of the last {LAST} steps all episodes had the same reward ({which}), so "
+        "nothing was learned from them.",
+        f"{remedy} Larger groups (rollout.group_size) tie less often.",
+    )
+
+
+def truncated(rows: DiagnosisInput) -> Diagnosis | None:
+    """Everything truncated: limits truncated `TRUNCATED` of the episodes."""
+    share = _mean(rows.last, "truncated_share")
+    if not rows.last or share < TRUNCATED:
+        return None
+    cause = next(iter(sum_tables(rows.last, "truncations").most_common(1)), ("a limit", 0))[0]
+    remedy = {
+        "turn_length": "Replies do not end: raise limits.turn_tokens, or check the stop ids (turnwright check --model).",
+        "max_turns": "If so many turns are the task's rule, the limit is right: reward what leads to the end, or demonstrate "
+        "how to end in time. Else raise limits.turns, or the environment's own max_turns if that is lower.",
+        "context": "Raise limits.context, truncate observations (limits.observation_tokens), or shorten rollout.history.",
+        "episode_tokens": "Raise limits.episode_tokens, or truncate observations (limits.observation_tokens).",
+        "wall_clock": "Raise limits.wall_clock_s, or find the slow phase: seconds.<phase> in docs/reference/metrics.md.",
+        "invalid_token": "Misplaced control tokens: warm the model up, or check its template (turnwright check --model).",
+    }.get(cause, "See stops in the overview.")
+    return Diagnosis("everything truncated", f"{100 * share:.0f}% of episodes were truncated, mostly by {cause}.", remedy)
+
+
+def tool_unused(rows: DiagnosisInput) -> Diagnosis | None:
+    """The tool is never called: tools are offered, and fewer than `TOOL_USERS` of the episodes call one."""
+    offered = any(number(row.get("tools_offered")) for row in rows.train)
+    share = _mean(rows.last, "tool_users")
+    if not offered or len(rows.last) < LAST or share >= TOOL_USERS:
+        return None
+    return Diagnosis(
+        "the tool is never called",
+        f"{100 * share:.1f}% of the last {LAST} steps' episodes called a tool.",
+        "Check that the reward needs it, the template renders it (turnwright check --model), and calls parse "
+        "(malformed_calls).",
+    )
+
+
+def blind(rows: DiagnosisInput) -> Diagnosis | None:
+    """The model is blind: success with gray images is as high, within `BLIND_MARGIN` or half the interval."""
+    sighted, blind = number(rows.summary.get("success_after")), number(rows.summary.get("success_blind"))
+    if sighted is None or blind is None:
+        return None
+    low, high = pair(rows.summary.get("success_after_ci")) or (0.0, 0.0)
+    if sighted - blind > max(BLIND_MARGIN, (high - low) / 2):
+        return None
+    return Diagnosis(
+        "the model is blind",
+        f"With gray images it succeeds as often ({100 * blind:.0f}%) as with the real ones ({100 * sighted:.0f}%).",
+        "Check that the task needs its images, and that pixels reach the model: turnwright check --model PATH --images.",
+    )
+
+
+def mismatch(rows: DiagnosisInput) -> Diagnosis | None:
+    """Mismatch rises: above `MISMATCH_MIN` and `MISMATCH_GROWTH` times the mean of the first `LAST` steps."""
+    known = [row for row in rows.train if number(row.get("mismatch_mean")) is not None]
+    if len(known) < 2 * LAST:
+        return None
+    first, last = _mean(known[:LAST], "mismatch_mean"), _mean(known[-LAST:], "mismatch_mean")
+    if last < MISMATCH_MIN or last < MISMATCH_GROWTH * first:
+        return None
+    return Diagnosis(
+        "mismatch rises",
+        f"Engine and trainer differ by {last:.1e} nats per token, {first:.1e} at first.",
+        "They compute different policies: precision, a kernel, an unmerged adapter, or stale weights. See mismatch_by_turn.",
+    )
+
+
+def entropy(rows: DiagnosisInput) -> Diagnosis | None:
+    """Entropy collapsed: below `ENTROPY_LEFT` of the first `LAST` steps, with tasks unsolved."""
+    known = [row for row in rows.train if number(row.get("entropy")) is not None]
+    if len(known) < 2 * LAST:
+        return None
+    first, last = _mean(known[:LAST], "entropy"), _mean(known[-LAST:], "entropy")
+    if last > ENTROPY_LEFT * first or _mean(known[-LAST:], "success") >= UNSOLVED:
+        return None
+    return Diagnosis(
+        "entropy collapsed",
+        f"Entropy fell from {first:.3g} to {last:.3g} nats per token: samples are nearly identical, and groups tie.",
+        "Return to an earlier checkpoint with a lower train.lr, a larger train.clip_high, or train.kl over 0.",
+    )
+
+
+def dominated(rows: DiagnosisInput) -> Diagnosis | None:
+    """One part of the reward dominates: it has `DOMINATES` of the parts' spread within groups."""
+    totals: Counter[str] = Counter()
+    for row in rows.last:
+        for name, value in mapping(row.get("rewards_spread")).items():
+            totals[str(name)] += number(value) or 0.0  # type: ignore[assignment]
+    total = sum(totals.values())
+    if len(rows.last) < LAST or len(totals) < 2 or not total:
+        return None
+    name, largest = totals.most_common(1)[0]
+    if largest / total < DOMINATES:
+        return None
+    return Diagnosis(
+        "one part of the reward dominates",
+        f"Within groups, {name} is {100 * largest / total:.0f}% of the spread of rewards; other parts have almost no effect.",
+        "Change the weights of the parts, or what the others measure. See rewards_spread.",
+    )
+
+
+def warmup_gate_unmet(rows: DiagnosisInput) -> Diagnosis | None:
+    """The warmup gate is not met: at least `GATE_EVALS` gate evaluations, none passed, and no reinforcement that helps."""
+    if len(rows.gate) < GATE_EVALS or any(row.get("gate_passed") for row in rows.gate) or (rows.train and not _unchanged(rows)):
+        return None
+    successes = [success for row in rows.gate if (success := number(row.get("success"))) is not None]
+    if not successes:
+        return Diagnosis(
+            "no episode of the warmup gate had a reward",
+            f"In {len(rows.gate)} gate evaluations the reward of every episode was None, so nothing is known about success.",
+            "Find out why the environment or its reward function returned None; more steps change nothing.",
+        )
+    losses = [loss for row in rows.gate if (loss := number(row.get("loss"))) is not None]
+    trend = f" while its loss went from {losses[0]:.3g} to {losses[-1]:.3g}" if len(losses) > 1 else ""
+    return Diagnosis(
+        "the warmup gate is not met",
+        f"In {len(rows.gate)} gate evaluations the model succeeded in at most {100 * max(successes):.0f}% of tasks{trend}: it "
+        "imitates the form of demonstrations without their conditions.",
+        "Use more demonstrations (warmup.demos) and steps, a model with more layers, or a gate that the demonstrator can meet.",
+    )
+
+
+def worse(rows: DiagnosisInput) -> Diagnosis | None:
+    """Reinforcement made it worse: the run went back to an earlier policy."""
+    kept, score = rows.summary.get("rolled_back"), pair(rows.summary.get("success_after_ci"))
+    if not kept or score is None:
+        return None
+    return Diagnosis(
+        "reinforcement made it worse",
+        f"The last policy's held-out success is at most {100 * score[1]:.0f}%, under that of checkpoint {kept}, which the run "
+        "keeps.",
+        "Lower train.lr, scale it by evidence (train.gradient_signal_steps = 20), or check that the reward measures success.",
+    )
+
+
+def not_carried(rows: DiagnosisInput) -> Diagnosis | None:
+    """Training high and held-out low: success on training tasks leads by `NOT_CARRIED`."""
+    after, train = number(rows.summary.get("success_after")), _mean(rows.last, "success")
+    if after is None or len(rows.last) < LAST or train - after < NOT_CARRIED:
+        return None
+    return Diagnosis(
+        "what is learned does not carry over",
+        f"Training tasks succeed in {100 * train:.0f}%, held-out ones in {100 * after:.0f}%.",
+        "Train on more and more different tasks, or hold out tasks whose answers also occur in training.",
+    )
+
+
+def few_held_out(rows: DiagnosisInput) -> Diagnosis | None:
+    """Few held-out episodes: under `FEW_HELD_OUT`, or of under `FEW_TASKS` tasks."""
+    n, tasks = number(rows.summary.get("n_eval")), number(rows.summary.get("eval_tasks"))
+    if n and n >= FEW_HELD_OUT and tasks and tasks < FEW_TASKS:
+        return Diagnosis(
+            "few held-out tasks",
+            f"{tasks:.0f} held-out tasks, played {n / tasks:.0f} times each, say little about others.",
+            'Give the environment more tasks, or evaluate on trained ones and say so (eval.overlap = "allowed").',
+        )
+    if not n or n >= FEW_HELD_OUT:
+        return None
+    return Diagnosis(
+        "few held-out episodes",
+        f"{n:.0f} held-out episodes say little: one more success changes the rate by {100 / n:.0f} points.",
+        "Give the environment more held-out tasks, or play each more often (eval.samples).",
+    )
+
+
+def overlapping(rows: DiagnosisInput) -> Diagnosis | None:
+    """Tasks of the evaluation were trained too, as `eval.overlap` allows."""
+    if rows.summary.get("overlap") != "allowed":
+        return None
+    return Diagnosis(
+        "evaluated on trained tasks",
+        "Success is measured on tasks that were trained too, so it includes what was memorized.",
+        'Where there are enough tasks, hold some out (eval.overlap = "refused", the default).',
+    )
+
+
+def one_reply(rows: DiagnosisInput) -> Diagnosis | None:
+    """No better than one reply: success after reinforcement is at `single_turn_best`, in at most one and a half turns."""
+    best, turns = number(rows.summary.get("single_turn_best")), number(rows.summary.get("turns_after"))
+    low, high = pair(rows.summary.get("success_after_ci")) or (1.0, 0.0)
+    if not best or turns is None or turns > 1.5 or not low <= best <= high:
+        return None
+    return Diagnosis(
+        "no better than one reply",
+        f"Success is what one reply reaches at best ({100 * best:.0f}%), in {turns:.1f} turns: the policy answers at once.",
+        "Warm it up on demonstrations that use more turns, or reward the steps that lead to the answer.",
+    )
+
+
+def malformed(rows: DiagnosisInput) -> Diagnosis | None:
+    """Calls fail: `MALFORMED` of the calls cannot be parsed, or are answered by an error."""
+    bad = sum_tables(rows.last, "malformed_calls") + sum_tables(rows.last, "tool_mistakes")
+    calls = sum(sum_tables(rows.last, "tool_calls").values()) + sum(sum_tables(rows.last, "malformed_calls").values())
+    if len(rows.last) < LAST or not calls or sum(bad.values()) < MALFORMED * calls:
+        return None
+    kind, count = bad.most_common(1)[0]
+    return Diagnosis(
+        "calls fail",
+        f"{sum(bad.values()):.0f} of {calls:.0f} calls in the last {LAST} steps cannot be used, mostly {kind} ({count:.0f}).",
+        "More demonstrations (warmup.demos) and warm-up steps teach the form; check it with turnwright check --model.",
+    )
+
+
+def flat(rows: DiagnosisInput) -> Diagnosis | None:
+    """Nothing changes: over `FLAT_STEPS` steps, success of training episodes rose by no more than chance, tasks unsolved."""
+    means = _unchanged(rows)
+    if means is None or any(cause(rows) is not None for cause in (unrewarded, tied, truncated)):
+        return None
+    recent = rows.train[-FLAT_STEPS:]
+    agreement = max(_mean(recent, key) for key in ("gradient_agreement", "gradient_agreement_scaled"))
+    groups, without = _sum(recent, "groups"), _sum(recent, "groups_no_signal")
+    why, remedy = "gradients agree, so steps are too small", "Raise train.lr."
+    if groups and without / groups >= MOSTLY_TIED:
+        never = _sum(recent, "groups_unsolved")
+        why = f"in {without:.0f} of {groups:.0f} groups all episodes had the same reward, in {never:.0f} of them none succeeded"
+        remedy = "Where none succeeds, warm up longer (warmup.steps) or reward partial success; larger groups tie less often."
+    elif agreement < NOISE:
+        why, remedy = f"gradients of different steps do not agree ({agreement:.2f})", MORE_GROUPS
+    elif all(row.get("lr") == 0.0 for row in recent):
+        why, remedy = "gradients agree by no more than chance, so no step was taken", MORE_GROUPS
+    return Diagnosis(
+        "nothing changes",
+        f"Success of training episodes went from {100 * means[0]:.0f}% to {100 * means[1]:.0f}% in {FLAT_STEPS} steps: {why}.",
+        remedy,
+    )
+
+
+MORE_GROUPS = "Use larger or more groups (rollout)."
+
+
+def _unchanged(rows: DiagnosisInput) -> tuple[float, float] | None:
+    """Return success in the halves of the last `FLAT_STEPS` steps; None if it rose, tasks are solved, or none was trained."""
+    if len(rows.train) < FLAT_STEPS:
+        return None
+    recent = rows.train[-FLAT_STEPS:]
+    halves = recent[: FLAT_STEPS // 2], recent[FLAT_STEPS // 2 :]
+    before, after = (_mean(half, "success") for half in halves)
+    episodes = max(_mean(recent, "trajectories") * len(halves[0]), 1.0)
+    chance = 2 * (2 * max(before * (1 - before), 0.01) / episodes) ** 0.5
+    changed = max(before, after) >= UNSOLVED or after - before > chance or not _sum(recent, "trajectories")
+    return None if changed else (before, after)
+
+
+DIAGNOSES = (
+    warmup_gate_unmet,
+    worse,
+    not_carried,
+    blind,
+    unrewarded,
+    tied,
+    truncated,
+    tool_unused,
+    malformed,
+    one_reply,
+    mismatch,
+    entropy,
+    dominated,
+    flat,
+    few_held_out,
+    overlapping,
+)
+
+
+def _sum(rows: Sequence[Row], name: str) -> float:
+    return sum(number(row.get(name)) or 0.0 for row in rows)
+
+
+def _mean(rows: Sequence[Row], name: str) -> float:
+    known = [value for row in rows if (value := number(row.get(name))) is not None]
+    return sum(known) / len(known) if known else 0.0
+
+
+FILE = "sanity.jsonl"
+_COLUMNS = ("sampled", "canonical", "sent")
+_MAX_FINDINGS = 40  # maximum number of findings reported
+_MAX_TEXT = 600
+_SPACES = str.maketrans({"\n": "\u23ce", "\t": "\u21e5", " ": "\u00b7"})
+
+
+@dataclass(frozen=True, slots=True)
+class RenderFinding:
+    """First difference of one cause."""
+
+    cause: str
+    sentence: str
+    count: int  # number of occurrences in the reinforcement steps
+    where: str
+    columns: Sequence[tuple[str, str]]  # (name, text) of sampled, canonical and sent
+
+
+def findings(run_dir: Path, rows: Sequence[Row], problems: list[str]) -> list[RenderFinding]:
+    """Read the render findings of a run, the most frequent cause (by rows of metrics.jsonl) first."""
+    counts: Counter[str] = Counter()
+    for row in rows:
+        for name, value in row.items():
+            if str(name).startswith("render_mismatch_"):
+                counts[str(name).removeprefix("render_mismatch_")] += int(number(value) or 0)
+    found: list[RenderFinding] = []
+    for _, row in islice(lines_of(run_dir / FILE, problems), _MAX_FINDINGS):
+        cause, key = str(row.get("cause", "")), row.get("key")
+        episode = "/".join(map(str, key)) if isinstance(key, list) else ""
+        turn = number(row.get("turn"))
+        place = f"turn {int(turn) + 1}" if turn is not None and turn >= 0 else "the opening prompt"
+        where = f"episode {episode}, {place}, id {row.get('position')} of the path, origin {row.get('origin')}"
+        texts = [(name, str(row.get(name) or "")[:_MAX_TEXT]) for name in _COLUMNS]
+        sentence = " ".join(filter(None, (str(row.get("sentence") or ""), str(row.get("said") or "")[:_MAX_TEXT])))
+        found.append(RenderFinding(cause, sentence, counts[cause], where, texts))
+    return sorted(found, key=lambda one: (-one.count, one.cause))
+
+
+def table(found: Sequence[RenderFinding], width: int = 120) -> list[str]:
+    """Format findings as terminal lines: three columns under each cause, with visible whitespace."""
+    lines: list[str] = []
+    cell = max(16, (width - 6) // 3)
+    for one in found:
+        count = f" ({one.count} in the steps)" if one.count else ""
+        lines += ["", single_line(f"{one.cause}{count}: {one.sentence}"), single_line(f"  {one.where}")]
+        texts = [visible(text).translate(_SPACES) for _, text in one.columns]
+        cells = [textwrap.wrap(text, cell, drop_whitespace=False) or [""] for text in texts]
+        lines.append("   ".join(name.ljust(cell) for name, _ in one.columns).rstrip())
+        for row in zip_longest(*cells, fillvalue=""):
+            lines.append("   ".join(text.ljust(cell) for text in row).rstrip())
+    return lines[1:]
+
+
+class DiagnosingListener(ProgressListener):
+    """Forwards everything to another listener, and emits a note when a diagnosis is first made."""
+
+    def __init__(self, watch: ProgressListener) -> None:
+        self._watch = watch
+        self.episode = watch.episode if isinstance(watch, EpisodeListener) else None
+        self._first: list[Mapping[str, Any]] = []
+        self._last: deque[Mapping[str, Any]] = deque(maxlen=LAST)
+        self._reported: set[str] = set()
+
+    def phase(self, name: str, total: int, unit: str) -> None:
+        self._watch.phase(name, total, unit)
+
+    def progress(self, done: int, figures: Mapping[str, Any]) -> None:
+        self._watch.progress(done, figures)
+        if figures.get("phase") == "train":
+            with suppress(Exception):  # a malformed row must not stop the run
+                (self._first if len(self._first) < LAST else self._last).append(figures)
+                for one in diagnose([*self._first, *self._last]):
+                    if one.name not in self._reported:
+                        self._reported.add(one.name)
+                        self._watch.note(f"diagnosis: {one.text}")
+
+    def waiting(self, what: str) -> None:
+        self._watch.waiting(what)
+
+    def note(self, text: str) -> None:
+        self._watch.note(text)
+
+    def close(self) -> None:
+        self._watch.close()

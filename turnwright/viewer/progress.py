@@ -1,0 +1,434 @@
+"""Progress displays for terminals, and a Chrome trace of a run.
+
+A display never raises into the run and never delays it: `progress` only stores its arguments, and drawing happens in rich's own
+thread, or on the next call when a line is due.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from turnwright.errors import UsageError
+from turnwright.records.progress import NullListener, ProgressListener
+from turnwright.viewer.run_data import number
+from turnwright.viewer.text import single_line
+
+P = ParamSpec("P")
+FILE = "profile.json"
+MIN_SHARE = 1e-3  # share of an episode below which one of its phases is left out
+MAX_BUFFERED = 20_000  # maximum number of buffered events
+TRACKS = ("phase", "step", "waiting for", "episodes, summed")
+
+
+class ProfileListener(ProgressListener):
+    """Forwards everything to another listener, and appends an event for each phase, step and wait to RUN/profile.json.
+
+    Times are wall-clock microseconds since the profile started. Within a training step, `rollout` and `train` have their
+    measured lengths and end with the step. Seconds spent by the step's episodes are counters, summed although episodes overlap.
+    Each episode is an asynchronous span with its phases below it. Write errors are ignored. The closing bracket is written
+    last, as the format allows.
+    """
+
+    def __init__(self, watch: ProgressListener, run: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._watch, self._clock, self._origin = watch, clock, clock()
+        self._path = run / FILE
+        self._text: list[str] = []
+        self._open: dict[str, tuple[str, float]] = {}
+        self._written = self._started = False
+        for thread, name in enumerate(TRACKS, 1):
+            self._add({"ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": {"name": name}})
+
+    def phase(self, name: str, total: int, unit: str) -> None:
+        self._started = True
+        self._next("phase", name)
+        self._next("step", "")
+        self._watch.phase(name, total, unit)
+
+    def progress(self, done: int, figures: Mapping[str, Any]) -> None:
+        with suppress(Exception):  # malformed metrics
+            now = self._clock()
+            train, rollout = number(figures.get("train_s")), number(figures.get("rollout_s"))
+            if train is not None and rollout is not None:
+                args = {name: value for name, value in figures.items() if isinstance(value, (int, float))}
+                self._span("step", f"rollout {done}", now - train - rollout, now - train, {})
+                self._span("step", f"train {done}", now - train, now, args)
+            spent = figures.get("seconds")
+            if isinstance(spent, Mapping):
+                sums = {str(name): number(row.get("sum")) or 0.0 for name, row in spent.items() if isinstance(row, Mapping)}
+                self._add({"ph": "C", "pid": 1, "tid": 4, "name": TRACKS[3], "ts": self._at(now), "args": sums})
+            self._write()
+        self._watch.progress(done, figures)
+
+    def waiting(self, what: str) -> None:
+        """End a wait, and maybe start another; the count of finished episodes is not part of its name."""
+        self._next("waiting for", "episodes" if " episodes; " in what else what)
+        self._watch.waiting(what)
+
+    def note(self, text: str) -> None:
+        self._watch.note(text)
+
+    def episode(self, session: str, phases: Sequence[tuple[str, float]], end: float) -> None:
+        """Record a finished episode, without phases below a thousandth of it."""
+        if not phases or not self._started:
+            return
+        first = phases[0][1]
+        ends = [began for _, began in phases[1:]] + [end]
+        self._async("b", session, f"episode {session}", first)
+        for (name, began), over in zip(phases, ends, strict=True):
+            if over - began >= MIN_SHARE * (end - first):
+                self._async("b", session, name, began)
+                self._async("e", session, name, over)
+        self._async("e", session, f"episode {session}", end)
+        if len(self._text) > MAX_BUFFERED:
+            self._write()
+
+    def _async(self, kind: str, session: str, name: str, moment: float) -> None:
+        self._add({"ph": kind, "cat": "episode", "id": session, "pid": 1, "tid": 5, "name": name, "ts": self._at(moment)})
+
+    def close(self) -> None:
+        if self._started:  # a rejected run has no events, and the directory may belong to another run
+            for track in ("waiting for", "step", "phase"):
+                self._next(track, "")
+            self._write(end=True)
+        self._started = False
+        self._watch.close()
+
+    def _next(self, track: str, name: str) -> None:
+        now = self._clock()
+        before = self._open.get(track)
+        if before is not None:
+            if before[0] == name:
+                return
+            self._span(track, *self._open.pop(track), now, {})
+        if name:
+            self._open[track] = (name, now)
+
+    def _span(self, track: str, name: str, start: float, end: float, args: Mapping[str, Any]) -> None:
+        event = {"ph": "X", "pid": 1, "tid": TRACKS.index(track) + 1, "name": name, "ts": self._at(start)}
+        self._add(event | {"dur": max(0, self._at(end) - self._at(start)), "args": dict(args)})
+
+    def _at(self, moment: float) -> int:
+        return max(0, round(1e6 * (moment - self._origin)))
+
+    def _add(self, event: Mapping[str, Any]) -> None:
+        self._text.append(json.dumps(event, default=str))
+
+    def _write(self, end: bool = False) -> None:
+        text = ",\n".join(self._text)
+        if text:
+            text = f",\n{text}" if self._written else f"[\n{text}"
+        with suppress(OSError):
+            with self._path.open("a" if self._written else "w", encoding="utf-8") as file:
+                file.write(text + ("\n]\n" if end else ""))
+            self._written = True
+        self._text = []
+
+
+_BARS = "▁▂▃▄▅▆▇█"
+# Displayed metrics, in order: key of metrics.jsonl, label, formatter.
+_FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("loss", "loss", "{:.3g}".format),
+    ("reward", "reward", "{:.3f}".format),
+    ("success", "success", "{:.1%}".format),
+    ("greedy", "greedy", "{:.1%}".format),
+    ("turns", "turns", "{:.2f}".format),
+    ("tokens_per_s", "tokens/s", lambda x: amount(x)),
+    ("trajectories_trained_share", "trained", "{:.0%}".format),
+    ("kl", "kl", "{:.2g}".format),
+    ("entropy", "entropy", "{:.2f}".format),
+    ("mismatch_max", "logprob diff", "{:.1e}".format),
+    ("lag_mean", "lag", "{:.2f}".format),
+)
+
+
+class ProgressState:
+    """Metrics of a run for a display; cheap enough for hundreds of updates per second."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.started = clock()
+        self.notes: deque[str] = deque(maxlen=5)
+        self.begin("starting", 0, "")
+
+    def begin(self, name: str, total: int, unit: str) -> None:
+        """Start a phase with empty metrics."""
+        self.phase = single_line(str(name), 60)
+        self.unit = single_line(str(unit), 20)
+        self.total = max(0, int(total))
+        self.done = 0
+        self.phase_started = self.clock()
+        self.figures: dict[str, float] = {}
+        self.stops: Counter[str] = Counter()
+        self.waiting = ""
+        self.waiting_since = self.clock()
+        self.series: dict[str, deque[float]] = {key: deque(maxlen=60) for key in ("reward", "success", "loss")}
+        self._marks: deque[tuple[float, int]] = deque([(self.clock(), 0)], maxlen=32)
+
+    def update(self, done: int, figures: Mapping[str, Any]) -> None:
+        """Set the number of finished units and the latest metrics."""
+        advanced = int(done) > self.done
+        self.done = int(done)
+        for key, value in figures.items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+                self.figures[key] = float(value)
+                if key in self.series and advanced:
+                    self.series[key].append(float(value))
+        stops = figures.get("stops")
+        if isinstance(stops, Mapping):
+            self.stops = Counter({single_line(str(name), 24): int(count) for name, count in stops.items()})
+        # At most one mark per half second, so that 32 of them cover enough time for a steady estimate.
+        if advanced and (self.clock() - self._marks[-1][0] >= 0.5 or len(self._marks) == 1):
+            self._marks.append((self.clock(), self.done))
+
+    def wait(self, what: str) -> None:
+        """Set what the run is waiting for."""
+        text = single_line(str(what), 100)
+        if text != self.waiting:
+            self.waiting, self.waiting_since = text, self.clock()
+
+    def left_s(self) -> float | None:
+        """Return the remaining seconds of the phase at the recent pace, or None if unknown."""
+        if not self.total or not 0 < self.done < self.total:
+            return None
+        since, done = self._marks[0]
+        elapsed, advanced = self.clock() - since, self.done - done
+        return elapsed / advanced * (self.total - self.done) if advanced > 0 and elapsed > 0 else None
+
+
+def figure_text(figures: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return the displayed metrics as (label, text)."""
+    return [(label, write(figures[key])) for key, label, write in _FIGURES if key in figures]
+
+
+def sparkline(values: list[float], width: int = 40) -> str:
+    """Render the last values as a row of bars between their minimum and maximum."""
+    values = [value for value in values[-width:] if math.isfinite(value)]
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    if high == low:
+        return _BARS[3] * len(values)
+    return "".join(_BARS[min(7, int(8 * (value - low) / (high - low)))] for value in values)
+
+
+def duration(seconds: float) -> str:
+    """Format a duration: 8 s, 3 min 20 s, 2 h 5 min."""
+    if not math.isfinite(seconds):
+        return "?"
+    total = max(0, round(seconds))
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60:02d} s"
+    return f"{total // 3600} h {total % 3600 // 60:02d} min"
+
+
+def amount(value: float) -> str:
+    """Format a count: 840, 12.3k, 4.1M."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if letter == 'k' else size):.1f}{letter}"
+    return f"{value:.0f}"
+
+
+def make_display(mode: str = "auto", *, stream: TextIO | None = None) -> ProgressListener:
+    """Return a display for `auto`, `rich`, `plain` or `none`; it writes to standard error, so that results can be piped."""
+    stream = sys.stderr if stream is None else stream
+    if mode == "auto":
+        dumb = os.environ.get("TERM", "") in ("", "dumb") or bool(os.environ.get("CI"))
+        mode = "rich" if stream.isatty() and not dumb else "plain"
+    if mode not in ("rich", "plain", "none"):
+        raise UsageError(f"display {mode!r}: write auto, rich, plain or none")
+    return NullListener() if mode == "none" else PlainDisplay(stream) if mode == "plain" else RichDisplay(stream)
+
+
+def _never_raises(method: Callable[P, None]) -> Callable[P, None]:
+    """Suppress exceptions of a display: a closed pipe or terminal, or a malformed metric, must not stop the run."""
+
+    @wraps(method)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        with suppress(Exception):
+            method(*args, **kwargs)
+
+    return guarded
+
+
+class PlainDisplay(ProgressListener):
+    """Prints a line every few seconds, without control codes: for pipes, logs and CI."""
+
+    def __init__(self, stream: TextIO, *, every_s: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._every_s = every_s
+        self._clock = clock
+        self._state = ProgressState(clock)
+        self._printed_at = clock()
+        self._printed_done = -1
+        self._printed_waiting = ""
+
+    @_never_raises
+    def phase(self, name: str, total: int, unit: str) -> None:
+        self._flush()
+        self._state.begin(name, total, unit)
+        self._printed_done = -1
+        self._print(f"{self._state.phase}: {self._state.total} {self._state.unit}" if self._state.total else self._state.phase)
+
+    @_never_raises
+    def progress(self, done: int, figures: Mapping[str, Any]) -> None:
+        self._state.update(done, figures)
+        last = 0 < self._state.total <= self._state.done
+        if (last and self._printed_done != self._state.done) or self._clock() - self._printed_at >= self._every_s:
+            self._print_figures()
+
+    @_never_raises
+    def waiting(self, what: str) -> None:
+        self._state.wait(what)
+        if what and what != self._printed_waiting and self._clock() - self._printed_at >= self._every_s:
+            self._printed_waiting = what
+            self._print(f"{self._state.phase}: waiting for {self._state.waiting}")
+
+    @_never_raises
+    def note(self, text: str) -> None:
+        self._print(text)
+
+    @_never_raises
+    def close(self) -> None:
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._state.done > 0 and self._printed_done != self._state.done:
+            self._print_figures()
+
+    def _print_figures(self) -> None:
+        state = self._state
+        self._printed_done = state.done
+        of = f"/{state.total}" if state.total else ""
+        parts = [f"{state.phase} {state.done}{of} {state.unit}".strip()]
+        parts += [f"{label} {text}" for label, text in figure_text(state.figures)]
+        if state.stops:
+            total = state.stops.total() or 1
+            parts.append("stops " + " ".join(f"{name} {100 * n / total:.0f}%" for name, n in state.stops.most_common(3)))
+        if (left := state.left_s()) is not None:
+            parts.append(f"{duration(left)} left")
+        self._print("  ".join(parts))
+
+    def _print(self, line: str) -> None:
+        self._printed_at = self._clock()
+        self._stream.write(single_line(line, 400) + "\n")
+        self._stream.flush()
+
+
+class RichDisplay(ProgressListener):
+    """Live panel: phase, progress, metrics, stop reasons, waiting, time left, and the last notes.
+
+    All strings are `Text` objects, so brackets in a model's text are never parsed as rich markup.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, console: Console | None = None) -> None:
+        self._console = console or Console(file=stream, stderr=stream is None, highlight=False)
+        self._state = ProgressState()
+        self._live: Live | None = None
+
+    @_never_raises
+    def phase(self, name: str, total: int, unit: str) -> None:
+        if self._live is None:
+            self._live = Live(
+                get_renderable=self._frame, console=self._console, refresh_per_second=8, transient=True, redirect_stdout=False
+            )
+            self._live.start()
+        self._print_result()
+        self._state.begin(name, total, unit)
+
+    @_never_raises
+    def progress(self, done: int, figures: Mapping[str, Any]) -> None:
+        self._state.update(done, figures)
+
+    @_never_raises
+    def waiting(self, what: str) -> None:
+        self._state.wait(what)
+
+    @_never_raises
+    def note(self, text: str) -> None:
+        self._state.notes.append(single_line(str(text), 300))
+
+    @_never_raises
+    def close(self) -> None:
+        self._print_result()
+        notes, self._state.notes = list(self._state.notes), self._state.notes.__class__(maxlen=5)
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.stop()
+        for note in notes:
+            self._console.print(Text(note), soft_wrap=True)
+        self._state.done = 0
+
+    def _print_result(self) -> None:
+        state = self._state
+        if not state.done:
+            return
+        complete = state.done >= state.total
+        mark = ("✓ ", "green") if complete else ("… ", "yellow")
+        of = "" if complete else f" of {state.total}"
+        line = Text.assemble(mark, (state.phase, "bold"), f"  {state.done}{of} {state.unit}")
+        for label, value in figure_text(state.figures):
+            line.append_text(Text.assemble("  ", (label, "dim"), f" {value}"))
+        line.append(f"  {duration(state.clock() - state.phase_started)}", "dim")
+        self._console.print(line, soft_wrap=True)
+
+    def _frame(self) -> RenderableType:
+        try:
+            return self._draw()
+        except Exception as error:  # would end the drawing thread, and the panel with it
+            return Text(f"display: {type(error).__name__}")
+
+    def _draw(self) -> RenderableType:
+        state = self._state
+        head = Table.grid(padding=(0, 1), expand=True)
+        head.add_column(ratio=1)
+        head.add_column(justify="right", no_wrap=True)
+        of = f" of {state.total}" if state.total else ""
+        left = state.left_s()
+        times = f"{duration(state.clock() - state.phase_started)}" + (f", {duration(left)} left" if left is not None else "")
+        total, color = state.total or None, "cyan"
+        bar = ProgressBar(
+            total, state.done, pulse=total is None, complete_style=color, finished_style="green", pulse_style=color
+        )
+        head.add_row(bar, Text(times, "dim"))
+        figures = Table.grid(padding=(0, 2))
+        rest = Text()
+        for label, value in figure_text(dict(state.figures)):
+            if state.series.get(label):
+                figures.add_row(Text(label, "dim"), Text(value, "bold"), Text(sparkline(list(state.series[label])), "cyan"))
+            else:
+                rest.append_text(Text.assemble((label, "dim"), " ", (value, "bold"), "   "))
+        title = Text.assemble((state.phase, "bold"), f"  {state.done}{of} {state.unit}")
+        rows: list[RenderableType] = [title, head, figures, rest]
+        if state.stops:
+            counts = state.stops.most_common(6)
+            total = sum(count for _, count in counts) or 1
+            shares = (Text.assemble(name, (f" {100 * count / total:.0f}%  ", "bold")) for name, count in counts)
+            rows.append(Text.assemble(("stops  ", "dim"), *shares))
+        if state.waiting:
+            for_s = state.clock() - state.waiting_since
+            since = f" ({duration(for_s)})" if for_s >= 2 else ""
+            rows.append(Text.assemble(("waiting for ", "yellow"), state.waiting, (since, "dim")))
+        rows += [Text(note, "dim", no_wrap=True, overflow="ellipsis") for note in list(state.notes)]
+        return Panel(
+            Group(*rows), title=Text("turnwright"), title_align="left", border_style="dim", width=min(100, self._console.width)
+        )

@@ -1,0 +1,300 @@
+"""Lenient reader of run directories: reads what exists, complete or not, without loading large files into memory."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType
+from typing import Any, NamedTuple, TypeVar
+
+import orjson
+
+from turnwright import files
+from turnwright.engines.policies import AgentPolicies
+from turnwright.errors import UsageError
+from turnwright.records.metrics import flatten_row
+from turnwright.types import StopReason
+
+Row = Mapping[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """Files of a run except its trajectories; missing files are empty."""
+
+    path: Path
+    config: Row
+    origins: Row
+    versions: Row
+    summary: Row
+    rows: Sequence[Row]  # rows of metrics.jsonl, under current names
+    problems: Sequence[str] = field(default_factory=list)  # what could not be read, one line each
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of the warm-up so far."""
+        return max((integer(row.get("step")) for row in self.phase("warmup")), default=0)
+
+    @property
+    def policies(self) -> PolicyNames:
+        """Names of its policies."""
+        return PolicyNames(self.config, self.warmup_steps)
+
+    def phase(self, name: str) -> list[Row]:
+        """Return the rows of one phase, in order; of a step trained twice (after a resume), the last."""
+        last: dict[Any, Row] = {}
+        for index, row in enumerate(self.rows):
+            if row.get("phase") == name:
+                last[row.get("step", -1 - index) if name != "eval" else index] = row
+        return list(last.values())
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryEntry:
+    """Position of a trajectory in trajectories.jsonl, with the fields used to select it."""
+
+    offset: int
+    phase: str
+    step: int
+    task: str
+    reward: float | None
+    stop: str
+    failed: bool
+
+
+class Pick(NamedTuple):
+    """A trajectory selected for the report, and the reason."""
+
+    entry: TrajectoryEntry
+    why: str
+
+
+def read_run(path: Path) -> RunData:
+    """Read a run except its trajectories."""
+    problems: list[str] = []
+    config = _object(path / "config.json", problems)
+    summary = _object(path / "summary.json", problems)
+    rows = [row for _, row in lines_of(path / "metrics.jsonl", problems, metrics_row)]
+    versions = mapping(config.get("versions") or summary.get("versions"))
+    return RunData(path, mapping(config.get("config")), mapping(config.get("origins")), versions, summary, rows, problems)
+
+
+def index(path: Path, problems: list[str]) -> list[TrajectoryEntry]:
+    """Return one small entry per trajectory; each line is parsed and discarded."""
+    entries: list[TrajectoryEntry] = []
+    for offset, row in lines_of(path, problems, episode_record):
+        key, stop, failed = mapping(row.get("key")), str(row.get("stop") or ""), bool(row.get("error"))
+        phase, step, task = str(key.get("phase", "")), integer(key.get("step")), str(key.get("task", ""))
+        entries.append(TrajectoryEntry(offset, phase, step, task, number(row.get("reward")), stop, failed))
+    return entries
+
+
+def load_at(path: Path, offset: int) -> Row:
+    """Load the trajectory at an offset from `index`."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        return mapping(parse(file.readline()))
+
+
+def choose(entries: Sequence[TrajectoryEntry]) -> list[Pick]:
+    """Select examples: best and worst of the first, middle and last step and of each evaluation, and three failures."""
+    picks: list[Pick] = []
+    for phase in dict.fromkeys(entry.phase for entry in entries):
+        those = [entry for entry in entries if entry.phase == phase]
+        steps = sorted({entry.step for entry in those})
+        if phase != "train":
+            picks += _ends(those, "rollout" if phase in ("", "rollout") else f"evaluation “{phase}”")
+            continue
+        chosen = dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1]))
+        names = ("first step", "middle step", "last step") if len(chosen) == 3 else ("first step", "last step")
+        for step, name in zip(chosen, names, strict=False):
+            picks += _ends([entry for entry in those if entry.step == step], f"reinforcement, {name} ({step})")
+    broken = [entry for entry in entries if entry.failed]
+    kinds = {entry.stop: entry for entry in reversed(broken)}  # one of each kind first
+    for entry in [*kinds.values(), *broken][:3]:
+        if entry not in [pick.entry for pick in picks]:
+            picks.append(Pick(entry, "a failure"))
+    return picks
+
+
+def number(value: Any) -> float | None:
+    """Return a finite number, or None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        as_float = float(value)
+    except OverflowError:  # JSON has integers of any size
+        return None
+    return as_float if math.isfinite(as_float) else None
+
+
+def sum_tables(rows: Iterable[Row], name: str) -> Counter[str]:
+    """Sum the tables of counts in a column; other values count as nothing."""
+    counts: Counter[str] = Counter()
+    for row in rows:
+        for key, count in mapping(row.get(name)).items():
+            counts[str(key)] += int(number(count) or 0)
+    return counts
+
+
+def pair(value: Any) -> tuple[float, float] | None:
+    """Return two finite numbers, or None for anything else."""
+    low, high = map(number, value) if isinstance(value, (list, tuple)) and len(value) == 2 else (None, None)
+    return None if low is None or high is None else (low, high)
+
+
+def sentence_of(stop: str) -> str:
+    """Return the sentence of a stop reason; empty for anything else."""
+    return StopReason(stop).sentence if stop in set(StopReason) else ""
+
+
+def integer(value: Any) -> int:
+    """Return an integer of 64 bits, or -1 for anything else."""
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_integer and abs(value) < 1 << 63 else -1
+
+
+def _ends(entries: Sequence[TrajectoryEntry], name: str) -> list[Pick]:
+    scored = [entry for entry in entries if entry.reward is not None]
+    if not scored:
+        return [Pick(entries[0], name)] if entries else []
+    best, worst = (end(scored, key=lambda entry: entry.reward or 0.0) for end in (max, min))
+    if best.reward == worst.reward:
+        return [Pick(best, f"{name}: all alike")]
+    return [Pick(best, f"{name}: best"), Pick(worst, f"{name}: worst")]
+
+
+def read_line(line: bytes, read: Callable[[Row], T]) -> T | None:
+    """Return what `read` makes of a line's object; None for an unreadable line.
+
+    Lines may come from anyone, and have any shape. So a line is unreadable where `read` fails in
+    whatever way; callers count such lines and go on with the next.
+    """
+    try:
+        row = parse(line)
+        return read(row) if isinstance(row, dict) and row else None
+    except Exception:
+        return None
+
+
+def as_it_is(row: Row) -> Row:
+    """Return any object, for files whose readers take each field by itself."""
+    return row
+
+
+def episode_record(row: Row) -> Row:
+    """Return an object that has the shape of an episode's record; raise `TypeError` for any other."""
+    for name in ("spans", "turns", "failed_turns", "final", "failures"):
+        if not isinstance(row.get(name), (list, NoneType)):
+            raise TypeError(f"{name} is no list")
+    return row
+
+
+def metrics_row(row: Row) -> Row:
+    """Return a row of metrics ; raise an error for one that cannot be used."""
+    hash(row.get("step"))  # it distinguishes rows
+    for _ in flatten_row(row):  # fails for tables in tables without end
+        pass
+    return row
+
+
+def lines_of(path: Path, problems: list[str], read: Callable[[Row], Row] = as_it_is) -> Iterator[tuple[int, Row]]:
+    """Yield (offset, object) of each line, as `read` returns it; unreadable lines are counted and skipped."""
+    if not path.exists():
+        return
+    unreadable = offset = 0
+    try:
+        with files.open_file(path) as file:
+            for line in file:
+                row = read_line(line, read)
+                if row is not None:
+                    yield offset, row
+                elif line.strip():
+                    unreadable += 1
+                offset += len(line)
+    except OSError as error:
+        problems.append(f"{path.name}: cannot be read ({error.strerror})")
+    if unreadable:
+        problems.append(unreadable_lines(path, unreadable))
+
+
+def unreadable_lines(path: Path, count: int) -> str:
+    """Say how many lines of a file were left out."""
+    return f"{path.name}: skipped {count} unreadable line{'' if count == 1 else 's'}"
+
+
+def parse(text: bytes) -> Any:
+    """Parse a line of JSON; None if invalid. Accepts what a strict reader rejects, such as lone surrogates."""
+    with suppress(orjson.JSONDecodeError):
+        return orjson.loads(text)
+    with suppress(ValueError, RecursionError):
+        return json.loads(text)  # accepts what orjson rejects: lone surrogates, NaN, integers over 64 bits
+    return None
+
+
+def _object(path: Path, problems: list[str]) -> Row:
+    try:
+        value = parse(files.read_bytes(path))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        problems.append(f"{path.name}: cannot be read ({error.strerror})")
+        return {}
+    if not isinstance(value, dict):
+        problems.append(f"{path.name}: is not a JSON object")
+    return mapping(value)
+
+
+def mapping(value: Any) -> Row:
+    """Return a mapping, or an empty one for anything else."""
+    return value if isinstance(value, Mapping) else {}
+
+
+class PolicyNames:
+    """Names of what sampled a span: its policy, where a run has several, and the version by the steps that a user counts."""
+
+    def __init__(self, config: Row, warmup_steps: int) -> None:
+        """`config` is that of the run, as far as it can be read."""
+        rows = [mapping(row) for row in _list(config.get("policy"))]
+        self._rows = {str(row.get("name")): row for row in rows}
+        agents = {name: [str(one) for one in _list(row.get("agents"))] or [name] for name, row in self._rows.items()}
+        self._agents = AgentPolicies(agents)
+        self._warmup_steps = warmup_steps
+
+    def of(self, span: Row) -> str:
+        """Return the policy of a span's agent; empty where the run has one policy, or none for this agent."""
+        try:
+            return self._agents.of(str(span.get("agent") or "main"))
+        except UsageError:
+            return ""
+
+    def is_frozen(self, span: Row) -> bool:
+        """Return whether a policy that is not trained sampled the span."""
+        row = self._rows.get(self.of(span), {}) if span.get("origin") == "model" else {}
+        return row.get("trained") is False or bool(row.get("urls") or row.get("past"))
+
+    def label(self, span: Row) -> str:
+        """Return policy and version of a sampled span: "asker after 3 steps"."""
+        name, version = self.of(span), policy_name(span.get("version"), self._warmup_steps)
+        past = mapping(self._rows.get(name, {}).get("past")).get("of")
+        if past is not None:
+            return f"{name}: {past} {version}"
+        return f"{name}, not trained" if self.is_frozen(span) else f"{name} {version}".strip()
+
+
+def policy_name(version: Any, warmup_steps: int) -> str:
+    """Name a policy by the steps that a user counts: those of the warm-up before reinforcement, then those of reinforcement."""
+    if number(version) is None:
+        return "?"
+    steps = integer(version) - warmup_steps
+    return f"after {steps} steps" if steps >= 0 else f"of warm-up step {integer(version)}"
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
