@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tests" / "compat")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks"), str(ROOT / "tests" / "compat")]
 RECIPE = ROOT / "recipes" / "quickstart.toml"
 GOAL, MEAN_OVER = 0.9, 3
 WARM = 2
@@ -225,7 +225,7 @@ def main() -> None:
 
     if not (originals.folder() / "ready").is_file():
         originals.install(originals.folder())
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
     found: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
     print("| seed | | CPU s a step | rollout | training | steps to 90% | CPU s to 90% | success, first and last steps |")
     print("|---|---|---|---|---|---|---|---|")

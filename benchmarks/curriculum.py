@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "src"))
 
 from turnwright.envs.builtin import Hop  # noqa: E402
 from turnwright.envs.resolve import load_object  # noqa: E402
@@ -79,7 +79,7 @@ def run(*words: object) -> float:
     """Run `turnwright train`; return its seconds."""
     began = time.monotonic()
     command = [sys.executable, "-m", "turnwright.cli.main", "train", *map(str, words), "--display", "none"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with status {done.returncode}: {done.stderr[-2000:]}")

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
 TASKS = {
     "sort_swaps": "SortSwaps",
     "stack_machine": "StackMachine",
@@ -57,7 +57,7 @@ OF_SOLVER, OF_GAP, DRIFT = 0.8, 0.5, 0.1
 def recipe_of(name: str, folder: Path) -> Path:
     """Write what `turnwright init` writes, with the example in place of its environment; return the recipe."""
     words = [sys.executable, "-m", "turnwright", "init", name, *(["--vision"] if name in IMAGES else [])]
-    subprocess.run(words, cwd=folder, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    subprocess.run(words, cwd=folder, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(ROOT / "src")})
     recipe = folder / name / "recipe.toml"
     text = recipe.read_text()
     use = next(line for line in text.splitlines() if line.startswith("use = "))
@@ -116,7 +116,7 @@ def solver_success(name: str, recipe: Path, seed: int = 0, n: int = 128) -> floa
 def success_of(run: str, checkpoint: str | Path) -> float:
     """Return held-out success of a checkpoint of a run."""
     words = ["eval", "--run", run, "--checkpoint", str(checkpoint), "--samples", "4", "--json"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([sys.executable, "-m", "turnwright", *words], env=env, capture_output=True, text=True, check=True)
     return float(json.loads(done.stdout)["sampled"]["success"])
 

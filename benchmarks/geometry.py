@@ -54,7 +54,7 @@ def train(recipe: str, seed: int, shuffled: bool, out: Path) -> dict[str, Any]:
         # The same name gives the same tasks and draws, so both runs have the same warm-up.
         control = str(ROOT / "recipes" / "geometry_tiny.py") + ":Shuffled"
         words += ["--env.use", control, "--env.name", "Figures"]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     if not (out / "summary.json").exists():
         done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
         if done.returncode:

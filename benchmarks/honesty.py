@@ -27,7 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "quickstart.toml"
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "src"))
 
 
 class Shuffled:
@@ -72,7 +72,7 @@ def control(seed: int, out: Path) -> dict[str, Any]:
 def quickstart(seed: int, out: Path) -> dict[str, Any]:
     """The quickstart as anyone runs it."""
     words = [sys.executable, "-m", "turnwright.cli.main", "train", RECIPE, "--seed", seed, "--out", out, "--display", "none"]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     subprocess.run([str(word) for word in words], env=env, check=True, stdout=subprocess.DEVNULL)
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
     return summary

@@ -22,14 +22,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "quickstart_vlm.toml"
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "src"))
 STARTS_UNDER, ENDS_OVER, BLIND_UNDER = 0.58, 0.93, 0.15
 
 
 def quickstart(seed: int, out: Path, overrides: list[str]) -> dict[str, Any] | None:
     """The quickstart as anyone runs it; None where it did not come to its end."""
     words = [sys.executable, "-m", "turnwright.cli.main", "train", RECIPE, "--seed", seed, "--out", out, "--display", "none"]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*map(str, words), *overrides], env=env, stdout=subprocess.DEVNULL)
     if done.returncode:
         return None

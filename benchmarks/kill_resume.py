@@ -105,7 +105,7 @@ def command(*words: str | Path) -> list[str]:
 
 def environment() -> dict[str, str]:
     """Of the processes: this checkout, one thread."""
-    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
 
 
 def start(words: Sequence[str], **outputs: Any) -> subprocess.Popen[Any]:

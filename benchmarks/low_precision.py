@@ -34,7 +34,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
 from kill_resume import RECIPE as KILLED
@@ -82,7 +82,7 @@ def trained(name: str, out: Path) -> dict[str, Any]:
     if not (run / "summary.json").is_file():
         shutil.rmtree(run, ignore_errors=True)
         command = [sys.executable, "-m", "turnwright", "train", str(ROOT / "recipes" / "quickstart.toml"), *RUNS[name]]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
         done = subprocess.run([*command, "--out", str(run)], env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             refused = "disagree on sampled ids" in done.stderr + done.stdout

@@ -25,7 +25,7 @@ def train(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
     out = folder / f"{recipe}-{seed}"
     command = [sys.executable, "-m", "turnwright.cli.main", "train", str(ROOT / "recipes" / f"{recipe}.toml")]
     command += ["--seed", str(seed), "--out", str(out), "--display", "none"]
-    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"})
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     failed = sum(row.get("reward_counts", {}).get("judge_failed", 0) for row in rows)
     return {**json.loads((out / "summary.json").read_text()), "judge_failed": int(failed)}

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 import turnwright as tw  # noqa: E402
 
@@ -187,7 +187,7 @@ def train(folder: Path, name: str, recipe: str, *words: object, shuffled: bool =
     file.write_text(recipe)
     command = [sys.executable, str(HERE), "--play", "shuffled" if shuffled else "plain", "--", "train", str(file)]
     command += [*map(str, words), "--out", str(out), "--display", "none"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with status {done.returncode}: {done.stderr[-2000:]}")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 from corpus import PACKAGES, TOOLS, distinct, fetch, template_of, templates, tokenizer_of  # noqa: E402
 from hypothesis import given, settings  # noqa: E402

@@ -161,7 +161,7 @@ def main() -> None:
         run = Path(name) / "large"
         size = write_run(run, args.trajectories)
         words = [sys.executable, "-m", "turnwright.cli.main", "view", str(run)]
-        server = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        server = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT / "src")})
         try:
             assert server.stdout is not None
             url = server.stdout.readline().split()[0]

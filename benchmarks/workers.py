@@ -77,7 +77,7 @@ def pids(namespace: str, program: str = "") -> list[int]:
 def start(namespace: str, *words: Any, log: Path) -> subprocess.Popen[bytes]:
     """Start a program in a namespace."""
     with log.open("ab") as file:
-        variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+        variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "RAY_USAGE_STATS_ENABLED": "0"}
         variables |= {"TURNWRIGHT_WORKER_TOKEN": TOKEN, SERVER_TOKEN: TOKEN}
         variables |= {"RAY_AUTH_MODE": "disabled"}  # nothing else reaches the namespaces
         command = ["ip", "netns", "exec", namespace, *map(str, words)]

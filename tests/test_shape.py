@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1] / "turnwright"
+ROOT = Path(__file__).parents[1] / "src" / "turnwright"
 
 
 @functools.cache

@@ -86,7 +86,7 @@ def test_its_tests_pass_as_written_and_for_another_environment(tmp_path, monkeyp
     main(["init", str(tmp_path / "my_env")])
     if body is not None:
         (tmp_path / "my_env" / "my_env.py").write_text(OTHER.format(body=body))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "src"))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=tmp_path / "my_env", capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
@@ -97,7 +97,7 @@ def test_its_tests_find_a_reward_for_silence(tmp_path, monkeypatch):
     main(["init", str(tmp_path / "my_env")])
     broken = CLASS.replace('action.text == "2"', "True")
     (tmp_path / "my_env" / "my_env.py").write_text(OTHER.format(body=broken))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "src"))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=tmp_path / "my_env", capture_output=True, text=True)
     assert "3 failed" in done.stdout

@@ -69,7 +69,7 @@ def shell(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(autouse=True)
 def _importable_from_anywhere(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "src"))
 
 
 def test_help_imports_nothing_heavy(tmp_path):

@@ -59,7 +59,7 @@ def generated(page: str) -> str:
 
     def link(match: re.Match[str]) -> str:
         module, name = match["module"], match["name"]
-        return f"[`{module}:{name}`](../turnwright/{module}#L{line_of(ROOT / 'turnwright' / module, name)})"
+        return f"[`{module}:{name}`](../src/turnwright/{module}#L{line_of(ROOT / 'src' / 'turnwright' / module, name)})"
 
     return _LINK.sub(link, _LAYERS.sub(lambda _: layers(), page))
 

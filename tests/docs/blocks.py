@@ -8,7 +8,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(
-    [*(ROOT / "docs").glob("*.md"), *(path for path in ROOT.glob("*.md")), ROOT / "turnwright/cli/templates/README.md.jinja"]
+    [
+        *(ROOT / "docs").glob("*.md"),
+        *(path for path in ROOT.glob("*.md")),
+        ROOT / "src/turnwright/cli/templates/README.md.jinja",
+    ]
 )
 
 _FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,})[ ]*(?P<language>[^\s`]*)[^\n]*$")

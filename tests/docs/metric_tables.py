@@ -9,7 +9,7 @@ from turnwright.records.metrics import METRIC_GROUPS
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 HEAD = """# Every metric
 
-Written by `python tests/docs/metric_tables.py` from `METRIC_GROUPS` of `turnwright/records/metrics.py`.
+Written by `python tests/docs/metric_tables.py` from `METRIC_GROUPS` of `src/turnwright/records/metrics.py`.
 
 """
 

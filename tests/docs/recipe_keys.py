@@ -12,7 +12,7 @@ from turnwright.config.load import flatten
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "keys.md"
 HEAD = """# Every key of a recipe
 
-Written by `python tests/docs/recipe_keys.py` from the docstrings of `turnwright/config/schema.py`.
+Written by `python tests/docs/recipe_keys.py` from the docstrings of `src/turnwright/config/schema.py`.
 `turnwright train --keys` prints the same.
 
 """

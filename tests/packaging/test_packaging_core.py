@@ -17,7 +17,7 @@ ALONE = Path(__file__).parent / "core_alone.py"
 
 
 def python(*words: object, **more) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, env=env, **more)
 
 

@@ -24,9 +24,9 @@ def run(*words: object, **more) -> str:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     source = tmp_path_factory.mktemp("source")  # a copy: a build leaves files behind
-    for name in ("turnwright", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("src", "pyproject.toml", "README.md", "LICENSE"):
         path = ROOT / name
-        ignore = shutil.ignore_patterns("__pycache__")
+        ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(path, source / name, ignore=ignore) if path.is_dir() else shutil.copy(path, source)
     out = tmp_path_factory.mktemp("wheel")
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", out, source)
@@ -37,7 +37,9 @@ def wheel(tmp_path_factory) -> Path:
 def test_it_holds_the_package_and_its_data(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     own = {
-        str(path.relative_to(ROOT)) for path in (ROOT / "turnwright").rglob("*") if path.suffix in (".py", ".jinja", ".typed")
+        str(path.relative_to(ROOT / "src"))
+        for path in (ROOT / "src" / "turnwright").rglob("*")
+        if path.suffix in (".py", ".jinja", ".typed")
     }
     assert own <= names
     assert not [name for name in names if name.startswith(("tests/", "docs/", "benchmarks/"))]

@@ -27,7 +27,7 @@ pytest.importorskip("peft")
 def start(*words: object) -> subprocess.Popen[str]:
     """`torchrun --nproc-per-node 2 -m turnwright ...`, in a process group of its own."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "turnwright"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     return subprocess.Popen(
         [*command, *map(str, words)],
         stdout=subprocess.PIPE,

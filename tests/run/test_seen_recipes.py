@@ -81,7 +81,7 @@ def test_the_quickstart_with_images_end_to_end(tmp_path: Path, capsys: pytest.Ca
 
 def test_one_environment_file_serves_both_kinds_of_model_unchanged(tmp_path: Path) -> None:
     file = tmp_path / "world.py"
-    file.write_text((ROOT / "turnwright" / "envs" / "builtin" / "radar.py").read_text())
+    file.write_text((ROOT / "src" / "turnwright" / "envs" / "builtin" / "radar.py").read_text())
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('[[env]]\nuse = "world.py:Radar"\n[limits]\nturn_tokens = 4\n')
     rows = {}

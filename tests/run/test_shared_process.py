@@ -161,7 +161,7 @@ def process(folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "turnwright", "train", str(folder / "recipe.toml"), "--out", str(folder / "run")]
     return subprocess.run(
         [*command, "--display", "none"],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")},
         capture_output=True,
         text=True,
         check=False,

@@ -44,7 +44,7 @@ def test_the_environment_of_a_recipe_takes_its_arguments(name: str) -> None:
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_five_steps_run_end_to_end(name: str) -> None:
     command = [sys.executable, "benchmarks/recipes.py", name]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     row = done.stdout.splitlines()[-1].split("|")
     assert (row[1].strip(), row[2].strip(), row[5].strip()) == (name, "5", "0")

@@ -27,7 +27,13 @@ def made(run: Path) -> Path:
     (run / "checkpoints" / "step-00001").mkdir(parents=True)
     span = {"origin": "model", "ids": [5, 6], "logprobs": [-0.5, -0.25]}
     opened = {"e": "opened", "settings": "name", "crc": "00"}
-    turn = {"e": "turn", "crc": "00", "spans": [span], "answers": [[0, 0.0, {}, 0.1, 0]], "turn": {"generate_s": 0.1, "cached": 2}}
+    turn = {
+        "e": "turn",
+        "crc": "00",
+        "spans": [span],
+        "answers": [[0, 0.0, {}, 0.1, 0]],
+        "turn": {"generate_s": 0.1, "cached": 2},
+    }
     error = {"type": "ValueError", "message": "text", "traceback": "text", "place": "file.py:1", "phase": "step"}
     closed = {"e": "closed", "reward": 1.0, "error": error, "wall_s": 0.2}
     keys = [KEY, [*KEY[:3], 1, 0]]

@@ -114,7 +114,7 @@ def test_what_rank_0_calls_all_do(both, tiny_dir):
 def test_ranks_that_part_end_their_group_before_python_ends(tmp_path):
     """torch's threads would end a busy machine's processes by a signal, in most runs."""
     command = [sys.executable, str(HERE / "parting_worker.py"), str(tmp_path), json.dumps(rank_environments(2))]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{HERE}"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{HERE}"}
     assert subprocess.run(command, env=environment, timeout=280).returncode == 0
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "ended", "1": "ended"}
 

@@ -98,7 +98,9 @@ def test_a_tracker_ends_with_the_training_process_however_that_ended(run):
         "print(f._processes[0][1].pid, flush=True); time.sleep(600)"
     )
     words = [sys.executable, "-c", code, f"{OWN}:Hears", str(run)]
-    training = subprocess.Popen(words, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])})
+    training = subprocess.Popen(
+        words, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    )
     assert training.stdout is not None
     pid = int(training.stdout.readline())
     os.kill(training.pid, signal.SIGKILL)

@@ -72,7 +72,7 @@ class Terminal:
     def __init__(self, run):
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
-            os.environ |= {"TERM": "xterm", "PYTHONPATH": str(Path(__file__).parents[2])}
+            os.environ |= {"TERM": "xterm", "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
             os.execv(sys.executable, [sys.executable, "-m", "turnwright.cli.main", "view", str(run), "--tui"])
         fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
         self.seen = b""
