@@ -4,7 +4,7 @@
 
 Each recipe is trained twice from the same warm-up: with its rewards, and with rewards shuffled
 within each group (the control). The table has the means of the first and the last 5 steps. The exit
-status is 1 where a run takes 300 s of CPU, held-out episodes take under 2 turns (long: 8) before
+status is 1 where a run takes 300 s of CPU, held-out episodes take under 2 turns (long: 7) before
 reinforcement, the reward does not rise by 0.2 with disjoint intervals of held-out success,
 repetition does not halve, replies do not shorten by a fifth, or a control moves: by 0.1 of reward,
 or a tenth of the repetition or the reply length. Last line JSON.
@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = {"short": "geometry_tiny_short", "long": "geometry_tiny_long"}
-MIN_TURNS = {"short": 2.0, "long": 8.0}  # of an episode before reinforcement, on held-out tasks
+MIN_TURNS = {"short": 2.0, "long": 7.0}  # of an episode before reinforcement, on held-out tasks
 MAX_CPU_S = 300.0
 RISE, REPETITION, LENGTH = 0.2, 0.5, 0.8
 REWARD_DRIFT, DRIFT = 0.1, 0.1

@@ -26,7 +26,7 @@ def world(name="Figures", **args):
     return resolve_env(EnvConfig(use=f"{RECIPES / 'geometry_tiny.py'}:{name}", args=args))
 
 
-SHORT, LONG = world(figures=2, turns=3), world(figures=6, turns=20)
+SHORT, LONG = world(figures=2, turns=3), world(figures=5, turns=20)
 
 
 def play(spec, player, n=60, **more):
@@ -72,7 +72,7 @@ def test_the_contract_holds(name, capsys):
     assert "The solver has the reward 1" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("spec", "figures"), [(SHORT, 2), (LONG, 6)])
+@pytest.mark.parametrize(("spec", "figures"), [(SHORT, 2), (LONG, 5)])
 def test_the_solver_needs_a_call_for_each_circle(spec, figures):
     played = play(spec, spec.solver)
     assert {(one.reward, len(one.turns)) for one in played} == {(1.0, figures)}
@@ -102,7 +102,7 @@ def test_a_wrong_call_costs_a_turn_and_a_reply_without_a_call_ends_the_episode()
 
 
 def test_what_is_no_task_of_it_is_refused():
-    with pytest.raises(EnvError, match="with 6 circles"):
+    with pytest.raises(EnvError, match="with 5 circles"):
         by_hand(LONG, SHORT.tasks("train", 1, 0)[0], "one")
     for figures in (1, 4):
         with pytest.raises(ConfigError, match="figures are 2 to the number of turns"):

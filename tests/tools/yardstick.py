@@ -8,9 +8,10 @@
 `record` runs `python -m turnwright train` in a checkout with that checkout's interpreter, one thread and a fixed seed, so it
 imports no module of it: five steps per recipe, or the recipes' own lengths with --full. The package may have its name of
 before. `compare A B` takes two recordings or two runs, the older first. It ends with status 0 and one line of JSON, which
-counts the exceptions used; or with status 1 and the first difference: run, file, record, field, both values. `sides` records and compares both checkouts. `artefacts` checks that a
-checkout replays, views, evaluates, exports and resumes a copy of a run recorded by another one; with --base, that both
-checkouts print the same evaluation and export the same rows.
+counts the exceptions used; or with status 1 and the first difference: run, file, record, field, both values. `sides` records
+and compares both checkouts. `artefacts` checks that a checkout replays, views, evaluates, exports and
+resumes a copy of a run recorded by another one; with --base, that both checkouts print the same evaluation and export the
+same rows.
 
 Compared: journal, trajectories, per-token records, metrics, summary, config, checkpoints and model directories (tensors by
 name, dtype, shape and bytes), media. Renamed settings and metrics go through the tables below. Not compared: clocks, memory,

@@ -135,9 +135,9 @@ def declared(cls: Any) -> dict[str, tuple[Needs, ...]]:
     return {name: needs for name, needs in found if needs}
 
 
-def values_of(section: Any) -> dict[str, Any]:
-    """Return the values of a section by key, in the order of its fields."""
-    return {name: getattr(section, name) for name in section.__dataclass_fields__}
+def values_of(cls: Any, section: Any) -> dict[str, Any]:
+    """Return the values that a section has of the fields of a class, which is its own or a base of it."""
+    return {name: getattr(section, name) for name in defaults(cls)}
 
 
 @cache

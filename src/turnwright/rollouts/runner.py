@@ -475,11 +475,11 @@ class Rollout:
             row = {
                 "v": RECORD_VERSION,
                 "seed": self.seed,
-                "limits": values_of(self.limits),
+                "limits": values_of(Limits, self.limits),
                 "stop": list(self._stop.texts) if self._stop is not None else [],
                 "history": self._history_name,
                 "sanity": self.sanity.settings,
-                "rules": values_of(rules),
+                "rules": values_of(EnvRules, rules),
                 "max_turns": episode.max_turns,
                 "context": context,
                 "want": sorted(want),
