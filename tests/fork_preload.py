@@ -22,7 +22,7 @@ for name in (
     "turnwright.renderers.sandbox",
     "turnwright.training.run",
     "turnwright.training.server",
-    "turnwright.viewer.progress",
+    "turnwright.display.progress",
     "turnwright.viewer.report",
 ):
     with contextlib.suppress(ImportError):  # of an extra

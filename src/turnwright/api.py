@@ -61,9 +61,9 @@ def train(
     """
     from turnwright.commands import run_training
     from turnwright.config.dump import extend_run
+    from turnwright.display.progress import make_display
     from turnwright.envs.resolve import as_env_spec, load_object
     from turnwright.renderers.history import policy_name
-    from turnwright.viewer.progress import make_display
 
     listed = None if tasks is None else list(tasks)
     policy = None if isinstance(history, str) else history

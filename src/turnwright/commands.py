@@ -76,7 +76,7 @@ def _train(
     began: tuple[float, float],
     ranks: ProcessRanks | None = None,
 ) -> Path:
-    from turnwright.viewer.diagnosis import DiagnosingListener
+    from turnwright.display.diagnosis import DiagnosingListener
 
     watch = DiagnosingListener(watch or NullListener())
     path = Path(resume) if resume is not None else Path(resolved.config.out)

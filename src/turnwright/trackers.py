@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from turnwright import files
+from turnwright.display.run_data import integer, mapping, parse
+from turnwright.display.text import single_line
 from turnwright.errors import ConfigError, UsageError
 from turnwright.records.metrics import flatten_row
 from turnwright.records.run_dir import complete_lines
-from turnwright.viewer.run_data import integer, mapping, parse
-from turnwright.viewer.text import single_line
 
 _TAG = re.compile(r"[^\w./() -]")
 

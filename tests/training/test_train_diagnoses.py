@@ -9,10 +9,10 @@ from train_kit import random_groups
 
 import turnwright as tw
 from turnwright.config import TrainConfig
+from turnwright.display.diagnosis import LAST, diagnose
 from turnwright.errors import TurnwrightError
 from turnwright.training import Trainer
 from turnwright.training.metrics import step_row
-from turnwright.viewer.diagnosis import LAST, diagnose
 
 
 def names(rows, summary=None):

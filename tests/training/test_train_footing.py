@@ -16,6 +16,7 @@ from turnwright.commands import run_training
 from turnwright.config import Limits, RunConfig, WarmupConfig
 from turnwright.config.dump import load_run_config
 from turnwright.config.load import from_python
+from turnwright.display.diagnosis import diagnose
 from turnwright.envs.check import check_env
 from turnwright.envs.resolve import as_env_spec
 from turnwright.envs.tool_env import NO_REWARD
@@ -28,7 +29,6 @@ from turnwright.training.task_plan import TaskPlan, eval_samples
 from turnwright.training.warmup import NO_START, cannot_learn, cut_note, demonstrations
 from turnwright.training.warmup_gate import GATE_SHARE, NO_DEMONSTRATOR, Gate
 from turnwright.types import StopReason, Trajectory
-from turnwright.viewer.diagnosis import diagnose
 
 TINY = {"hidden": 16, "heads": 1, "kv_heads": 1, "layers": 1}
 

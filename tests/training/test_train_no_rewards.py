@@ -8,13 +8,13 @@ import pytest
 
 import turnwright as tw
 from turnwright.config import load
+from turnwright.display.diagnosis import diagnose
 from turnwright.errors import ConfigError, TurnwrightError
 from turnwright.training.evaluation import summarize
 from turnwright.training.metrics import no_signal_reason, step_row
 from turnwright.training.run import STOP_STEPS, TrainingRun
 from turnwright.training.run_record import RunRecord
 from turnwright.training.warmup_gate import Gate
-from turnwright.viewer.diagnosis import diagnose
 
 TINY = {"hidden": 16, "heads": 1, "kv_heads": 1, "layers": 1}
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import turnwright as tw
+from turnwright.display import diagnosis
+from turnwright.display.diagnosis import LAST, DiagnosingListener, diagnose
 from turnwright.records import NullListener, rollout_metrics
-from turnwright.viewer import diagnosis
-from turnwright.viewer.diagnosis import LAST, DiagnosingListener, diagnose
 
 HEALTHY = {
     "phase": "train",

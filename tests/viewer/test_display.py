@@ -10,9 +10,7 @@ import pytest
 from cpu_kit import own_cost
 from rich.console import Console
 
-from turnwright.errors import UsageError
-from turnwright.records import NullListener, ProgressListener
-from turnwright.viewer.progress import (
+from turnwright.display.progress import (
     _FIGURES,
     PlainDisplay,
     ProgressState,
@@ -22,7 +20,9 @@ from turnwright.viewer.progress import (
     make_display,
     sparkline,
 )
-from turnwright.viewer.text import single_line, visible
+from turnwright.display.text import single_line, visible
+from turnwright.errors import UsageError
+from turnwright.records import NullListener, ProgressListener
 
 NASTY = "\x1b[2J\x1b]0;owned\x07\u202eabc\x00[red]hi[/red]\r\nnext\ud800"
 

@@ -6,8 +6,8 @@ import json
 from itertools import pairwise
 
 from turnwright.cli.main import main
+from turnwright.display.progress import ProfileListener
 from turnwright.records import NullListener
-from turnwright.viewer.progress import ProfileListener
 
 
 class Clock:

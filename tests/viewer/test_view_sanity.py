@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwright.cli.main import main
-from turnwright.viewer.diagnosis import findings, table
+from turnwright.display.diagnosis import findings, table
 from turnwright.viewer.report import render_report
 
 HOSTILE = "</pre><script>alert(1)</script>\x1b[31m\u202e&<b> \n"

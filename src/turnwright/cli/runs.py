@@ -93,8 +93,8 @@ def add_replay(subparsers: Any) -> None:
 
 def run_replay(args: argparse.Namespace) -> int:
     """Recompute, compare and print differences; return 1 if there are any."""
+    from turnwright.display.text import single_line
     from turnwright.envs.resolve import load_object
-    from turnwright.viewer.text import single_line
 
     if not args.run_dir.is_dir():
         raise UsageError(f"{args.run_dir}: no such run directory")
@@ -273,9 +273,9 @@ def _run_dir(run_dir: Path) -> Path:
 
 def diagnoses(run_dir: Path) -> list[str]:
     """Return the diagnoses of a run, one line each."""
-    from turnwright.viewer.diagnosis import diagnose
-    from turnwright.viewer.run_data import read_run
-    from turnwright.viewer.text import single_line
+    from turnwright.display.diagnosis import diagnose
+    from turnwright.display.run_data import read_run
+    from turnwright.display.text import single_line
 
     found = read_run(run_dir)
     return [single_line(f"diagnosis: {one.text}", 1000) for one in diagnose(found.rows, found.summary)]
@@ -285,8 +285,8 @@ def _announce(run_dir: Path, address: str) -> None:
     """Print the diagnoses of a run and the differences found by the sanity check, and open the page, if there is one."""
     import webbrowser
 
-    from turnwright.viewer.diagnosis import findings, table
-    from turnwright.viewer.run_data import read_run
+    from turnwright.display.diagnosis import findings, table
+    from turnwright.display.run_data import read_run
 
     found = findings(run_dir, read_run(run_dir).rows, [])
     sanity = ["", "sanity check: built ids differ from the chat template's render", *table(found)] if found else []

@@ -174,7 +174,7 @@ def _template(given: Path | str, history: str, *, as_json: bool) -> int:
 
 def show(findings: Iterable[tuple[bool | None, str]]) -> int:
     """Print findings (ok, text), of which `ok` None is information, and return the number of failures."""
-    from turnwright.viewer.text import single_line
+    from turnwright.display.text import single_line
 
     failed = 0
     for ok, text in findings:

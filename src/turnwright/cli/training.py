@@ -53,7 +53,7 @@ def run_evaluate(args: argparse.Namespace) -> int:
     if resolved is None:
         return 0
     from turnwright import commands
-    from turnwright.viewer.progress import make_display
+    from turnwright.display.progress import make_display
 
     import_training()
     with closing(make_display("none" if args.json and args.display == "auto" else args.display)) as watch:
@@ -193,7 +193,7 @@ def run_rollout(args: argparse.Namespace) -> int:
     if resolved is None:
         return 0
     from turnwright import commands
-    from turnwright.viewer.progress import make_display
+    from turnwright.display.progress import make_display
 
     import_training()
     with closing(make_display(args.display)) as watch:
@@ -207,7 +207,7 @@ def run_rollout(args: argparse.Namespace) -> int:
 
 def trajectory_lines(trajectories: Iterable[Trajectory], *, short: bool = False) -> Iterable[str]:
     """Yield each trajectory as text: a head line, then its failure and its conversation."""
-    from turnwright.viewer.text import single_line
+    from turnwright.display.text import single_line
 
     for trajectory in trajectories:
         lines = list(trajectory.describe())
@@ -233,7 +233,7 @@ def run_train(args: argparse.Namespace) -> int:
         return 0
     from turnwright import commands
     from turnwright.config.launch import is_rank_zero
-    from turnwright.viewer.progress import ProfileListener, make_display
+    from turnwright.display.progress import ProfileListener, make_display
 
     began = (time.time(), time.process_time())
     import_training()
@@ -249,9 +249,9 @@ def run_train(args: argparse.Namespace) -> int:
 def closing_lines(run_dir: Path, recipe: Path | None) -> list[str]:
     """Return the run's results, the path of its report, and three commands to try next."""
     from turnwright.cli.runs import diagnoses
-    from turnwright.viewer.progress import duration
+    from turnwright.display.progress import duration
+    from turnwright.display.run_data import number, read_run
     from turnwright.viewer.report import write_report
-    from turnwright.viewer.run_data import number, read_run
 
     report = run_dir / "report.html"
     if not report.exists():

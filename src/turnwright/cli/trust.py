@@ -56,8 +56,8 @@ def is_run(folder: Path) -> bool:
 
 def confirm(run: Path, named: list[str], args: argparse.Namespace, *, inside: bool) -> None:
     """Ask whether what is named may run, unless the run is this user's and the code is not `inside` of it."""
+    from turnwright.display.text import single_line
     from turnwright.records.own_runs import is_own_run
-    from turnwright.viewer.text import single_line
 
     if args.trust or (is_own_run(run) and not inside):
         return

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
-from turnwright.viewer.text import visible
+from turnwright.display.text import visible
 
 Point = tuple[float, float]
 Format = Callable[[float], str]

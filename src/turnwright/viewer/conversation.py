@@ -16,12 +16,22 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from turnwright.display.run_data import (
+    PolicyNames,
+    Row,
+    TrajectoryEntry,
+    choose,
+    integer,
+    load_at,
+    mapping,
+    number,
+    sentence_of,
+)
+from turnwright.display.text import text_of
 from turnwright.errors import MediaError
 from turnwright.media import MediaLimits, MediaStore
 from turnwright.records.serialization import read_media
 from turnwright.types import ImageRef, VideoRef
-from turnwright.viewer.run_data import PolicyNames, Row, TrajectoryEntry, choose, integer, load_at, mapping, number, sentence_of
-from turnwright.viewer.text import text_of
 
 MAX_PICTURES = 300  # maximum images per page; further ones are only named
 MAX_BYTES = 6_000_000  # maximum characters of all images of a page

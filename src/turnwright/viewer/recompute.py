@@ -12,10 +12,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from turnwright.display.run_data import RunData, mapping, number, read_run
 from turnwright.records.metrics import flatten_row, rollout_metrics
 from turnwright.records.serialization import read_trajectories, using
 from turnwright.types import Trajectory
-from turnwright.viewer.run_data import RunData, mapping, number, read_run
 
 CLOSE = 1e-9  # relative tolerance of equal metrics
 TIMES = ("seconds.", "tool_seconds.")

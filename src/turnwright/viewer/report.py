@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
+from turnwright.display.diagnosis import diagnose, findings
+from turnwright.display.progress import amount, duration
+from turnwright.display.run_data import Row, RunData, index, integer, mapping, number, pair, read_run, sentence_of, sum_tables
+from turnwright.display.text import csp_digest, visible
 from turnwright.errors import TraceError
 from turnwright.records.metrics import wilson
 from turnwright.viewer.charts import Series, interval_bar, line_chart, share_bar, small_bar, smooth
 from turnwright.viewer.conversation import Gallery, conversations
-from turnwright.viewer.diagnosis import diagnose, findings
-from turnwright.viewer.progress import amount, duration
-from turnwright.viewer.run_data import Row, RunData, index, integer, mapping, number, pair, read_run, sentence_of, sum_tables
-from turnwright.viewer.text import csp_digest, visible
 
 if TYPE_CHECKING:
     import jinja2

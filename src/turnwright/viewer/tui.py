@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from turnwright.display.diagnosis import diagnose
+from turnwright.display.run_data import read_run
+from turnwright.display.text import single_line
 from turnwright.errors import UsageError
-from turnwright.viewer.diagnosis import diagnose
-from turnwright.viewer.run_data import read_run
-from turnwright.viewer.text import single_line
 from turnwright.viewer.web.index import IndexEntry, TrajectoryIndex
 from turnwright.viewer.web.pages import escape_json, trajectory, truncate
 

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from turnwright.records.run_dir import complete_lines
-from turnwright.viewer.run_data import (
+from turnwright.display.run_data import (
     Row,
     as_it_is,
     episode_record,
@@ -28,6 +27,7 @@ from turnwright.viewer.run_data import (
     read_line,
     unreadable_lines,
 )
+from turnwright.records.run_dir import complete_lines
 
 MAX_SCANNED = 128 * 2**20  # maximum bytes searched for a text per request; the next request continues
 PAGE = 100

@@ -11,12 +11,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from turnwright.display.diagnosis import FILE as SANITY
+from turnwright.display.diagnosis import diagnose, findings
+from turnwright.display.run_data import Row, integer, lines_of, mapping, number, read_run, sentence_of
+from turnwright.display.text import csp_digest, text_of, visible
 from turnwright.errors import TraceError
 from turnwright.records.metrics import METRICS, flatten_row
-from turnwright.viewer.diagnosis import FILE as SANITY
-from turnwright.viewer.diagnosis import diagnose, findings
-from turnwright.viewer.run_data import Row, integer, lines_of, mapping, number, read_run, sentence_of
-from turnwright.viewer.text import csp_digest, text_of, visible
 from turnwright.viewer.web.index import IndexEntry, TrajectoryIndex
 
 MAX_TEXT = 20_000  # maximum characters of one text

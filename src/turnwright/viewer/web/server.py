@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
+from turnwright.display.text import single_line
 from turnwright.errors import UsageError
 from turnwright.records.run_dir import to_json
-from turnwright.viewer.text import single_line
 from turnwright.viewer.web import pages
 from turnwright.viewer.web.index import PAGE, TableFilter, TrajectoryIndex
 

@@ -25,10 +25,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from turnwright.display.run_data import number
+from turnwright.display.text import single_line
 from turnwright.errors import UsageError
 from turnwright.records.progress import NullListener, ProgressListener
-from turnwright.viewer.run_data import number
-from turnwright.viewer.text import single_line
 
 P = ParamSpec("P")
 FILE = "profile.json"

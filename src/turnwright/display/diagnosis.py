@@ -15,9 +15,9 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
+from turnwright.display.run_data import Row, lines_of, mapping, number, pair, sum_tables
+from turnwright.display.text import single_line, visible
 from turnwright.records.progress import EpisodeListener, ProgressListener
-from turnwright.viewer.run_data import Row, lines_of, mapping, number, pair, sum_tables
-from turnwright.viewer.text import single_line, visible
 
 LAST = 5  # number of recent training steps that a diagnosis reads
 TIED = 0.9  # minimum share of groups without signal to report ties

@@ -1,0 +1,1 @@
+"""What a terminal shows of a run, and what its files tell: progress, diagnoses, texts."""
