@@ -23,7 +23,7 @@ for name in (
     "turnwright.training.run",
     "turnwright.training.server",
     "turnwright.display.progress",
-    "turnwright.viewer.report",
+    "turnwright_view.report",
 ):
     with contextlib.suppress(ImportError):  # of an extra
         import_module(name)

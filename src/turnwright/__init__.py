@@ -9,42 +9,104 @@ from turnwright._lazy import lazy_names
 
 if TYPE_CHECKING:
     from turnwright.api import train as train
+    from turnwright.config import EnvRules as EnvRules
+    from turnwright.config import Limits as Limits
+    from turnwright.config import tiny as tiny
+    from turnwright.engines import Engine as Engine
+    from turnwright.engines import Generation as Generation
+    from turnwright.engines import PolicyEngine as PolicyEngine
+    from turnwright.engines import Request as Request
+    from turnwright.engines import Sampling as Sampling
+    from turnwright.engines import ScriptedEngine as ScriptedEngine
+    from turnwright.engines import StopText as StopText
+    from turnwright.engines import token_logprobs as token_logprobs
+    from turnwright.envs import Action as Action
+    from turnwright.envs import ChatJudge as ChatJudge
+    from turnwright.envs import Env as Env
+    from turnwright.envs import EnvSpec as EnvSpec
+    from turnwright.envs import InlineObservation as InlineObservation
+    from turnwright.envs import Judge as Judge
+    from turnwright.envs import NewHistory as NewHistory
+    from turnwright.envs import RewardPart as RewardPart
+    from turnwright.envs import Rewards as Rewards
+    from turnwright.envs import Scores as Scores
+    from turnwright.envs import StatefulTool as StatefulTool
+    from turnwright.envs import Step as Step
+    from turnwright.envs import Tool as Tool
+    from turnwright.envs import ToolFailure as ToolFailure
+    from turnwright.envs import arithmetic as arithmetic
+    from turnwright.envs import as_env_spec as as_env_spec
+    from turnwright.envs import gym_env as gym_env
+    from turnwright.envs import judged as judged
+    from turnwright.envs import load_tasks as load_tasks
+    from turnwright.envs import mcp_tools as mcp_tools
+    from turnwright.envs import openenv_env as openenv_env
+    from turnwright.envs import resolve_env as resolve_env
+    from turnwright.envs import tool as tool
+    from turnwright.envs import verifiers_env as verifiers_env
+    from turnwright.envs.isolation.sandbox import Sandbox as Sandbox
+    from turnwright.envs.isolation.sandbox import python_tool as python_tool
+    from turnwright.envs.rewards.rewards import rewards as rewards
+    from turnwright.envs.simulated_user import simulated_user as simulated_user
+    from turnwright.envs.tool_env import tool_env as tool_env
+    from turnwright.errors import EngineError as EngineError
+    from turnwright.errors import EnvError as EnvError
+    from turnwright.errors import InvalidAction as InvalidAction
+    from turnwright.errors import JudgeError as JudgeError
+    from turnwright.errors import LimitReached as LimitReached
+    from turnwright.errors import MediaError as MediaError
+    from turnwright.errors import ProcessDied as ProcessDied
+    from turnwright.errors import RepeatedUserError as RepeatedUserError
+    from turnwright.errors import RewardError as RewardError
+    from turnwright.errors import ServerError as ServerError
+    from turnwright.errors import TurnwrightError as TurnwrightError
+    from turnwright.errors import UsageError as UsageError
+    from turnwright.media import MediaLimits as MediaLimits
+    from turnwright.media import MediaStore as MediaStore
     from turnwright.proxy.programs import program as program
+    from turnwright.renderers import Branch as Branch
+    from turnwright.renderers import Extend as Extend
+    from turnwright.renderers import Renderer as Renderer
+    from turnwright.renderers import byte_renderer as byte_renderer
+    from turnwright.renderers import load_renderer as load_renderer
+    from turnwright.rollouts import EngineJudge as EngineJudge
+    from turnwright.rollouts import Model as Model
+    from turnwright.rollouts import Reply as Reply
+    from turnwright.rollouts import Rollout as Rollout
+    from turnwright.rollouts import arollout as arollout
     from turnwright.rollouts import rollout as rollout
+    from turnwright.types import EpisodeKey as EpisodeKey
+    from turnwright.types import Failure as Failure
+    from turnwright.types import FailureKind as FailureKind
+    from turnwright.types import Group as Group
+    from turnwright.types import Image as Image
+    from turnwright.types import ImageRef as ImageRef
+    from turnwright.types import MediaPlacement as MediaPlacement
+    from turnwright.types import Message as Message
+    from turnwright.types import Origin as Origin
+    from turnwright.types import Sample as Sample
+    from turnwright.types import SamplingDistribution as SamplingDistribution
+    from turnwright.types import Span as Span
+    from turnwright.types import StopReason as StopReason
+    from turnwright.types import Task as Task
+    from turnwright.types import ToolCall as ToolCall
+    from turnwright.types import Trajectory as Trajectory
+    from turnwright.types import Turn as Turn
+    from turnwright.types import Video as Video
+    from turnwright.types import VideoRef as VideoRef
 
 __version__ = "0.1.0"
 
-_NAMES, _load = lazy_names(
-    __name__,
-    {
-        "api": "train",
-        "config": "EnvRules Limits tiny",
-        "engines": "Engine Generation PolicyEngine Request Sampling ScriptedEngine StopText token_logprobs",
-        "envs": (
-            "Action ChatJudge Env InlineObservation Judge NewHistory RewardPart Rewards Scores StatefulTool Step Tool "
-            "ToolFailure EnvSpec arithmetic "
-            "as_env_spec gym_env judged load_tasks mcp_tools openenv_env resolve_env rewards simulated_user tool tool_env "
-            "verifiers_env"
-        ),
-        "envs.isolation.sandbox": "Sandbox python_tool",
-        "errors": "EngineError EnvError InvalidAction JudgeError LimitReached MediaError ProcessDied RewardError "
-        "ServerError TurnwrightError UsageError RepeatedUserError",
-        "renderers": "Branch Extend Renderer byte_renderer load_renderer",
-        "rollouts": "EngineJudge Model ReplayResult Reply Rollout arollout replay_loop rollout",
-        "media": "MediaLimits MediaStore",
-        "proxy.programs": "program",
-        "types": "Failure FailureKind Group Image ImageRef EpisodeKey Message Origin MediaPlacement Sample "
-        "SamplingDistribution Span "
-        "StopReason Task ToolCall Trajectory Turn Video VideoRef",
-    },
-)
+_MOVED = {"ReplayResult": "turnwright_view", "replay_loop": "turnwright_view"}
+_NAMES, _load = lazy_names(__name__, __file__, _MOVED)
 
 __all__ = ["__version__", *_NAMES]
 
+if not TYPE_CHECKING:  # a checker knows the names above, and reports others
 
-def __getattr__(name: str) -> Any:
-    value = globals()[name] = _load(name)
-    return value
+    def __getattr__(name: str) -> Any:
+        value = globals()[name] = _load(name)
+        return value
 
 
 def __dir__() -> list[str]:

@@ -1,21 +1,34 @@
-"""Names of a package that are loaded when they are first used."""
+"""Names of a package that are loaded when they are first used, and that type checkers know all the same."""
 
+import ast
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 
-def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[list[str], Callable[[str], Any]]:
+def lazy_names(package: str, file: str, moved: Mapping[str, str] = {}) -> tuple[list[str], Callable[[str], Any]]:
     """Return `__all__` and `__getattr__` of a package whose names are loaded when they are first used.
 
+    The names are those that `file`, the package's `__init__.py`, imports under `TYPE_CHECKING`. So they are written once, a
+    type checker sees ordinary imports, and `import` of the package loads none of them.
+
     Args:
-        modules: names, separated by spaces, by the module that has them, relative to the package.
+        moved: names that another package has -> that package.
     """
-    home = {name: module for module, names in modules.items() for name in names.split()}
+    home: dict[str, str] = {}
+    for node in ast.parse(Path(file).read_text(encoding="utf-8")).body:
+        if not (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+            continue
+        for imported in node.body:
+            if isinstance(imported, ast.ImportFrom) and imported.module is not None:
+                home |= {alias.name: imported.module for alias in imported.names if alias.asname == alias.name}
 
     def load(name: str) -> Any:
+        if name in moved:
+            raise AttributeError(f"{package}.{name} is {moved[name]}.{name}")
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{home[name]}"), name)
+        return getattr(import_module(home[name]), name)
 
     return sorted(home), load

@@ -113,9 +113,9 @@ def _train_in(
     ranks: ProcessRanks | None,
     extending: bool,
 ) -> None:
-    from turnwright.trackers import TrackerProcesses
     from turnwright.training.run import TrainingRun
-    from turnwright.viewer.report import write_report
+    from turnwright_view.report import write_report
+    from turnwright_view.trackers import TrackerProcesses
 
     resumed = resume is not None
     try:

@@ -14,8 +14,8 @@ from typing import Any
 
 from playwright.sync_api import Page, sync_playwright
 
-from turnwright.viewer.web import ViewerServer
-from turnwright.viewer.web.index import IndexEntry
+from turnwright_view.web import ViewerServer
+from turnwright_view.web.index import IndexEntry
 
 WIDTH, HEIGHT = 1280, 860
 

@@ -9,7 +9,7 @@ import time
 import pytest
 from browser_kit import drawn, finished, training, until
 
-from turnwright.viewer.web import ViewerServer, self_contained
+from turnwright_view.web import ViewerServer, self_contained
 
 pytestmark = pytest.mark.browser
 

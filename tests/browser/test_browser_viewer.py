@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "viewer"))
 from browser_kit import drawn, until
 from view_kit import add_policies, write_run
 
-from turnwright.viewer.web import ViewerServer, self_contained
+from turnwright_view.web import ViewerServer, self_contained
 
 pytestmark = pytest.mark.browser
 

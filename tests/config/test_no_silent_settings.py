@@ -13,6 +13,7 @@ import pytest
 import turnwright as tw
 from turnwright.config import EnvConfig, EnvRules, Limits, RunConfig, load
 from turnwright.errors import ConfigError, UsageError
+from turnwright_view import replay_loop
 
 HOP = '[[env]]\nuse = "hop"\n'
 
@@ -165,7 +166,7 @@ def test_turns_that_an_environment_grants_itself_are_all_that_there_are(isolatio
     rules = EnvRules(isolation=isolation)
     (trajectory,) = play(Counts, rules=rules, limits=Limits(turns=6), out=tmp_path / "run")
     assert (len(trajectory.turns), str(trajectory.stop)) == (2, "max_turns")
-    assert tw.replay_loop(tmp_path / "run").ok
+    assert replay_loop(tmp_path / "run").ok
     (fewer,) = play(Counts, limits=Limits(turns=1))
     assert len(fewer.turns) == 1
 

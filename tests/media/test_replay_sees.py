@@ -10,6 +10,7 @@ from world import Fails, Painter
 import turnwright as tw
 from turnwright.media import MediaStore
 from turnwright.records import RunDir
+from turnwright_view import replay_loop
 
 
 def speak(messages, rng):
@@ -41,7 +42,7 @@ def test_what_was_seen_is_seen_again_and_the_run_is_only_read(tmp_path, vlm, bla
     assert any(shown(trajectory.messages) for trajectory in played)
     before = sorted((tmp_path / "run").rglob("*"))
     for words in ({}, {"env": Painter, "tasks": tasks}):
-        found = tw.replay_loop(tmp_path / "run", renderer=vlm, **words)
+        found = replay_loop(tmp_path / "run", renderer=vlm, **words)
         assert (found.episodes, found.left_out, found.differences) == (6, {}, [])
     assert sorted((tmp_path / "run").rglob("*")) == before
 
@@ -49,7 +50,7 @@ def test_what_was_seen_is_seen_again_and_the_run_is_only_read(tmp_path, vlm, bla
 def test_another_picture_is_told_where_it_is_seen_first(tmp_path, vlm):
     tasks = [tw.Task(f"{n}", id=f"{n}") for n in range(3)]
     played = recorded(tmp_path / "run", Painter, vlm, tasks)
-    found = tw.replay_loop(tmp_path / "run", env=Other, tasks=tasks, renderer=vlm)
+    found = replay_loop(tmp_path / "run", env=Other, tasks=tasks, renderer=vlm)
     assert found.episodes == 3
     assert found.differences
     assert {one.what for one in found.differences} == {"prompt"}
@@ -73,5 +74,5 @@ def test_failures_with_pictures_come_again(tmp_path, vlm):
     task = tw.Task("Begin.", info={"turn": 0, "file": str(tmp_path / "broken")})
     (trajectory,) = recorded(tmp_path / "run", Fails, vlm, [task], rules=rules)
     assert trajectory.failures
-    found = tw.replay_loop(tmp_path / "run", renderer=vlm)
+    found = replay_loop(tmp_path / "run", renderer=vlm)
     assert (found.episodes, found.differences) == (1, [])

@@ -27,7 +27,7 @@ from turnwright.records import RunDir
 from turnwright.renderers import byte_renderer
 from turnwright.rollouts.api import make_episode_specs
 from turnwright.rollouts.runner import Rollout
-from turnwright.viewer.recompute import steps_of
+from turnwright_view.recompute import steps_of
 
 TOOLS = [{"type": "function", "function": TOOL}]
 

@@ -20,12 +20,12 @@ from turnwright.errors import UsageError
 from turnwright.records.run_dir import RunDir
 from turnwright.records.serialization import read_trajectory, rebuild_trajectories, trajectory_row
 from turnwright.renderers import CHATML, load_renderer
-from turnwright.rollouts.replay.compare import as_json
 from turnwright.training import create_tiny_model
 from turnwright.training.advantages import WEIGHED
 from turnwright.training.algorithms.settings import resolve_settings
 from turnwright.training.loss import Objective
 from turnwright.types import Group, Origin, Status, StopReason
+from turnwright_view.replay.compare import as_json
 
 TASK = tw.Task("Go.", id="0")
 TEXTS = ["one and two", "three", "four and five and six"]

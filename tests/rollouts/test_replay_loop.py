@@ -29,7 +29,8 @@ from test_rollout_inline import Wild
 import turnwright as tw
 from turnwright.engines import Generation
 from turnwright.errors import TraceError
-from turnwright.rollouts.replay import engine
+from turnwright_view import replay_loop
+from turnwright_view.replay import engine
 
 KINDS = ("bytes", "bpe")
 
@@ -161,7 +162,7 @@ def test_a_loop_that_did_not_change_comes_to_what_was_recorded(
     engine = Fails(200 if kind == "bytes" else 250, aborts=abort, ends=0.9, share=fails)
     words = {"renderer": renderer(kind), "limits": limits, "rules": rules, "history": history, "seed": seed}
     played = tw.rollout(made, tasks(3), engine, samples=2, out=out, **words)
-    found = tw.replay_loop(out, renderer=renderer(kind))
+    found = replay_loop(out, renderer=renderer(kind))
     assert (found.episodes, found.left_out) == (len(played), {})
     assert found.differences == []
 
@@ -179,9 +180,9 @@ def test_calls_side_by_side_are_answered_in_the_recorded_order(tmp_path_factory,
     engine = Fails(200 if kind == "bytes" else 250, aborts=abort, delay=delay, ends=0.9)
     limits = tw.Limits(turns=20, turn_tokens=14, on_turn_length="continue")
     played = tw.rollout(play, tasks(2), engine, renderer=renderer(kind), limits=limits, seed=seed, out=out)
-    found = tw.replay_loop(out, env=play, tasks=tasks(2), renderer=renderer(kind))
+    found = replay_loop(out, env=play, tasks=tasks(2), renderer=renderer(kind))
     assert (found.episodes, found.differences) == (len(played), [])
-    assert tw.replay_loop(out, renderer=renderer(kind)).left_out.total() == len(played)
+    assert replay_loop(out, renderer=renderer(kind)).left_out.total() == len(played)
 
 
 HALTS: list[float] = []
@@ -219,7 +220,7 @@ def test_a_machine_that_halts_does_not_change_the_order(tmp_path, monkeypatch):
     monkeypatch.setattr(engine, "MAX_DELAY_S", 0.1)
     tw.rollout(two_workers, tasks(2), Late(), limits=tw.Limits(turns=20), seed=3, out=tmp_path / "run")
     monkeypatch.setattr(sys.modules[__name__], "HALTS", [0.2])
-    assert tw.replay_loop(tmp_path / "run", env=two_workers, tasks=tasks(2)).differences == []
+    assert replay_loop(tmp_path / "run", env=two_workers, tasks=tasks(2)).differences == []
 
 
 def recorded(out, env=AsyncTalk, **more):
@@ -236,7 +237,7 @@ class Reworded(AsyncTalk):
 
 def test_a_changed_environment_is_told_by_its_first_observation_that_differs(tmp_path):
     played = recorded(tmp_path)
-    found = tw.replay_loop(tmp_path, env=Reworded, tasks=tasks(3))
+    found = replay_loop(tmp_path, env=Reworded, tasks=tasks(3))
     assert found.episodes == found.different == 3
     for one in found.differences:
         trajectory = next(t for t in played if t.key == one.key)
@@ -244,7 +245,7 @@ def test_a_changed_environment_is_told_by_its_first_observation_that_differs(tmp
         assert trajectory.prompt_ids(3)[one.position : one.position + 8] == list(one.recorded_ids)
         assert one.recorded_ids != one.now_ids
         assert len(trajectory.prompt_ids(2)) < one.position < len(trajectory.prompt_ids(3))
-    assert tw.replay_loop(tmp_path, env=AsyncTalk, tasks=tasks(3)).ok
+    assert replay_loop(tmp_path, env=AsyncTalk, tasks=tasks(3)).ok
 
 
 class Pays(AsyncTalk):
@@ -257,26 +258,26 @@ class Pays(AsyncTalk):
 
 def test_changed_rewards_limits_histories_and_renderers_are_told(tmp_path):
     recorded(tmp_path)
-    rewards = tw.replay_loop(tmp_path, env=Pays, tasks=tasks(3)).differences
+    rewards = replay_loop(tmp_path, env=Pays, tasks=tasks(3)).differences
     assert {one.what for one in rewards} == {"reward"}
     assert {one.turn for one in rewards} == {-1, 0, 1, 2, 3}
-    own = tw.replay_loop(tmp_path, reward=lambda trajectory: 10.0).differences
+    own = replay_loop(tmp_path, reward=lambda trajectory: 10.0).differences
     assert {one.what for one in own} == {"reward"}
-    fewer = tw.replay_loop(tmp_path, limits=tw.Limits(turns=2))
+    fewer = replay_loop(tmp_path, limits=tw.Limits(turns=2))
     assert {(one.recorded, one.now) for one in fewer.differences if one.what == "turns"} == {("4", "2")}
-    more = tw.replay_loop(tmp_path, limits=tw.Limits(turns=5))
+    more = replay_loop(tmp_path, limits=tw.Limits(turns=5))
     assert {(one.recorded, one.now) for one in more.differences} == {("4 turns, max_turns", "one more turn")}
-    cut = tw.replay_loop(tmp_path, limits=tw.Limits(turns=4, turn_tokens=3)).differences
+    cut = replay_loop(tmp_path, limits=tw.Limits(turns=4, turn_tokens=3)).differences
     assert {one.what for one in cut} == {"reply"}
-    other = tw.replay_loop(tmp_path, renderer=renderer("bpe")).differences
+    other = replay_loop(tmp_path, renderer=renderer("bpe")).differences
     assert {(one.what, one.turn, one.position) for one in other} == {("prompt", 0, 0)}
-    assert tw.replay_loop(tmp_path, only=lambda key: key.task == "t1").episodes == 1
+    assert replay_loop(tmp_path, only=lambda key: key.task == "t1").episodes == 1
 
 
 def test_a_history_that_a_policy_changes_branches_elsewhere(tmp_path):
     recorded(tmp_path)
     first = lambda conversation, replies: conversation[:1] + conversation[-2:]  # noqa: E731
-    found = tw.replay_loop(tmp_path, history=first)
+    found = replay_loop(tmp_path, history=first)
     assert {one.what for one in found.differences} == {"prompt"}
 
 
@@ -287,22 +288,22 @@ def test_journals_of_older_releases_are_played_with_their_environment_alone(tmp_
     new = ("settings", "said", "tools", "scores", "call")
     old = [{name: value for name, value in event.items() if name not in new} for event in events if event["e"] not in new]
     path.write_text("".join(json.dumps(event) + "\n" for event in old))
-    found = tw.replay_loop(tmp_path)
+    found = replay_loop(tmp_path)
     assert (found.episodes, found.ok) == (0, False)
     assert list(found.left_out) == ["recorded by a release without the necessary settings: pass the environment (--env)"]
     words = {"env": AsyncTalk, "tasks": tasks(3), "limits": tw.Limits(turns=4)}
-    found = tw.replay_loop(tmp_path, **words)
+    found = replay_loop(tmp_path, **words)
     assert {one.what for one in found.differences} <= {"prompt"}, "the seed of an old journal is not in it"
     assert found.episodes == len(played)
 
 
 def test_what_is_missing_is_said(tmp_path):
     with pytest.raises(TraceError, match=r"journal\.jsonl: is not there"):
-        tw.replay_loop(tmp_path)
+        replay_loop(tmp_path)
     recorded(tmp_path, renderer=renderer("bpe"))
     with pytest.raises(tw.UsageError, match="which is not the built-in one"):
-        tw.replay_loop(tmp_path)
-    found = tw.replay_loop(tmp_path, env=AsyncTalk, renderer=renderer("bpe"))
+        replay_loop(tmp_path)
+    found = replay_loop(tmp_path, env=AsyncTalk, renderer=renderer("bpe"))
     assert dict(found.left_out) == {"the run does not hold its task: give tasks=": 3}
 
 
@@ -322,6 +323,6 @@ def test_tools_rewinds_branches_and_experts_come_again(tmp_path_factory, world, 
     limits = tw.Limits(turns=12, turn_tokens=60, on_turn_length="continue", context=900)
     words = {"renderer": text, "limits": limits, "rules": rules, "history": history, "seed": seed}
     played = tw.rollout(world, tasks(2), Speaking(250, text=text, aborts=0.2), out=out, want=["routes"], **words)
-    found = tw.replay_loop(out, renderer=text)
+    found = replay_loop(out, renderer=text)
     assert (found.episodes, found.differences) == (len(played), [])
     assert any(turn.extras for trajectory in played for turn in trajectory.turns)

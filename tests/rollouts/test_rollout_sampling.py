@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import turnwright as tw
 from turnwright.engines.local import LocalEngine
 from turnwright.records import read_json_lines, rebuild_trajectories
-from turnwright.records.export import rows_of
+from turnwright_view.export import rows_of
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8, "max_position_embeddings": 256}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}

@@ -26,11 +26,11 @@ from view_kit import add_policies, trajectory, write_run
 import turnwright as tw
 from turnwright.cli.main import main
 from turnwright.records import to_json, trajectory_row
-from turnwright.viewer.report import render_report
-from turnwright.viewer.tui import TuiState, _drawn
-from turnwright.viewer.web import ViewerServer, self_contained
-from turnwright.viewer.web.index import TrajectoryIndex
-from turnwright.viewer.web.server import _Handler
+from turnwright_view.report import render_report
+from turnwright_view.tui import TuiState, _drawn
+from turnwright_view.web import ViewerServer, self_contained
+from turnwright_view.web.index import TrajectoryIndex
+from turnwright_view.web.server import _Handler
 
 VALUES = st.recursive(
     st.none()

@@ -10,9 +10,9 @@ import turnwright as tw
 from turnwright.cli.main import main
 from turnwright.errors import TraceError
 from turnwright.records import rollout_metrics, to_json, trajectory_row
-from turnwright.records.export import IMAGE, ColumnLayout, rows_of, write
 from turnwright.records.serialization import read_trajectories, read_trajectory
-from turnwright.viewer.recompute import recompute
+from turnwright_view.export import IMAGE, ColumnLayout, rows_of, write
+from turnwright_view.recompute import recompute
 
 
 class Renderer:

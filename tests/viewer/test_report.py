@@ -14,7 +14,7 @@ import pytest
 from turnwright.cli.main import main
 from turnwright.display.run_data import choose, index, load_at, read_run
 from turnwright.errors import TraceError
-from turnwright.viewer.report import lag_table, render_report, write_report
+from turnwright_view.report import lag_table, render_report, write_report
 
 HOSTILE = (
     "<script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31mred\x1b]0;t\x07\u202egnp.exe\x00 \"q\" 'q' "

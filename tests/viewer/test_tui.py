@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from turnwright.cli.main import main
-from turnwright.viewer.tui import TuiState, conversation_lines
-from turnwright.viewer.web.index import TrajectoryIndex
-from turnwright.viewer.web.pages import trajectory
+from turnwright_view.tui import TuiState, conversation_lines
+from turnwright_view.web.index import TrajectoryIndex
+from turnwright_view.web.pages import trajectory
 
 HOSTILE = "\x1b]0;owned\x07\x1b[?1000h<script>\u202e\x00[red]x[/red]"
 

@@ -11,7 +11,7 @@ from turnwright.cli.training import trajectory_lines
 from turnwright.envs import play_scripted
 from turnwright.envs.scripted_play import run
 from turnwright.records import trajectory_row
-from turnwright.viewer.conversation import prepare
+from turnwright_view.conversation import prepare
 
 
 class Tip(tw.Env):

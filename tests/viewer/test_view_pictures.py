@@ -14,9 +14,9 @@ from PIL import Image as Pillow
 
 import turnwright as tw
 from turnwright.media import MediaStore
-from turnwright.viewer import conversation
-from turnwright.viewer.conversation import Gallery
-from turnwright.viewer.report import render_report
+from turnwright_view import conversation
+from turnwright_view.conversation import Gallery
+from turnwright_view.report import render_report
 
 HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(1)>\u202e'
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from turnwright.cli.main import main
 from turnwright.display.diagnosis import findings, table
-from turnwright.viewer.report import render_report
+from turnwright_view.report import render_report
 
 HOSTILE = "</pre><script>alert(1)</script>\x1b[31m\u202e&<b> \n"
 

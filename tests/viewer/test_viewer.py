@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from view_kit import add_policies
 
 from turnwright.cli.main import main
-from turnwright.viewer.report import render_report
-from turnwright.viewer.web import ViewerServer, self_contained
-from turnwright.viewer.web.index import TableFilter, TrajectoryIndex
-from turnwright.viewer.web.pages import embed_json, escape_json, media_of, trajectory
+from turnwright_view.report import render_report
+from turnwright_view.web import ViewerServer, self_contained
+from turnwright_view.web.index import TableFilter, TrajectoryIndex
+from turnwright_view.web.pages import embed_json, escape_json, media_of, trajectory
 
 HASH = "ab" * 32
 HOSTILE = (

@@ -16,9 +16,9 @@ from turnwright.cli.trust import add_trust, confirm, confirm_run, is_in
 from turnwright.errors import TurnwrightError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
-    from turnwright.rollouts import ReplayResult
-    from turnwright.rollouts.replay.compare import EpisodeDifference
     from turnwright.types import EpisodeKey
+    from turnwright_view import ReplayResult
+    from turnwright_view.replay.compare import EpisodeDifference
 
 
 def add_export(subparsers: Any) -> None:
@@ -34,11 +34,11 @@ def add_export(subparsers: Any) -> None:
 
 def run_export(args: argparse.Namespace) -> int:
     """Write the table."""
-    from turnwright.records.export import ColumnLayout, pair_rows, rows_of, write
     from turnwright.records.metrics import group_by_task
     from turnwright.records.serialization import using
     from turnwright.types import Trajectory
-    from turnwright.viewer.recompute import steps_of
+    from turnwright_view.export import ColumnLayout, pair_rows, rows_of, write
+    from turnwright_view.recompute import steps_of
 
     if not args.out.parent.is_dir():
         raise UsageError(f"{args.out}: its directory does not exist; create it first")
@@ -113,7 +113,7 @@ def run_replay(args: argparse.Namespace) -> int:
 
 
 def _record(args: argparse.Namespace, reward: Any) -> tuple[bool, list[str]]:
-    from turnwright.viewer.recompute import lines, recompute
+    from turnwright_view.recompute import lines, recompute
 
     found = recompute(args.run_dir, reward)
     return found.ok, [*lines(found), *(["masks and metrics match the record"] if found.ok else [])]
@@ -121,7 +121,7 @@ def _record(args: argparse.Namespace, reward: Any) -> tuple[bool, list[str]]:
 
 def _loop(args: argparse.Namespace, reward: Any) -> tuple[bool, Iterator[str]]:
     from turnwright.config.dump import load_run_config
-    from turnwright.training.replay import replay_run
+    from turnwright_view.replay.runs import replay_run
 
     if (args.run_dir / "config.json").is_file():
         config = load_run_config(args.run_dir).config
@@ -174,7 +174,7 @@ def add_track(subparsers: Any) -> None:
 def run_track(args: argparse.Namespace) -> int:
     """Send the rows that were not sent before."""
     from turnwright.config.schema import tracker_error
-    from turnwright.trackers import TrackerProcesses
+    from turnwright_view.trackers import TrackerProcesses
 
     try:
         config = files.read_json(args.run_dir / "config.json")["config"]
@@ -222,20 +222,20 @@ def run_view(args: argparse.Namespace) -> int:
     if not 0 <= args.port < 65536:
         raise UsageError(f"--port {args.port}: ports are from 1 to 65535")
     if args.html is not None:
-        from turnwright.viewer.web import self_contained
+        from turnwright_view.web import self_contained
 
         self_contained(runs, args.html)
         return _written(args.html, run_dir, args.open)
     if args.tui:
-        from turnwright.viewer.tui import run_tui
+        from turnwright_view.tui import run_tui
 
         run_tui(run_dir)
         return 0
     if args.report:
-        from turnwright.viewer.report import write_report
+        from turnwright_view.report import write_report
 
         return _written(write_report(run_dir), run_dir, args.open)
-    from turnwright.viewer.web import ViewerServer
+    from turnwright_view.web import ViewerServer
 
     token = os.environ.get("TURNWRIGHT_VIEW_TOKEN", "")
     server = ViewerServer(runs, args.port, host=args.host, token=token)

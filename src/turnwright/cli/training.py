@@ -251,7 +251,7 @@ def closing_lines(run_dir: Path, recipe: Path | None) -> list[str]:
     from turnwright.cli.runs import diagnoses
     from turnwright.display.progress import duration
     from turnwright.display.run_data import number, read_run
-    from turnwright.viewer.report import write_report
+    from turnwright_view.report import write_report
 
     report = run_dir / "report.html"
     if not report.exists():

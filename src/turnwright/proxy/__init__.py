@@ -11,7 +11,5 @@ if TYPE_CHECKING:
     from turnwright.proxy.session import ProxySession as ProxySession
     from turnwright.proxy.session import ProxySettings as ProxySettings
 
-# `program` must be importable without the server's packages, since it is a name of `turnwright`.
-__all__, __getattr__ = lazy_names(
-    __name__, {"programs": "ProgramResult program", "server": "ProxyServer", "session": "ProxySession ProxySettings"}
-)
+if not TYPE_CHECKING:
+    __all__, __getattr__ = lazy_names(__name__, __file__)

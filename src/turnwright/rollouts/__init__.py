@@ -4,7 +4,6 @@ from turnwright.records.metrics import group_by_task
 from turnwright.rollouts.agent_function import AgentFunction, Model, Reply
 from turnwright.rollouts.api import arollout, make_episode_specs, rollout, run_sync
 from turnwright.rollouts.engine_judge import EngineJudge
-from turnwright.rollouts.replay.loop import ReplayResult, replay_loop
 from turnwright.rollouts.runner import EpisodeSpec, Rollout
 
 __all__ = [
@@ -12,13 +11,11 @@ __all__ = [
     "EngineJudge",
     "EpisodeSpec",
     "Model",
-    "ReplayResult",
     "Reply",
     "Rollout",
     "arollout",
     "group_by_task",
     "make_episode_specs",
-    "replay_loop",
     "rollout",
     "run_sync",
 ]

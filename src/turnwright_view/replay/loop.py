@@ -22,11 +22,11 @@ from turnwright.records.serialization import read_tasks
 from turnwright.renderers import Renderer, byte_renderer
 from turnwright.renderers.history import History
 from turnwright.rollouts.api import run_sync
-from turnwright.rollouts.replay.compare import EpisodeDifference, compare_episodes
-from turnwright.rollouts.replay.engine import RecordedEngine
-from turnwright.rollouts.replay.env import RecordedEpisodeEnvs, Reward, group_reward, unreplayable_reason
 from turnwright.rollouts.runner import EpisodeSpec, Rollout
 from turnwright.types import EpisodeKey, StopReason, Task
+from turnwright_view.replay.compare import EpisodeDifference, compare_episodes
+from turnwright_view.replay.engine import RecordedEngine
+from turnwright_view.replay.env import RecordedEpisodeEnvs, Reward, group_reward, unreplayable_reason
 
 EnvSpecs = EnvSpec | Mapping[str, EnvSpec]
 ENV_SETTINGS = ("rules", "max_turns", "play", "group")

@@ -21,8 +21,8 @@ from turnwright.display.run_data import Row, RunData, index, integer, mapping, n
 from turnwright.display.text import csp_digest, visible
 from turnwright.errors import TraceError
 from turnwright.records.metrics import wilson
-from turnwright.viewer.charts import Series, interval_bar, line_chart, share_bar, small_bar, smooth
-from turnwright.viewer.conversation import Gallery, conversations
+from turnwright_view.charts import Series, interval_bar, line_chart, share_bar, small_bar, smooth
+from turnwright_view.conversation import Gallery, conversations
 
 if TYPE_CHECKING:
     import jinja2

@@ -14,8 +14,8 @@ from turnwright.display.diagnosis import diagnose
 from turnwright.display.run_data import read_run
 from turnwright.display.text import single_line
 from turnwright.errors import UsageError
-from turnwright.viewer.web.index import IndexEntry, TrajectoryIndex
-from turnwright.viewer.web.pages import escape_json, trajectory, truncate
+from turnwright_view.web.index import IndexEntry, TrajectoryIndex
+from turnwright_view.web.pages import escape_json, trajectory, truncate
 
 Line = tuple[str, str]  # style and text of a piece
 HELP = {

@@ -13,7 +13,6 @@ from turnwright.envs.user_code import RemoteException
 from turnwright.errors import BackendContractError, EngineError
 from turnwright.records.journal import RecordedAttempt, RecordedEpisode, RecordedTurn
 from turnwright.records.serialization import NO_LOGPROB
-from turnwright.rollouts.replay.compare import EpisodeDifference
 from turnwright.types import (
     ROUTES,
     EpisodeKey,
@@ -24,6 +23,7 @@ from turnwright.types import (
     ids_with_media_keys,
     placements_between,
 )
+from turnwright_view.replay.compare import EpisodeDifference
 
 MAX_IDS = 8
 """Ids listed in a difference."""

@@ -17,7 +17,7 @@ from turnwright.display.run_data import Row, integer, lines_of, mapping, number,
 from turnwright.display.text import csp_digest, text_of, visible
 from turnwright.errors import TraceError
 from turnwright.records.metrics import METRICS, flatten_row
-from turnwright.viewer.web.index import IndexEntry, TrajectoryIndex
+from turnwright_view.web.index import IndexEntry, TrajectoryIndex
 
 MAX_TEXT = 20_000  # maximum characters of one text
 MAX_TOKENS = 20_000  # maximum sampled ids of a trajectory with their metrics
@@ -26,7 +26,7 @@ HASH = re.compile(r"[0-9a-f]{64}")
 
 def overview(store: TrajectoryIndex, since: int = 0) -> dict[str, Any]:
     """Return the first page of a run, with rows of metrics from index `since` on."""
-    from turnwright.viewer.report import settings
+    from turnwright_view.report import settings
 
     run = read_run(store.path)
     return {

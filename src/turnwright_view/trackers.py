@@ -226,7 +226,7 @@ class TrackerProcesses:
         env = os.environ | {"PYTHONPATH": os.pathsep.join(roots)}
         options: dict[str, Any] = {"stdin": subprocess.PIPE, "start_new_session": True, "env": env}
         for spec in to:
-            words = [sys.executable, "-m", "turnwright.trackers", spec, str(self._run), project, name or self._run.name]
+            words = [sys.executable, "-m", "turnwright_view.trackers", spec, str(self._run), project, name or self._run.name]
             try:
                 (self._run / "track").mkdir(exist_ok=True)
                 with (self._run / "track" / f"{folder_of(spec)}.log").open("ab") as log:

@@ -13,10 +13,10 @@ from turnwright.config.load import override
 from turnwright.config.schema import HISTORY_OBJECT
 from turnwright.envs.resolve import resolve_env
 from turnwright.errors import UsageError
-from turnwright.rollouts.replay.loop import ReplayResult, replay_loop
 from turnwright.training.model.directory import base_model_of, renderer_of, row_count, token_count
 from turnwright.training.task_plan import TaskPlan, make_env_specs
 from turnwright.types import EpisodeKey, Trajectory
+from turnwright_view.replay.loop import ReplayResult, replay_loop
 
 
 def replay_run(

@@ -17,8 +17,8 @@ from urllib.parse import parse_qs, quote, urlsplit
 from turnwright.display.text import single_line
 from turnwright.errors import UsageError
 from turnwright.records.run_dir import to_json
-from turnwright.viewer.web import pages
-from turnwright.viewer.web.index import PAGE, TableFilter, TrajectoryIndex
+from turnwright_view.web import pages
+from turnwright_view.web.index import PAGE, TableFilter, TrajectoryIndex
 
 HOSTS = ("127.0.0.1", "localhost")
 MIN_TOKEN = 16  # minimum characters of a token; shorter ones could be guessed
