@@ -62,6 +62,7 @@ async def client(sessions: int, calls: int, size: int) -> None:
 def measure(kind: str, sessions: int, calls: int, size: int, *, collects: bool = True) -> list[float]:
     """Play the episodes; return the CPU seconds of each round of calls. `collects`: with Python's collector of cycles."""
     import turnwright as tw
+    from turnwright_serve import program
 
     class InStep(tw.ScriptedEngine):
         """Answers when all sessions asked, and notes the CPU time of this process then."""
@@ -104,7 +105,7 @@ def measure(kind: str, sessions: int, calls: int, size: int, *, collects: bool =
                 process.stdin.write(f"{endpoint.base_url}\n".encode())  # type: ignore[union-attr]
                 await asyncio.shield(over)
 
-            found = await tw.arollout(tw.program(agent, score=lambda result: 1.0), tasks, engine, **given)
+            found = await tw.arollout(program(agent, score=lambda result: 1.0), tasks, engine, **given)
             await process.wait()
         assert all(one.reward == 1.0 and len(one.turns) == calls and not one.branches for one in found), found[0].error
         assert {len(list(one.samples())) for one in found} == {1}

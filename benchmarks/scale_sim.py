@@ -142,7 +142,7 @@ async def relay_rates(folder: Path, megabytes: int = 256) -> tuple[float, float,
     serves, in a process of its own."""
     import psutil
 
-    from turnwright.engines.sharing import Manifest, WeightRelay
+    from turnwright_serve.sharing import Manifest, WeightRelay
 
     source = folder / "source"
     source.mkdir()
@@ -158,7 +158,7 @@ async def relay_rates(folder: Path, megabytes: int = 256) -> tuple[float, float,
         url = peer.stdout.readline().strip()
         manifest = await asyncio.to_thread(Manifest.of, source, 1)
         from turnwright.engines.remote.weight_sync import DiskWeights
-        from turnwright.engines.sharing import WeightTree
+        from turnwright_serve.sharing import WeightTree
 
         tree = WeightTree()
         shared = await tree.share(DiskWeights(source, 1), [url])

@@ -77,8 +77,9 @@ async def until_told() -> None:
 async def host_engine(stack: contextlib.AsyncExitStack, folder: Path) -> None:
     """Serve a tiny model."""
     from turnwright.config import ModelConfig
-    from turnwright.engines.server import JsonHttpServer
-    from turnwright.training import create_tiny_model, make_service
+    from turnwright.training import create_tiny_model
+    from turnwright_serve import make_service
+    from turnwright_serve.server import JsonHttpServer
 
     source = create_tiny_model(ModelConfig(hidden=32, layers=1), TEXTS, folder / "model", seed=3)
     app, engine = make_service(source, context=100, device="cpu")
@@ -100,7 +101,7 @@ def chat(text: str) -> dict[str, Any]:
 async def host_proxy(stack: contextlib.AsyncExitStack, folder: Path) -> None:
     """Serve two sessions: that of a hostile program, and another one."""
     import turnwright as tw
-    from turnwright.proxy import ProxyServer, ProxySession
+    from turnwright_serve.proxy import ProxyServer, ProxySession
 
     async def play(task: tw.Task, model: tw.Model) -> float:
         async with ProxyServer() as server:
@@ -124,9 +125,9 @@ async def host_proxy(stack: contextlib.AsyncExitStack, folder: Path) -> None:
 async def host_record(stack: contextlib.AsyncExitStack, folder: Path) -> None:
     """Record sessions."""
     import turnwright as tw
-    from turnwright.proxy.recording import record_sessions
     from turnwright.renderers import byte_renderer
     from turnwright.rollouts.runner import Rollout
+    from turnwright_serve.proxy.recording import record_sessions
 
     def started(url: str) -> None:
         port = int(url.rpartition(":")[2])

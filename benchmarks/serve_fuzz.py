@@ -74,8 +74,9 @@ class Both:
 
     async def _run(self) -> None:
         from turnwright.config import ModelConfig
-        from turnwright.engines.server import JsonHttpServer
-        from turnwright.training import create_tiny_model, make_service
+        from turnwright.training import create_tiny_model
+        from turnwright_serve import make_service
+        from turnwright_serve.server import JsonHttpServer
 
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
         source = create_tiny_model(ModelConfig(hidden=32, layers=1), TEXTS, Path(self._folder.name) / "model", seed=3)

@@ -6,6 +6,7 @@ from bash_agent import OUTPUT, SYSTEM
 
 import turnwright as tw
 from turnwright.envs.builtin.hop import Hop
+from turnwright_serve import program
 
 
 class Files(Hop):
@@ -51,4 +52,4 @@ def files(task):
 
 
 AGENT = str(Path(__file__).with_name("bash_agent.py").resolve())
-play = tw.program(["{python}", "-I", "-S", AGENT, "{task}"], score=right, files=files, sandbox=True)
+play = program(["{python}", "-I", "-S", AGENT, "{task}"], score=right, files=files, sandbox=True)

@@ -3,7 +3,7 @@
 import react_hop
 from openai import OpenAI
 
-import turnwright as tw
+from turnwright_serve import program
 
 CLIENT = OpenAI(base_url="http://127.0.0.1", api_key="none")  # one pool of connections for all episodes
 
@@ -14,4 +14,4 @@ def agent(endpoint):
     return react_hop.solve(client, endpoint.task.messages[0].text, endpoint.task.info["table"])
 
 
-play = tw.program(agent, score=lambda result: float(result.output == result.task.answer))
+play = program(agent, score=lambda result: float(result.output == result.task.answer))

@@ -21,7 +21,7 @@ for name in (
     "turnwright.envs.builtin",
     "turnwright.renderers.sandbox",
     "turnwright.training.run",
-    "turnwright.training.server",
+    "turnwright_serve.serve",
     "turnwright.display.progress",
     "turnwright_view.report",
 ):

@@ -10,8 +10,8 @@ from typing import Any
 import httpx2
 
 import turnwright as tw
-from turnwright.proxy import ProxyServer, ProxySession, ProxySettings, program
-from turnwright.proxy.programs import ProgramEndpoint
+from turnwright_serve.proxy import ProxyServer, ProxySession, ProxySettings, program
+from turnwright_serve.proxy.programs import ProgramEndpoint
 
 TOOL = {
     "name": "look_up",

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from turnwright.engines.server import JsonHttpServer
-from turnwright.training import make_service
+from turnwright_serve import make_service
+from turnwright_serve.server import JsonHttpServer
 
 
 @asynccontextmanager

@@ -63,7 +63,6 @@ if TYPE_CHECKING:
     from turnwright.errors import UsageError as UsageError
     from turnwright.media import MediaLimits as MediaLimits
     from turnwright.media import MediaStore as MediaStore
-    from turnwright.proxy.programs import program as program
     from turnwright.renderers import Branch as Branch
     from turnwright.renderers import Extend as Extend
     from turnwright.renderers import Renderer as Renderer
@@ -97,7 +96,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MOVED = {"ReplayResult": "turnwright_view", "replay_loop": "turnwright_view"}
+_MOVED = {"ReplayResult": "turnwright_view", "program": "turnwright_serve", "replay_loop": "turnwright_view"}
 _NAMES, _load = lazy_names(__name__, __file__, _MOVED)
 
 __all__ = ["__version__", *_NAMES]

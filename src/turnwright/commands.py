@@ -379,8 +379,8 @@ def record_programs(
     from turnwright.training.metrics import versions
 
     try:
-        from turnwright.proxy import ProxySettings
-        from turnwright.proxy.recording import record_sessions
+        from turnwright_serve.proxy import ProxySettings
+        from turnwright_serve.proxy.recording import record_sessions
     except ImportError as error:
         raise ConfigError(
             f"turnwright record needs starlette and uvicorn ({error.name} is missing): pip install 'turnwright[serve]'"
@@ -551,9 +551,9 @@ def check_engine(url: str, key_env: str | None = None) -> ServerCapabilities:
 def serve_model(model: Path, formats: str, note: Callable[[str], None], **settings: Any) -> None:
     """Serve a model directory, a checkpoint or a run (its last checkpoint) over HTTP until interrupted.
 
-    `note` receives a line with the URL once the server is ready; `settings` are those of `turnwright.training.server.serve`.
+    `note` receives a line with the URL once the server is ready; `settings` are those of `turnwright_serve.serve.serve`.
     """
-    from turnwright.training.server import serve
+    from turnwright_serve.serve import serve
 
     run_sync(serve(_model_of(model), formats, note, **settings))  # type: ignore[arg-type]
 
@@ -561,7 +561,7 @@ def serve_model(model: Path, formats: str, note: Callable[[str], None], **settin
 def relay_weights(root: Path, note: Callable[[str], None], **settings: Any) -> None:
     """Fetch weights from peers to a directory, and pass them on, until interrupted; `settings` are those of `relay`."""
     try:
-        from turnwright.engines.sharing.relay import relay
+        from turnwright_serve.sharing.relay import relay
     except ImportError as error:
         raise ConfigError(f"turnwright engines relay needs {error.name}: pip install 'turnwright[serve,servers]'") from None
     run_sync(relay(root, note, **settings))

@@ -13,7 +13,7 @@ from typing import Any
 import turnwright as tw
 from tests.agents.real_programs import installed
 from tests.proxy_kit import RecordingEngine, account, called, contexts
-from turnwright.proxy import ProgramResult, program
+from turnwright_serve.proxy import ProgramResult, program
 
 TASK = "Add the numbers of numbers.txt and write the sum to total.txt."
 STEPS = ["ls", "cat numbers.txt", "echo 42 > total.txt", "cat total.txt"]

@@ -14,7 +14,7 @@ import pytest
 import turnwright as tw
 from tests.agents.agents_kit import AGENTS, END, LIMITS, STEPS, Agent, counts, reason_of, replies, run_agent
 from tests.proxy_kit import RecordingEngine, called
-from turnwright.proxy import ProxySession, server
+from turnwright_serve.proxy import ProxySession, server
 
 pytestmark = [pytest.mark.agents, pytest.mark.timeout(600)]
 every_agent = pytest.mark.parametrize("agent", AGENTS.values(), ids=AGENTS)

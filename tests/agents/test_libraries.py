@@ -13,8 +13,8 @@ import turnwright as tw
 from tests.agents.agents_kit import END, MINI, MINI_ENV, STEPS, Outcome, counts, run_program
 from tests.agents.real_programs import installed
 from tests.proxy_kit import called
-from turnwright.proxy import anthropic, chat, responses
-from turnwright.proxy.wire import IGNORED, REFUSED
+from turnwright_serve.proxy import anthropic, chat, responses
+from turnwright_serve.proxy.wire import IGNORED, REFUSED
 
 pytestmark = [pytest.mark.agents, pytest.mark.timeout(300)]
 PROGRAMS = Path(__file__).parent / "programs"

@@ -12,10 +12,10 @@ import turnwright as tw
 from tests.agents.agents_kit import AGENTS, STEPS, TASK, Agent, check, reason_of, replies
 from tests.agents.real_programs import installed
 from tests.proxy_kit import RecordingEngine
-from turnwright.proxy.programs import fill
-from turnwright.proxy.recording import record_sessions
 from turnwright.renderers import byte_renderer
 from turnwright.rollouts.runner import Rollout
+from turnwright_serve.proxy.programs import fill
+from turnwright_serve.proxy.recording import record_sessions
 
 pytestmark = [pytest.mark.agents, pytest.mark.timeout(600)]
 

@@ -12,8 +12,9 @@ import pytest
 
 pytest.importorskip("torch")
 from turnwright.config import ModelConfig
-from turnwright.engines.server import JsonHttpServer
-from turnwright.training import create_tiny_model, make_service
+from turnwright.training import create_tiny_model
+from turnwright_serve import make_service
+from turnwright_serve.server import JsonHttpServer
 
 pytestmark = pytest.mark.browser
 TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(60)]

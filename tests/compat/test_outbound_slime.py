@@ -16,12 +16,12 @@ from outbound_kit import LIMITS, Calls, Letters, check_row, forks, make_model, r
 from transformers import AutoTokenizer
 
 import turnwright as tw
-from turnwright.engines.server import JsonHttpServer
 from turnwright.errors import EngineError, UsageError
 from turnwright.integrations.episodes import TASK
 from turnwright.integrations.slime import ROUTING_KEY, SlimeEpisodes, make_generate
 from turnwright.renderers import load_renderer
-from turnwright.training import make_service
+from turnwright_serve import make_service
+from turnwright_serve.server import JsonHttpServer
 
 
 @dataclass

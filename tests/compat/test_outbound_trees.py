@@ -16,10 +16,10 @@ import originals
 import pytest
 from outbound_kit import LIMITS, Calls, Letters, check_row, make_model, run
 
-from turnwright.engines.server import JsonHttpServer
 from turnwright.integrations.slime import SlimeEpisodes, make_generate
 from turnwright.renderers import load_renderer
-from turnwright.training import make_service
+from turnwright_serve import make_service
+from turnwright_serve.server import JsonHttpServer
 
 pytestmark = pytest.mark.compat
 TREES = os.environ.get("TURNWRIGHT_TREES", "")

@@ -16,9 +16,10 @@ pytest.importorskip("torch")
 from turnwright.config import ModelConfig
 from turnwright.engines import Request
 from turnwright.engines.remote import SglangEngine, VllmEngine
-from turnwright.engines.server import JsonHttpServer
 from turnwright.errors import EngineError
-from turnwright.training import create_tiny_model, make_service
+from turnwright.training import create_tiny_model
+from turnwright_serve import make_service
+from turnwright_serve.server import JsonHttpServer
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -24,18 +24,12 @@ from turnwright.engines import Request
 from turnwright.engines.local import LocalEngine, fingerprint
 from turnwright.engines.remote import Fleet
 from turnwright.engines.remote.weight_sync import UNFINISHED
-from turnwright.engines.server import JsonHttpServer
 from turnwright.errors import StaleWeights, SyncError
-from turnwright.training import (
-    GroupWeightPacker,
-    RequestWeightPacker,
-    create_tiny_model,
-    make_service,
-    score_with_model,
-    unique_weights,
-)
+from turnwright.training import GroupWeightPacker, RequestWeightPacker, create_tiny_model, score_with_model, unique_weights
 from turnwright.training.model.models import load
 from turnwright.training.weight_transfer import GroupConnection, RequestWeights, decode_tensors
+from turnwright_serve import make_service
+from turnwright_serve.server import JsonHttpServer
 
 SMALL = 3000
 """Bytes of a part, so that a tiny model takes many."""

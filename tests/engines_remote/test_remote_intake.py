@@ -13,8 +13,8 @@ from pydantic import BaseModel, field_validator
 
 from turnwright.cli.main import main
 from turnwright.engines.remote.http import HttpClient
-from turnwright.engines.server import Call, Endpoint, HttpError, IntakeLimits, JsonHttpServer, RawBody
-from turnwright.engines.server.intake import MAX_NESTED, check_values
+from turnwright_serve.server import Call, Endpoint, HttpError, IntakeLimits, JsonHttpServer, RawBody
+from turnwright_serve.server.intake import MAX_NESTED, check_values
 
 MIB = 2**20
 LONG_S = 20.0

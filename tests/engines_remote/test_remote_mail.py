@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from turnwright.engines.remote import SglangEngine, VllmEngine
 from turnwright.engines.remote.weight_sync import UNFINISHED
-from turnwright.engines.server import Endpoint, JsonHttpServer
-from turnwright.engines.server.bodies import Body
 from turnwright.errors import SyncError
 from turnwright.training import RequestWeightPacker
 from turnwright.training.weight_transfer import decode_tensors, encode_tensors
+from turnwright_serve.server import Endpoint, JsonHttpServer
+from turnwright_serve.server.bodies import Body
 
 
 class AsSglang(pickle.Unpickler):

@@ -17,15 +17,16 @@ from turnwright.engines.local import LocalEngine
 from turnwright.engines.remote import Fleet, SglangEngine, VllmEngine
 from turnwright.engines.remote.managed import start_command
 from turnwright.engines.remote.weight_files import ModelDirectories
-from turnwright.engines.server import JsonHttpServer
 from turnwright.errors import SyncError
-from turnwright.training import create_tiny_model, make_service, score_with_model, unique_weights
+from turnwright.training import create_tiny_model, score_with_model, unique_weights
 from turnwright.training.model.models import load
 from turnwright.training.model.packed import packing, quantization_config, write_packed
 from turnwright.training.model.quantize import quantize_for_training
-from turnwright.training.server import stored_rows
+from turnwright_serve import make_service
+from turnwright_serve.serve import stored_rows
+from turnwright_serve.server import JsonHttpServer
 
-STORED = "turnwright.training.server.load"
+STORED = "turnwright_serve.serve.load"
 QUANTS = {
     "int4": QuantConfig(kind="int4", group=32, packed=True),
     "fp8": QuantConfig(kind="fp8", block=32, packed=True),

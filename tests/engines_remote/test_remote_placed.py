@@ -14,9 +14,9 @@ from turnwright.engines.remote.engine_list import EngineList
 from turnwright.engines.remote.managed import start_command
 from turnwright.engines.remote.placed import PlacedFleet, PlacedServers
 from turnwright.engines.remote.weight_files import AdapterDirectories
-from turnwright.engines.server import JsonHttpServer
-from turnwright.engines.sharing import Manifest, WeightRelay, WeightTree
 from turnwright.errors import UsageError
+from turnwright_serve.server import JsonHttpServer
+from turnwright_serve.sharing import Manifest, WeightRelay, WeightTree
 
 
 class Placer:

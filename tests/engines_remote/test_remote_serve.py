@@ -24,7 +24,7 @@ from turnwright.engines.remote.weight_files import ModelDirectories
 from turnwright.errors import ConfigError, EngineError, SyncError
 from turnwright.training import create_tiny_model, score_with_model, unique_weights
 from turnwright.training.model.models import load
-from turnwright.training.server import serve
+from turnwright_serve.serve import serve
 
 TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(60)]
 PROMPT = list(range(10, 30))

@@ -20,10 +20,10 @@ from turnwright.engines.remote import Fleet, SglangEngine, VllmEngine
 from turnwright.engines.remote.http import HttpClient
 from turnwright.engines.remote.weight_files import AdapterDirectories
 from turnwright.engines.remote.weight_sync import DiskWeights
-from turnwright.engines.server import Endpoint, JsonHttpServer
-from turnwright.engines.sharing import Manifest, WeightRelay, WeightTree
-from turnwright.engines.sharing.tree import parents
 from turnwright.errors import SyncError
+from turnwright_serve.server import Endpoint, JsonHttpServer
+from turnwright_serve.sharing import Manifest, WeightRelay, WeightTree
+from turnwright_serve.sharing.tree import parents
 
 SMALL = 1000
 
@@ -242,8 +242,9 @@ def test_a_relay_takes_orders_by_its_token_only(tmp_path):
 def test_turnwright_serve_passes_weights_on(tmp_path):
     pytest.importorskip("torch")
     from turnwright.config import ModelConfig
-    from turnwright.training import create_tiny_model, make_service, score_with_model
+    from turnwright.training import create_tiny_model, score_with_model
     from turnwright.training.model.models import load
+    from turnwright_serve import make_service
 
     texts = [f"lookup birch {n}" for n in range(30)]
     start = create_tiny_model(ModelConfig(hidden=32, layers=1), texts, tmp_path / "start", seed=3)

@@ -17,17 +17,17 @@ from vision_kit import tiny_vlm_directory
 
 import turnwright as tw
 from tests.proxy_kit import TOOL, RecordingEngine, account, called, client, contexts, direct
-from turnwright.proxy import ProxyServer, ProxySession, ProxySettings
-from turnwright.proxy.anthropic import FIELDS as MESSAGES_FIELDS
-from turnwright.proxy.anthropic import AnthropicMessages
-from turnwright.proxy.chat import FIELDS as CHAT_FIELDS
-from turnwright.proxy.chat import ChatCompletions
-from turnwright.proxy.request_cache import RequestCache
-from turnwright.proxy.responses import FIELDS as RESPONSES_FIELDS
-from turnwright.proxy.responses import Responses
-from turnwright.proxy.server import Dialect
-from turnwright.proxy.wire import IGNORED, REFUSED, RequestFault, WireRequest
 from turnwright.renderers import byte_renderer, load_renderer
+from turnwright_serve.proxy import ProxyServer, ProxySession, ProxySettings
+from turnwright_serve.proxy.anthropic import FIELDS as MESSAGES_FIELDS
+from turnwright_serve.proxy.anthropic import AnthropicMessages
+from turnwright_serve.proxy.chat import FIELDS as CHAT_FIELDS
+from turnwright_serve.proxy.chat import ChatCompletions
+from turnwright_serve.proxy.request_cache import RequestCache
+from turnwright_serve.proxy.responses import FIELDS as RESPONSES_FIELDS
+from turnwright_serve.proxy.responses import Responses
+from turnwright_serve.proxy.server import Dialect
+from turnwright_serve.proxy.wire import IGNORED, REFUSED, RequestFault, WireRequest
 
 REPLIES = [called("look_up", key="a b"), "<think>\nwell\n</think>\n\nIt is é.", "Good bye."]
 PARTS = "role content type text function name arguments id call_id output image_url source data url input thinking signature"

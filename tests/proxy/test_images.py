@@ -19,9 +19,10 @@ from turnwright.config import ModelConfig
 from turnwright.engines.local import LocalEngine
 from turnwright.envs.builtin.radar import Radar
 from turnwright.media.images import encode_png
-from turnwright.proxy.programs import ProgramEndpoint
 from turnwright.rollouts import Rollout, make_episode_specs
 from turnwright.training import create_tiny_model
+from turnwright_serve import program
+from turnwright_serve.proxy.programs import ProgramEndpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:local engine. on this machine the last bits:UserWarning")
 TURNS, SEED = 16, 0
@@ -76,7 +77,7 @@ def program_of(kind: type[ChatProgram]) -> Any:
                     return "reached" if step.reward else "no"
                 message = step.observation
 
-    return tw.program(agent, score=lambda result: float(result.output == "reached"))
+    return program(agent, score=lambda result: float(result.output == "reached"))
 
 
 def said(message: dict[str, Any]) -> str:

@@ -14,8 +14,8 @@ from tests.proxy_kit import RecordingEngine, client, direct, in_order
 from turnwright import commands
 from turnwright.config import load
 from turnwright.engines import tokens
-from turnwright.proxy import ProxyServer, ProxySession, recording, server
-from turnwright.proxy.request_cache import RequestCache
+from turnwright_serve.proxy import ProxyServer, ProxySession, recording, server
+from turnwright_serve.proxy.request_cache import RequestCache
 
 LONG_S = 20.0
 """Deadline of what a busy machine does at last, and a server without the bound never."""

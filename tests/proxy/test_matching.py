@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import turnwright as tw
 from tests.proxy_kit import TOOL, RecordingEngine, account, called, client, contexts, direct, in_order
-from turnwright.proxy import ProxyServer, ProxySession, ProxySettings
-from turnwright.proxy.matching import Exchange
-from turnwright.proxy.wire import WireRequest
 from turnwright.renderers import byte_renderer
+from turnwright_serve.proxy import ProxyServer, ProxySession, ProxySettings
+from turnwright_serve.proxy.matching import Exchange
+from turnwright_serve.proxy.wire import WireRequest
 
 TOOLS = [{"type": "function", "function": TOOL}]
 LONG = "A summary of everything that happened so far."
@@ -333,7 +333,7 @@ def test_a_repeated_request_joins_the_one_in_flight_and_a_retry_is_served_again(
 
 def test_a_stream_that_was_cut_is_served_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that leaves while the model samples finds the same reply when it asks again."""
-    monkeypatch.setattr("turnwright.proxy.server.HEARTBEAT_S", 0.05)
+    monkeypatch.setattr("turnwright_serve.proxy.server.HEARTBEAT_S", 0.05)
 
     class Slow(RecordingEngine):
         async def generate(self, request: tw.Request) -> tw.Generation:
@@ -360,7 +360,7 @@ def test_a_stream_that_was_cut_is_served_again(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_template_with_one_system_message_gets_the_later_ones_as_user() -> None:
-    from turnwright.proxy.session import fold_roles
+    from turnwright_serve.proxy.session import fold_roles
 
     roles = [("developer", "a"), ("system", "b"), ("user", "c"), ("assistant", "d"), ("system", "e")]
     folded = fold_roles([tw.Message(role, text) for role, text in roles])

@@ -14,15 +14,16 @@ import httpx2
 import pytest
 
 import turnwright as tw
+import turnwright_serve
 from tests.proxy_kit import RecordingEngine, account, in_order, play
 from turnwright.errors import EnvError, UsageError
-from turnwright.proxy import ProgramResult, program
-from turnwright.proxy.programs import ProgramEndpoint, fill, kill_marked, write_files
 from turnwright.records.journal import InterruptedEpisodes
 from turnwright.records.run_dir import read_json_lines
 from turnwright.renderers import byte_renderer
 from turnwright.rollouts.api import make_episode_specs
 from turnwright.rollouts.runner import Rollout
+from turnwright_serve.proxy import ProgramResult, program
+from turnwright_serve.proxy.programs import ProgramEndpoint, fill, kill_marked, write_files
 
 ASK = """
 import json, os, sys, urllib.request
@@ -235,7 +236,9 @@ def test_files_stay_inside_and_braces_are_replaced_once(tmp_path: Path) -> None:
 
 
 def test_it_is_a_public_name() -> None:
-    assert tw.program is program
+    assert turnwright_serve.program is program
+    with pytest.raises(AttributeError, match=r"turnwright\.program is turnwright_serve\.program"):
+        tw.program  # noqa: B018
 
 
 @pytest.mark.parametrize("command", ["python agent.py", [], [1]])

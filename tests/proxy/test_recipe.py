@@ -80,7 +80,7 @@ def test_a_mistake_is_one_line(tmp_path: Path, args: dict[str, Any], message: st
 
 
 def test_a_missing_server_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [one for one in sys.modules if one.startswith("turnwright.proxy")]:
+    for name in [one for one in sys.modules if one.startswith("turnwright_serve.proxy")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "starlette.responses", None)
     with pytest.raises(ConfigError, match=r"pip install 'turnwright\[serve\]'"):

@@ -21,12 +21,12 @@ from turnwright.cli.main import main
 from turnwright.config import load
 from turnwright.engines.remote import ChatEngine
 from turnwright.errors import ConfigError
-from turnwright.proxy import ProxyServer, ProxySession, recording
-from turnwright.proxy.recording import record_sessions
 from turnwright.records import RunDir
 from turnwright.renderers import byte_renderer
 from turnwright.rollouts.api import make_episode_specs
 from turnwright.rollouts.runner import Rollout
+from turnwright_serve.proxy import ProxyServer, ProxySession, recording
+from turnwright_serve.proxy.recording import record_sessions
 from turnwright_view.recompute import steps_of
 
 TOOLS = [{"type": "function", "function": TOOL}]

@@ -20,8 +20,8 @@ import turnwright as tw
 from tests.proxy_kit import RecordingEngine, account, play
 from turnwright.envs.isolation.sandbox import sandbox_problem
 from turnwright.errors import ConfigError, UsageError
-from turnwright.proxy import ProgramResult, program, sandboxed
-from turnwright.proxy.sandbox_launcher import Relay
+from turnwright_serve.proxy import ProgramResult, program, sandboxed
+from turnwright_serve.proxy.sandbox_launcher import Relay
 
 needs_walls = pytest.mark.skipif(sandbox_problem() is not None, reason="the sandbox does not work on this machine")
 EXPLORES = """
@@ -110,7 +110,7 @@ def test_a_file_that_the_command_names_can_be_read(tmp_path: Path) -> None:
 @needs_walls
 @pytest.mark.parametrize("end", ["deadline", "limit"])
 def test_what_hangs_is_killed_with_its_processes_and_scored_by_its_files(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turnwright.proxy.programs.END_S", 0.5)
+    monkeypatch.setattr("turnwright_serve.proxy.programs.END_S", 0.5)
     left: list[str] = []
 
     def score(result: ProgramResult) -> float:
@@ -198,7 +198,7 @@ def test_a_relay_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 RELAYED = """
 import resource, socket, sys
-from turnwright.proxy.sandbox_launcher import Relay
+from turnwright_serve.proxy.sandbox_launcher import Relay
 resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
 Relay(socket.socket(fileno=int(sys.argv[1])), sys.argv[2], 100).run()
 """

@@ -46,7 +46,7 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, kind: str) -> Non
 def test_what_plays_a_checkpoint_without_a_trainer_plays_the_grid(
     tmp_path: Path, recipe: Path, monkeypatch: Any, dtype: str
 ) -> None:
-    from turnwright.training.server import make_service
+    from turnwright_serve.serve import make_service
 
     out = tmp_path / "run"
     assert main(["train", str(recipe), "--out", str(out), "--display", "none", "--model.dtype", dtype]) == 0
@@ -83,9 +83,9 @@ def test_a_served_checkpoint_plays_the_grid_and_stays_on_it_with_the_weights_of_
 ) -> None:
     from turnwright.engines import Request
     from turnwright.engines.remote import SglangEngine, VllmEngine
-    from turnwright.engines.server import JsonHttpServer
     from turnwright.training import score_with_model
-    from turnwright.training.server import make_service
+    from turnwright_serve.serve import make_service
+    from turnwright_serve.server import JsonHttpServer
 
     out, prompt = tmp_path / "run", list(range(10, 30))
     assert main(["train", str(recipe), "--out", str(out), "--display", "none", "--train.lr", "2e-2"]) == 0

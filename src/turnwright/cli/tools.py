@@ -392,7 +392,7 @@ def run_serve(args: argparse.Namespace) -> int:
     settings = {name: vars(args)[name] for name in names}
     settings["keyless"] = args.no_key
     settings["token"] = os.environ.get("TURNWRIGHT_SERVE_TOKEN", "")
-    import_training("turnwright.training.server")
+    import_training("turnwright_serve.serve")
     with stopped_by_signals():
         commands.serve_model(args.model, args.formats, partial(print, flush=True), **settings)
     return 0

@@ -15,7 +15,7 @@ from turnwright.errors import EnvError, LimitReached
 
 if TYPE_CHECKING:
     from turnwright.compat.slime_engine import EngineServer
-    from turnwright.engines.server import Call, JsonHttpServer
+    from turnwright_serve.server import Call, JsonHttpServer
 
 LOOPBACK = "127.0.0.1"
 
@@ -53,7 +53,7 @@ class RouterPort:
         self._serving = asyncio.ensure_future(self._serve())
 
     async def _serve(self) -> JsonHttpServer:
-        from turnwright.engines.server import Endpoint, JsonHttpServer
+        from turnwright_serve.server import Endpoint, JsonHttpServer
 
         assert self._listener is not None
         routes = {("POST", "/generate"): Endpoint(self._generate, bytes)}
@@ -65,7 +65,7 @@ class RouterPort:
         return server
 
     async def _generate(self, call: Call) -> Any:
-        from turnwright.engines.server import HttpError
+        from turnwright_serve.server import HttpError
 
         try:
             body = orjson.loads(call.body)

@@ -11,9 +11,9 @@ from turnwright.compat.sampled_rows import EngineCall
 from turnwright.compat.slime_engine import EngineServer, current_server
 from turnwright.envs.user_imports import import_foreign
 from turnwright.errors import EnvError
-from turnwright.proxy.programs import shared_server
-from turnwright.proxy.session import ProxySession, ProxySettings
 from turnwright.types import Trajectory
+from turnwright_serve.proxy.programs import shared_server
+from turnwright_serve.proxy.session import ProxySession, ProxySettings
 
 REQUEST_NAMES = {"max_new_tokens": "max_tokens"}
 REQUEST_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "stop")

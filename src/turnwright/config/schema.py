@@ -120,7 +120,7 @@ def truncation_key(rollout: RolloutConfig) -> tuple[str, str] | None:
 COLUMNS = ("prompt", "answer", "id", "images", "videos", "env", "metadata", "tools")
 """Contents that `[env] columns` can name."""
 PROGRAM = "program"
-"""`env.use` of an unmodified program (`turnwright.compat.program`)."""
+"""`env.use` of an unmodified program (`turnwright_serve.proxy.recipe`)."""
 HISTORY_MODES = ("append", "inline", "template")
 HISTORY_POLICIES = ("keep_images", "downscale_images", "drop_reasoning")
 """Names of the built-in history policies; each takes a number."""

@@ -65,7 +65,9 @@ class Framework:
 @cache
 def framework(name: str) -> Framework:
     """Return a framework by its name."""
-    made: Framework = import_module(f"turnwright.compat.{name}").FRAMEWORK
+    made: Framework = import_module(
+        "turnwright_serve.proxy.recipe" if name == "program" else f"turnwright.compat.{name}"
+    ).FRAMEWORK
     return made
 
 

@@ -23,7 +23,6 @@ import orjson
 
 from turnwright.config import RunConfig
 from turnwright.engines import Generation, HasContextLimit, Request, SupportsWeightUpdate, check_generation, tokens
-from turnwright.engines.server import Call, Endpoint, HttpError, JsonHttpServer
 from turnwright.errors import ConfigError, EngineError, MediaError, class_name, words
 from turnwright.records.run_dir import EventLog
 from turnwright.rollouts import Rollout
@@ -33,6 +32,7 @@ from turnwright.scale.code import difference
 from turnwright.scale.codec import generation_row, read_request, spec_row
 from turnwright.scale.remote import Lease, RemoteWorker
 from turnwright.types import Image, ImageRef
+from turnwright_serve.server import Call, Endpoint, HttpError, JsonHttpServer
 
 TOKEN_VARIABLE = "TURNWRIGHT_WORKER_TOKEN"
 """Environment variable with the token that workers must send."""

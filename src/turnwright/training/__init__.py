@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from turnwright.training.model.lora import add_lora as add_lora
     from turnwright.training.model.models import create_tiny_model as create_tiny_model
     from turnwright.training.run import TrainingRun as TrainingRun
-    from turnwright.training.server import make_service as make_service
     from turnwright.training.setup import load_model_and_renderer as load_model_and_renderer
     from turnwright.training.setup import make_adapter_engines as make_adapter_engines
     from turnwright.training.setup import make_engine as make_engine

@@ -333,7 +333,7 @@ async def _make_client(engine: EngineConfig, url: str, renderer: Any, context: i
 
 def _tree(engine: EngineConfig, host: str = "127.0.0.1", **options: Any) -> Any:
     try:
-        from turnwright.engines.sharing import WeightTree
+        from turnwright_serve.sharing import WeightTree
     except ImportError as error:
         raise ConfigError(f"engine.tree needs {error.name}: pip install 'turnwright[serve]'") from None
     return WeightTree(engine.group_host or host, **options)

@@ -15,10 +15,10 @@ import orjson
 from turnwright.engines.remote.base import UPDATE_S, RemoteEngine
 from turnwright.engines.remote.http import HttpClient
 from turnwright.engines.remote.weight_sync import DiskAdapter, DiskWeights
-from turnwright.engines.server.http import JsonHttpServer
-from turnwright.engines.sharing.manifest import CHUNK, Manifest
-from turnwright.engines.sharing.relay import WeightRelay, own_token
 from turnwright.errors import EngineError, SyncError
+from turnwright_serve.server.http import JsonHttpServer
+from turnwright_serve.sharing.manifest import CHUNK, Manifest
+from turnwright_serve.sharing.relay import WeightRelay, own_token
 
 
 def parents(nodes: Sequence[str]) -> dict[str, list[list[str]]]:

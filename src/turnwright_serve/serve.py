@@ -32,8 +32,8 @@ from turnwright.training.weight_transfer import GroupWeightReceiver, Rows
 from turnwright.types import Image, MediaPlacement
 
 if TYPE_CHECKING:
-    from turnwright.engines.server import EngineService, Formats, JsonHttpServer
-    from turnwright.engines.server.routes import PlaceImages
+    from turnwright_serve.server import EngineService, Formats, JsonHttpServer
+    from turnwright_serve.server.routes import PlaceImages
 
 
 CACHE_GIB = 4.0
@@ -51,7 +51,7 @@ def make_service(
     """Build the service of a model and its engine, which the caller closes. Weights change through the formats' routes, from a
     directory or a process group; an update applies completely or not at all."""
     try:
-        from turnwright.engines.server import EngineService
+        from turnwright_serve.server import EngineService
     except ImportError as error:
         raise ConfigError(
             f"turnwright serve needs starlette and uvicorn ({error.name} is missing): pip install 'turnwright[serve]'"
@@ -175,8 +175,8 @@ async def serve(
     if token and keyless:
         raise ConfigError("--no-key: TURNWRIGHT_SERVE_TOKEN is set, which every request needs; unset it, or leave out --no-key")
     app, engine = make_service(source, context=context, device=device, speculate=speculate, cache_gib=cache_gib)
-    from turnwright.engines.server import JsonHttpServer
-    from turnwright.engines.sharing import WeightRelay
+    from turnwright_serve.server import JsonHttpServer
+    from turnwright_serve.sharing import WeightRelay
 
     temporary = tempfile.TemporaryDirectory(prefix="turnwright-weights-", ignore_cleanup_errors=True)
     relay = WeightRelay(weights_dir or Path(temporary.name))

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from turnwright.proxy.chat import ChatCompletions
-from turnwright.proxy.request_cache import RequestBody, RequestCache
-from turnwright.proxy.wire import (
+from turnwright.types import ContentPart, join_texts
+from turnwright_serve.proxy.chat import ChatCompletions
+from turnwright_serve.proxy.request_cache import RequestBody, RequestCache
+from turnwright_serve.proxy.wire import (
     RequestFault,
     WireCall,
     WireMessage,
@@ -27,7 +28,6 @@ from turnwright.proxy.wire import (
     tool_schema,
     unsupported,
 )
-from turnwright.types import ContentPart, join_texts
 
 _KNOWN_FIELDS = """
 model input instructions tools tool_choice parallel_tool_calls max_output_tokens max_tool_calls stream stream_options store

@@ -13,13 +13,13 @@ from hashlib import blake2b
 from turnwright.engines import tokens
 from turnwright.envs.base import Scores
 from turnwright.errors import ConfigError
-from turnwright.proxy.server import ProxyServer
-from turnwright.proxy.session import ProxySession, ProxySettings
-from turnwright.proxy.wire import RequestFault
 from turnwright.rollouts.agent_function import Model
 from turnwright.rollouts.runner import EpisodeSpec, Rollout
 from turnwright.rollouts.stream import RolloutStream
 from turnwright.types import EpisodeKey, StopReason, Task, Trajectory
+from turnwright_serve.proxy.server import ProxyServer
+from turnwright_serve.proxy.session import ProxySession, ProxySettings
+from turnwright_serve.proxy.wire import RequestFault
 
 PHASE = "record"
 """Phase of recorded episodes."""

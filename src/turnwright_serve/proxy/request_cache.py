@@ -21,8 +21,8 @@ from typing import Any
 
 import orjson
 
-from turnwright.proxy.wire import RequestFault, WireMessage, rows_of, text_of
 from turnwright.types import Image
+from turnwright_serve.proxy.wire import RequestFault, WireMessage, rows_of, text_of
 
 KEPT_CONVERSATIONS = 8
 """Conversations of an episode whose messages are kept for requests that continue them; others are read again."""

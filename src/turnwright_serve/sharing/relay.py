@@ -16,11 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from turnwright.engines.remote.http import HttpClient
-from turnwright.engines.server.http import Call, Endpoint, JsonHttpServer, Table
-from turnwright.engines.server.intake import HttpError
-from turnwright.engines.sharing.manifest import BASE, Chunk, Manifest, read
 from turnwright.engines.tokens import LOOPBACK
 from turnwright.errors import ConfigError, EngineError, SyncError
+from turnwright_serve.server.http import Call, Endpoint, JsonHttpServer, Table
+from turnwright_serve.server.intake import HttpError
+from turnwright_serve.sharing.manifest import BASE, Chunk, Manifest, read
 
 TOKEN = "TURNWRIGHT_SERVE_TOKEN"
 """Environment variable with the token of peers; without it, they are this machine's."""

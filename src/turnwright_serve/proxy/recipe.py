@@ -1,4 +1,4 @@
-"""`use = "program"`: a program as the agent function of a recipe, with the arguments of `turnwright.proxy.program`."""
+"""`use = "program"`: a program as the agent function of a recipe, with the arguments of `turnwright_serve.proxy.program`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from turnwright.envs.foreign import ForeignObject, Framework, Registered
 from turnwright.errors import ConfigError, UsageError, suggest_or_list
 
 if TYPE_CHECKING:
-    from turnwright.proxy.programs import Program
+    from turnwright_serve.proxy.programs import Program
 
 _ARGUMENTS = ("command", "agent", "score", "files", "env", "exit_codes", "seconds", "untrained", "models", "sandbox")
 
@@ -45,7 +45,7 @@ def adapt(found: ForeignObject) -> Program | None:
     env = args.pop("env", {})
     if not isinstance(env, Mapping) or not all(isinstance(one, str) for one in env.values()):
         raise ConfigError("args.env is a table of texts, the variables of the program")
-    from turnwright.proxy import program
+    from turnwright_serve.proxy import program
 
     try:
         return program(command, score=_function(args.pop("score"), "score", found), files=files, env=env, **args)
@@ -56,7 +56,7 @@ def adapt(found: ForeignObject) -> Program | None:
 def _command(value: Any, base: Path) -> list[str]:
     if not isinstance(value, (list, tuple)) or not value or not all(isinstance(one, str) for one in value):
         raise ConfigError(f'args.command is a list of texts, such as ["python", "agent.py"], not {value!r:.80}')
-    from turnwright.proxy.programs import fill
+    from turnwright_serve.proxy.programs import fill
 
     return [fill(one, {"recipe": str(base.resolve())}) for one in value]
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
-from turnwright.proxy.request_cache import RequestBody, RequestCache
-from turnwright.proxy.wire import (
+from turnwright.types import ContentPart
+from turnwright_serve.proxy.request_cache import RequestBody, RequestCache
+from turnwright_serve.proxy.wire import (
     RequestFault,
     WireCall,
     WireMessage,
@@ -26,7 +27,6 @@ from turnwright.proxy.wire import (
     tool_schema,
     unsupported,
 )
-from turnwright.types import ContentPart
 
 _KNOWN_FIELDS = """
 model messages system tools tool_choice max_tokens stop_sequences stream metadata thinking service_tier container

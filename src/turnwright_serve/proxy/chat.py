@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from turnwright.proxy.request_cache import RequestBody, RequestCache
-from turnwright.proxy.wire import (
+from turnwright.types import ContentPart
+from turnwright_serve.proxy.request_cache import RequestBody, RequestCache
+from turnwright_serve.proxy.wire import (
     RequestFault,
     WireCall,
     WireMessage,
@@ -27,7 +28,6 @@ from turnwright.proxy.wire import (
     tool_schema,
     unsupported,
 )
-from turnwright.types import ContentPart
 
 _KNOWN_FIELDS = """
 model messages tools tool_choice parallel_tool_calls max_tokens max_completion_tokens stop stream stream_options user

@@ -18,12 +18,12 @@ from starlette.responses import Response
 from turnwright import __version__
 from turnwright.engines.base import Generation, Request, StopText
 from turnwright.engines.scoring import IdScores, ScoreRequest
-from turnwright.engines.server import bodies
-from turnwright.engines.server.http import MAX_WEIGHTS, Call, Endpoint, Table
-from turnwright.engines.server.intake import HttpError
-from turnwright.engines.server.replies import PAUSES, Replies, Span
 from turnwright.errors import EngineError, MediaError, UsageError
 from turnwright.types import ROUTES, MediaPlacement, Sampling
+from turnwright_serve.server import bodies
+from turnwright_serve.server.http import MAX_WEIGHTS, Call, Endpoint, Table
+from turnwright_serve.server.intake import HttpError
+from turnwright_serve.server.replies import PAUSES, Replies, Span
 
 DEFAULT_GROUP = "weight_update_group"
 """Name that SGLang gives an unnamed group."""

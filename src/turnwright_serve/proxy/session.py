@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from turnwright.errors import LimitReached, MediaError, TemplateError, UsageError
-from turnwright.proxy.matching import Exchange, History
-from turnwright.proxy.request_cache import KEPT_CONVERSATIONS, RequestBody, RequestCache
-from turnwright.proxy.wire import UNMET_CHOICE, RequestFault, WireCall, WireReply, WireRequest
 from turnwright.rollouts.agent_function import Model, Reply
 from turnwright.rollouts.conversation import add_counts
 from turnwright.types import Image, Message, StopReason
+from turnwright_serve.proxy.matching import Exchange, History
+from turnwright_serve.proxy.request_cache import KEPT_CONVERSATIONS, RequestBody, RequestCache
+from turnwright_serve.proxy.wire import UNMET_CHOICE, RequestFault, WireCall, WireReply, WireRequest
 
 if TYPE_CHECKING:
-    from turnwright.proxy.server import Dialect
+    from turnwright_serve.proxy.server import Dialect
 
 MIN_TEXT, MAX_TEXT, TEXT_PER_TOKEN = 2**20, 2**22, 16
 """Maximum bytes of a request without its images: so many for each token of the context, at least the first, and the second

@@ -27,7 +27,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from turnwright.engines import tokens
-from turnwright.engines.server.intake import (
+from turnwright.errors import BackendContractError, ConfigError, TurnwrightError
+from turnwright_serve.server.intake import (
     LINGER_BYTES,
     LINGER_S,
     HttpError,
@@ -35,7 +36,6 @@ from turnwright.engines.server.intake import (
     IntakeLimits,
     RawBody,
 )
-from turnwright.errors import BackendContractError, ConfigError, TurnwrightError
 
 _log = logging.getLogger(__name__)
 MAX_BODY = 64 * 2**20

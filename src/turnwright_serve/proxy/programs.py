@@ -22,15 +22,15 @@ from turnwright.envs.isolation.sandbox import Sandbox, SandboxError
 from turnwright.envs.tasks import TaskSource
 from turnwright.envs.user_code import call_user
 from turnwright.errors import EnvError, UsageError, words
-from turnwright.proxy.sandbox_launcher import RELAY_ENDED
-from turnwright.proxy.sandboxed import HOME, WORK, check_sandbox, run_sandboxed
-from turnwright.proxy.session import ProxySession, ProxySettings
 from turnwright.rollouts.agent_function import Model
 from turnwright.types import StopReason, Task, Trajectory
 from turnwright.types.outcomes import shortened
+from turnwright_serve.proxy.sandbox_launcher import RELAY_ENDED
+from turnwright_serve.proxy.sandboxed import HOME, WORK, check_sandbox, run_sandboxed
+from turnwright_serve.proxy.session import ProxySession, ProxySettings
 
 if TYPE_CHECKING:
-    from turnwright.proxy.server import ProxyServer
+    from turnwright_serve.proxy.server import ProxyServer
 
 MAX_OUTPUT = 2**20
 """Maximum characters of each output stream that a score reads; of longer output the end is kept."""
@@ -242,7 +242,7 @@ def program(
 
     Example::
 
-        play = tw.program(["python", "agent.py", "{task}"], score=lambda result: float("done" in result.output))
+        play = turnwright_serve.program(["python", "agent.py", "{task}"], score=lambda result: float("done" in result.output))
         trajectories = tw.rollout(play, tasks, engine)
 
     Args:
@@ -391,7 +391,7 @@ def write_files(directory: Path, files: Mapping[str, str | bytes]) -> None:
 def _server_class() -> type[ProxyServer]:
     """Import the server; raise `UsageError` without its packages."""
     try:
-        from turnwright.proxy.server import ProxyServer
+        from turnwright_serve.proxy.server import ProxyServer
     except ImportError as error:
         needs = f"programs need starlette and uvicorn ({error.name} is missing)"
         raise UsageError(f"{needs}: pip install 'turnwright[serve]'") from None

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from turnwright.proxy.wire import WireCall, WireMessage, WireReply, WireRequest
 from turnwright.rollouts.agent_function import Reply
 from turnwright.types import Message, ToolCall
+from turnwright_serve.proxy.wire import WireCall, WireMessage, WireReply, WireRequest
 
 SUMMARY_CHARS = 32
 """Minimum length of a line of a reply whose appearance in another conversation makes that conversation a compacted one."""

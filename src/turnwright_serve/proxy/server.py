@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 import orjson
 from starlette.responses import Response, StreamingResponse
 
-from turnwright.engines.server import Call, Endpoint, HttpError, IntakeLimits, JsonHttpServer, RawBody
-from turnwright.proxy.anthropic import AnthropicMessages
-from turnwright.proxy.chat import ChatCompletions
-from turnwright.proxy.matching import Exchange
-from turnwright.proxy.request_cache import RequestBody, RequestCache, parse_object
-from turnwright.proxy.responses import Responses
-from turnwright.proxy.session import ProxySession, ReadRequest
-from turnwright.proxy.wire import RequestFault, WireReply, WireRequest
 from turnwright.types import is_finite_number
+from turnwright_serve.proxy.anthropic import AnthropicMessages
+from turnwright_serve.proxy.chat import ChatCompletions
+from turnwright_serve.proxy.matching import Exchange
+from turnwright_serve.proxy.request_cache import RequestBody, RequestCache, parse_object
+from turnwright_serve.proxy.responses import Responses
+from turnwright_serve.proxy.session import ProxySession, ReadRequest
+from turnwright_serve.proxy.wire import RequestFault, WireReply, WireRequest
+from turnwright_serve.server import Call, Endpoint, HttpError, IntakeLimits, JsonHttpServer, RawBody
 
 if TYPE_CHECKING:
-    from turnwright.proxy.recording import RecordedSessions
+    from turnwright_serve.proxy.recording import RecordedSessions
 
 HEARTBEAT_S = 5.0
 """Seconds without a reply after which a streamed answer begins, and between heartbeats. An answer that begins later can still

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from turnwright.engines.base import Generation, Request
-from turnwright.engines.server.intake import HttpError
+from turnwright_serve.server.intake import HttpError
 
 PAUSES = {"abort": "abort", "wait": "wait", "keep": "hold", "retract": "hold"}
 """What a pause does to the replies in flight: end them, wait for their ends, or hold them, to go on with the weights of then;
