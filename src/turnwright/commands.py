@@ -177,7 +177,7 @@ def _workers(
     if scale.listen is None and scale.ray is None:
         return None
     try:
-        from turnwright.scale.pool import WorkerPool
+        from turnwright_cluster.pool import WorkerPool
     except ImportError as error:
         raise ConfigError(
             f"[scale] needs starlette and uvicorn ({error.name} is missing): pip install 'turnwright[serve]'"
@@ -195,7 +195,7 @@ def _placer(config: RunConfig, note: Callable[[str], None]) -> ServerPlacer | No
     if not config.engines_on_ray:
         return None
     try:
-        from turnwright.scale.ray_engines import RayEngines
+        from turnwright_cluster.ray_engines import RayEngines
     except ImportError as error:
         raise ConfigError(f"scale.ray needs Ray ({error.name} is missing): pip install 'turnwright[ray]'") from None
     return RayEngines(config.scale, note=note)
@@ -204,7 +204,7 @@ def _placer(config: RunConfig, note: Callable[[str], None]) -> ServerPlacer | No
 def join_run(url: str, *, name: str, groups: int, root: Path | None, wait_s: float, note: Callable[[str], None]) -> None:
     """Play episodes for the run at a URL until it ends."""
     try:
-        from turnwright.scale.worker import WorkerProcess
+        from turnwright_cluster.worker import WorkerProcess
     except ImportError as error:
         raise ConfigError(
             f"turnwright worker needs starlette and uvicorn ({error.name} is missing): pip install 'turnwright[serve,servers]'"

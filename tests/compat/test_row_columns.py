@@ -167,7 +167,7 @@ class World(tw.Env):
 def test_columns_travel_with_a_task():
     from turnwright.media import MediaStore
     from turnwright.records.serialization import read_task, task_row
-    from turnwright.scale.codec import _read_task, _task_row
+    from turnwright_cluster.codec import _read_task, _task_row
 
     first, _ = tw.load_tasks([{**ROW, "gold": "g"}, {**OTHER, "gold": "h"}], columns={"answer": "gold"})
     recorded = read_task(json.loads(json.dumps(task_row(first))))

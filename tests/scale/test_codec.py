@@ -13,8 +13,9 @@ import turnwright as tw
 from turnwright.engines import Generation, Request, Sampling, StopText
 from turnwright.errors import UsageError
 from turnwright.media import MediaStore
-from turnwright.scale.base import GroupSpec, PlayedGroup
-from turnwright.scale.codec import (
+from turnwright.types import ROUTES, EpisodeKey, ExpertRoutes, ImageRef
+from turnwright_cluster.base import GroupSpec, PlayedGroup
+from turnwright_cluster.codec import (
     Contexts,
     dumps,
     generation_row,
@@ -28,7 +29,6 @@ from turnwright.scale.codec import (
     spec_row,
     unpack,
 )
-from turnwright.types import ROUTES, EpisodeKey, ExpertRoutes, ImageRef
 
 LEAVES = (
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | st.text()

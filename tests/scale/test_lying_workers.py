@@ -21,9 +21,9 @@ from turnwright.records.journal import InterruptedEpisodes
 from turnwright.records.serialization import rebuild_trajectories
 from turnwright.renderers import load_renderer
 from turnwright.rollouts import EpisodeSpec, Rollout
-from turnwright.scale.pool import WorkerPool
-from turnwright.scale.worker import RunLink, WorkerProcess
 from turnwright.types import EpisodeKey
+from turnwright_cluster.pool import WorkerPool
+from turnwright_cluster.worker import RunLink, WorkerProcess
 
 SAMPLES = 3
 

@@ -18,7 +18,7 @@ from turnwright.config import RunConfig, ScaleConfig, load
 from turnwright.envs.resolve import resolve_env
 from turnwright.errors import ConfigError
 from turnwright.records import RunDir
-from turnwright.scale.pool import WorkerPool
+from turnwright_cluster.pool import WorkerPool
 
 
 @pytest.mark.parametrize(
@@ -93,8 +93,8 @@ def train_without_ray(recipe, out, report):
     """Train with Ray, as if it were not installed, and alone; write the statuses and what is reported."""
     assert "ray" not in sys.modules
     sys.modules["ray"] = None
-    importlib.import_module("turnwright.scale.pool")
-    importlib.import_module("turnwright.scale.worker")
+    importlib.import_module("turnwright_cluster.pool")
+    importlib.import_module("turnwright_cluster.worker")
     words = ["train", str(recipe), "--out", str(out)]
     with contextlib.redirect_stderr(io.StringIO()) as said:
         statuses = main([*words, "--scale.ray=auto"]), main([*words, "--train.steps=0"])

@@ -20,7 +20,7 @@ class Cluster:
     """Bundles, actors and their options as they are asked for; `faults` are raised by calls of a name, in order."""
 
     def __init__(self, monkeypatch, module):
-        from turnwright.scale import ray_workers
+        from turnwright_cluster import ray_workers
 
         self.bundles, self.options, self.faults, self.started = [], [], {}, []
         ray = SimpleNamespace(
@@ -83,14 +83,14 @@ class Cluster:
 
 @pytest.fixture
 def cluster(monkeypatch):
-    from turnwright.scale import ray_engines
+    from turnwright_cluster import ray_engines
 
     return Cluster(monkeypatch, ray_engines)
 
 
 def keep(cluster, tmp_path, until, gpus=0.0, count=1):
     """Keep servers running until something holds; return what was noted and the list."""
-    from turnwright.scale.ray_engines import RayEngines
+    from turnwright_cluster.ray_engines import RayEngines
 
     notes, listed = [], EngineList(tmp_path / "list")
 
@@ -163,7 +163,7 @@ def test_a_server_that_never_starts_ends_the_run_with_the_reason(cluster, tmp_pa
 def test_unexpected_errors_of_workers_and_nodes_are_noted_once_and_workers_are_kept(monkeypatch):
     from ray.exceptions import RaySystemError
 
-    from turnwright.scale import ray_workers
+    from turnwright_cluster import ray_workers
 
     cluster, notes, dead = Cluster(monkeypatch, ray_workers), [], []
     monkeypatch.setattr(ray_workers, "NODES_S", 0.01)

@@ -18,9 +18,9 @@ from turnwright.errors import EngineError, EngineUnavailable, TurnwrightError
 from turnwright.media import MediaStore
 from turnwright.records import to_json
 from turnwright.records.serialization import Event
-from turnwright.scale.codec import dumps, image_hashes
-from turnwright.scale.server import TOKEN_VARIABLE, WORKER
 from turnwright.types import Image, ImageRef
+from turnwright_cluster.codec import dumps, image_hashes
+from turnwright_cluster.server import TOKEN_VARIABLE, WORKER
 
 RETRY_S = 0.2
 """Seconds between attempts to repeat a request."""

@@ -17,9 +17,9 @@ from turnwright.engines import Generation, Request, Sampling, StopText
 from turnwright.errors import UsageError
 from turnwright.media import MediaStore
 from turnwright.records.serialization import key_row, message_row, read_media, read_message
-from turnwright.scale.base import GroupSpec, PlayedGroup
 from turnwright.types import ROUTES, EpisodeKey, ExpertRoutes, Image, ImageRef, MediaPlacement, Message, Task, VideoRef
 from turnwright.types.trajectory import is_json
+from turnwright_cluster.base import GroupSpec, PlayedGroup
 
 _TAG = "tuple"
 

@@ -21,15 +21,15 @@ from turnwright.rollouts import EpisodeSpec, Rollout
 from turnwright.rollouts.stream import EngineRequest
 from turnwright.rollouts.timeouts import CallGate
 from turnwright.rollouts.watchdog import PendingEpisode
-from turnwright.scale.base import GroupSpec, WorkerFailed, WorkerLied, WorkerLost
-from turnwright.scale.code import code_of
-from turnwright.scale.record import GroupRecord
-from turnwright.scale.remote import Lease, RemoteWorker
-from turnwright.scale.server import RunServer
 from turnwright.types import EpisodeKey, Trajectory
+from turnwright_cluster.base import GroupSpec, WorkerFailed, WorkerLied, WorkerLost
+from turnwright_cluster.code import code_of
+from turnwright_cluster.record import GroupRecord
+from turnwright_cluster.remote import Lease, RemoteWorker
+from turnwright_cluster.server import RunServer
 
 if TYPE_CHECKING:
-    from turnwright.scale.ray_workers import RayWorkers
+    from turnwright_cluster.ray_workers import RayWorkers
 
 MAX_FAILED = 5
 """Number of times that a group fails or is lied about before the run stops; workers that are lost do not count."""
@@ -149,7 +149,7 @@ class WorkerPool:
 
     def _connect_to_ray(self) -> RayWorkers:
         try:
-            from turnwright.scale.ray_workers import RayWorkers
+            from turnwright_cluster.ray_workers import RayWorkers
         except ImportError as error:
             raise ConfigError(f"scale.ray needs Ray ({error.name} is missing): pip install 'turnwright[ray]'") from None
         return RayWorkers(

@@ -30,11 +30,11 @@ from turnwright.media import MediaStore
 from turnwright.renderers import load_renderer
 from turnwright.renderers.chat_renderer import ChatRenderer
 from turnwright.rollouts import Rollout
-from turnwright.scale.code import code_of
-from turnwright.scale.codec import Contexts, group_row, image_hashes, placed_hashes, read_generation, read_spec, request_row
-from turnwright.scale.link import RETRY_S, RunLink
-from turnwright.scale.local import EventRouter, StreamWorker
 from turnwright.types import GroupKey, Image, ImageRef
+from turnwright_cluster.code import code_of
+from turnwright_cluster.codec import Contexts, group_row, image_hashes, placed_hashes, read_generation, read_spec, request_row
+from turnwright_cluster.link import RETRY_S, RunLink
+from turnwright_cluster.local import EventRouter, StreamWorker
 
 PATIENCE_S = 600.0
 """Seconds for which a run may be out of reach."""

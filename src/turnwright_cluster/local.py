@@ -13,8 +13,8 @@ from turnwright.records.serialization import Event, key_row
 from turnwright.rollouts import EpisodeSpec, Rollout
 from turnwright.rollouts.stream import RolloutStream
 from turnwright.rollouts.timeouts import CallGate
-from turnwright.scale.base import GroupSpec, OnTurn, PlayedGroup
 from turnwright.types import GroupKey
+from turnwright_cluster.base import GroupSpec, OnTurn, PlayedGroup
 
 
 class EventRouter:

@@ -29,7 +29,7 @@ from turnwright.engines.remote.engine_list import EngineList
 from turnwright.engines.remote.managed import MAX_RESTARTS, ServerProcess, wait_until_up
 from turnwright.engines.remote.placed import PlacedServers
 from turnwright.errors import EngineError
-from turnwright.scale.ray_workers import AGAIN_S, cancel, connect, end
+from turnwright_cluster.ray_workers import AGAIN_S, cancel, connect, end
 from turnwright_serve.server.http import JsonHttpServer
 from turnwright_serve.sharing import WeightRelay
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnwright.errors import TraceError
-from turnwright.scale.base import GroupSpec, OnTurn, PlayedGroup, WorkerFailed, WorkerLied, WorkerLost
-from turnwright.scale.codec import Contexts, read_group
-from turnwright.scale.ledger import EngineLedger
+from turnwright_cluster.base import GroupSpec, OnTurn, PlayedGroup, WorkerFailed, WorkerLied, WorkerLost
+from turnwright_cluster.codec import Contexts, read_group
+from turnwright_cluster.ledger import EngineLedger
 
 
 @dataclass(slots=True, eq=False)

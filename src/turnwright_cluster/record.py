@@ -9,8 +9,8 @@ from typing import Any
 from turnwright.errors import TraceError
 from turnwright.records.run_dir import EventLog, definition_name
 from turnwright.records.serialization import Event, apply_event, key_row, read_span
-from turnwright.scale.base import GroupSpec, WorkerLied
 from turnwright.types import ROUTES, EpisodeKey, Span, Trajectory
+from turnwright_cluster.base import GroupSpec, WorkerLied
 
 Sampled = list[tuple[int, float | None, int, str]]
 """Id, logprob, policy version and agent of each id of a reply."""

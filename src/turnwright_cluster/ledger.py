@@ -6,7 +6,7 @@ from typing import Any
 
 from turnwright.engines import Generation, Request
 from turnwright.records.serialization import Event
-from turnwright.scale.record import Sampled, sampled_of, spans_of
+from turnwright_cluster.record import Sampled, sampled_of, spans_of
 
 
 class EngineLedger:

@@ -27,11 +27,11 @@ from turnwright.errors import ConfigError, EngineError, MediaError, class_name, 
 from turnwright.records.run_dir import EventLog
 from turnwright.rollouts import Rollout
 from turnwright.rollouts.timeouts import CallGate
-from turnwright.scale.base import GroupSpec, WorkerLied, WorkerLost
-from turnwright.scale.code import difference
-from turnwright.scale.codec import generation_row, read_request, spec_row
-from turnwright.scale.remote import Lease, RemoteWorker
 from turnwright.types import Image, ImageRef
+from turnwright_cluster.base import GroupSpec, WorkerLied, WorkerLost
+from turnwright_cluster.code import difference
+from turnwright_cluster.codec import generation_row, read_request, spec_row
+from turnwright_cluster.remote import Lease, RemoteWorker
 from turnwright_serve.server import Call, Endpoint, HttpError, JsonHttpServer
 
 TOKEN_VARIABLE = "TURNWRIGHT_WORKER_TOKEN"

@@ -18,8 +18,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from turnwright.config import ScaleConfig
 from turnwright.errors import ConfigError
-from turnwright.scale.server import TOKEN_VARIABLE
-from turnwright.scale.worker import WorkerProcess
+from turnwright_cluster.server import TOKEN_VARIABLE
+from turnwright_cluster.worker import WorkerProcess
 
 ROOM = 16
 """Groups that a worker plays at once, as `turnwright worker --groups`."""
