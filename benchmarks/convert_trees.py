@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from turnwright.compat.convert import Converted, convert_file
 from turnwright.errors import ConfigError
+from turnwright_compat.convert import Converted, convert_file
 
 Transform = Callable[[Any], Any]
 SYSTEM_OF = {"slime": "slime", "miles": "slime", "skyrl": "skyrl", "verl": "verl", "swift": "swift", "trl": "trl"}

@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from turnwright.integrations.skyrl import SkyRLEpisodes, TurnwrightGenerator
+from turnwright_compat.skyrl.rollout import SkyRLEpisodes, TurnwrightGenerator
 
 
 def make_episodes() -> SkyRLEpisodes:

@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from turnwright.integrations.slime import SlimeEpisodes, make_generate
+from turnwright_compat.slime.rollout import SlimeEpisodes, make_generate
 
 episodes = SlimeEpisodes(os.environ.get("ENV", "hop"), n_tasks=4096, n_eval=256, out="runs/slime/episodes")
 generate = make_generate(episodes)

@@ -14,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-from turnwright.integrations.swift import SwiftEpisodes, make_scheduler
+from turnwright_compat.swift.rollout import SwiftEpisodes, make_scheduler
 
 episodes = SwiftEpisodes(os.environ.get("ENV", "hop"), n_tasks=4096, n_eval=256, out="runs/swift/episodes")
 

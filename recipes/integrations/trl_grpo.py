@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 import turnwright as tw
-from turnwright.integrations.trl import TurnwrightRollout, turnwright_reward
+from turnwright_compat.trl.rollout import TurnwrightRollout, turnwright_reward
 
 parser = argparse.ArgumentParser()
 parser.add_argument("model")

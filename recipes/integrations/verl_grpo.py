@@ -13,7 +13,7 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from turnwright.integrations.verl import VerlEpisodes
+from turnwright_compat.verl.rollout import VerlEpisodes
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
@@ -27,5 +27,5 @@ episodes = VerlEpisodes(**settings)
 args.folder.mkdir(parents=True, exist_ok=True)
 for split in ("train", "eval"):
     Dataset.from_list(episodes.rows(split)).to_parquet(args.folder / f"{split}.parquet")
-loop = {"name": "turnwright", "_target_": "turnwright.integrations.verl.TurnwrightAgentLoop", **settings}
+loop = {"name": "turnwright", "_target_": "turnwright_compat.verl.rollout.TurnwrightAgentLoop", **settings}
 (args.folder / "agent_loops.yaml").write_text(json.dumps([loop], indent=2))  # JSON is YAML

@@ -210,18 +210,7 @@ def words(value: object, convert: Callable[[object], str] = str) -> str:
         return f"<{class_name(value)} whose {convert.__name__} raises {class_name(error)}>"
 
 
-# Names in records and metrics of classes that were renamed.
-_RECORDED_NAMES = {
-    "RestartEpisode": "Afresh",
-    "ReplayDiverged": "Diverged",
-    "TemplateBudgetExceeded": "TooMuch",
-    "RepeatedUserError": "UserBugs",
-}
-
-
 def class_name(value: object) -> str:
     """Return the name of a value's class, ignoring `__class__` and metaclasses."""
-    kind = type(value)
-    name: str = type.__dict__["__name__"].__get__(kind)
-    ours = name in _RECORDED_NAMES and str(type.__dict__["__module__"].__get__(kind)).startswith("turnwright.")
-    return _RECORDED_NAMES[name] if ours else name
+    name: str = type.__dict__["__name__"].__get__(type(value))
+    return name

@@ -11,8 +11,8 @@ sys.path[:0] = [str(Path(__file__).parent)]
 
 import originals  # noqa: E402
 
-from turnwright.compat.swift import REWARD_DEFAULTS  # noqa: E402
 from turnwright.envs.user_imports import STAND_INS, import_foreign  # noqa: E402
+from turnwright_compat.swift.adapter import REWARD_DEFAULTS  # noqa: E402
 
 MANY = 300
 

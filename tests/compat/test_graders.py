@@ -93,7 +93,7 @@ def test_a_hostile_answer_is_wrong(grader, answer):
 
 @pytest.mark.parametrize("answer", ["s('1')", "li('ii')", "(1).a", "[a for a in a]", "a if a else a", "ii(aa=1)", "{1:a}"])
 def test_what_is_no_expression_is_not_evaluated(answer):
-    from turnwright.compat.graders.symbolic import _parsed
+    from turnwright_compat.graders.symbolic import _parsed
 
     with pytest.raises((SyntaxError, TypeError, ValueError, AttributeError, KeyError)):
         _parsed(answer)

@@ -20,9 +20,9 @@ from vision_kit import tiny_vlm_directory
 
 import turnwright as tw
 from turnwright.errors import UsageError
-from turnwright.integrations.skyrl import SkyRLEpisodes, TurnwrightGenerator
-from turnwright.integrations.slime import ROUTING_KEY, SlimeEpisodes, make_generate
-from turnwright.integrations.verl import TurnwrightAgentLoop, VerlEpisodes
+from turnwright_compat.skyrl.rollout import SkyRLEpisodes, TurnwrightGenerator
+from turnwright_compat.slime.rollout import ROUTING_KEY, SlimeEpisodes, make_generate
+from turnwright_compat.verl.rollout import TurnwrightAgentLoop, VerlEpisodes
 
 LIMITS = tw.Limits(turns=2, turn_tokens=8, on_turn_length="continue")
 

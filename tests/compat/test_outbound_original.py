@@ -24,7 +24,7 @@ def packages():
     """On Python 3.11 pydantic wants the other TypedDict. Integrations that were imported before have bases of ours."""
     originals.use()
     typing.TypedDict = typing_extensions.TypedDict
-    for name in [one for one in sys.modules if one.startswith("turnwright.integrations.")]:
+    for name in [one for one in sys.modules if one.startswith("turnwright_compat.")]:
         if not name.endswith(".episodes"):
             del sys.modules[name]
 
@@ -84,7 +84,7 @@ def skyrl_output(path, folder, play, samples=2, **generator):
     from skyrl.train.dataset import PromptDataset
     from skyrl.train.generators.utils import prepare_generator_input
 
-    from turnwright.integrations.skyrl import TurnwrightGenerator
+    from turnwright_compat.skyrl.rollout import TurnwrightGenerator
 
     model, sessions = Server(path), []
 
@@ -143,7 +143,7 @@ def test_skyrl_accepts_and_trains_what_its_engine_sampled(path, tmp_path):
     from skyrl.train.generators.base import GeneratorInterface
     from skyrl.train.utils.trainer_utils import validate_generator_output
 
-    from turnwright.integrations.skyrl import SkyRLEpisodes, TurnwrightGenerator
+    from turnwright_compat.skyrl.rollout import SkyRLEpisodes, TurnwrightGenerator
 
     assert issubclass(TurnwrightGenerator, GeneratorInterface)
     play = SkyRLEpisodes(Letters, n_tasks=3, limits=LIMITS)
@@ -167,7 +167,7 @@ def test_skyrl_accepts_and_trains_what_its_engine_sampled(path, tmp_path):
 def test_skyrl_takes_the_rows_of_an_episode_as_steps(path, tmp_path):
     from skyrl.train.utils.trainer_utils import validate_generator_output
 
-    from turnwright.integrations.skyrl import SkyRLEpisodes
+    from turnwright_compat.skyrl.rollout import SkyRLEpisodes
 
     play = SkyRLEpisodes(forks, [tw.Task("Write.", id=str(n)) for n in range(2)], limits=LIMITS)
     output, model, batch, _, _ = skyrl_output(path, tmp_path, play, step_wise_trajectories=True)
@@ -219,10 +219,10 @@ def verl_batch(path, folder, play, server, loops, **overrides):
 
 
 def test_verl_worker_pads_and_trains_what_its_servers_sampled(path, tmp_path):
-    from turnwright.integrations.verl import VerlEpisodes, _shared
+    from turnwright_compat.verl.rollout import VerlEpisodes, _shared
 
     settings = {"env": "hop", "n_tasks": 3, "seed": 1, "limits": {"turns": 3, "turn_tokens": 12, "on_turn_length": "continue"}}
-    loops = [{"name": "turnwright", "_target_": "turnwright.integrations.verl.TurnwrightAgentLoop", **settings}]
+    loops = [{"name": "turnwright", "_target_": "turnwright_compat.verl.rollout.TurnwrightAgentLoop", **settings}]
     server = Server(path)
     lengths = {"data.max_prompt_length": 512, "data.max_response_length": 256}
     found = verl_batch(path, tmp_path, VerlEpisodes("hop", n_tasks=3, seed=1), server, loops, **lengths)
@@ -291,7 +291,7 @@ def swift_engine(path, server, template_type="chatml"):
 def swift_outputs(engine, play, rows, **given):
     from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
 
-    from turnwright.integrations.swift import make_scheduler
+    from turnwright_compat.swift.rollout import make_scheduler
 
     scheduler = make_scheduler(play)(infer_engine=engine, max_turns=2)
     config = RequestConfig(max_tokens=600, temperature=1.0, **given)
@@ -310,7 +310,7 @@ def test_swift_trains_what_its_engine_sampled(path):
     from swift.rl_core.data import OnPolicySample
     from swift.rollout.multi_turn import MultiTurnScheduler
 
-    from turnwright.integrations.swift import SwiftEpisodes, make_scheduler
+    from turnwright_compat.swift.rollout import SwiftEpisodes, make_scheduler
 
     server, play = Server(path), SwiftEpisodes(Letters, n_tasks=8)
     assert issubclass(make_scheduler(play), MultiTurnScheduler)
@@ -360,7 +360,7 @@ def encode(sample, template):
 
 def test_swift_would_train_the_end_token_of_a_reply_that_was_cut(path):
     from turnwright.errors import UsageError
-    from turnwright.integrations.swift import SwiftEpisodes
+    from turnwright_compat.swift.rollout import SwiftEpisodes
 
     play = SwiftEpisodes(Letters, n_tasks=1, limits=LIMITS)
     with pytest.raises(UsageError, match=r'a reply without an end token.*limits.on_turn_length = "stop"'):
@@ -369,7 +369,7 @@ def test_swift_would_train_the_end_token_of_a_reply_that_was_cut(path):
 
 def test_swift_another_template_is_refused(path):
     from turnwright.errors import EngineError
-    from turnwright.integrations.swift import SwiftEpisodes
+    from turnwright_compat.swift.rollout import SwiftEpisodes
 
     play = SwiftEpisodes(Letters, n_tasks=1, limits=LIMITS)
     engine = swift_engine(path, Server(path), "dummy")

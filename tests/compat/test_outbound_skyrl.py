@@ -8,8 +8,8 @@ from transformers import AutoTokenizer
 
 import turnwright as tw
 from turnwright.errors import EngineError, TaskError, UsageError
-from turnwright.integrations.episodes import TASK
-from turnwright.integrations.skyrl import SkyRLEpisodes, TurnwrightGenerator
+from turnwright_compat.episodes import TASK
+from turnwright_compat.skyrl.rollout import SkyRLEpisodes, TurnwrightGenerator
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,9 @@ from transformers import AutoTokenizer
 
 import turnwright as tw
 from turnwright.errors import EngineError, UsageError
-from turnwright.integrations.episodes import TASK
-from turnwright.integrations.slime import ROUTING_KEY, SlimeEpisodes, make_generate
 from turnwright.renderers import load_renderer
+from turnwright_compat.episodes import TASK
+from turnwright_compat.slime.rollout import ROUTING_KEY, SlimeEpisodes, make_generate
 from turnwright_serve import make_service
 from turnwright_serve.server import JsonHttpServer
 

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 import turnwright as tw
 from turnwright.errors import EngineError, UsageError
-from turnwright.integrations.episodes import TASK
-from turnwright.integrations.swift import SwiftEpisodes, make_scheduler
+from turnwright_compat.episodes import TASK
+from turnwright_compat.swift.rollout import SwiftEpisodes, make_scheduler
 
 
 @dataclass

@@ -16,8 +16,8 @@ import originals
 import pytest
 from outbound_kit import LIMITS, Calls, Letters, check_row, make_model, run
 
-from turnwright.integrations.slime import SlimeEpisodes, make_generate
 from turnwright.renderers import load_renderer
+from turnwright_compat.slime.rollout import SlimeEpisodes, make_generate
 from turnwright_serve import make_service
 from turnwright_serve.server import JsonHttpServer
 

@@ -8,9 +8,9 @@ from outbound_kit import LIMITS, Letters, Server, check_row, forks, make_model, 
 from transformers import AutoTokenizer
 
 import turnwright as tw
-from turnwright.compat.common import attribute_config
 from turnwright.errors import EngineError, UsageError
-from turnwright.integrations.verl import TurnwrightAgentLoop, VerlEpisodes
+from turnwright_compat.common import attribute_config
+from turnwright_compat.verl.rollout import TurnwrightAgentLoop, VerlEpisodes
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from turnwright.compat.sampled_rows import sampling_options
-from turnwright.compat.skyrl_generator import EngineClient
-from turnwright.compat.slime_engine import EngineServer
-from turnwright.compat.swift_engine import PROTOCOL, Episode
-from turnwright.compat.verl_loop import ServerManager
 from turnwright.envs.user_imports import import_foreign
 from turnwright.types import Image
+from turnwright_compat.sampled_rows import sampling_options
+from turnwright_compat.skyrl.generator import EngineClient
+from turnwright_compat.slime.engine import EngineServer
+from turnwright_compat.swift.engine import PROTOCOL, Episode
+from turnwright_compat.verl.agent_loop import ServerManager
 
 
 class OptionsSeen(Exception):

@@ -15,13 +15,13 @@ from transformers import AutoImageProcessor, AutoTokenizer
 from vision_kit import tiny_vlm_directory
 
 import turnwright as tw
-from turnwright.compat.verl import FRAMEWORK
 from turnwright.config.schema import EnvConfig
 from turnwright.envs.resolve import as_env_spec, resolve_env
 from turnwright.errors import ConfigError
 from turnwright.renderers import CHATML, ChatTemplate
 from turnwright.renderers.template import template_source
 from turnwright.types import Message
+from turnwright_compat.verl.adapter import FRAMEWORK
 
 LIMITS = tw.Limits(turns=6, turn_tokens=2000)
 

@@ -7,11 +7,11 @@ from stand_ins_kit import USERS
 from vision_kit import tiny_vlm_directory
 
 import turnwright as tw
-from turnwright.compat.skyrl import FRAMEWORK
 from turnwright.config.schema import EnvConfig
 from turnwright.envs.resolve import as_env_spec, resolve_env
 from turnwright.errors import ConfigError
 from turnwright.types import Origin, StopReason
+from turnwright_compat.skyrl.adapter import FRAMEWORK
 
 LIMITS = tw.Limits(turns=3, turn_tokens=2000)
 

@@ -7,9 +7,9 @@ from rollout_kit import renderer
 from stand_ins_kit import USERS
 
 import turnwright as tw
-from turnwright.compat.sampled_rows import EngineCall, read_output
 from turnwright.envs.resolve import as_env_spec, load_object
 from turnwright.errors import ConfigError, EnvError
+from turnwright_compat.sampled_rows import EngineCall, read_output
 
 HOME = USERS / "skyrl"
 

@@ -18,9 +18,9 @@ from stand_ins_kit import USERS
 from vision_kit import tiny_vlm_directory
 
 import turnwright as tw
-from turnwright.compat.skyrl import FRAMEWORK
 from turnwright.envs.resolve import as_env_spec, load_object
 from turnwright.renderers import CHATML
+from turnwright_compat.skyrl.adapter import FRAMEWORK
 
 pytestmark = pytest.mark.compat
 

@@ -141,7 +141,7 @@ def none_left(*_, **__):
 @pytest.mark.parametrize("full", ["create_server", "limit"])
 def test_without_a_socket_post_still_works(full, tmp_path, monkeypatch):
     """Without one at all, or with half of the process's files in use."""
-    from turnwright.compat import slime_router
+    from turnwright_compat.slime import router as slime_router
 
     if full == "create_server":
         monkeypatch.setattr(slime_router.socket, "create_server", none_left)

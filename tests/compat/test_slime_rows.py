@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwright.compat.sampled_rows import EngineCall, read_output
 from turnwright.errors import EnvError
+from turnwright_compat.sampled_rows import EngineCall, read_output
 
 END, BLANK, OPENING = 1, 2, (3, 4)
 """The end token, a line break, and what opens a reply."""

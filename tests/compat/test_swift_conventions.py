@@ -9,10 +9,10 @@ from PIL import Image
 from vision_kit import tiny_vlm_directory
 
 import turnwright as tw
-from turnwright.compat.sampled_rows import image_of
 from turnwright.config.schema import EnvConfig
 from turnwright.envs.resolve import resolve_env
 from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright_compat.sampled_rows import image_of
 
 HEAD = """
 from swift.rewards import ORM, orms

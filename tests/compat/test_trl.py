@@ -12,9 +12,9 @@ import turnwright as tw
 from turnwright.config import LoraConfig, ModelConfig
 from turnwright.engines.local import fingerprint
 from turnwright.errors import UsageError
-from turnwright.integrations.trl import TASK, TurnwrightRollout, turnwright_reward
 from turnwright.renderers import byte_renderer
 from turnwright.training import create_tiny_model
+from turnwright_compat.trl.rollout import TASK, TurnwrightRollout, turnwright_reward
 
 
 class Letters(tw.Env):
@@ -118,7 +118,7 @@ def test_adapters_are_merged(path):
 
 
 def _sent(model):
-    from turnwright.integrations.trl import _weights
+    from turnwright_compat.trl.rollout import _weights
 
     return _weights(model)
 

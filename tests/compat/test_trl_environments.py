@@ -8,11 +8,11 @@ from stand_ins_kit import USERS
 from vision_kit import tiny_vlm_directory
 
 import turnwright as tw
-from turnwright.compat.trl import FRAMEWORK
 from turnwright.config.schema import EnvConfig
 from turnwright.envs.check import check_env
 from turnwright.envs.resolve import as_env_spec, resolve_env
 from turnwright.errors import ConfigError
+from turnwright_compat.trl.adapter import FRAMEWORK
 
 HOME = USERS / "trl"
 LIMITS = tw.Limits(turns=6, turn_tokens=2000)

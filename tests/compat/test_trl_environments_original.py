@@ -9,9 +9,9 @@ import originals
 import pytest
 from rollout_kit import bpe
 from stand_ins_kit import USERS
+from turnwright.envs.stand_ins.trl import rewards as stand_in
 
 import turnwright as tw
-from turnwright.compat.stand_ins.trl import rewards as stand_in
 from turnwright.config.schema import EnvConfig
 from turnwright.envs.resolve import load_object, resolve_env
 from turnwright.renderers import ChatRenderer, ChatTemplate, HFTokenizer

@@ -10,8 +10,8 @@ from test_trl import LIMITS, WORDS, Letters
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from turnwright.config import ModelConfig
-from turnwright.integrations.trl import TurnwrightRollout, turnwright_reward
 from turnwright.training import create_tiny_model
+from turnwright_compat.trl.rollout import TurnwrightRollout, turnwright_reward
 
 pytestmark = pytest.mark.compat
 

@@ -12,11 +12,11 @@ from stand_ins_kit import USERS
 from vision_kit import tiny_vlm_directory
 
 import turnwright as tw
-from turnwright.compat.verl import FRAMEWORK
 from turnwright.envs.foreign import ForeignObject
 from turnwright.envs.resolve import as_env_spec, load_object
 from turnwright.errors import ConfigError
 from turnwright.types import StopReason
+from turnwright_compat.verl.adapter import FRAMEWORK
 
 HOME = USERS / "verl"
 LIMITS = tw.Limits(turns=6, turn_tokens=2000)

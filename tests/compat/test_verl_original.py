@@ -10,9 +10,9 @@ from rollout_kit import bpe, renderer
 from stand_ins_kit import USERS
 
 import turnwright as tw
-from turnwright.compat.verl import FRAMEWORK
 from turnwright.envs.resolve import as_env_spec, load_object
 from turnwright.renderers import CHATML
+from turnwright_compat.verl.adapter import FRAMEWORK
 
 pytestmark = pytest.mark.compat
 HOME = USERS / "verl"
@@ -230,8 +230,7 @@ def test_verls_own_score_of_word_problems(verl):
 def test_a_video_file_of_a_tool_is_decoded(verl, tmp_path):
     import av
     from PIL import Image
-
-    from turnwright.compat.stand_ins.verl.utils.dataset.vision_utils import process_video
+    from turnwright.envs.stand_ins.verl.utils.dataset.vision_utils import process_video
 
     with av.open(tmp_path / "clip.mp4", "w") as container:
         stream = container.add_stream("mpeg4", rate=10)

@@ -5,8 +5,8 @@ import tomllib
 import pytest
 
 from turnwright.cli.main import main
-from turnwright.compat.convert import convert, convert_file
 from turnwright.errors import ConfigError
+from turnwright_compat.convert import convert, convert_file
 
 
 def converted(tmp_path, files, name="run.sh"):

@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from turnwright.cli.main import main
-from turnwright.compat.convert import SYSTEMS, convert
 from turnwright.config import load
 from turnwright.config.fields import field_type
 from turnwright.config.load import ConfigMerge, build
 from turnwright.errors import ConfigError
+from turnwright_compat.convert import SYSTEMS, convert
 
 HERE = Path(__file__).parent
 

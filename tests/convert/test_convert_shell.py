@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnwright.compat.convert.shell import read_script, split_words
 from turnwright.errors import ConfigError
+from turnwright_compat.convert.shell import read_script, split_words
 
 
 def words(text):

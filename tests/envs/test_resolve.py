@@ -285,14 +285,15 @@ def test_faithful_is_refused_where_no_adapter_reads_it():
         resolve_env(EnvConfig(use="gym:FrozenLake-v1", faithful=True, args={"actions": ["left"]}))
 
 
-def test_an_object_of_ours_imports_no_registry():
+def test_an_object_of_ours_imports_no_library_of_games():
     code = (
         "import sys, turnwright as tw\n"
         "async def play(task, model): return 1.0\n"
         "tw.as_env_spec(play, tasks=[tw.Task('x', id=str(n)) for n in range(5)])\n"
-        "print([name for name in sys.modules if name.startswith('turnwright.compat.')])\n"
+        "games = ('gymnasium', 'reasoning_gym')\n"
+        "print([name for name in sys.modules if name.startswith('turnwright_compat.') or name in games])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "turnwright.compat.skyrl" in done.stdout
-    for name in ("gym", "reasoning_gym", "textarena", "registries"):
-        assert f"turnwright.compat.{name}'" not in done.stdout
+    assert "turnwright_compat.skyrl.adapter" in done.stdout
+    assert "gymnasium" not in done.stdout
+    assert "'reasoning_gym'" not in done.stdout

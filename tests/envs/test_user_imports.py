@@ -168,7 +168,7 @@ def test_user_code_finds_stand_ins_and_libraries_do_not(framework):
     user = load_user_module(framework / "user.py", "user.py")
     first, second = user.late()
     assert first is second
-    assert user.Base.__module__ == "turnwright.compat.stand_ins.frame_work.base"
+    assert user.Base.__module__ == "turnwright.envs.stand_ins.frame_work.base"
     assert user_imports.public_name(user.Base.__module__) == "frame_work.base"
     assert pickle.loads(pickle.dumps(user.Base)) is user.Base
     assert user_imports.import_foreign("frame_work.base").Base is user.Base
@@ -222,7 +222,7 @@ def test_stand_ins_in_a_process_of_their_own(framework):
     write(
         framework,
         {
-            "game.py": f"import turnwright.compat.stand_ins as ins\nins.__path__.append({str(framework / 'ins')!r})\n"
+            "game.py": f"import turnwright.envs.stand_ins as ins\nins.__path__.append({str(framework / 'ins')!r})\n"
             + ENV.format(imports="from frame_work.base import Base; VALUE = Base.kept", late="frame_work.gone.base").replace(
                 "WORD", "Gone"
             )
@@ -243,7 +243,7 @@ def test_stand_ins_in_a_process_of_their_own(framework):
 
 
 def test_private_names_need_nothing_loaded_first():
-    code = "import turnwright.compat.stand_ins, sys; assert sys.meta_path[0].__name__ == '_PrivateFinder'"
+    code = "import turnwright.envs.stand_ins, sys; assert sys.meta_path[0].__name__ == '_PrivateFinder'"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -282,7 +282,7 @@ def test_a_process_loads_only_the_files_that_it_needs(tmp_path):
 
 
 def test_modules_with_the_names_of_another_share_its_objects(monkeypatch, tmp_path):
-    from turnwright.compat import stand_ins
+    from turnwright.envs import stand_ins
 
     # An update by git does not remove folders with compiled files.
     (tmp_path / "miles" / "rollout" / "rm_hub" / "__pycache__").mkdir(parents=True)

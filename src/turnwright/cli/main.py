@@ -17,7 +17,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from pathlib import Path
 from typing import NoReturn
 
 from turnwright import __version__
@@ -27,6 +26,7 @@ from turnwright.cli.tools import add_check, add_convert, add_engines, add_init, 
 from turnwright.cli.training import add_evaluate, add_record, add_rollout, add_train, add_worker
 from turnwright.errors import TraceError, TurnwrightError, UsageError, missing_training
 from turnwright.files import why_not_written
+from turnwright.plugins import FOLDERS
 from turnwright.shutdown import StopSignals
 
 COMMANDS = (
@@ -114,10 +114,10 @@ def _handled(stop_signals: StopSignals) -> AbstractContextManager[None]:
 @contextmanager
 def _own_warnings_without_source() -> Iterator[None]:
     """Print warnings of this package as `warning: text`, without the line of its code that gave them."""
-    before, package = warnings.formatwarning, Path(__file__).parents[1]
+    before = warnings.formatwarning
 
     def format(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-        own = Path(filename).is_relative_to(package)
+        own = filename.startswith(FOLDERS)
         return f"warning: {message}\n" if own else before(message, category, filename, lineno, line)
 
     warnings.formatwarning = format

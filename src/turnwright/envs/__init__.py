@@ -1,9 +1,7 @@
 """Environments, tools and rewards."""
 
-from turnwright.envs.adapters.gym import gym_env
-from turnwright.envs.adapters.openenv import openenv_env
-from turnwright.envs.adapters.verifiers import verifiers_env
 from turnwright.envs.base import Action, Env, EnvFactory, InlineObservation, NewHistory, Scores, Step
+from turnwright.envs.gym import gym_env
 from turnwright.envs.resolve import as_env_spec, resolve_env
 from turnwright.envs.rewards.judge import ChatJudge, Judge, judged
 from turnwright.envs.rewards.rewards import RewardPart, Rewards, rewards
@@ -17,6 +15,8 @@ from turnwright.envs.tools.mcp import mcp_tools
 from turnwright.envs.tools.stateful import StatefulTool
 from turnwright.envs.tools.tool import Tool, tool
 from turnwright.errors import ToolFailure
+from turnwright_compat.openenv.adapter import openenv_env
+from turnwright_compat.verifiers.adapter import verifiers_env
 
 __all__ = [
     "Action",

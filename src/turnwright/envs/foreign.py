@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import import_module
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from turnwright import plugins
 from turnwright.errors import ConfigError, did_you_mean
-
-RECOGNIZING = ("skyrl", "verl", "swift", "slime", "trl")
-"""Frameworks whose adapter is asked about every object that is no `tw.Env` class."""
-FRAMEWORKS = (*RECOGNIZING, "gym", "reasoning_gym", "textarena", "textworld")
-"""Modules of `turnwright.compat`, each with a `FRAMEWORK`; the others are imported only for `name:id`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +55,14 @@ class Framework:
     """Registered ids, for suggestions."""
     package: str = ""
     """Package whose import registers ids; they are unknown without it."""
+    recognizes: bool = True
+    """Whether the adapter is asked about every object that is no `tw.Env` class; else it gets those of its registry alone."""
 
 
 @cache
 def framework(name: str) -> Framework:
     """Return a framework by its name."""
-    made: Framework = import_module(
-        "turnwright_serve.proxy.recipe" if name == "program" else f"turnwright.compat.{name}"
-    ).FRAMEWORK
+    made: Framework = plugins.load("frameworks", name)
     return made
 
 
@@ -93,14 +88,11 @@ def load_registered(name: str, id: str) -> Any:
 
 
 def adapters() -> Iterator[Adapter]:
-    """Yield our adapters that recognize objects, then those of installed packages.
-
-    Packages register an `Adapter` as an entry point of the group `turnwright.environments`.
-    """
-    for name in RECOGNIZING:
-        yield framework(name).adapt
-    for point in entry_points(group="turnwright.environments"):
-        yield point.load()
+    """Yield the adapters that recognize objects, in order of their frameworks' names."""
+    for name in plugins.installed("frameworks"):
+        with suppress(ConfigError):  # a package that was removed
+            if framework(name).recognizes:
+                yield framework(name).adapt
 
 
 def adapt(found: ForeignObject) -> Any:

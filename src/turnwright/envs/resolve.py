@@ -13,9 +13,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
+from turnwright import plugins
 from turnwright.config.schema import PROGRAM, EnvConfig
 from turnwright.envs.base import Env
-from turnwright.envs.foreign import FRAMEWORKS, ForeignObject, Registered, adapt, load_registered, refuse_faithful
+from turnwright.envs.foreign import ForeignObject, Registered, adapt, load_registered, refuse_faithful
 from turnwright.envs.spec import EnvSpec, Play
 from turnwright.envs.tasks import TaskSource, make_task_source
 from turnwright.envs.tools.schema import flatten, pydantic_hint
@@ -90,7 +91,7 @@ def as_env_spec(
 ) -> EnvSpec:
     """Convert an Env class, a factory or an agent function to an `EnvSpec`; return an `EnvSpec` unchanged.
 
-    Objects of other libraries are converted by installed packages, or by `turnwright.compat`, see `turnwright.envs.foreign`.
+    Objects of other libraries are converted by installed packages, see `turnwright.envs.foreign`.
 
     Hooks (`tasks`, `solver`, `demonstrator`, `single_turn_best`, `max_turns`, `texts`) are read from the factory, then from an
     environment it makes, which is never reset. They may be static, class or instance methods; instance methods have access to
@@ -139,11 +140,13 @@ def load_object(use: str, *, base: Path | str = ".") -> Any:
 
         if use in BUILTIN:
             return BUILTIN[use]
-        near = did_you_mean(use, BUILTIN, 0.6)
+        if use in plugins.names("environments"):
+            return plugins.load("environments", use)
+        near = did_you_mean(use, [*BUILTIN, *plugins.names("environments")], 0.6)
         near += " " * bool(near)
         raise ConfigError(f"unknown environment {use!r}; {near}Built in: {', '.join(BUILTIN)}; or file.py:Name")
     prefix, _, id = use.partition(":")
-    if prefix in FRAMEWORKS:
+    if prefix in frameworks():
         return load_registered(prefix, id)
     path, _, name = use.rpartition(":")
     if use.endswith((".py", ".py:")):
@@ -154,6 +157,11 @@ def load_object(use: str, *, base: Path | str = ".") -> Any:
     if not hasattr(module, name):
         raise ConfigError(f"{path} has no {name!r}; {_inside(module, name) or _known_names(module, name)}")
     return getattr(module, name)
+
+
+def frameworks() -> list[str]:
+    """Return the frameworks whose registered objects are named `framework:id`."""
+    return [name for name in plugins.names("frameworks") if name != PROGRAM]
 
 
 def _inside(module: ModuleType, name: str) -> str:
@@ -179,7 +187,9 @@ def _inside(module: ModuleType, name: str) -> str:
 def _of_module(path: str, name: str, use: str, base: Path) -> Any:
     """Load `package.module:Name`; a module that needs a framework that is not installed is loaded as a user's file."""
     if not all(part.isidentifier() for part in (*path.split("."), name)):
-        raise ConfigError(f"{use}: not of the form file.py:Name, package.module:Name or framework:id ({', '.join(FRAMEWORKS)})")
+        raise ConfigError(
+            f"{use}: not of the form file.py:Name, package.module:Name or framework:id ({', '.join(frameworks())})"
+        )
     try:
         try:
             module = importlib.import_module(path)
@@ -198,9 +208,11 @@ def _of_module(path: str, name: str, use: str, base: Path) -> Any:
         if isinstance(error, ModuleNotFoundError) and _within(error.name, path):
             beside = base / (path.replace(".", "/") + ".py")
             near = (
-                f"did you mean {beside.relative_to(base)}:{name}?" if beside.is_file() else did_you_mean(path, FRAMEWORKS, 0.6)
+                f"did you mean {beside.relative_to(base)}:{name}?"
+                if beside.is_file()
+                else did_you_mean(path, frameworks(), 0.6)
             )
-            known = f"write file.py:Name, or framework:id with one of {', '.join(FRAMEWORKS)}"
+            known = f"write file.py:Name, or framework:id with one of {', '.join(frameworks())}"
             raise ConfigError(f"{use}: no module {error.name!r} is installed; {near or known}") from error
         place = user_location(error)
         message = " ".join(f"{type(error).__name__}: {error}".split())

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType, ModuleType, NoneType
 from typing import Any, cast
 
-from turnwright import shutdown
+from turnwright import plugins, shutdown
 from turnwright.envs import user_imports
 from turnwright.envs.likely_names import likely_name
 from turnwright.envs.threads import run_in_thread
@@ -70,7 +70,6 @@ USER_MODULE = "turnwright_user_"  # prefix of the names of modules that `load_us
 _RETRIED = (FailureKind.ENVIRONMENT, FailureKind.TOOL, FailureKind.TIMEOUT)
 _PASSING = (*_RETRIED, FailureKind.ENGINE, FailureKind.REWARD)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_OURS = str(Path(__file__).parents[1])
 _BUILTIN = str(Path(__file__).parent / "builtin")
 
 
@@ -177,7 +176,7 @@ def user_line(frame: FrameType | None) -> str:
 
 def _is_user_code(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
-    ours = file.startswith(_OURS) and not file.startswith(_BUILTIN)
+    ours = file.startswith(plugins.FOLDERS) and not file.startswith(_BUILTIN)
     return not ours and not file.startswith((*_LIBRARIES, "<"))
 
 

@@ -27,12 +27,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from turnwright import plugins
 from turnwright.envs.thread_alarm import SignalOfUserCode
 
-STAND_INS = "turnwright.compat.stand_ins"
-ALWAYS = ("slime", "miles")
-"""Frameworks whose stand-ins are used where they are installed too: the originals of these modules need Ray and servers of the
-trainer. What a stand-in lacks is the installed framework's."""
+STAND_INS = "turnwright.envs.stand_ins"
 PACKAGE = "turnwright_package_"
 _PROJECT = (".git", "pyproject.toml", "setup.py", "setup.cfg")
 _HOMES: dict[Path, None] = {}
@@ -101,7 +99,8 @@ def _adopt_around(name: str, near: Path | None) -> None:
 
 def _adopt(folder: Path, top: str) -> None:
     """Give the modules of a package on `sys.path` the imports of user code, when they are loaded."""
-    if folder.name not in ("site-packages", "dist-packages") and top not in ("turnwright", *ALWAYS):
+    not_users = ("turnwright", *plugins.PACKAGES, *_stand_ins().ALWAYS)
+    if folder.name not in ("site-packages", "dist-packages") and top not in not_users:
         _ON_PATH.setdefault(top, set()).add(folder)
 
 
@@ -388,7 +387,7 @@ def _as_user_code_sees(module: ModuleType, globals: Mapping[str, Any]) -> Any:
 
 def _comes_first(name: str) -> bool:
     """Whether the stand-in for a module comes before an installed one."""
-    return _top(name) in ALWAYS and _has_stand_in(name) and "." in name
+    return _top(name) in _stand_ins().ALWAYS and _has_stand_in(name) and "." in name
 
 
 def _not_installed(
@@ -529,19 +528,23 @@ def _offers(stand_in: Any, name: str, attribute: str) -> bool:
     return hasattr(stand_in, attribute) or _has_stand_in(f"{name}.{attribute}")
 
 
+def _stand_ins() -> Any:
+    return importlib.import_module(STAND_INS)
+
+
 def _has_stand_in(name: str) -> bool:
     return _has_files(name) or _same_as(name) is not None
 
 
 def _has_files(name: str) -> bool:
-    places = [Path(root, *name.split(".")) for root in importlib.import_module(STAND_INS).__path__]
+    places = [Path(root, *name.split(".")) for root in _stand_ins().__path__]
     # A folder of an older version may have remained, with compiled files only.
     return any(place.with_suffix(".py").is_file() or any(place.rglob("*.py")) for place in places)
 
 
 def _same_as(name: str) -> str | None:
     """Return the stand-in whose names another one has."""
-    head, tail, same = name, "", importlib.import_module(STAND_INS).SAME
+    head, tail, same = name, "", _stand_ins().SAME
     while head not in same and head:
         head, _, last = head.rpartition(".")
         tail = f".{last}{tail}"

@@ -284,7 +284,7 @@ def group_filter(spec: str) -> KeepGroup:
     """Load ``file.py:function(trajectories) -> bool``, or slime's ``function(args, samples, **kwargs)``; either may return
     slime's ``DynamicFilterOutput``. Raise `ConfigError` for something else. Calls raise `UsageError` for an error in it and for
     another result."""
-    from turnwright.compat.slime_filter import adapt_filter, read_choice
+    from turnwright_compat.slime.group_filter import adapt_filter, read_choice
 
     function = adapt_filter(load_object(spec)) or _own_function(spec, "group_filter", 1)
 

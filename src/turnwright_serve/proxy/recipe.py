@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwright.compat.common import load_named
 from turnwright.envs.foreign import ForeignObject, Framework, Registered
 from turnwright.errors import ConfigError, UsageError, suggest_or_list
+from turnwright_compat.common import load_named
 
 if TYPE_CHECKING:
     from turnwright_serve.proxy.programs import Program
@@ -68,4 +68,4 @@ def _function(value: Any, name: str, found: ForeignObject) -> Callable[..., Any]
     return made  # type: ignore[no-any-return]
 
 
-FRAMEWORK = Framework("program", adapt)
+FRAMEWORK = Framework("program", adapt, recognizes=False)

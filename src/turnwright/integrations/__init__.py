@@ -1,1 +1,0 @@
-"""Our rollouts inside the trainers of other frameworks: one module for each."""

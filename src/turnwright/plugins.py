@@ -1,0 +1,109 @@
+"""What packages add to turnwright, found by their entry points; ours beside the core and those of strangers alike.
+
+A package adds a thing by an entry point of the group of its kind, whose name is the name that
+recipes and commands use::
+
+    [project.entry-points."turnwright.environments"]
+    maze = "my_package:Maze"          # use = "maze"
+
+| group | an entry point is |
+|---|---|
+| `turnwright.environments` | a `tw.Env` class, or what else `tw.as_env_spec` takes |
+| `turnwright.commands` | a `turnwright.cli.options.Command` |
+| `turnwright.engines` | a function of (config, model, renderer, run directory) that returns an engine |
+| `turnwright.parsers` | a reply parser, see `turnwright.renderers.parsers` |
+| `turnwright.trackers` | a class with `start`, `log` and `finish` |
+| `turnwright.frameworks` | a `turnwright.envs.foreign.Framework` |
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from turnwright.errors import ConfigError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+Kind = Literal["environments", "commands", "engines", "parsers", "trackers", "frameworks"]
+
+PACKAGES = ("turnwright_view", "turnwright_serve", "turnwright_cluster", "turnwright_compat")
+"""Packages beside the core in this distribution."""
+FOLDERS = tuple(f"{Path(__file__).parents[1] / package}{os.sep}" for package in ("turnwright", *PACKAGES))
+"""Folders of the core and of these packages, as the paths of their files begin."""
+OURS: Mapping[Kind, Mapping[str, str]] = {
+    "commands": {
+        "view": "turnwright_view",
+        "export": "turnwright_view",
+        "replay": "turnwright_view",
+        "track": "turnwright_view",
+        "record": "turnwright_serve",
+        "serve": "turnwright_serve",
+        "worker": "turnwright_cluster",
+        "convert": "turnwright_compat",
+    },
+    "engines": {
+        "tree": "turnwright_serve",
+        "relay": "turnwright_serve",
+        "workers": "turnwright_cluster",
+        "ray": "turnwright_cluster",
+    },
+    "trackers": {
+        "tensorboard": "turnwright_view",
+        "trackio": "turnwright_view",
+        "wandb": "turnwright_view",
+    },
+    "frameworks": {
+        "program": "turnwright_serve",
+        "gym": "turnwright_compat",
+        "reasoning_gym": "turnwright_compat",
+        "skyrl": "turnwright_compat",
+        "slime": "turnwright_compat",
+        "swift": "turnwright_compat",
+        "textarena": "turnwright_compat",
+        "textworld": "turnwright_compat",
+        "trl": "turnwright_compat",
+        "verl": "turnwright_compat",
+    },
+}
+"""What those packages add, so that an installation without one of them can say what is missing."""
+
+
+@cache
+def installed(kind: Kind) -> Mapping[str, EntryPoint]:
+    """Return the entry points of a kind by name, in order of their names."""
+    from importlib.metadata import entry_points  # 30 ms, which most commands do not need
+
+    points = {point.name: point for point in entry_points(group=f"turnwright.{kind}")}
+    return dict(sorted(points.items()))
+
+
+def names(kind: Kind) -> list[str]:
+    """Return the names of a kind, of what is installed and of ours."""
+    return sorted({*installed(kind), *OURS.get(kind, {})})
+
+
+def load(kind: Kind, name: str) -> Any:
+    """Return a thing by its kind and name; raise `ConfigError` where it is missing, or cannot be imported."""
+    package = OURS.get(kind, {}).get(name)
+    point = installed(kind).get(name)
+    what = f"{kind.removesuffix('s')} {name!r}"
+    if point is None and package is None:
+        raise ConfigError(f"no {what} is installed; there are {', '.join(names(kind)) or 'none'}")
+    missing = ConfigError(
+        f"the {what} is part of {package}, which is not in this installation; install all of turnwright again"
+    )
+    if point is None:
+        raise missing
+    try:
+        return point.load()
+    except ModuleNotFoundError as error:
+        if package is not None and (error.name or "").partition(".")[0] == package:
+            raise missing from None
+        if package is not None:  # an extra of ours, whose error is told where it is used
+            raise
+        raise ConfigError(f"the {what} of {point.value} cannot be imported ({error})") from error

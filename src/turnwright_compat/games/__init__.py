@@ -1,0 +1,1 @@
+"""Environments of Gymnasium, Reasoning Gym, TextArena and TextWorld, by their registered ids."""

@@ -1,0 +1,1 @@
+"""SkyRL: its environments and generators, rollouts for its trainer, and its launch scripts."""

@@ -1,0 +1,1 @@
+"""slime and Miles: their agent, reward and filter functions, rollouts for their trainers, and their launch scripts."""

@@ -1,0 +1,513 @@
+"""slime and Miles: interaction environments (`build_env`), custom generate functions, and their rewards."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from turnwright.config import Limits
+from turnwright.envs.base import Action, Env, Scores, Step
+from turnwright.envs.foreign import ForeignObject, Framework, Registered, refuse_faithful
+from turnwright.envs.row_messages import read_tools
+from turnwright.envs.user_code import as_number, call_user, describe_value
+from turnwright.envs.user_imports import import_foreign, public_name
+from turnwright.errors import ConfigError, EnvError, RewardError, suggest_or_list
+from turnwright.types import Message, StopReason, Task, Trajectory, join_texts
+from turnwright_compat.common import attribute_config, load_named, plain
+from turnwright_compat.sampled_rows import read_output
+from turnwright_compat.slime.engine import EPISODE, HOST, PORT, EngineServer, GenerateState
+from turnwright_compat.slime.processor import pictures
+from turnwright_compat.slime.session import generate as play_session
+from turnwright_compat.slime.shape import (
+    binds,
+    builds_env,
+    parameter_names,
+    plays_session,
+    signature_of,
+    takes_a_sample,
+    takes_one_input,
+)
+
+ARGUMENTS = ("custom_config_path", "custom_rm_path", "rm_type", "reward_key", "eval_reward_key", "args")
+"""Keys of `[env.args]`; `args` has further arguments of the run, over those of the file."""
+IDS = ("generate",)
+"""`slime:generate`: one reply, as slime samples it without a function of the user."""
+RM_TYPES = ("deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "gemma_math", "random", "deterministic_random", "remote_rm")
+"""Each may have the prefix `boxed_`."""
+ROLLOUT_PARAMETERS = ("args", "rollout_id")
+UNLIMITED = 1 << 20
+"""Context in tokens where the run has no limit of its own: user code compares lengths with a number."""
+STEPPED = (StopReason.DONE, StopReason.ENV_TRUNCATED, StopReason.MAX_TURNS)
+"""Ends after the environment saw the last reply. At others, an episode without a reward so far has reward 0."""
+STATUSES = {"COMPLETED": "completed", "TRUNCATED": "truncated", "ABORTED": "aborted", "FAILED": "failed"}
+
+
+def adapt(found: ForeignObject) -> Any:
+    """Make a factory of `build_env`, or an agent function of a generate function."""
+    target = found.target
+    if isinstance(target, Registered):
+        target = import_foreign("slime.rollout.sglang_rollout").generate
+    names = parameter_names(target)
+    if names[:2] == ROLLOUT_PARAMETERS or _is_rollout_class(target):
+        raise ConfigError(
+            f"{found.where} plays all samples of a step (--rollout-function-path), which our loop replaces; {_hook(target)}"
+        )
+    session = plays_session(target)
+    miles = session or takes_one_input(target)
+    build = builds_env(target)
+    if not (takes_a_sample(target) or miles or build):
+        return None
+    refuse_faithful(found)
+    for key in found.args:
+        if key not in ARGUMENTS:
+            raise ConfigError(f"{found.where} has no argument {key!r}; {suggest_or_list(key, ARGUMENTS)}")
+    _check_rule(found)
+    settings = _settings(found)
+    if session:
+        settings["custom_agent_function_path"] = target
+        target = play_session
+    if not build:
+        made: Any = target() if inspect.isclass(target) else target
+        return _agent_function(made, settings, miles, found.where, found.base)
+    return SlimeFactory(target, settings, found.where)
+
+
+HOOKS_OF_STEPS = (
+    ("fully_async", 'set [schedule] mode = "async", and name the generate function in use'),
+    ("sft_rollout", "train on given replies with [warmup] dataset"),
+    ("eval", "give the rows as env.eval_tasks, and set when in [eval]; the environment or generate function in use plays them"),
+    ("verifiers", "make a factory of the environment with tw.verifiers_env, and name it in use"),
+)
+"""What replaces a function for a step, by a part of its module's or its own name."""
+HOOK_OF_A_STEP = (
+    "name what it calls for each sample: its generate function, or build_env. Rewards are custom_rm_path, a choice of groups "
+    "is train.group_filter, and tasks may come from file.py:function"
+)
+
+
+def _hook(target: Any) -> str:
+    """Return what replaces a function or class for a step."""
+    name = f"{public_name(target.__module__)}.{target.__qualname__}".lower()
+    return next((hook for part, hook in HOOKS_OF_STEPS if part in name), HOOK_OF_A_STEP)
+
+
+def _is_rollout_class(target: Any) -> bool:
+    """Whether a class is Miles' kind for a complete step, by what its constructor is annotated to take."""
+    if not inspect.isclass(target) or not inspect.isfunction(made := getattr(target, "__init__", None)):
+        return False
+    hints = [one.annotation for one in inspect.signature(made).parameters.values()]
+    names = [hint if isinstance(hint, str) else getattr(hint, "__name__", "") for hint in hints]
+    return any(name.rpartition(".")[2] == "RolloutFnConstructorInput" for name in names)
+
+
+def _settings(found: ForeignObject) -> dict[str, Any]:
+    """Return the arguments of the run: the YAML file's, then those of `args`."""
+    settings: dict[str, Any] = {}
+    if (named := found.args.get("custom_config_path")) is not None:
+        path = found.base / str(named)
+        import yaml  # type: ignore[import-untyped]
+
+        try:
+            read = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"{found.where}: custom_config_path = {named}: cannot be read ({error})") from None
+        if not isinstance(read, Mapping):
+            raise ConfigError(f"{found.where}: custom_config_path = {named}: expected keys and values")
+        settings |= read
+    keys = {key: found.args[key] for key in ("reward_key", "eval_reward_key", "rm_type") if found.args.get(key) is not None}
+    if (named := found.args.get("custom_rm_path")) is not None:
+        keys["custom_rm_path"] = load_named(named, found, "custom_rm_path")
+    return settings | dict(found.args.get("args") or {}) | keys
+
+
+def _check_rule(found: ForeignObject) -> None:
+    """Raise `ConfigError` for an `rm_type` that is not here."""
+    kind = found.args.get("rm_type")
+    if kind is not None and str(kind).removeprefix("boxed_") not in RM_TYPES:
+        raise ConfigError(
+            f"{found.where}: rm_type = {kind!r}; {suggest_or_list(str(kind), RM_TYPES)}, or custom_rm_path = file.py:function"
+        )
+
+
+class RunArguments(argparse.Namespace):
+    """`args` of user code, a namespace as slime's; what is set on it stays, also in its copies."""
+
+    def __getattr__(self, key: str) -> Any:
+        raise AttributeError(f"the configuration has no {key!r}; give it under [env.args] args")
+
+
+def _arguments(settings: Mapping[str, Any], limits: Limits, server: EngineServer | None = None) -> Any:
+    """Return `args`: what our limits and the episode's servers are in slime's names, then the user's."""
+    context = limits.context or UNLIMITED
+    host, port = (HOST, PORT) if server is None else server.address
+    sampling = {} if server is None else server.sampling_params()
+    known: dict[str, Any] = {
+        "max_turns": limits.turns,
+        "generate_max_turns": limits.turns,
+        "rollout_max_response_len": limits.episode_tokens or limits.turns * limits.turn_tokens,
+        "rollout_max_prompt_len": limits.prompt_tokens or context,
+        "rollout_max_context_len": context,
+        "eval_max_response_len": None,
+        "eval_max_prompt_len": None,
+        "eval_max_context_len": None,
+        "max_tokens_per_gpu": context,
+        "context_parallel_size": 1,
+        "max_seq_len": context,
+        "sglang_context_length": context,
+        "rollout_temperature": sampling.get("temperature", 1.0),
+        "rollout_top_p": sampling.get("top_p", 1.0),
+        "rollout_top_k": sampling.get("top_k", -1),
+        "rollout_stop": None,
+        "rollout_stop_token_ids": None,
+        "rollout_skip_special_tokens": False,
+        "rollout_seed": 42,
+        "partial_rollout": False,
+        "mask_offpolicy_in_partial_rollout": False,
+        "group_rm": False,
+        "rm_url": None,
+        "apply_chat_template": True,
+        "apply_chat_template_kwargs": {},
+        "chat_template_path": None,
+        "input_key": "prompt",
+        "label_key": "label",
+        "metadata_key": "metadata",
+        "tool_key": None,
+        "multimodal_keys": None,
+        "reward_key": None,
+        "eval_reward_key": None,
+        "rm_type": None,
+        "custom_rm_path": None,
+        "custom_generate_function_path": None,
+        "hf_checkpoint": None if server is None else server.model.tokenizer.name_or_path or None,
+        "use_rollout_routing_replay": False,
+        "use_opd": False,
+        "ci_test": False,
+        "sglang_router_ip": host,
+        "sglang_router_port": port,
+        "sglang_router_policy": None,
+        "sglang_server_concurrency": 512,
+        "sglang_speculative_algorithm": None,
+        "rollout_num_gpus": 1,
+        "rollout_num_gpus_per_engine": 1,
+    }
+    return RunArguments(**{key: attribute_config(value) for key, value in {**known, **settings}.items()})
+
+
+def new_sample(task: Task, prompt: Any, *, images: bool = True) -> Any:
+    """Return a new `Sample` of a task, with its images unless they are not needed."""
+    info = dict(task.info)
+    metadata = dict(info.pop("metadata", None) or {})
+    if (tools := info.pop("tools", None)) is not None:
+        metadata.setdefault("tools", tools)
+    found = pictures(task) if images else []
+    return import_foreign("slime.utils.types").Sample(
+        group_index=0,
+        index=0,
+        prompt=prompt,
+        label=task.answer,
+        metadata={**info, **metadata},
+        multimodal_inputs={"images": found, "videos": None} if found else None,
+    )
+
+
+def finish_sample(sample: Any, trajectory: Trajectory, response: str | Callable[..., str]) -> Any:
+    """Return a sample with what was generated; `response` is its text, or decodes its ids."""
+    turns = trajectory.turns
+    path = list(trajectory.path(turns[-1].spans[-1])) if turns and turns[-1].spans else []
+    start = turns[0].context if turns else len(path)
+    cut = trajectory.stop is not None and trajectory.stop.status.value == "truncated"
+    vars(sample).update(
+        tokens=path,
+        response_length=len(path) - start,
+        response=response if isinstance(response, str) else response(path[start:]),
+        status=type(sample).Status.TRUNCATED if cut else type(sample).Status.COMPLETED,
+    )
+    return sample
+
+
+@dataclass(frozen=True, slots=True)
+class SlimeFactory:
+    """Factory of one kind of interaction environment."""
+
+    build: Callable[..., Any]
+    settings: Mapping[str, Any]
+    where: str
+
+    def __call__(self) -> SlimeEnv:
+        return SlimeEnv(self)
+
+    def check_row(self, task: Task) -> None:
+        """Make the environment of a row, and close it.
+
+        Raises:
+            EnvError: for an environment without a hook that is needed, or with another signature.
+        """
+        made = SlimeEnv(self)
+        try:
+            made.build(task)
+        finally:
+            made.close()
+
+    def __repr__(self) -> str:
+        return f"slime:{self.where}"
+
+
+HOOKS = {"reset": 0, "step": 1, "format_observation": 1}
+"""Hooks of an interaction environment, with the number of their arguments."""
+
+
+class SlimeEnv(Env):
+    """One episode with an interaction environment. Its methods are synchronous, so each call runs in a thread."""
+
+    def __init__(self, factory: SlimeFactory) -> None:
+        self._factory = factory
+        self._limits = Limits()
+        self._env: Any = None
+        self._sample: Any = None
+        self._earned: float | None = None
+        self._decode: Callable[..., str] = str
+
+    def set_limits(self, limits: Limits) -> None:
+        """Keep the limits: `args`."""
+        self._limits = limits
+
+    def set_decoder(self, decode: Callable[..., str]) -> None:
+        """Keep the decoder, for the response that rewards read."""
+        self._decode = decode
+
+    @property
+    def _args(self) -> Any:
+        return _arguments(self._factory.settings, self._limits)
+
+    def build(self, task: Task) -> None:
+        """Build the environment of a row.
+
+        Raises:
+            EnvError: for an object without a hook that is needed, or with another signature of one.
+        """
+        factory = self._factory
+        self._sample = new_sample(task, [message.to_dict() for message in task.messages])
+        given = {"sample": self._sample, "args": self._args}
+        if binds(inspect.signature(factory.build), **given):
+            self._env = factory.build(**given)
+        else:
+            self._env = factory.build(*given.values())
+        if not callable(getattr(self._env, "step", None)):
+            kind = type(self._env).__name__
+            raise EnvError(f"{factory.where} returned {kind}, which has no step; return an environment with reset and step")
+        for hook, count in HOOKS.items():
+            try:
+                if callable(method := getattr(self._env, hook, None)):
+                    inspect.signature(method).bind(*range(count))
+            except TypeError as error:
+                raise EnvError(f"{type(self._env).__name__}.{hook}: {error}; slime calls it with {count} arguments") from None
+
+    def reset(self, task: Task, *, seed: int | None = None) -> list[Message]:
+        """Build the environment of the row, and reset it; the row has the opening."""
+        self.build(task)
+        if callable(getattr(self._env, "reset", None)):
+            self._env.reset()
+        self.tools = _tools_of(task)
+        return list(task.messages)
+
+    def step(self, action: Action) -> Step:
+        """Pass the text of a reply, with its end token, to the environment."""
+        found = self._env.step(action.raw + action.end_token)
+        if not isinstance(found, tuple) or len(found) != 3:
+            raise EnvError(f"{self._factory.where}: step returned {describe_value(found)}; return (observation, done, info)")
+        observation, done, info = found
+        info = dict(info) if isinstance(info, Mapping) else {}
+        reward = as_number(info["reward"], "info['reward']") if info.get("reward") is not None else None
+        if reward is not None:
+            self._earned = (self._earned or 0.0) + reward
+        if done:
+            return Step(None, reward or 0.0, True, info=plain(info))
+        message = self._env.format_observation(observation) if hasattr(self._env, "format_observation") else observation
+        return Step(_message(message, self._factory.where), reward or 0.0, info=plain(info))
+
+    async def reward(self, trajectory: Trajectory) -> Scores:
+        """Call the recipe's reward with the finished sample."""
+        factory = self._factory
+        if not _is_scored(self._sample, self._args):
+            if self._earned is None and self._sample.reward is None and trajectory.stop in STEPPED:
+                raise RewardError(
+                    f"{factory.where}: nothing rewards the episode; give [env.args] custom_rm_path or rm_type, or return "
+                    "info['reward'] from step"
+                )
+            return _read_reward(self._sample.reward if self._sample.reward is not None else 0.0, self._args)
+        sample = finish_sample(self._sample, trajectory, self._decode)
+        return _read_reward(await _scored(sample, self._args), self._args)
+
+    def close(self) -> None:
+        """Close the environment if it was made."""
+        if self._env is not None and callable(getattr(self._env, "close", None)):
+            self._env.close()
+
+
+def _message(found: Any, where: str) -> Message:
+    """Read what `format_observation` returned; a list of texts alone becomes text, which text-only templates take."""
+    if not isinstance(found, Mapping) or "content" not in found:
+        raise EnvError(f"{where}: format_observation returned {describe_value(found)}; return a message with role and content")
+    content = found["content"]
+    if isinstance(content, list) and all(isinstance(one, Mapping) and one.get("type") == "text" for one in content):
+        content = join_texts([str(one.get("text", "")) for one in content])
+    return Message.of({**found, "content": content})
+
+
+def _read_reward(value: Any, args: Any) -> Scores:
+    """Read a reward: a number, or a dict from which `reward_key` names one; the other numbers are parts."""
+    if not isinstance(value, Mapping):
+        return Scores(as_number(value, "the reward"))
+    key = args.reward_key
+    if key is None or key not in value:
+        raise RewardError(f"the reward is a dict ({', '.join(map(str, value))}); name one by [env.args] reward_key")
+    parts = {str(name): float(one) for name, one in value.items() if isinstance(one, (int, float))}
+    return Scores(as_number(value[key], f"the reward {key!r}"), parts=parts)
+
+
+def _agent_function(
+    generate: Callable[..., Any], settings: Mapping[str, Any], miles: bool, where: str, base: Path
+) -> Callable[[Task, Any], Any]:
+    """Make an agent function of a custom generate function."""
+
+    async def play(task: Task, model: Any) -> Scores:
+        server = EngineServer(model, bool(settings.get("rollout_skip_special_tokens")), base)
+        token = EPISODE.set(server)
+        try:
+            server.open()
+            args = _arguments(settings, model.limits, server)
+            sample = new_sample(task, _prompt(task, model, args))
+            found = await _call(generate, args, sample, server, miles)
+            samples = list(found) if isinstance(found, (list, tuple)) else [found]
+            if not samples or not all(hasattr(one, "response_length") for one in samples):
+                raise EnvError(f"{where} returned {describe_value(found)}; return a Sample, or a list of them")
+            rewards = await _rewards_of(samples, args, where, together=isinstance(found, (list, tuple)))
+        finally:
+            EPISODE.reset(token)
+            await server.close()
+        several, missing = len(samples) > 1, any(one.own is None for one in rewards)
+        for one in samples:
+            server.check_train_inputs(one)
+        rows = {**_rows(samples), "rewards": [one.own or 0.0 for one in rewards]}
+        scores = read_output(
+            rows,
+            server.calls,
+            model.weigh,
+            "loss_mask",
+            "rollout_log_probs",
+            own_rewards=several,
+            is_blank=lambda ids: not model.tokenizer.decode(ids).strip(),
+        )
+        statuses = [STATUSES[_status_of(one)] for one in samples]
+        worst = max(statuses, key=list(STATUSES.values()).index)
+        parts = {name: sum(one.parts.get(name, 0.0) for one in rewards) / len(rewards) for one in rewards for name in one.parts}
+        return replace(scores, own=None if missing else scores.own, parts=parts, status=worst)  # type: ignore[arg-type]
+
+    return play
+
+
+async def _call(generate: Callable[..., Any], args: Any, sample: Any, server: EngineServer, miles: bool) -> Any:
+    params = server.sampling_params()
+    if miles:
+        module = import_foreign("miles.rollout.base_types")
+        output = await generate(module.GenerateFnInput(GenerateState(args), sample, params, False))
+        return getattr(output, "samples", output)
+    signature = signature_of(generate)
+    if signature is not None and "evaluation" in signature.parameters:
+        return await generate(args, sample, params, evaluation=False)
+    return await generate(args, sample, params)
+
+
+def _prompt(task: Task, model: Any, args: Any) -> Any:
+    """Return `sample.prompt`: the rendered conversation; with `apply_chat_template = false` the row's text, or messages."""
+    messages = [message.to_dict() for message in task.messages]
+    if not args.apply_chat_template:
+        alone = task.messages[0].content if task.is_text else None
+        return alone if isinstance(alone, str) else messages
+    tools = _tools_of(task)
+    return model.tokenizer.apply_chat_template(messages, tokenize=False, tools=tools or None, add_generation_prompt=True)
+
+
+def _tools_of(task: Task) -> Sequence[Mapping[str, Any]]:
+    """Return the schemas of the row's tools, which may be written as JSON."""
+    tools = task.info.get("tools") or (task.info.get("metadata") or {}).get("tools") or ()
+    return read_tools(tools, f"task {task.id}")
+
+
+def _rows(samples: list[Any]) -> dict[str, Any]:
+    """Return samples as rows of ids, masks and logprobs."""
+    rows: dict[str, Any] = {"prompt_token_ids": [], "response_ids": [], "loss_masks": [], "rollout_logprobs": []}
+    for sample in samples:
+        start, length = len(sample.tokens) - sample.response_length, sample.response_length
+        mask = [1] * length if sample.loss_mask is None else list(sample.loss_mask)
+        rows["prompt_token_ids"].append(list(sample.tokens[:start]))
+        rows["response_ids"].append(list(sample.tokens[start:]))
+        rows["loss_masks"].append([0] * len(mask) if sample.remove_sample else mask)
+        logprobs = sample.rollout_log_probs
+        rows["rollout_logprobs"].append(list(logprobs) if logprobs else [None] * length)
+    if all(one is None for row in rows["rollout_logprobs"] for one in row):
+        rows["rollout_logprobs"] = None
+    return rows
+
+
+def _is_scored(sample: Any, args: Any) -> bool:
+    """Whether the recipe or the row names a reward."""
+    return bool(args.custom_rm_path or args.rm_type or (sample.metadata or {}).get("rm_type"))
+
+
+async def _scored(sample: Any, args: Any) -> Any:
+    """Return the reward that the recipe or the row names; a list of them for a list of samples."""
+    function = args.custom_rm_path
+    if function is not None:
+        # slime calls it by position, whatever its parameters are named.
+        return await call_user(functools.partial(function, args, sample), {})
+    hub = import_foreign("slime.rollout.rm_hub")
+    return await (hub.batched_async_rm if isinstance(sample, list) else hub.async_rm)(args, sample)
+
+
+def _status_of(sample: Any) -> str:
+    """Return the name of a sample's status, which may be a text; any other counts as COMPLETED, as in slime."""
+    status = sample.status
+    name = status.name if isinstance(status, Enum) else str(status).upper()
+    return name if name in STATUSES else "COMPLETED"
+
+
+async def _rewards_of(samples: Sequence[Any], args: Any, where: str, *, together: bool) -> list[Scores]:
+    """Return the rewards of the samples of one episode; none where one was aborted.
+
+    With `together`, a generate function returned a list: those without a reward are scored in one call, as slime does.
+    """
+    if any(_status_of(one) in ("ABORTED", "FAILED") for one in samples):
+        return [Scores(None)] * len(samples)
+
+    unscored = [one for one in samples if one.reward is None and _is_scored(one, args)]
+    found = {id(one): one.reward for one in samples}
+    if together and unscored:
+        made = await _scored(unscored, args)
+        if not isinstance(made, (list, tuple)) or len(made) != len(unscored):
+            raise RewardError(
+                f"{where}: the reward returned {describe_value(made)} for {len(unscored)} samples; generate returned a list, "
+                "so it gets a list and returns as many rewards"
+            )
+        found |= {id(one): value for one, value in zip(unscored, made, strict=True)}
+    else:
+        for one in unscored:
+            found[id(one)] = await _scored(one, args)
+
+    if any(value is None for value in found.values()):
+        raise RewardError(f"{where}: the sample has no reward; set it, or give [env.args] custom_rm_path or rm_type")
+    return [_read_reward(found[id(one)], args) for one in samples]
+
+
+def find(id: str) -> Registered | None:
+    """Return slime's own generate function; None for another id."""
+    return Registered("slime", id) if id in IDS else None
+
+
+FRAMEWORK = Framework("slime", adapt, find, lambda: IDS)

@@ -1,0 +1,569 @@
+"""ms-swift: flags and YAML of `swift rlhf`, `swift rollout` and `megatron rlhf`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from turnwright.errors import ConfigError
+from turnwright_compat.convert.engine import (
+    NO_EFFECT,
+    Draft,
+    System,
+    argument,
+    eval_data,
+    in_steps,
+    linear_layers,
+    list_argument,
+    lists,
+    noted,
+    same,
+    switch,
+    top_k,
+    trackers,
+    train_data,
+    unless_off,
+)
+from turnwright_compat.convert.sources import find_file
+
+USE = "swift:{}"
+"""How a registered scheduler is named (`turnwright_compat`); the user's plugins are settings of the environment."""
+COLUMNS = {
+    **dict.fromkeys(("messages", "query", "problem", "prompt", "question"), "prompt"),
+    **dict.fromkeys(("solution", "answer", "response"), "answer"),
+    "images": "images",
+    "videos": "videos",
+    "tools": "tools",
+    "id": "id",
+}
+
+
+def _plugins(draft: Draft, value: Any) -> None:
+    found = []
+    for one in value if isinstance(value, list) else [value]:
+        found.append(str(find_file(str(one), draft.folder) or Path(str(one))))
+    draft.put("env.args.external_plugins", found)
+
+
+def _columns(draft: Draft, value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return 'expected a JSON table, such as {"answer": "solution"}'
+    for column, meaning in value.items():
+        if meaning in COLUMNS:
+            draft.put(f"env.columns.{COLUMNS[meaning]}", str(column))
+        else:
+            draft.notes.append(f"column {column} keeps its name, it is not renamed to {meaning}")
+    return None
+
+
+def _tuner(draft: Draft, value: Any) -> str | None:
+    if value == "lora":
+        draft.put("lora.rank", int(draft.number("lora_rank", 8)), origin="tuner_type, train_type, lora_rank")
+    return None if value in ("lora", "full") else "only LoRA and full training"
+
+
+LOSSES = {"grpo": "trajectory", "bnpo": "token", "dapo": "token", "dr_grpo": "fixed"}
+
+
+def _loss(draft: Draft, value: Any) -> str | None:
+    value = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if value == "cispo":
+        draft.put("train.algorithm", "cispo")
+    elif value in LOSSES:
+        draft.put("train.aggregation", LOSSES[value])
+    else:
+        return "no such loss here; write your own (train.algorithm)"
+    return None
+
+
+def _loss_scale(draft: Draft, value: Any) -> str | None:
+    if value in ("default", "last_round"):
+        draft.put("train.loss_scale", value)
+        return None
+    if str(value).partition("+")[0] == "all":
+        return "only replies are trained: set default or last_round"
+    draft.put("env.args.loss_scale", value)
+    return None
+
+
+CORRECTIONS = {"token_truncate": "tis", "token_mask": "icepop", "sequence_mask": "sequence_mis"}
+
+
+def _batch(draft: Draft) -> int:
+    """Prompts of a step: completions of all processes and of all optimizer steps of a generation, over the group.
+
+    Returns the optimizer steps of one step.
+    """
+    distills = draft.given.get("rlhf_type") == "gkd"
+    group = 1 if distills else draft.number("num_generations", 8)
+    accumulation = draft.number("gradient_accumulation_steps", 1)
+    steps = draft.number("steps_per_generation", accumulation)
+    processes = draft.number("$NPROC_PER_NODE", 1) * draft.number("$NNODES", 1)
+    origin = "per_device_train_batch_size, gradient_accumulation_steps, steps_per_generation"
+    if "generation_batch_size" in draft.given:
+        size = draft.number("generation_batch_size", 0)
+        origin = "generation_batch_size, per_device_train_batch_size, gradient_accumulation_steps"
+        steps_per_update = size / max(1.0, draft.number("per_device_train_batch_size", size) * processes * accumulation)
+    elif "global_batch_size" in draft.given:  # Megatron
+        size = draft.number("global_batch_size", 16) * draft.number("steps_per_generation", 1)
+        origin = "global_batch_size, steps_per_generation"
+        steps_per_update = draft.number("steps_per_generation", 1)
+    elif "per_device_train_batch_size" in draft.given:
+        size, steps_per_update = draft.number("per_device_train_batch_size", 1) * processes * steps, steps / accumulation
+        if "$NPROC_PER_NODE" not in draft.given:
+            draft.notes.append("the number of processes is not known: rollout.groups is for one (NPROC_PER_NODE)")
+    else:
+        return 1
+    draft.put("rollout.groups", max(1, round(size / group)), origin=origin)
+    draft.put("train.minibatches", max(1, round(steps_per_update)), origin=origin)
+    if size % group:
+        draft.notes.append(f"{size:g} completions are no multiple of num_generations = {group:g}: rollout.groups is rounded")
+    return max(1, round(steps_per_update))
+
+
+def _kind(draft: Draft) -> None:
+    """Refuse trainings that are no reinforcement; name a type that is left to its default."""
+    kind = draft.given.get("rlhf_type")
+    if kind is None:
+        if str(draft.given.get("$program")) == "swift rlhf":
+            draft.incomplete.append("rlhf_type is not set, and its default is dpo; the settings are read as those of grpo")
+        return
+    if kind not in ("grpo", "gkd"):
+        raise ConfigError(f"rlhf_type = {kind} is a training that no recipe does; only grpo, and gkd from its own replies")
+
+
+def _self_teacher(draft: Draft) -> None:
+    raise ConfigError(
+        "the policy is its own teacher (OPSD), after a prompt of its rows that the settings do not name; "
+        "write [[teacher]] with self = true and hint = file.py:function (docs/reference/teachers.md)"
+    )
+
+
+def _server_urls(draft: Draft, value: Any) -> None:
+    if not isinstance(value, str):
+        raise ConfigError("teacher_model_server names several teachers by tags of rows; write a [[teacher]] for each")
+    draft.teacher["urls"] = [value]
+
+
+def _teacher(draft: Draft) -> None:
+    """Make the teacher of GKD or of a GRPO with one; refuse what would be another training."""
+    given = draft.given
+    model, server = given.get("teacher_model"), given.get("teacher_model_server")
+    if given.get("rlhf_type") == "gkd":
+        _refuse_distillation(draft)
+    elif model is None and server is None:
+        return
+    if model is not None and model == given.get("model"):
+        _self_teacher(draft)
+    if server is not None:
+        _server_urls(draft, server)
+    else:
+        draft.teacher["path"] = str(model)
+    draft.teachers_of.update(("teacher_model", "teacher_model_server", "teacher_kl_coef", "lmbda", "gkd_logits_topk"))
+    if given.get("teacher_adapters"):
+        raise ConfigError(
+            "teacher_adapters are merged into the teacher there; merge them first, and set the path of [[teacher]]"
+        )
+    if given.get("rlhf_type") != "gkd":
+        draft.teacher["signal"] = "advantage"
+        draft.teacher["weight"] = draft.number("teacher_kl_coef", 1.0)
+        if not given.get("reward_funcs") and not draft.isset("use_gym_env"):
+            draft.put("train.reward_weight", 0.0, origin="teacher_model")
+        return
+    draft.teachers_of.update(("rlhf_type", "beta"))
+    draft.teacher["signal"] = "loss"
+    draft.teacher["divergence"] = DIVERGENCES[draft.number("beta", 0.5)]
+    if (top := draft.number("gkd_logits_topk", 0)) > 0:
+        draft.teacher["top"] = int(top)
+        draft.incomplete.append(
+            f"gkd_logits_topk = {top:g} compares these ids alone, renormalized; here all others count as one (teacher.top)"
+        )
+    elif server is not None:
+        raise ConfigError("a teacher on a server needs gkd_logits_topk: servers do not send the vocabulary")
+    draft.put("train.reward_weight", 0.0, origin="rlhf_type")
+    draft.put("rollout.group_size", 1, origin="rlhf_type")
+    draft.put("train.aggregation", "token", origin="rlhf_type")
+    for key in (
+        "train.kl",
+        "train.kl_in",
+        "train.clip_low",
+        "train.clip_high",
+        "train.clip_cap",
+        "train.advantage",
+        "train.refill",
+    ):
+        draft.values.pop(key, None)
+        draft.left_out.add(key)  # all of them are about advantages and ratios
+
+
+DIVERGENCES = {0.0: "forward", 0.5: "js", 1.0: "reverse"}
+"""beta -> the divergence that it is; others lie between."""
+
+
+def _refuse_distillation(draft: Draft) -> None:
+    """Refuse a distillation that no recipe does."""
+    given = draft.given
+    plugins = " ".join(str(one) for one in draft.values.get("env.args.external_plugins", ()))
+    if draft.isset("seq_kd"):
+        raise ConfigError("seq_kd trains on replies of the teacher; only replies of the policy are trained (lmbda = 1)")
+    if draft.number("lmbda", 0.5) != 1.0:
+        share = f"lmbda = {draft.number('lmbda', 0.5):g}"
+        raise ConfigError(
+            f"gkd with {share} trains on given replies too; only replies of the policy are trained: set lmbda = 1"
+        )
+    if draft.number("sft_alpha", 0) > 0:
+        raise ConfigError(
+            "sft_alpha adds a supervised term, which is not here during reinforcement; set it to 0 or see [warmup]"
+        )
+    if draft.number("beta", 0.5) not in DIVERGENCES:
+        raise ConfigError(
+            f"beta = {given['beta']} is a divergence that is not here; choose 0 (forward), 0.5 (js) or 1 (reverse)"
+        )
+    if given.get("teacher_model") is None and given.get("teacher_model_server") is None:
+        _self_teacher(draft)
+    if _sets_teacher_prompt(draft, plugins):
+        raise ConfigError(
+            "external_plugins give the teacher a prompt of its own (teacher_prompt); "
+            "write [[teacher]] with hint = file.py:function (docs/reference/teachers.md)"
+        )
+
+
+def _sets_teacher_prompt(draft: Draft, plugins: str) -> bool:
+    for one in plugins.split():
+        try:
+            if "teacher_prompt" in Path(one).read_text(encoding="utf-8"):
+                return True
+        except (OSError, ValueError):
+            draft.incomplete.append(
+                f"{one} (external_plugins) was not found; if it sets teacher_prompt, write it as the teacher's hint"
+            )
+    return False
+
+
+def _finish(draft: Draft) -> None:
+    given = draft.given
+    _kind(draft)
+    updates = _batch(draft) * int(draft.number("num_iterations", 1))
+    steps = given.get("max_steps", given.get("train_iters"))
+    if not (isinstance(steps, int) and steps > 0):
+        draft.put("train.data_epochs", draft.number("num_train_epochs", 3), origin="num_train_epochs")
+        steps = None
+    _in_steps(draft, updates)
+    steps = None if steps is None else draft.values["train.steps"]
+    if ratio := draft.number("warmup_ratio", draft.number("lr_warmup_fraction", 0)):
+        if steps is None:
+            why = "the number of steps is known when the tasks are: set train.lr_warmup_steps to that share of them"
+            draft.reasons.update({"warmup_ratio": why, "lr_warmup_fraction": why})
+        else:
+            draft.put("train.lr_warmup_steps", int(ratio * steps), origin="warmup_ratio")
+    length = draft.number("max_completion_length", 512)
+    draft.put("limits.turn_tokens", int(length), origin="max_completion_length")
+    if given.get("completion_length_limit_scope") == "total":
+        draft.put("limits.episode_tokens", int(length), origin="completion_length_limit_scope")
+    if "epsilon_high" not in given:
+        draft.put("train.clip_high", draft.number("epsilon", 0.2), origin="epsilon")
+    draft.put(
+        "train.betas", [draft.number("adam_beta1", 0.9), draft.number("adam_beta2", 0.95)], origin="adam_beta1, adam_beta2"
+    )
+    _loss_terms(draft)
+    _teacher(draft)
+    if "rollout_importance_sampling_mode" not in given:
+        draft.values.pop("train.correction_high", None)
+    _lora(draft)
+    if draft.isset("use_gym_env") and "env.use" not in draft.values:
+        draft.put("env.use", USE.format("gym_scheduler"), origin="use_gym_env")
+    served = given.get("vllm_mode") == "server" and "swift rollout" not in given.get("$programs", ())
+    if "env.use" not in draft.values and not served:  # a server has the scheduler
+        draft.put("env.use", USE.format("single_turn"), origin="no multi_turn_scheduler")
+
+
+def _in_steps(draft: Draft, updates: int) -> None:
+    """Set the numbers of steps, which count optimizer steps there."""
+    pairs = (
+        *(("train.steps", "max_steps"), ("train.steps", "train_iters"), ("checkpoint.every", "save_steps")),
+        *(
+            ("eval.every", "eval_steps"),
+            ("train.lr_warmup_steps", "warmup_steps"),
+            ("train.lr_warmup_steps", "lr_warmup_iters"),
+        ),
+    )
+    for key, name in pairs:
+        if draft.number(name, 0) >= 1:
+            in_steps(draft, key, draft.number(name, 0), updates, name)
+    if draft.isset("sync_ref_model") and draft.number("ref_model_mixup_alpha", 0.6) == 1.0:
+        in_steps(draft, "train.reference_every", draft.number("ref_model_sync_steps", 512), updates, "ref_model_sync_steps")
+
+
+def _loss_terms(draft: Draft) -> None:
+    given = draft.given
+    if (kl := draft.number("beta", 0.04)) > 0:
+        draft.put("train.kl", kl, origin="beta")
+        draft.put("train.kl_in", "reward" if draft.isset("kl_in_reward") else "loss", origin="kl_in_reward")
+    if given.get("importance_sampling_level") in ("sequence", "sequence_token"):
+        draft.put("train.algorithm", "gspo", origin="importance_sampling_level")
+    if draft.isset("dynamic_sample"):
+        draft.put("train.refill", int(draft.number("max_resample_times", 3)), origin="dynamic_sample, max_resample_times")
+    length = draft.number("max_completion_length", 512)
+    for reward, name in (("soft_overlong", "soft_max_length"), ("cosine", "cosine_max_len")):
+        if name not in given and reward in _rewards_of(draft):
+            draft.put(f"env.args.{name}", int(length), origin="max_completion_length")
+
+
+REWARD_FLAGS = {
+    "soft_overlong": ("soft_max_length", "soft_cache_length"),
+    "repetition": ("repetition_n_grams", "repetition_max_penalty"),
+    "cosine": (
+        "cosine_max_len",
+        "cosine_min_len_value_wrong",
+        "cosine_max_len_value_wrong",
+        "cosine_min_len_value_correct",
+        "cosine_max_len_value_correct",
+    ),
+}
+"""Flags that a registered reward reads."""
+
+
+def _rewards_of(draft: Draft) -> list[str]:
+    named = draft.given.get("reward_funcs")
+    return [str(one) for one in named] if isinstance(named, list) else [str(named)]
+
+
+def _reward_flag(reward: str, name: str) -> Any:
+    """Return a rule: a flag of a reward, without effect where the script does not name that reward."""
+
+    def rule(draft: Draft, value: Any) -> str | None:
+        if reward not in _rewards_of(draft):
+            return f"{NO_EFFECT}: reward_funcs does not name {reward}"
+        draft.put(f"env.args.{name}", value)
+        return None
+
+    return rule
+
+
+def _lora(draft: Draft) -> None:
+    given = draft.given
+    if given.get("tuner_type", given.get("train_type", "lora")) == "lora" and "lora.rank" not in draft.values:
+        draft.put("lora.rank", int(draft.number("lora_rank", 8)), origin="tuner_type, lora_rank")
+    if "lora.rank" not in draft.values:
+        for key in ("alpha", "dropout", "targets"):
+            draft.values.pop(f"lora.{key}", None)
+
+
+def _steps(draft: Draft, value: Any) -> str | None:
+    draft.put("train.steps", value)  # `_finish` brings it into steps; here its form is checked
+    return None
+
+
+def _reference(draft: Draft, value: Any) -> str | None:
+    if value is True and draft.number("ref_model_mixup_alpha", 0.6) != 1.0:
+        return "the reference is replaced (train.reference_every), not mixed: set ref_model_mixup_alpha = 1"
+    return None
+
+
+RULES: dict[str, Any] = {
+    "model": "model.path",
+    "model_revision": "model.revision",
+    "dataset": train_data,
+    "val_dataset": eval_data,
+    "columns": _columns,
+    "system": argument("system"),
+    "multi_turn_scheduler": lambda draft, value: draft.put("env.use", USE.format(value)),
+    "external_plugins": _plugins,
+    "gym_env": argument("gym_env"),
+    "use_gym_env": lambda draft, value: draft.put("env.args.use_gym_env", draft.isset("use_gym_env")),
+    "reward_funcs": list_argument("reward_funcs"),
+    "reward_weights": list_argument("reward_weights"),
+    "max_turns": "limits.turns",
+    "max_completion_length": noted,
+    "completion_length_limit_scope": noted,
+    "max_length": "limits.prompt_tokens",
+    "vllm_max_model_len": "limits.context",
+    "enable_thinking": "model.template_args.enable_thinking",
+    "num_generations": "rollout.group_size",
+    "generation_batch_size": noted,
+    "per_device_train_batch_size": noted,
+    "gradient_accumulation_steps": noted,
+    "steps_per_generation": noted,
+    "global_batch_size": noted,
+    "temperature": "rollout.temperature",
+    "top_p": "rollout.top_p",
+    "top_k": top_k("rollout.top_k"),
+    "min_p": "rollout.min_p",
+    "stop_words": lists("rollout.stop"),
+    "advantage_estimator": same("train.algorithm", grpo="grpo", rloo="rloo", reinforce_plus_plus="reinforce_pp"),
+    "loss_type": _loss,
+    "importance_sampling_level": noted,
+    "scale_rewards": same("train.advantage", group="std", none="mean", batch="group_batch", true="std", false="mean"),
+    "epsilon": "train.clip_low",
+    "epsilon_high": "train.clip_high",
+    "delta": unless_off("train.clip_cap"),
+    "beta": noted,
+    "kl_in_reward": noted,
+    "num_iterations": "train.epochs",
+    "dynamic_sample": noted,
+    "max_resample_times": noted,
+    "overlong_filter": switch("train.overlong_filter"),
+    **{name: _reward_flag(reward, name) for reward, names in REWARD_FLAGS.items() for name in names},
+    "rollout_importance_sampling_mode": same("train.correction", **CORRECTIONS),
+    "rollout_importance_sampling_threshold": "train.correction_high",
+    "loss_scale": _loss_scale,
+    "learning_rate": "train.lr",
+    "lr": "train.lr",
+    "lr_scheduler_type": same(
+        "train.schedule", linear="linear", cosine="cosine", constant="constant", constant_with_warmup="constant"
+    ),
+    "lr_decay_style": same("train.schedule", linear="linear", cosine="cosine", constant="constant"),
+    "warmup_ratio": noted,
+    "lr_warmup_fraction": noted,
+    "warmup_steps": noted,
+    "lr_warmup_iters": noted,
+    "weight_decay": "train.weight_decay",
+    "adam_beta1": noted,
+    "adam_beta2": noted,
+    "adam_epsilon": "train.eps",
+    "max_grad_norm": "train.max_grad_norm",
+    "clip_grad": "train.max_grad_norm",
+    "num_train_epochs": noted,
+    "max_steps": _steps,
+    "train_iters": _steps,
+    "rlhf_type": noted,
+    "teacher_model": noted,
+    "teacher_model_server": noted,
+    "teacher_kl_coef": noted,
+    "lmbda": noted,
+    "gkd_logits_topk": noted,
+    "sync_ref_model": _reference,
+    "ref_model_sync_steps": noted,
+    "tuner_type": _tuner,
+    "train_type": _tuner,
+    "lora_rank": noted,
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "target_modules": linear_layers,
+    "freeze_vit": switch("train.vision", "frozen"),
+    "gradient_checkpointing": "train.gradient_checkpointing",
+    "recompute_granularity": switch("train.gradient_checkpointing"),
+    "router_replay_mode": lambda draft, value: (
+        draft.put("train.routing_replay", "replay") if value not in ("disabled", None) else None
+    ),
+    "output_dir": "out",
+    "save": "out",
+    "save_steps": noted,
+    "save_total_limit": "checkpoint.keep",
+    "eval_steps": noted,
+    "num_generations_eval": "eval.samples",
+    "seed": "seed",
+    "report_to": trackers,
+    "wandb_project": "track.project",
+    "run_name": "track.name",
+    "wandb_exp_name": "track.name",
+}
+
+_OWN_LOSS = "write your own (train.algorithm)"
+NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "template": ("the model's template is used; see model.template", ()),
+    "agent_template": ("see model.parser", ()),
+    "response_prefix": ("see model.template_args", ()),
+    "repetition_penalty": ("no penalties: they would not be part of the trained distribution", (1, 1.0)),
+    "structured_outputs_regex": ("no constrained sampling", (None,)),
+    "vllm_server_pass_dataset": ("every column of a row reaches the environment", (True, False)),
+    "async_generate": ('see [schedule] mode = "one_step_off"', (False,)),
+    "truncation_strategy": ("prompts over limits.prompt_tokens are skipped, counted and listed", ("delete",)),
+    "split_dataset_ratio": ("about a fifth of the tasks is held out without eval_tasks", ()),
+    "dataset_shuffle": ("tasks are always shuffled, by the seed", (True,)),
+    "data_seed": ("one seed for all", ()),
+    "tau_pos": (_OWN_LOSS, ()),
+    "tau_neg": (_OWN_LOSS, ()),
+    "real_tau": (_OWN_LOSS, ()),
+    "fipo_decay_rate": (_OWN_LOSS, ()),
+    "fipo_clip_range": (_OWN_LOSS, ()),
+    "top_entropy_quantile": ("see train.loss_scale for weights of tokens", (1, 1.0)),
+    "log_entropy": ("the entropy is exact and always measured", (True, False)),
+    "log_completions": ("the viewer has every episode", (True, False)),
+    "log_rollout_offpolicy_metrics": ("always measured", (True, False)),
+    "reward_model": ("call it in a reward function", (None,)),
+    "reward_model_plugin": ("call it in a reward function", (None,)),
+    "ref_model": ("the reference policy is the model at the start of reinforcement", (None,)),
+    "ref_model_mixup_alpha": ("the reference is replaced (train.reference_every), not mixed", (1, 1.0)),
+    "chord_sft_dataset": ("no supervised term during reinforcement; see [warmup]", ()),
+    "chord_mu_peak": ("no supervised term during reinforcement; see [warmup]", ()),
+    "advantage_reweight": ("write your own (train.advantage)", (None,)),
+    "rlsd_lambda": ("write your own (train.advantage)", ()),
+    "sdar_loss_coef": (_OWN_LOSS, (0, 0.0)),
+    "seq_kd": ("only replies of the policy are trained", (False,)),
+    "sft_alpha": ("no supervised term during reinforcement; see [warmup]", (0, 0.0)),
+    "teacher_adapters": ("see the path of [[teacher]]", (None, [])),
+    "teacher_model_revision": ("see the path of [[teacher]]", (None,)),
+    "teacher_tag_key": ("write a [[teacher]] for each environment", (None,)),
+    "off_policy_sequence_mask_delta": ("see train.correction = sequence_mis_mean", (None,)),
+    "vf_coef": ("no critic", ()),
+    "min_lr": ("the rate decays to 0", (0, 0.0)),
+    "freeze_aligner": ("see train.vision", ()),
+    "freeze_llm": ("see [lora]", (False,)),
+    "optimizer": ("AdamW is the optimizer", ("adam", "adamw")),
+    "resume_from_checkpoint": ("a run continues with --resume", (None,)),
+    "config": ("convert that file", ()),
+    "finetune": ("weights come from model.path", (True,)),
+    "load": ("weights come from model.path; a run continues with --resume", ()),
+    "vllm_use_async_engine": ("the engine has every reply of its own in flight", (True, False)),
+    "use_async_engine": ("the engine has every reply of its own in flight", (True, False)),
+}
+
+MACHINE = (
+    *("vllm_*", "use_vllm", "sglang_*", "lmdeploy_*", "deepspeed", "fsdp*", "torch_dtype", "bf16", "fp16"),
+    *("attn_impl", "offload_*", "sleep_level", "move_model_batches", "dataloader_*", "dataset_num_proc"),
+    *("load_from_cache_file", "logging_*", "*_parallel_size", "micro_batch_size", "padding_free", "packing"),
+    *("attention_backend", "cross_entropy_*", "recompute_*", "no_save_*", "save_safetensors"),
+    *("gradient_checkpointing_kwargs", "per_device_eval_batch_size", "ddp_*", "use_hf", "device_map", "train.gpus"),
+    *("rollout.gpus", "colocate_groups", "gradient_accumulation_fusion", "cached_dataset", "streaming", "strict"),
+    *("model_kwargs", "host", "port", "overlap_*", "optimizer_cpu_offload", "use_precision_*", "moe_*", "expert_*"),
+    *("sequence_parallel*", "async_save", "use_ray", "ray*", "save_only_model", "save_strategy", "eval_strategy"),
+    *("model_type", "hub_*", "push_to_hub", "tensorboard_*", "wandb_*", "swanlab_*", "create_checkpoint_*"),
+    *("add_version", "*interval", "use_liger_kernel", "max_pixels", "enable_flattened_*", "merge_lora"),
+    *("manual_gc*", "model_author", "model_name", "loss_weights", "use_chat_template", "torch_compile", "gpus"),
+    *(
+        "apply_wd_*",
+        "megatron_*",
+        "no_*",
+        "teacher_deepspeed",
+        "offload_teacher_model",
+        "teacher_model_type",
+        "teacher_*parallel*",
+    ),
+    *("teacher.*", "remove_unused_columns", "ddp_timeout"),
+)
+
+
+def _normalize(key: str) -> str:
+    """Return a flag with `_`; a key of a group of workers (`train.lora_rank`) without the group."""
+    key = key.lstrip("-").replace("-", "_")
+    group, dot, name = key.partition(".")
+    if group == "teacher" and name == "model":
+        return "teacher_model"
+    return name if dot and group in ("train", "rollout") and name != "gpus" else key
+
+
+SYSTEM = System(
+    name="swift",
+    rules=RULES,
+    none=NONE,
+    machine=MACHINE,
+    defaults={
+        "rollout.group_size": 8,
+        "rollout.temperature": 0.9,
+        "train.algorithm": "grpo",
+        "train.aggregation": "trajectory",
+        "train.clip_low": 0.2,
+        "train.schedule": "cosine",
+        "train.weight_decay": 0.1,
+        "train.max_grad_norm": 1.0,
+        "seed": 42,
+    },
+    finish=_finish,
+    programs=r"^swift (rlhf|rollout)$",
+    refused={
+        r"^swift (sft|pt)$": "trains on given replies (see [warmup] dataset)",
+        r"^swift (?!rlhf$|rollout$)": "trains nothing",
+    },
+    normalize=_normalize,
+)

@@ -1,0 +1,303 @@
+"""TRL: the arguments of `GRPOTrainer` and `GRPOConfig` in a script, or the flags of a script that has one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from turnwright.errors import ConfigError
+from turnwright_compat.convert.engine import (
+    Draft,
+    System,
+    argument,
+    in_steps,
+    linear_layers,
+    list_argument,
+    lists,
+    noted,
+    same,
+    switch,
+    top_k,
+    trackers,
+    unless_off,
+)
+
+LOSSES = {"grpo": "trajectory", "bnpo": "token", "dapo": "token", "dr_grpo": "fixed"}
+TRAINERS = {"GRPOTrainer": None, "RLOOTrainer": "rloo", "AsyncGRPOTrainer": None}
+"""Trainers that are converted, with the algorithm that is theirs."""
+
+
+def _loss(draft: Draft, value: Any) -> str | None:
+    if value == "cispo":
+        draft.put("train.algorithm", "cispo")
+    elif value in LOSSES:
+        draft.put("train.aggregation", LOSSES[value])
+    else:
+        return "no such loss here; write your own (train.algorithm)"
+    return None
+
+
+def _factory(draft: Draft, value: Any) -> None:
+    draft.put("env.use", str(value))
+
+
+def _data(key: str) -> Any:
+    def rule(draft: Draft, value: Any) -> None:
+        draft.put(key, str(value))
+
+    return rule
+
+
+def _batch(draft: Draft) -> int:
+    """Set the prompts of a step; return the optimizer steps that one step has."""
+    group, accumulation = draft.number("num_generations", 8), draft.number("gradient_accumulation_steps", 1)
+    device, processes = draft.number("per_device_train_batch_size", 8), draft.number("$num_processes", 1)
+    steps = draft.number("steps_per_generation", accumulation)
+    origin = "per_device_train_batch_size, gradient_accumulation_steps, steps_per_generation"
+    size = device * processes * steps
+    if draft.given.get("generation_batch_size") is not None:
+        origin = f"generation_batch_size, {origin}"
+        size = draft.number("generation_batch_size", size)
+        steps = size / max(1.0, device * processes)
+    draft.put("rollout.groups", max(1, round(size / group)), origin=origin)
+    updates = max(1, round(steps / accumulation))
+    draft.put("train.minibatches", updates, origin=origin)
+    if "$num_processes" not in draft.given:
+        draft.notes.append("the number of processes is not known: rollout.groups is for one")
+    if size % group:
+        draft.notes.append(f"{size:g} completions are no multiple of num_generations = {group:g}: rollout.groups is rounded")
+    return updates
+
+
+def _finish(draft: Draft) -> None:
+    given = draft.given
+    _refuse(draft)
+    updates = _batch(draft) * int(draft.number("num_iterations", 1))
+    for key, name in (
+        *(("train.steps", "max_steps"), ("checkpoint.every", "save_steps"), ("eval.every", "eval_steps")),
+        *(("train.lr_warmup_steps", "warmup_steps"), ("train.reference_every", "ref_model_sync_steps")),
+    ):
+        needs = name not in ("ref_model_sync_steps",) or draft.isset("sync_ref_model")
+        if draft.number(name, 0) >= 1 and needs:
+            in_steps(draft, key, draft.number(name, 0), updates, name)
+    if draft.number("max_steps", 0) <= 0:
+        draft.put("train.data_epochs", draft.number("num_train_epochs", 3), origin="num_train_epochs")
+    if 0 < (ratio := draft.number("warmup_ratio", 0)) < 1:
+        if "train.steps" in draft.values:
+            draft.put("train.lr_warmup_steps", int(ratio * draft.values["train.steps"]), origin="warmup_ratio")
+        else:
+            draft.reasons["warmup_ratio"] = "the number of steps is known when the tasks are: set train.lr_warmup_steps"
+    length = int(draft.number("max_completion_length", 512))
+    draft.put("limits.turn_tokens", length, origin="max_completion_length")
+    draft.put("limits.episode_tokens", length, origin="max_completion_length")  # tool results use it too
+    if given.get("epsilon_high") is None:
+        draft.put("train.clip_high", draft.number("epsilon", 0.2), origin="epsilon")
+    betas = [draft.number("adam_beta1", 0.9), draft.number("adam_beta2", 0.999)]
+    draft.put("train.betas", betas, origin="adam_beta1, adam_beta2")
+    if (kl := draft.number("beta", 0)) > 0:
+        draft.put("train.kl", kl, origin="beta")
+        draft.put("train.kl_in", "loss", origin="beta")
+    if given.get("importance_sampling_level") in ("sequence", "sequence_token"):
+        draft.put("train.algorithm", "gspo", origin="importance_sampling_level")
+    _correction(draft)
+    _environment(draft)
+    if draft.isset("use_peft"):
+        draft.put("lora.rank", int(draft.number("lora.r", draft.number("lora_r", 8))), origin="lora.r, lora_r")
+        draft.put("lora.alpha", draft.number("lora.lora_alpha", draft.number("lora_alpha", 8)), origin="lora.lora_alpha")
+    else:
+        for key in ("alpha", "dropout", "targets", "rank"):
+            draft.values.pop(f"lora.{key}", None)
+
+
+def _refuse(draft: Draft) -> None:
+    trainer = str(draft.given.get("$program", ""))
+    if trainer.endswith("Trainer") and trainer not in TRAINERS:
+        raise ConfigError(f"{trainer} trains in another way; only {', '.join(TRAINERS)} become recipes")
+    if (algorithm := TRAINERS.get(trainer)) is not None:
+        draft.put("train.algorithm", algorithm, origin=trainer)
+    if trainer == "AsyncGRPOTrainer":
+        draft.put("schedule.mode", "async", origin=trainer)
+
+
+def _correction(draft: Draft) -> None:
+    """vLLM's probabilities are corrected unless that is switched off: TRL leaves out sequences over a ratio."""
+    if not draft.isset("use_vllm") or draft.given.get("vllm_importance_sampling_correction") is False:
+        return
+    modes = {"token_truncate": "tis", "token_mask": "icepop", "sequence_mask": "sequence_mis"}
+    mode = draft.given.get("vllm_importance_sampling_mode", "sequence_mask")
+    if mode in modes:
+        draft.put("train.correction", modes[mode], origin="use_vllm, vllm_importance_sampling_mode")
+        origin = "vllm_importance_sampling_clip_max, vllm_importance_sampling_cap"
+        highest = draft.number("vllm_importance_sampling_clip_max", draft.number("vllm_importance_sampling_cap", 3.0))
+        draft.put("train.correction_high", highest, origin=origin)
+    else:
+        draft.reasons["vllm_importance_sampling_mode"] = "no such correction here; see train.correction"
+
+
+def _environment(draft: Draft) -> None:
+    if "rollout_func" in draft.given:
+        loop = draft.given["rollout_func"]
+        draft.incomplete.append(
+            f"rollout_func = {loop} is a loop of its own: write it as a play function (docs/environments.md)"
+        )
+        draft.values.pop("env.use", None)
+        return
+    named = "env.use" in draft.values or any(key.startswith("env.args.") for key in draft.values)
+    if named and "env.use" not in draft.values and draft.base_known and not _lacks_objects(draft):
+        draft.put("env.use", "trl:GRPOTrainer", origin="reward_funcs, tools")
+
+
+def _lacks_objects(draft: Draft) -> bool:
+    return any(one.startswith(("environment_factory:", "tools:")) for one in draft.incomplete)
+
+
+RULES: dict[str, Any] = {
+    "model": "model.path",
+    "model_name_or_path": "model.path",
+    "model_revision": "model.revision",
+    "train_dataset": _data("env.tasks"),
+    "eval_dataset": _data("env.eval_tasks"),
+    "dataset_name": _data("env.tasks"),
+    "environment_factory": _factory,
+    "tools": list_argument("tools"),
+    "reward_funcs": list_argument("reward_funcs"),
+    "reward_weights": list_argument("reward_weights"),
+    "rollout_func": noted,
+    "max_tool_calling_iterations": argument("max_tool_calling_iterations"),
+    "chat_template_kwargs": lambda draft, value: (
+        [draft.put(f"model.template_args.{key}", one) for key, one in (value or {}).items()] and None
+    ),
+    "num_generations": "rollout.group_size",
+    "num_generations_eval": unless_off("eval.samples", (None,)),
+    "per_device_train_batch_size": noted,
+    "gradient_accumulation_steps": noted,
+    "steps_per_generation": noted,
+    "generation_batch_size": noted,
+    "max_completion_length": noted,
+    "max_prompt_length": unless_off("limits.prompt_tokens"),
+    "vllm_max_model_length": unless_off("limits.context"),
+    "temperature": "rollout.temperature",
+    "top_p": unless_off("rollout.top_p", (None,)),
+    "top_k": lambda draft, value: None if value is None else top_k("rollout.top_k")(draft, value),
+    "min_p": unless_off("rollout.min_p", (None,)),
+    "beta": noted,
+    "num_iterations": "train.epochs",
+    "epsilon": "train.clip_low",
+    "epsilon_high": unless_off("train.clip_high", (None,)),
+    "delta": unless_off("train.clip_cap"),
+    "importance_sampling_level": noted,
+    "scale_rewards": same("train.advantage", group="std", none="mean", batch="group_batch", true="std", false="mean"),
+    "loss_type": _loss,
+    "entropy_coef": "train.entropy",
+    "mask_truncated_completions": switch("train.overlong_filter"),
+    "sync_ref_model": lambda draft, value: (
+        "the reference is replaced (train.reference_every), not mixed: set ref_model_mixup_alpha = 1"
+        if value is True and draft.number("ref_model_mixup_alpha", 0.6) != 1.0
+        else None
+    ),
+    "ref_model_mixup_alpha": noted,
+    "ref_model_sync_steps": noted,
+    "use_vllm": noted,
+    "vllm_importance_sampling_correction": noted,
+    "vllm_importance_sampling_mode": noted,
+    "vllm_importance_sampling_cap": noted,
+    "vllm_importance_sampling_clip_max": noted,
+    "max_staleness": unless_off("schedule.staleness", (None,)),
+    "learning_rate": "train.lr",
+    "lr_scheduler_type": same(
+        "train.schedule", linear="linear", cosine="cosine", constant="constant", constant_with_warmup="constant"
+    ),
+    "warmup_steps": noted,
+    "warmup_ratio": noted,
+    "weight_decay": "train.weight_decay",
+    "adam_beta1": noted,
+    "adam_beta2": noted,
+    "adam_epsilon": "train.eps",
+    "max_grad_norm": "train.max_grad_norm",
+    "num_train_epochs": noted,
+    "max_steps": noted,
+    "output_dir": unless_off("out", (None,)),
+    "save_steps": noted,
+    "save_total_limit": unless_off("checkpoint.keep", (None,)),
+    "eval_steps": noted,
+    "seed": "seed",
+    "gradient_checkpointing": "train.gradient_checkpointing",
+    "report_to": trackers,
+    "run_name": unless_off("track.name", (None,)),
+    "project": unless_off("track.project", (None,)),
+    "use_peft": noted,
+    "lora.r": noted,
+    "lora.lora_alpha": noted,
+    "lora.lora_dropout": "lora.dropout",
+    "lora.target_modules": linear_layers,
+    "lora_r": noted,
+    "lora_alpha": noted,
+    "lora_dropout": "lora.dropout",
+    "lora_target_modules": lists("lora.targets"),
+}
+
+_OWN_LOSS = "write your own (train.algorithm)"
+NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "processing_class": ("the tokenizer and the processor are those of the model directory", ()),
+    "callbacks": ("see the viewer and [track]", ()),
+    "optimizers": ("AdamW is the optimizer", ()),
+    "reward_processing_classes": ("call the reward model in a reward function", (None,)),
+    "dataset_config": ("all rows are used", (None,)),
+    "dataset_train_split": ("all rows are used", ("train",)),
+    "repetition_penalty": ("no penalties: they would not be part of the trained distribution", (1, 1.0)),
+    "generation_kwargs": ("no free sampling settings", (None, {})),
+    "shuffle_dataset": ("tasks are always shuffled, by the seed", (True,)),
+    "data_seed": ("one seed for all", ()),
+    "trust_remote_code": ("no code of model directories is run", (False,)),
+    "chat_template_path": ("see model.template", (None,)),
+    "multi_objective_aggregation": ("rewards are summed by their weights", ("sum_then_normalize",)),
+    "top_entropy_quantile": ("see train.loss_scale for weights of tokens", (1, 1.0)),
+    "use_adaptive_entropy": ("the weight of the entropy is constant", (False,)),
+    "off_policy_mask_threshold": ("see train.correction = sequence_mis_mean", (None,)),
+    "use_bias_correction_kl": ("see train.kl_estimator = k2, whose gradient is that of the KL", (False,)),
+    "vllm_importance_sampling_clip_min": ("see train.correction_low", (None,)),
+    "vllm_structured_outputs_regex": ("no constrained sampling", (None,)),
+    "disable_dropout": ("no dropout: the trained policy equals the sampled one", (True, False)),
+    "router_aux_loss_coef": ("no auxiliary loss of the router", (0, 0.0)),
+    "sapo_temperature_neg": (_OWN_LOSS, ()),
+    "sapo_temperature_pos": (_OWN_LOSS, ()),
+    "resume_from_checkpoint": ("a run continues with --resume", (None, False)),
+    "optim": ("AdamW is the optimizer", ("adamw_torch", "adamw_torch_fused")),
+    "lr_scheduler_kwargs": ("the rate decays to 0", (None, {})),
+    "max_inflight_tasks": ("see rollout.concurrency", ()),
+    "rollout_worker": ("write its loop as a play function", ()),
+    "rollout_reward_fn": ("write it as the reward of a play function", ()),
+}
+
+MACHINE = (
+    *("vllm_*", "bf16", "fp16", "tf32", "dtype", "torch_dtype", "attn_implementation", "model_init_kwargs", "use_liger*"),
+    *("logging_*", "log_*", "num_completions_to_print", "trackio_*", "push_to_hub", "hub_*", "dataloader_*", "ddp_*"),
+    *("deepspeed", "fsdp*", "accelerator_config", "remove_unused_columns", "ds3_*", "save_strategy", "eval_strategy"),
+    *("cast_lm_head_to_fp32", "pad_to_multiple_of", "cache_implementation", "use_transformers_*", "eval_on_start"),
+    *("gradient_checkpointing_kwargs", "per_device_eval_batch_size", "torch_*", "disable_tqdm", "save_only_model"),
+    *("load_in_*", "use_bnb*", "bnb_*", "lora.task_type", "lora.bias", "lora.inference_mode", "local_rank"),
+    *("include_*", "full_determinism", "do_train", "do_eval", "overwrite_output_dir", "transformers_*", "config"),
+    *("load_best_model_at_end", "metric_for_best_model", "greater_is_better", "ignore_data_skip", "quantization_config"),
+    *("average_tokens_across_devices", "weight_sync_steps", "use_cpu", "no_cuda", "lora_task_type"),
+)
+
+SYSTEM = System(
+    name="trl",
+    rules=RULES,
+    none=NONE,
+    machine=MACHINE,
+    defaults={
+        "rollout.group_size": 8,
+        "train.algorithm": "grpo",
+        "train.aggregation": "token",
+        "train.clip_low": 0.2,
+        "train.lr": 1e-6,
+        "train.schedule": "linear",
+        "train.weight_decay": 0.0,
+        "train.max_grad_norm": 1.0,
+        "train.gradient_checkpointing": True,
+        "seed": 42,
+    },
+    finish=_finish,
+    programs=r"Trainer$",
+    normalize=lambda key: key.lstrip("-").replace("-", "_"),
+)
