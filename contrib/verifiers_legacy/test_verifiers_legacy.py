@@ -12,6 +12,7 @@ import pytest
 import turnwright as tw
 from turnwright.envs.check import check_env
 from turnwright.errors import ConfigError
+from turnwright_compat import verifiers_env
 
 pytest.importorskip("verifiers.legacy", reason="needs verifiers below 0.4")
 pytest.importorskip("turnwright_verifiers_legacy", reason="pip install ./contrib/verifiers_legacy")
@@ -79,7 +80,7 @@ def task_of(env, answer):
 
 def test_an_episode_of_several_turns():
     world = Guess()
-    env = tw.verifiers_env(world)
+    env = verifiers_env(world)
     trajectory = alone(env, ["1", "9", "4"], [task_of(env, 4)])
     assert trajectory.error is None
     assert (trajectory.reward, trajectory.stop, len(trajectory.turns)) == (1.0 + 0.5 / 3, tw.StopReason.DONE, 3)
@@ -109,7 +110,7 @@ def test_the_same_reward_as_verifiers_own_loop():
     methods = dict.fromkeys(Client.__abstractmethods__, nothing) | {"get_response": speak}
     said = list(replies)
     world = Guess()
-    env = tw.verifiers_env(world)
+    env = verifiers_env(world)
     row = next(row for row in world.get_dataset() if row["answer"] == "4")
     theirs = asyncio.run(world.run_rollout(row, type("Says", (Client,), methods)(None), "m", {}))
     ours = alone(env, replies, [task_of(env, 4)])
@@ -120,7 +121,7 @@ def test_the_same_reward_as_verifiers_own_loop():
 
 
 def test_the_environment_s_own_limit_truncates():
-    env = tw.verifiers_env(Guess(max_turns=2))
+    env = verifiers_env(Guess(max_turns=2))
     late = alone(env, ["1", "2", "3"], [task_of(env, 7)])
     assert (late.stop, len(late.turns), late.reward) == (tw.StopReason.ENV_TRUNCATED, 2, 0.25)
     assert late.turns[-1].info["stop_condition"] == "max_turns_reached"
@@ -130,7 +131,7 @@ def test_the_environment_s_own_limit_truncates():
 
 def test_what_breaks_is_a_failure_and_everything_is_cleaned_up():
     world = Guess()
-    env = tw.verifiers_env(world)
+    env = verifiers_env(world)
     world.trouble = {"2": ValueError("no number")}
     bug = alone(env, ["2"], [task_of(env, 7)])
     assert (bug.error.type, bug.error.kind, bug.reward) == ("ValueError", "user_bug", None)
@@ -148,7 +149,7 @@ def test_a_reward_that_breaks_is_none_where_verifiers_counts_zero():
     def broken(completion):
         raise OSError("the judge is out")
 
-    env = tw.verifiers_env(vf.SingleTurnEnv(dataset=rows(), rubric=vf.Rubric(funcs=[broken])))
+    env = verifiers_env(vf.SingleTurnEnv(dataset=rows(), rubric=vf.Rubric(funcs=[broken])))
     trajectory = alone(env, ["1"])
     assert (trajectory.stop, trajectory.error.type, trajectory.reward) == (tw.StopReason.REWARD_ERROR, "OSError", None)
 
@@ -157,7 +158,7 @@ def test_a_single_turn_is_done_after_one():
     def right(completion, answer):
         return float(completion[-1].content == answer)
 
-    env = tw.verifiers_env(vf.SingleTurnEnv(dataset=rows(), rubric=vf.Rubric(funcs=[right])))
+    env = verifiers_env(vf.SingleTurnEnv(dataset=rows(), rubric=vf.Rubric(funcs=[right])))
     trajectory = alone(env, ["5", "6"], [task_of(env, 5)])
     assert (trajectory.reward, trajectory.stop, len(trajectory.turns)) == (1.0, tw.StopReason.DONE, 1)
 
@@ -181,7 +182,7 @@ def test_tools():
         return float(answer in completion[-1].content)
 
     world = vf.ToolEnv(tools=[add], dataset=rows(), rubric=vf.Rubric(funcs=[right]))
-    env = tw.verifiers_env(world)
+    env = verifiers_env(world)
     one = env()
     asyncio.run(one.reset(task_of(env, 3)))
     (told,) = one.tools
@@ -198,7 +199,7 @@ def test_tools():
 
 def test_siblings_do_not_meet():
     world = Guess()
-    env = tw.verifiers_env(world)
+    env = verifiers_env(world)
     tasks = tw.as_env_spec(env).tasks("train")
 
     def speak(messages, rng):
@@ -214,12 +215,12 @@ def test_siblings_do_not_meet():
 
 
 def test_rows_are_tasks_and_some_are_held_out():
-    train, held_out = tw.as_env_spec(tw.verifiers_env(Guess())).train_and_eval_tasks(0, 0)
+    train, held_out = tw.as_env_spec(verifiers_env(Guess())).train_and_eval_tasks(0, 0)
     assert (len(train), len(held_out)) == (8, 2)
     assert train[0].info["hint"] == -int(train[0].answer)
     assert [message.role for message in train[0].messages] == ["system", "user"]
     other = Dataset.from_list([{"question": "Other.", "answer": "1", "hint": -1}])
-    own = tw.as_env_spec(tw.verifiers_env(Guess(eval_dataset=other)))
+    own = tw.as_env_spec(verifiers_env(Guess(eval_dataset=other)))
     assert [len(tasks) for tasks in own.train_and_eval_tasks(3, 0)] == [3, 1]
 
 
@@ -234,7 +235,7 @@ def test_the_check_passes():
     def found(completion):
         return float(completion[-1].content == "Yes.")
 
-    env = tw.verifiers_env(Guess(rubric=vf.Rubric(funcs=[found])), solver=bisect)
+    env = verifiers_env(Guess(rubric=vf.Rubric(funcs=[found])), solver=bisect)
     findings = check_env(tw.as_env_spec(env), n=2)
     assert [f.text for f in findings if f.severity != "ok"] == []
 
@@ -244,20 +245,20 @@ def test_what_cannot_be_played():
         return [0.0 for _ in completions]
 
     with pytest.raises(ConfigError, match="best compares the rollouts of a group"):
-        tw.verifiers_env(vf.SingleTurnEnv(dataset=rows(), rubric=vf.Rubric(funcs=[best])))
+        verifiers_env(vf.SingleTurnEnv(dataset=rows(), rubric=vf.Rubric(funcs=[best])))
     with pytest.raises(ConfigError, match="give a MultiTurnEnv of"):
-        tw.verifiers_env(Guess)
+        verifiers_env(Guess)
     with pytest.raises(ConfigError, match="gave int, no MultiTurnEnv"):
-        tw.verifiers_env(lambda: 3)
+        verifiers_env(lambda: 3)
 
     class Forgets(Guess):
         async def get_prompt_messages(self, state):
             return (await super().get_prompt_messages(state))[-1:]
 
-    env = tw.verifiers_env(Forgets())
+    env = verifiers_env(Forgets())
     assert "rewrites earlier messages" in alone(env, ["1"], [task_of(env, 7)]).error.message
 
-    env = tw.verifiers_env(Guess())
+    env = verifiers_env(Guess())
     shown = tw.Task([{"role": "user", "content": ["See:", tw.Image(b"png", alt="a cat")]}], info={"hint": 0})
     assert "a task with images" in alone(env, ["1"], [shown]).error.message
 
@@ -265,7 +266,7 @@ def test_what_cannot_be_played():
         async def env_response(self, messages, state, **kwargs):
             return await state["client"].get_response(messages, "m", {})
 
-    env = tw.verifiers_env(Asks())
+    env = verifiers_env(Asks())
     assert "here the rollout does" in alone(env, ["1"], [task_of(env, 7)]).error.message
 
 
@@ -274,7 +275,7 @@ def made():
 
 
 def test_a_function_that_gives_one():
-    env = tw.verifiers_env(made)
+    env = verifiers_env(made)
     trajectory = alone(env, ["7"], [task_of(env, 7)], rules=tw.EnvRules(isolation="process"))
     assert trajectory.error is None
     assert trajectory.rewards == {"found": 1.0, "brief": 1.0}

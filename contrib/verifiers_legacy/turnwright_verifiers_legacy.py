@@ -1,7 +1,7 @@
 """Episodes of a `MultiTurnEnv` of `verifiers.legacy`, run step by step with replies from a rollout.
 
-Once installed, `tw.verifiers_env` and `tw.as_env_spec` accept these environments: the entry point in `pyproject.toml` names
-`legacy_factory`.
+Once installed, `turnwright_compat.verifiers_env` and `tw.as_env_spec` accept these environments: the entry point in
+`pyproject.toml` names `FRAMEWORK`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from turnwright.envs.base import Action, Env, Scores, Step
-from turnwright.envs.foreign import ForeignObject
+from turnwright.envs.foreign import ForeignObject, Framework
 from turnwright.envs.tasks import split_tasks
 from turnwright.envs.user_code import call_user
 from turnwright.errors import ConfigError, EnvError, InvalidAction
@@ -270,3 +270,6 @@ def _record_errors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _name(function: Any) -> str:
     return str(getattr(function, "__name__", repr(function)))
+
+
+FRAMEWORK = Framework("verifiers_legacy", legacy_factory)

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from turnwright_compat.common import import_object
+from turnwright.envs.foreign import import_object
 
 NAMES = ("Ava", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana", "Ida", "Jon")
 THINGS = ("apples", "books", "coins", "dolls", "eggs", "figs", "hats", "keys")

@@ -40,10 +40,8 @@ if TYPE_CHECKING:
     from turnwright.envs import judged as judged
     from turnwright.envs import load_tasks as load_tasks
     from turnwright.envs import mcp_tools as mcp_tools
-    from turnwright.envs import openenv_env as openenv_env
     from turnwright.envs import resolve_env as resolve_env
     from turnwright.envs import tool as tool
-    from turnwright.envs import verifiers_env as verifiers_env
     from turnwright.envs.isolation.sandbox import Sandbox as Sandbox
     from turnwright.envs.isolation.sandbox import python_tool as python_tool
     from turnwright.envs.rewards.rewards import rewards as rewards
@@ -96,7 +94,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MOVED = {"ReplayResult": "turnwright_view", "program": "turnwright_serve", "replay_loop": "turnwright_view"}
+_MOVED = {
+    "ReplayResult": "turnwright_view",
+    "openenv_env": "turnwright_compat",
+    "program": "turnwright_serve",
+    "replay_loop": "turnwright_view",
+    "verifiers_env": "turnwright_compat",
+}
 _NAMES, _load = lazy_names(__name__, __file__, _MOVED)
 
 __all__ = ["__version__", *_NAMES]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -12,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwright import files
-from turnwright.config import Limits, ResolvedConfig, RunConfig
+from turnwright import files, plugins
+from turnwright.config import ResolvedConfig, RunConfig
 from turnwright.config.dump import load_run_config, to_json_dict
 from turnwright.config.launch import world_size
 from turnwright.errors import ConfigError, ModelError, TraceError, UsageError
@@ -113,9 +112,8 @@ def _train_in(
     ranks: ProcessRanks | None,
     extending: bool,
 ) -> None:
+    from turnwright.trackers import TrackerProcesses
     from turnwright.training.run import TrainingRun
-    from turnwright_view.report import write_report
-    from turnwright_view.trackers import TrackerProcesses
 
     resumed = resume is not None
     try:
@@ -153,11 +151,22 @@ def _train_in(
         run_sync(training_run.play())
     finally:
         try:
-            write_report(run.path)
+            reports_of(run.path, renew=True)
         except Exception as error:
             watch.note(f"could not write the report: {type(error).__name__}: {error}")
         for message in trackers.close():
             watch.note(message)
+
+
+def reports_of(run: Path, *, renew: bool) -> list[Path]:
+    """Return the files that installed commands write about a run that ended; `renew` those that there are."""
+    found = []
+    for name in plugins.installed("commands"):
+        with suppress(ConfigError):  # a package that was removed
+            report = plugins.load("commands", name).report
+            if report is not None:
+                found.append(report(run, renew))
+    return found
 
 
 @contextmanager
@@ -177,7 +186,7 @@ def _workers(
     if scale.listen is None and scale.ray is None:
         return None
     try:
-        from turnwright_cluster.pool import WorkerPool
+        pool = plugins.load("transports", "workers")
     except ImportError as error:
         raise ConfigError(
             f"[scale] needs starlette and uvicorn ({error.name} is missing): pip install 'turnwright[serve]'"
@@ -185,7 +194,8 @@ def _workers(
     recipe = None if resolved.recipe is None else resolved.recipe.parent.resolve()
 
     def make(source: Path) -> GroupPlayer:
-        return WorkerPool(resolved.config, specs, run, source, recipe=recipe, note=note, resumed=resumed)
+        made: GroupPlayer = pool(resolved.config, specs, run, source, recipe=recipe, note=note, resumed=resumed)
+        return made
 
     return make
 
@@ -195,21 +205,11 @@ def _placer(config: RunConfig, note: Callable[[str], None]) -> ServerPlacer | No
     if not config.engines_on_ray:
         return None
     try:
-        from turnwright_cluster.ray_engines import RayEngines
+        engines = plugins.load("transports", "ray")
     except ImportError as error:
         raise ConfigError(f"scale.ray needs Ray ({error.name} is missing): pip install 'turnwright[ray]'") from None
-    return RayEngines(config.scale, note=note)
-
-
-def join_run(url: str, *, name: str, groups: int, root: Path | None, wait_s: float, note: Callable[[str], None]) -> None:
-    """Play episodes for the run at a URL until it ends."""
-    try:
-        from turnwright_cluster.worker import WorkerProcess
-    except ImportError as error:
-        raise ConfigError(
-            f"turnwright worker needs starlette and uvicorn ({error.name} is missing): pip install 'turnwright[serve,servers]'"
-        ) from None
-    run_sync(WorkerProcess(url, name=name, room=groups, root=root, note=note).run(patience_s=wait_s))
+    placer: ServerPlacer = engines(config.scale, note=note)
+    return placer
 
 
 def _warn_early(resolved: ResolvedConfig, specs: Sequence[EnvSpec], watch: ProgressListener) -> None:
@@ -285,7 +285,7 @@ async def _evaluate(resolved: ResolvedConfig, checkpoint: str | None, engine: st
     plan = TaskPlan(specs, steps=1, groups=1, held_out=config.eval.tasks, seed=config.seed, overlap=overlap)
     if not plan.held_out:
         raise ConfigError("there are no held-out tasks; set eval_tasks in [[env]], or provide more tasks")
-    rollout = _rollout(resolved, specs, checkpoint, engine, watch.note)
+    rollout = make_rollout(resolved, specs, checkpoint, engine, watch.note)
     chosen = plan.held_out
     if config.limits.prompt_tokens is not None:
         fits, _ = await rollout.within_prompt_limit([choice.episodes("prompt", 0, 1)[0] for choice in chosen])
@@ -340,7 +340,7 @@ def preview_rollouts(
     plan = TaskPlan(specs, steps=1, groups=n, held_out=n, seed=config.seed, overlap=overlap)
     chosen = plan.held_out or plan.train[:n]
     watch = watch or NullListener()
-    rollout = _rollout(resolved, specs, None, "local", watch.note)
+    rollout = make_rollout(resolved, specs, None, "local", watch.note)
     watch.phase("roll out", len(chosen), "episodes")
 
     async def play() -> list[Trajectory]:
@@ -360,84 +360,7 @@ def preview_rollouts(
     return trajectories
 
 
-def record_programs(
-    resolved: ResolvedConfig,
-    *,
-    port: int,
-    idle_s: float,
-    note: Callable[[str], None],
-    checkpoint: str | None = None,
-    untrained: Sequence[str] = ("side",),
-    key: str = "",
-    keyless: bool = False,
-) -> list[Trajectory]:
-    """Record what programs do at a port until interrupted, in the directory `out`; `note` receives a line for each session.
-
-    Requests need the `key` as their API key. By default one is made here and printed, and is needed to end a session alone:
-    programs may send any API key, which tells their sessions apart. With `keyless`, nothing needs one.
-    """
-    from turnwright.training.metrics import versions
-
-    try:
-        from turnwright_serve.proxy import ProxySettings
-        from turnwright_serve.proxy.recording import record_sessions
-    except ImportError as error:
-        raise ConfigError(
-            f"turnwright record needs starlette and uvicorn ({error.name} is missing): pip install 'turnwright[serve]'"
-        ) from None
-    path = Path(resolved.config.out)
-    if (path / "journal.jsonl").exists():
-        raise ConfigError(f"{path} already contains a run; choose another --out")
-    resolved = replace(resolved, config=replace(resolved.config, limits=_limits_of_programs(resolved)))
-
-    made = "" if key or keyless else secrets.token_urlsafe(24)
-
-    def started(url: str) -> None:
-        access = "the API key of TURNWRIGHT_SERVE_TOKEN" if key else "any API key"
-        note(
-            f"{url}  (give programs {access} and {url}/s/NAME/v1 as their base URL, or {url}/s/NAME where they add /v1; "
-            "Ctrl-C ends)"
-        )
-        if made:
-            note(f"POST {url}/s/NAME/end ends a session, with the API key {made}")
-        if resolved.config.engine.kind == "chat":
-            note("the service returns text: ids are the built-in renderer's, without logprobs, and none can be trained on")
-
-    async def record(run: RunDir) -> list[Trajectory]:
-        rollout = _rollout(resolved, [], checkpoint, "local", note, run=run, stop_on_bugs=False)
-        settings = ProxySettings(untrained=tuple(untrained))
-        try:
-            return await record_sessions(
-                rollout,
-                port=port,
-                idle_s=idle_s,
-                on_start=started,
-                note=note,
-                settings=settings,
-                key=key or made,
-                keyed_sampling=bool(key),
-            )
-        finally:
-            await rollout.engine.close()
-
-    with RunDir(path) as run:
-        run.write_json("config.json", to_json_dict(resolved) | {"versions": versions()})
-        return run_sync(record(run))
-
-
-def _limits_of_programs(resolved: ResolvedConfig) -> Limits:
-    """Return limits for sessions of unknown length, where none were given."""
-
-    def free(name: str) -> bool:
-        return resolved.origins.get(f"limits.{name}", "default") == "default"
-
-    limits = resolved.config.limits
-    limits = replace(limits, turns=10_000) if free("turns") else limits
-    limits = replace(limits, turn_tokens=16_384) if free("turn_tokens") else limits
-    return replace(limits, wall_clock_s=7 * 86_400.0) if free("wall_clock_s") else limits
-
-
-def _rollout(
+def make_rollout(
     resolved: ResolvedConfig,
     specs: Sequence[EnvSpec],
     checkpoint: str | None,
@@ -507,7 +430,7 @@ def _last(path: Path) -> Path:
     return latest.path
 
 
-def _model_of(path: Path) -> Path:
+def model_of(path: Path) -> Path:
     """Return the model directory of a checkpoint or a run; raise `ModelError` if it holds several policies."""
     from turnwright.training.checkpoint import policies_of
 
@@ -548,20 +471,10 @@ def check_engine(url: str, key_env: str | None = None) -> ServerCapabilities:
     return run_sync(probe())
 
 
-def serve_model(model: Path, formats: str, note: Callable[[str], None], **settings: Any) -> None:
-    """Serve a model directory, a checkpoint or a run (its last checkpoint) over HTTP until interrupted.
-
-    `note` receives a line with the URL once the server is ready; `settings` are those of `turnwright_serve.serve.serve`.
-    """
-    from turnwright_serve.serve import serve
-
-    run_sync(serve(_model_of(model), formats, note, **settings))  # type: ignore[arg-type]
-
-
 def relay_weights(root: Path, note: Callable[[str], None], **settings: Any) -> None:
     """Fetch weights from peers to a directory, and pass them on, until interrupted; `settings` are those of `relay`."""
     try:
-        from turnwright_serve.sharing.relay import relay
+        relay = plugins.load("transports", "relay")
     except ImportError as error:
         raise ConfigError(f"turnwright engines relay needs {error.name}: pip install 'turnwright[serve,servers]'") from None
     run_sync(relay(root, note, **settings))
@@ -574,7 +487,7 @@ def pack_model(model: Path, out: Path, kind: str | None = None, size: int | None
     """
     from turnwright.training.model.packed import quant_of, write_packed
 
-    source = _model_of(model)
+    source = model_of(model)
     changed: dict[str, Any] = {} if kind is None else {"kind": kind}
     changed |= {} if size is None else {"group": size, "block": size}
     write_packed(source, out, replace(quant_of(source), **changed))

@@ -10,10 +10,11 @@ recipes and commands use::
 |---|---|
 | `turnwright.environments` | a `tw.Env` class, or what else `tw.as_env_spec` takes |
 | `turnwright.commands` | a `turnwright.cli.options.Command` |
-| `turnwright.engines` | a function of (config, model, renderer, run directory) that returns an engine |
+| `turnwright.engines` | a function of (config, model, renderer) that returns an engine (`engine.kind`) |
 | `turnwright.parsers` | a reply parser, see `turnwright.renderers.parsers` |
 | `turnwright.trackers` | a class with `start`, `log` and `finish` |
 | `turnwright.frameworks` | a `turnwright.envs.foreign.Framework` |
+| `turnwright.transports` | what brings groups or weights elsewhere (`[scale]`, `engine.tree`); of our packages |
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from turnwright.errors import ConfigError
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-Kind = Literal["environments", "commands", "engines", "parsers", "trackers", "frameworks"]
+Kind = Literal["environments", "commands", "engines", "parsers", "trackers", "frameworks", "transports"]
 
 PACKAGES = ("turnwright_view", "turnwright_serve", "turnwright_cluster", "turnwright_compat")
 """Packages beside the core in this distribution."""
@@ -46,7 +47,7 @@ OURS: Mapping[Kind, Mapping[str, str]] = {
         "worker": "turnwright_cluster",
         "convert": "turnwright_compat",
     },
-    "engines": {
+    "transports": {
         "tree": "turnwright_serve",
         "relay": "turnwright_serve",
         "workers": "turnwright_cluster",

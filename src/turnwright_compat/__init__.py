@@ -1,1 +1,16 @@
-"""User code of other frameworks, run unchanged: one module for each, found by `turnwright.envs.foreign`."""
+"""User code of other frameworks, run unchanged, and our rollouts inside their trainers: a folder for each framework.
+
+`adapter.py` of a folder takes the framework's code in, `rollout.py` takes ours out, `convert.py` reads its launch scripts, and
+`stand_ins` has what user code imports where the framework is not installed.
+"""
+
+from typing import TYPE_CHECKING
+
+from turnwright._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from turnwright_compat.openenv.adapter import openenv_env as openenv_env
+    from turnwright_compat.verifiers.adapter import verifiers_env as verifiers_env
+
+if not TYPE_CHECKING:
+    __all__, __getattr__ = lazy_names(__name__, __file__)

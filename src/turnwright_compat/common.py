@@ -6,13 +6,9 @@ import inspect
 import keyword
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, make_dataclass
-from pathlib import Path
 from typing import Any
 
-from turnwright.envs.foreign import ForeignObject
-from turnwright.envs.resolve import load_object
-from turnwright.envs.user_imports import import_foreign, public_name
-from turnwright.errors import ConfigError
+from turnwright.envs.user_imports import public_name
 
 
 class AttributeConfig(dict[str, Any]):
@@ -86,30 +82,6 @@ def derives_from(target: Any, package: str, name: str) -> bool:
         return False
     found = ((public_name(base.__module__).partition(".")[0], base.__name__) for base in target.__mro__[1:])
     return (package, name) in found
-
-
-def import_object(name: str, where: str, near: Path | None = None) -> Any:
-    """Import `package.module:Name` or `package.module.Name`; a stand-in of ours where the package lacks the module.
-
-    A module of the user's own is found around `near`, a file of theirs, and around the files that recipes name.
-    """
-    module, _, attribute = name.rpartition(":" if ":" in name else ".")
-    if not module:
-        raise ConfigError(f"{where}: {name!r} names no module; write package.module.Name")
-    try:
-        found = import_foreign(module, near, attribute)
-    except Exception as error:
-        raise ConfigError(f"{where}: {name} cannot be imported ({type(error).__name__}: {error})") from error
-    if not hasattr(found, attribute):
-        raise ConfigError(f"{where}: the module {module} has no {attribute!r}")
-    return getattr(found, attribute)
-
-
-def load_named(named: Any, found: ForeignObject, key: str) -> Any:
-    """Load what `key` of `[env.args]` names, if it is a name: `file.py:Name` from the recipe's directory, or `module:Name`."""
-    if not isinstance(named, str):
-        return named
-    return load_object(named, base=found.base) if ".py:" in named else import_object(named, f"{found.where}: {key}")
 
 
 def constructor_parameters(target: Any) -> tuple[dict[str, inspect.Parameter], bool]:

@@ -19,6 +19,7 @@ import pytest
 import turnwright as tw
 from turnwright.envs.check import check_env
 from turnwright.errors import ConfigError
+from turnwright_compat import openenv_env
 
 pytest.importorskip("openenv.core.generic_client", reason="needs openenv-core; pip install '.[openenv]'")
 
@@ -78,7 +79,7 @@ def guess(number):
 
 
 def test_an_episode(url):
-    env = tw.openenv_env(url, observation="said", system="Find the number.")
+    env = openenv_env(url, observation="said", system="Find the number.")
     trajectory = alone(env, [guess(7), f"```json\n{guess(77)}\n```", guess(42)])
     assert (trajectory.reward, trajectory.stop) == (1.0, tw.StopReason.DONE)
     heard = [message.text for message in trajectory.messages if message.role != "assistant"]
@@ -89,13 +90,13 @@ def test_an_episode(url):
 
 
 def test_functions_of_one_s_own_and_all_fields_by_default(url):
-    env = tw.openenv_env(url, action=lambda text: {"guess": int(text)})
+    env = openenv_env(url, action=lambda text: {"guess": int(text)})
     trajectory = alone(env, ["forty", "42"], [tw.Task("Well?", info={"seed": 42})])
     assert trajectory.reward == 1.0
     heard = [message.text for message in trajectory.messages if message.role != "assistant"]
     assert heard[:2] == ["Well?", '{"said": "Guess.", "low": 1}']
     assert heard[2] == "invalid literal for int() with base 10: 'forty'"
-    told = tw.openenv_env(url, action="guess", observation=lambda seen: [{"role": "user", "content": seen["said"].upper()}])
+    told = openenv_env(url, action="guess", observation=lambda seen: [{"role": "user", "content": seen["said"].upper()}])
     trajectory = alone(told, ["41", "42"])  # the field takes the text, and the server reads the number in it
     assert (trajectory.reward, trajectory.turns[1].messages[0].text) == (1.0, "HIGHER.")
 
@@ -114,7 +115,7 @@ def test_functions_of_one_s_own_and_all_fields_by_default(url):
     ],
 )
 def test_what_the_model_does_wrong_is_an_observation(url, reply, told):
-    trajectory = alone(tw.openenv_env(url, observation="said"), [reply, guess(42)], limits=tw.Limits(turns=6, turn_tokens=9999))
+    trajectory = alone(openenv_env(url, observation="said"), [reply, guess(42)], limits=tw.Limits(turns=6, turn_tokens=9999))
     assert trajectory.error is None
     assert trajectory.turns[0].info["invalid_action"].startswith(told)
     assert trajectory.turns[1].messages[0].text.startswith(told)
@@ -124,11 +125,11 @@ def test_what_the_model_does_wrong_is_an_observation(url, reply, told):
 
 def test_an_error_of_the_environment_is_the_model_s_doing_where_one_says_so(url):
     task = tw.Task(info={"seed": 42, "reset": {"refuse": True}})
-    env = tw.openenv_env(url, mistakes=["VALIDATION_ERROR", "EXECUTION_ERROR"])
+    env = openenv_env(url, mistakes=["VALIDATION_ERROR", "EXECUTION_ERROR"])
     mine = alone(env, [guess(1), guess(2)], [task], limits=tw.Limits(turns=2))
     assert mine.error is None
     assert mine.turns[0].info["invalid_action"] == f"{url.replace('http', 'ws')}/ws: not that one (EXECUTION_ERROR)"
-    theirs = alone(tw.openenv_env(url), [guess(1), guess(2)], [task])
+    theirs = alone(openenv_env(url), [guess(1), guess(2)], [task])
     assert (theirs.stop, theirs.error.type, theirs.error.kind) == (tw.StopReason.ENV_ERROR, "ServerError", "environment")
     assert theirs.error.message.endswith("not that one (EXECUTION_ERROR)")
     assert theirs.reward is None
@@ -136,7 +137,7 @@ def test_an_error_of_the_environment_is_the_model_s_doing_where_one_says_so(url)
 
 
 def test_a_step_that_fails_once_is_tried_again(url):
-    env = tw.openenv_env(url, observation="said", reset=lambda task: {"fail_at": 2, "key": task.id})
+    env = openenv_env(url, observation="said", reset=lambda task: {"fail_at": 2, "key": task.id})
     rules = tw.EnvRules(max_env_retries_per_turn=1, retry_wait_s=0.0)
     task = tw.Task("Go.", id="once", info={"seed": 42})
     trajectory = alone(env, [guess(1), guess(42)], [task], rules=rules)
@@ -144,7 +145,7 @@ def test_a_step_that_fails_once_is_tried_again(url):
     (failure,) = trajectory.failures
     assert (failure.type, failure.kind, failure.recovery) == ("ServerError", "environment", "replayed")
     assert "the disk is full" in failure.message
-    plain = alone(tw.openenv_env(url, observation="said"), [guess(1), guess(42)], [task])
+    plain = alone(openenv_env(url, observation="said"), [guess(1), guess(42)], [task])
     assert [m.text for m in plain.messages] == [m.text for m in trajectory.messages]
     assert closed(url)
 
@@ -160,14 +161,14 @@ def test_a_step_that_fails_once_is_tried_again(url):
 )
 def test_a_reward_that_never_came_is_none(url, reward, replies, total):
     task = tw.Task(info={"seed": 42, "reset": {"reward": reward}})
-    trajectory = alone(tw.openenv_env(url), replies, [task], limits=tw.Limits(turns=2))
+    trajectory = alone(openenv_env(url), replies, [task], limits=tw.Limits(turns=2))
     assert trajectory.error is None
     assert trajectory.reward == (total if total is None else pytest.approx(total))
 
 
 def test_each_episode_has_a_session_of_its_own(url):
     tasks = [tw.Task("Go.", id=str(number), info={"seed": number}) for number in range(24)]
-    env = tw.openenv_env(url, observation="said")
+    env = openenv_env(url, observation="said")
     limits = tw.Limits(turns=30)
     found = play(env, lambda messages, rng: guess(sum(m.role == "assistant" for m in messages)), tasks, limits=limits)
     assert [(t.reward, len(t.turns)) for t in found] == [(1.0, number + 1) for number in range(24)]
@@ -177,7 +178,7 @@ def test_each_episode_has_a_session_of_its_own(url):
 def test_a_full_server_says_so(url):
     from openenv.core.generic_client import GenericEnvClient
 
-    env = tw.openenv_env(f"{url}/small", observation="said")
+    env = openenv_env(f"{url}/small", observation="said")
     with GenericEnvClient(f"{url}/small").sync() as other:
         other.reset(seed=1)
         refused = alone(env, [guess(42)])
@@ -189,19 +190,19 @@ def test_a_full_server_says_so(url):
 
 def test_a_server_that_hangs_is_waited_for_no_longer_than_said(url):
     task = tw.Task(info={"seed": 42, "reset": {"hang": 1.0}})
-    late = alone(tw.openenv_env(url, call_s=0.2), [guess(1)], [task])
+    late = alone(openenv_env(url, call_s=0.2), [guess(1)], [task])
     assert (late.stop, late.error.kind, late.error.phase) == (tw.StopReason.TIMEOUT, "timeout", "step")
     assert closed(url)
 
 
 def test_a_server_that_is_not_there():
-    gone = alone(tw.openenv_env(f"http://127.0.0.1:{free_port()}"), ["{}"])
+    gone = alone(openenv_env(f"http://127.0.0.1:{free_port()}"), ["{}"])
     assert (gone.stop, gone.error.type, gone.error.kind) == (tw.StopReason.ENV_ERROR, "ServerError", "environment")
     assert "Failed to connect to ws://127.0.0.1" in gone.error.message
 
 
 def test_an_episode_over_before_it_began(url):
-    over = alone(tw.openenv_env(url), ["{}"], [tw.Task(info={"reset": {"over": True}})])
+    over = alone(openenv_env(url), ["{}"], [tw.Task(info={"reset": {"over": True}})])
     assert "its episode is over before it began" in over.error.message
 
 
@@ -246,34 +247,34 @@ BEGUN = json.dumps({"type": "observation", "data": {"observation": {"said": "Go.
 def test_a_server_that_talks_nonsense_fails_the_episode(odd, said, message):
     url, script = odd
     script[:] = said
-    failed = alone(tw.openenv_env(url), ["{}"])
+    failed = alone(openenv_env(url), ["{}"])
     assert failed.stop == tw.StopReason.ENV_ERROR
     assert message in failed.error.message
 
 
 def test_a_validator_that_raises_ends_the_session(url):
     """What docs/environments.md warns of: the server cannot send the error on, and hangs up."""
-    failed = alone(tw.openenv_env(url), [guess(1000), guess(42)])
+    failed = alone(openenv_env(url), [guess(1000), guess(42)])
     assert (failed.error.type, failed.error.phase) == ("ServerError", "step")
     assert "SESSION_ERROR" in failed.error.message
     assert closed(url)
 
 
 def test_a_field_that_is_not_there(url):
-    missing = alone(tw.openenv_env(url, observation="sayd"), [guess(1)])
+    missing = alone(openenv_env(url, observation="sayd"), [guess(1)])
     assert missing.error.kind == "user_bug"
     assert "its observations have no 'sayd'; they have said, low" in missing.error.message
 
 
 def test_settings_that_cannot_be():
     with pytest.raises(ConfigError, match="begins with http"):
-        tw.openenv_env("127.0.0.1:8000")
+        openenv_env("127.0.0.1:8000")
     with pytest.raises(ConfigError, match="call_s is 0"):
-        tw.openenv_env("http://127.0.0.1", call_s=0)
+        openenv_env("http://127.0.0.1", call_s=0)
 
 
 def test_factory_and_errors_can_be_sent(url):
-    env = pickle.loads(pickle.dumps(tw.openenv_env(url, observation="said")))
+    env = pickle.loads(pickle.dumps(openenv_env(url, observation="said")))
     isolated = alone(env, [guess(42)], rules=tw.EnvRules(isolation="process"))
     assert isolated.reward == 1.0
     assert closed(url)
@@ -290,7 +291,7 @@ def test_tasks_are_seeds_and_the_check_passes(url):
                 low, high = (number + 1, high) if heard.text == "Higher." else (low, number - 1)
         return guess((low + high) // 2)
 
-    world = tw.as_env_spec(tw.openenv_env(url, observation="said", solver=bisect, max_turns=8))
+    world = tw.as_env_spec(openenv_env(url, observation="said", solver=bisect, max_turns=8))
     train, held_out = world.train_and_eval_tasks(20, 20)
     assert {t.info["seed"] % 2 for t in train} == {0}
     assert {t.info["seed"] % 2 for t in held_out} == {1}

@@ -10,9 +10,10 @@ import sys
 import pytest
 
 from turnwright.config import EnvConfig
-from turnwright.envs import Env, Step, as_env_spec, resolve_env, verifiers_env
+from turnwright.envs import Env, Step, as_env_spec, resolve_env
 from turnwright.errors import ConfigError, TaskError
 from turnwright.types import Task
+from turnwright_compat import verifiers_env
 
 SOURCE = """
 from dataclasses import dataclass

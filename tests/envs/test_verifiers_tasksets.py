@@ -9,6 +9,7 @@ import pytest
 import turnwright as tw
 from turnwright.envs.check import check_env
 from turnwright.errors import ConfigError
+from turnwright_compat import verifiers_env
 
 pytest.importorskip("verifiers.v1", reason="needs verifiers; pip install '.[verifiers]'")
 import verifiers.v1 as vf
@@ -71,7 +72,7 @@ def solve(messages, rng):
 
 
 def test_a_reply_is_scored_by_the_task():
-    env = tw.verifiers_env(taskset())
+    env = verifiers_env(taskset())
     (task, *_) = tw.as_env_spec(env).tasks("train")
     assert [message.role for message in task.messages] == ["system", "user"]
     right = alone(env, task.info["verifiers"]["answer"], task)
@@ -84,21 +85,21 @@ def test_a_reply_is_scored_by_the_task():
 
 
 def test_a_reply_that_was_cut_is_told_of():
-    cut = alone(tw.verifiers_env(taskset()), "1234567890", limits=tw.Limits(turn_tokens=4))
+    cut = alone(verifiers_env(taskset()), "1234567890", limits=tw.Limits(turn_tokens=4))
     assert (cut.reward, cut.rewards["cut"]) == (-0.75, -1.0)
 
 
 def test_a_reward_that_breaks_is_none():
-    trajectory = alone(tw.verifiers_env(taskset()), "broken")
+    trajectory = alone(verifiers_env(taskset()), "broken")
     assert (trajectory.stop, trajectory.error.kind, trajectory.reward) == (tw.StopReason.REWARD_ERROR, "reward", None)
     assert "the judge is out" in trajectory.error.traceback
 
 
 def test_rows_are_tasks_and_some_are_held_out():
-    train, held_out = tw.as_env_spec(tw.verifiers_env(taskset())).train_and_eval_tasks(0, 0)
+    train, held_out = tw.as_env_spec(verifiers_env(taskset())).train_and_eval_tasks(0, 0)
     assert (len(train), len(held_out)) == (8, 2)
     json.dumps(train[0].info)
-    train, held_out = tw.as_env_spec(tw.verifiers_env(taskset(Endless))).train_and_eval_tasks(5, 5)
+    train, held_out = tw.as_env_spec(verifiers_env(taskset(Endless))).train_and_eval_tasks(5, 5)
     assert [task.messages[0].text for task in train] == [f"{number} + 0" for number in (0, 2, 4, 6, 8)]
     assert [task.messages[0].text for task in held_out] == [f"{number} + 0" for number in (1, 3, 5, 7, 9)]
 
@@ -107,7 +108,7 @@ def test_the_check_passes():
     class Plain(Sums):
         pass
 
-    env = tw.verifiers_env(taskset(Plain), solver=solve)
+    env = verifiers_env(taskset(Plain), solver=solve)
     findings = check_env(tw.as_env_spec(env), n=2)
     assert [f.text for f in findings if f.severity != "ok"] == []
 
@@ -150,22 +151,22 @@ def holding(kind):
 
 def test_what_needs_verifiers_own_loop_is_refused():
     with pytest.raises(ConfigError, match=r"setup\(trace, runtime\) needs a runtime"):
-        tw.verifiers_env(holding(Boxed))
-    ran = alone(tw.verifiers_env(holding(Ran)), "1")
+        verifiers_env(holding(Boxed))
+    ran = alone(verifiers_env(holding(Ran)), "1")
     assert "is scored in a runtime; here a task is one reply and its score" in ran.error.message
-    assert "has tool servers" in alone(tw.verifiers_env(holding(Tooled)), "1").error.message
+    assert "has tool servers" in alone(verifiers_env(holding(Tooled)), "1").error.message
     with pytest.raises(ConfigError, match="its toolsets are servers"):
-        tw.verifiers_env(taskset(Shared))
-    silent = tw.verifiers_env(holding(Silent))
+        verifiers_env(taskset(Shared))
+    silent = verifiers_env(holding(Silent))
     assert "it needs a simulated user to begin" in alone(silent, "1").error.message
     with pytest.raises(ConfigError, match="an instance, not a class"):
-        tw.verifiers_env(Sums)
-    stranger = alone(tw.verifiers_env(taskset()), "1", tw.Task("1 + 1"))
+        verifiers_env(Sums)
+    stranger = alone(verifiers_env(taskset()), "1", tw.Task("1 + 1"))
     assert 'no row in info["verifiers"]' in stranger.error.message
 
 
 def test_a_function_that_gives_one():
-    env = tw.verifiers_env(taskset, solver=solve)
+    env = verifiers_env(taskset, solver=solve)
     trajectory = alone(env, "0", rules=tw.EnvRules(isolation="process"))
     assert trajectory.error is None
     assert trajectory.rewards["short"] == 0.25

@@ -1,5 +1,4 @@
-"""Command line: `turnwright train | eval | rollout | record | check | init | view | worker | engines | serve | track | export |
-replay | convert`.
+"""Command line: `turnwright train | eval | rollout | check | init | engines | pack`, and the commands that packages add.
 
 Heavy imports are deferred to the commands that need them, so that `turnwright --help` is fast.
 """
@@ -19,20 +18,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import NoReturn
 
-from turnwright import __version__
+from turnwright import __version__, plugins
 from turnwright.cli.options import split_overrides
-from turnwright.cli.runs import add_export, add_replay, add_track, add_view
-from turnwright.cli.tools import add_check, add_convert, add_engines, add_init, add_pack, add_serve
-from turnwright.cli.training import add_evaluate, add_record, add_rollout, add_train, add_worker
-from turnwright.errors import TraceError, TurnwrightError, UsageError, missing_training
+from turnwright.cli.tools import add_check, add_engines, add_init, add_pack
+from turnwright.cli.training import add_evaluate, add_rollout, add_train
+from turnwright.errors import ConfigError, TraceError, TurnwrightError, UsageError, missing_training
 from turnwright.files import why_not_written
 from turnwright.plugins import FOLDERS
 from turnwright.shutdown import StopSignals
 
-COMMANDS = (
-    *(add_train, add_evaluate, add_rollout, add_record, add_check, add_init, add_view),
-    *(add_worker, add_engines, add_serve, add_track, add_export, add_replay, add_convert, add_pack),
-)
+COMMANDS = {
+    "train": add_train,
+    "eval": add_evaluate,
+    "rollout": add_rollout,
+    "check": add_check,
+    "init": add_init,
+    "engines": add_engines,
+    "pack": add_pack,
+}
+"""Commands of the core."""
 EXAMPLES = """\
 examples:
   turnwright train recipe.toml --train.lr 1e-4     train; any key of the recipe can be overridden
@@ -50,8 +54,8 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see `{self.prog} --help`")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser with all commands."""
+def build_parser(command: str = "") -> argparse.ArgumentParser:
+    """Return the parser with the commands of the core, and with those of packages unless `command` is of the core."""
     parser = _Parser(
         prog="turnwright",
         description="Multi-turn reinforcement learning for LLM agents, token for token.",
@@ -61,8 +65,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for add in COMMANDS:
+    for add in COMMANDS.values():
         add(subparsers)
+    if command not in COMMANDS:
+        for name in plugins.installed("commands"):
+            with suppress(ConfigError):  # a package that was removed; `_run` tells of it
+                plugins.load("commands", name).add(subparsers)
     return parser
 
 
@@ -128,7 +136,7 @@ def _own_warnings_without_source() -> Iterator[None]:
 
 
 def _run(words: list[str]) -> int:
-    parser = build_parser()
+    parser = build_parser(words[0] if words else "")
     if not words:
         parser.print_help(sys.stderr)
         return 2
@@ -143,6 +151,8 @@ def _run(words: list[str]) -> int:
         command = next((word for word in words if word in names), "COMMAND")
         raise UsageError(f"unknown option {words[0]} before the command; its options follow it: `turnwright {command} --help`")
     if not words[0].startswith("-") and words[0] not in names:
+        if words[0] in plugins.names("commands"):
+            plugins.load("commands", words[0])  # which says what is missing
         near = difflib.get_close_matches(words[0], [*names, "help", "version"], n=1, cutoff=0.5)
         hint = f"did you mean `turnwright {near[0]}`?" if near else f"commands are {', '.join(names)}"
         raise UsageError(f"unknown command '{words[0]}'; {hint}")

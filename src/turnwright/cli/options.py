@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,17 @@ from turnwright.shutdown import STOP_SIGNALS, StopSignals
 if TYPE_CHECKING:
     from turnwright.config import ResolvedConfig
     from turnwright.config.schema import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command of the command line, as packages add it (`turnwright.plugins`)."""
+
+    add: Callable[[Any], None]
+    """Registers its parser with argparse's subparsers, by `add_command`."""
+    report: Callable[[Path, bool], Path] | None = None
+    """Writes a file about a run that ended, and returns its path; where there is one, only if told to renew it."""
+
 
 DISPLAYS = ("auto", "rich", "plain", "none")
 OVERRIDES = "Any key of the recipe can be overridden: --section.key VALUE (--train.lr 1e-4, --env.args.depth 3)."
@@ -176,3 +188,11 @@ def percent(value: float | None) -> str:
 def interval(ci: Sequence[float] | None) -> str:
     """Format a 95% interval as percentages."""
     return "" if ci is None else f"[{100 * ci[0]:.1f}, {100 * ci[1]:.1f}]"
+
+
+def positive(text: str) -> int:
+    """Read a positive integer; raise argparse's error for another text."""
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, not {text!r}")
+    return value

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import keyword
-import math
 import os
 import re
 import shlex
@@ -16,44 +15,12 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwright.cli.options import add_command, builtin_envs, import_training, make_environments, stopped_by_signals
+from turnwright.cli.options import add_command, builtin_envs, make_environments, stopped_by_signals
 from turnwright.cli.trust import add_trust, confirm_file
 from turnwright.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from turnwright.engines.remote import ServerCapabilities
-
-
-def add_convert(subparsers: Any) -> None:
-    """Register the command."""
-    help = "turn a launch script of slime, SkyRL, verl, ms-swift or TRL into a recipe"
-    epilog = (
-        "Reads a shell script, an argument list, a Python launcher (.py) or YAML (.yaml), and runs nothing of it. The recipe\n"
-        "goes to the standard output or --out, and names every setting that it drops. What could not be read is named as\n"
-        "incomplete; a training that no recipe does is refused (exit status 2)."
-    )
-    parser = add_command(subparsers, "convert", help, run_convert, epilog=epilog)
-    parser.add_argument("source", metavar="FILE", type=Path, help="the script or configuration")
-    parser.add_argument("--system", metavar="NAME", help="slime, skyrl, verl, swift or trl (default: by its settings)")
-    parser.add_argument("--out", metavar="RECIPE", type=Path, help="the recipe to write, which must not exist")
-
-
-def run_convert(args: argparse.Namespace) -> int:
-    """Convert a launch script and print the recipe, or its account."""
-    from turnwright_compat.convert import convert_file
-
-    converted = convert_file(args.source, args.system)
-    if args.out is None:
-        print(converted.recipe, end="")
-    else:
-        try:
-            with args.out.open("x", encoding="utf-8") as file:
-                file.write(converted.recipe)
-        except OSError as error:
-            raise UsageError(f"--out {args.out}: cannot be written ({error.strerror}); name a new file") from None
-    for line in converted.lines():
-        print("".join(one if one.isprintable() else " " for one in line), file=sys.stderr)
-    return 0
 
 
 LEARN = "learn"  # value of `turnwright check`'s argument that trains on a toy reward instead of checking an environment
@@ -346,56 +313,6 @@ def class_name(module: str) -> str:
     """Return the class name for a module: `my_env` -> `MyEnv`."""
     name = "".join(word[:1].upper() + word[1:] for word in module.split("_"))
     return name if name.isidentifier() else f"Env{name}"
-
-
-SERVE_EPILOG = """\
-examples:
-  turnwright serve DIR                            serve vLLM's API on http://127.0.0.1:8000
-  turnwright serve DIR --formats sglang --port 0  serve SGLang's API on a free port
-  turnwright check --engine http://127.0.0.1:8000 report the server's capabilities
-"""
-
-
-NO_KEY = "serve every local user without a key; weights and pauses still need it"
-
-
-def add_serve(subparsers: Any) -> None:
-    """Register the command."""
-    help = "serve the local engine over HTTP, with token ids in and out"
-    parser = add_command(subparsers, "serve", help, run_serve, epilog=SERVE_EPILOG)
-    model = "a model directory, a checkpoint or a run (its last checkpoint)"
-    parser.add_argument("model", metavar="DIR", type=Path, help=model)
-    parser.add_argument("--formats", choices=("vllm", "sglang"), default="vllm", help="API to serve (default: vllm)")
-    host = "other than 127.0.0.1: needs TURNWRIGHT_SERVE_TOKEN, the key of all requests"
-    parser.add_argument("--host", default="127.0.0.1", help=host)
-    parser.add_argument("--port", metavar="N", type=int, default=8000, help="0 selects a free one")
-    parser.add_argument("--context", metavar="N", type=int, help="maximum ids of context plus reply")
-    speculate = "draft up to N ids from earlier text, verified in one pass"
-    parser.add_argument("--speculate", metavar="N", type=int, default=0, help=speculate)
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    weights = "directory for weights that arrive from other servers (default: a temporary one)"
-    parser.add_argument("--weights-dir", metavar="DIR", type=Path, help=weights)
-    cache = "memory for keys and values in GiB, which bounds the calls at once (default: 4)"
-    parser.add_argument("--cache-gib", metavar="GIB", type=float, default=4.0, help=cache)
-    parser.add_argument("--no-key", action="store_true", help=NO_KEY)
-
-
-def run_serve(args: argparse.Namespace) -> int:
-    """Serve until Ctrl-C or SIGTERM, which end it alike, so that it leaves no files."""
-    from turnwright import commands
-
-    if args.speculate < 0:
-        raise UsageError(f"--speculate {args.speculate}: must be at least 0; 0 disables drafts")
-    if not 0 < args.cache_gib < math.inf:
-        raise UsageError(f"--cache-gib {args.cache_gib:g}: must be over 0, the memory for keys and values in GiB")
-    names = ("host", "port", "context", "device", "speculate", "weights_dir", "cache_gib")
-    settings = {name: vars(args)[name] for name in names}
-    settings["keyless"] = args.no_key
-    settings["token"] = os.environ.get("TURNWRIGHT_SERVE_TOKEN", "")
-    import_training("turnwright_serve.serve")
-    with stopped_by_signals():
-        commands.serve_model(args.model, args.formats, partial(print, flush=True), **settings)
-    return 0
 
 
 def add_pack(subparsers: Any) -> None:

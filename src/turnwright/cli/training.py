@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import closing
@@ -19,9 +18,9 @@ from turnwright.cli.options import (
     import_training,
     interval,
     percent,
+    positive,
     requested,
     resolve,
-    stopped_by_signals,
     table,
 )
 from turnwright.cli.trust import add_trust, confirm_file, confirm_run
@@ -38,8 +37,8 @@ def add_evaluate(subparsers: Any) -> None:
     run = "a run directory; uses its settings and last checkpoint"
     parser.add_argument("--run", dest="of_run", metavar="RUN", type=Path, help=run)
     parser.add_argument("--checkpoint", metavar="DIR", help="a checkpoint or model directory instead of the recipe's model")
-    parser.add_argument("--samples", type=_positive, metavar="K", help="sampled episodes per task")
-    parser.add_argument("--tasks", type=_positive, metavar="N", help="held-out tasks")
+    parser.add_argument("--samples", type=positive, metavar="K", help="sampled episodes per task")
+    parser.add_argument("--tasks", type=positive, metavar="N", help="held-out tasks")
     parser.add_argument("--engine", default="local", help="local (configured by [engine]) or scripted")
     parser.add_argument("--json", action="store_true", help="print the metrics as one JSON object")
     add_display(parser)
@@ -109,78 +108,11 @@ def _of_run(args: argparse.Namespace) -> Any:
     return resolved
 
 
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, not {text!r}")
-    return value
-
-
-def add_record(subparsers: Any) -> None:
-    """Register the command."""
-    help = "record programs that speak to a chat API, in front of a model or another service"
-    parser = add_command(subparsers, "record", help, run_record, overrides=True)
-    add_recipe(parser)
-    parser.add_argument("--port", metavar="N", type=int, default=8100, help="0 selects a free one (default: 8100)")
-    parser.add_argument("--out", metavar="DIR", help="the run directory to write")
-    parser.add_argument("--checkpoint", metavar="DIR", help="a checkpoint or model directory instead of the recipe's model")
-    idle = "end a session without requests for so many seconds (default: 900)"
-    parser.add_argument("--idle", metavar="S", type=_positive, default=900, help=idle)
-    no_key = "let every local user end sessions (default: only with a key of this command, or TURNWRIGHT_SERVE_TOKEN)"
-    parser.add_argument("--no-key", action="store_true", help=no_key)
-
-
-def run_record(args: argparse.Namespace) -> int:
-    """Record until Ctrl-C, SIGTERM or SIGHUP, which all end it with every session written."""
-    if args.recipe is None:
-        args.overrides.append("--env.use=program")  # a recipe needs one; here the programs come by themselves
-    resolved = requested(args, partial(resolve, training=False))
-    if resolved is None:
-        return 0
-    from turnwright import commands
-
-    import_training()
-    say = partial(print, flush=True)
-    key = "" if args.no_key else os.environ.get("TURNWRIGHT_SERVE_TOKEN", "")
-    access: dict[str, Any] = {"key": key, "keyless": args.no_key}
-    # A signal ends the recording in order, and this call returns. One that comes before or a second one raises.
-    commands.record_programs(resolved, port=args.port, idle_s=args.idle, note=say, checkpoint=args.checkpoint, **access)
-    say(f"{resolved.config.out} is written; turnwright view {resolved.config.out}")
-    return 0
-
-
-def add_worker(subparsers: Any) -> None:
-    """Register the command."""
-    help = "play episodes for a run on another machine or in another process"
-    epilog = (
-        'The run has scale.listen = "0.0.0.0:7070"; it prints its URL. TURNWRIGHT_WORKER_TOKEN is the run\'s token, which is\n'
-        "in RUN/worker_token; the same user on the same machine needs none. The environments must be installed here."
-    )
-    parser = add_command(subparsers, "worker", help, run_worker, epilog=epilog)
-    parser.add_argument("--join", required=True, metavar="URL", help="the URL that the run prints")
-    parser.add_argument("--name", default="", metavar="NAME", help="name in the run's messages (default: host and process)")
-    parser.add_argument("--groups", type=_positive, default=16, metavar="N", help="groups played at once (default: 16)")
-    root = "directory in place of the recipe's, for environments in files (default: the recipe's, if it is here, else this one)"
-    parser.add_argument("--root", type=Path, metavar="DIR", help=root)
-    wait = "seconds to wait for a run that cannot be reached (default: 600)"
-    parser.add_argument("--wait", type=_positive, default=600, metavar="S", help=wait)
-
-
-def run_worker(args: argparse.Namespace) -> int:
-    """Play for a run until it ends, or Ctrl-C or SIGTERM."""
-    from turnwright import commands
-
-    say = partial(print, flush=True)
-    with stopped_by_signals():
-        commands.join_run(args.join, name=args.name, groups=args.groups, root=args.root, wait_s=args.wait, note=say)
-    return 0
-
-
 def add_rollout(subparsers: Any) -> None:
     """Register the command."""
     parser = add_command(subparsers, "rollout", "play a few tasks and print the trajectories", run_rollout, overrides=True)
     add_recipe(parser)
-    parser.add_argument("-n", "--tasks", type=_positive, default=4, metavar="N", help="tasks to play (default: 4)")
+    parser.add_argument("-n", "--tasks", type=positive, default=4, metavar="N", help="tasks to play (default: 4)")
     save = "also write the trajectories to this file, one JSON object per line"
     parser.add_argument("--save", metavar="FILE", type=Path, help=save)
     parser.add_argument("--quiet", action="store_true", help="print one line per trajectory")
@@ -248,14 +180,11 @@ def run_train(args: argparse.Namespace) -> int:
 
 def closing_lines(run_dir: Path, recipe: Path | None) -> list[str]:
     """Return the run's results, the path of its report, and three commands to try next."""
-    from turnwright.cli.runs import diagnoses
+    from turnwright import commands
+    from turnwright.display.diagnosis import lines_of_run
     from turnwright.display.progress import duration
     from turnwright.display.run_data import number, read_run
-    from turnwright_view.report import write_report
 
-    report = run_dir / "report.html"
-    if not report.exists():
-        write_report(run_dir)
     summary = read_run(run_dir).summary
     rows: list[tuple[str, str]] = []
     for label in ("success", "greedy"):
@@ -282,11 +211,11 @@ def closing_lines(run_dir: Path, recipe: Path | None) -> list[str]:
     times = [(number(summary.get(key)), name) for key, name in (("wall_s", "wall"), ("cpu_s", "CPU"))]
     if known := [f"{duration(seconds)} {name}" for seconds, name in times if seconds is not None]:
         rows.append(("time", ", ".join(known)))
-    rows.append(("report", str(report)))
-    rows += [("diagnosis", line.removeprefix("diagnosis: ")) for line in diagnoses(run_dir)]
+    rows += [("report", str(path)) for path in commands.reports_of(run_dir, renew=False)]
+    rows += [("diagnosis", line.removeprefix("diagnosis: ")) for line in lines_of_run(run_dir)]
     next_run = f"turnwright train {recipe} --seed 1" if recipe is not None else "turnwright init my_env"
-    commands = [f"turnwright view {run_dir} --open", f"turnwright eval --run {run_dir} --samples 4", next_run]
-    return [*(f"{label:<10} {text}" for label, text in rows), "next:", *(f"  {command}" for command in commands)]
+    following = [f"turnwright view {run_dir} --open", f"turnwright eval --run {run_dir} --samples 4", next_run]
+    return [*(f"{label:<10} {text}" for label, text in rows), "next:", *(f"  {command}" for command in following)]
 
 
 def _resumed(args: argparse.Namespace) -> Any:

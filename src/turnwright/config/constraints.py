@@ -14,6 +14,7 @@ from itertools import pairwise
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from turnwright import plugins
 from turnwright.errors import ConfigError, did_you_mean
 
 FILE = "file.py:name"  # placeholder in a condition for any value that names an object of a file
@@ -65,6 +66,16 @@ def named(names: Collection[str], own: str = "file.py:function", marks: Collecti
         return f"{near + ' ' if near else ''}there are {', '.join(names)}{own and f'; your own is {own}'}"
 
     return error
+
+
+def or_installed(kind: plugins.Kind, error: Callable[[str], str]) -> Callable[[str], str]:
+    """Return a function that tells what is wrong with a name that is neither right by `error` nor of an installed package."""
+
+    def found(name: str) -> str:
+        wrong = error(name)
+        return "" if wrong and name in plugins.installed(kind) else wrong
+
+    return found
 
 
 class PathKind(Enum):

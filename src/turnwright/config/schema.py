@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from turnwright.config.constraints import OF_ENVIRONMENTS, Check, Needs, PathKind, bounds, named
+from turnwright.config.constraints import OF_ENVIRONMENTS, Check, Needs, PathKind, bounds, named, or_installed
 from turnwright.config.snapshots import snapshot
 from turnwright.errors import did_you_mean
 
@@ -18,7 +18,7 @@ NonNegativeFloat = Annotated[float, bounds(ge=0)]
 PositiveFloat = Annotated[float, bounds(gt=0)]
 Fraction = Annotated[float, bounds(ge=0, le=1)]
 NonZeroFraction = Annotated[float, bounds(gt=0, le=1)]
-EngineKind = Literal["local", "auto", "vllm", "sglang", "llamacpp", "chat"]
+ENGINES = ("local", "auto", "vllm", "sglang", "llamacpp", "chat")
 MissingLogprobs = Literal["error", "mask", "recompute"]
 UpdatePath = Literal["disk", "group", "tensors", "lora"]
 GroupBackend = Literal["auto", "gloo", "nccl"]
@@ -41,9 +41,10 @@ def _url_error(url: str) -> str:
 class EngineConfig:
     """Sampling engine: in this process, or vLLM, SGLang or llama.cpp servers, with token ids as input and output."""
 
-    kind: EngineKind = "local"
+    kind: Annotated[str, Check(or_installed("engines", named(ENGINES, "")))] = "local"
     """Engine: `local` samples in this process; `vllm`, `sglang` and `llamacpp` are servers; `auto` detects what answers at
-    `urls`; `chat` is any chat endpoint. `llamacpp` and `chat` accept no weight updates, so they are for evaluation only."""
+    `urls`; `chat` is any chat endpoint. `llamacpp` and `chat` accept no weight updates, so they are for evaluation only. An
+    installed package may add others."""
     speculate: NonNegativeInt = 0
     """Maximum ids drafted per step from earlier text and verified in one pass; 0 disables speculation. For `local`, and for
     `vllm` and `sglang` servers started by the run (SGLang on a GPU)."""
@@ -182,10 +183,10 @@ FIXED = Needs("train.aggregation = fixed", "train.aggregation none and train.alg
 ADVANTAGES: tuple[str, ...] = get_args(Advantage)
 algorithm_error = named(ALGORITHMS)
 advantage_error = named(ADVANTAGES)
-parser_error = named(PARSERS, "")
+parser_error = or_installed("parsers", named(PARSERS, ""))
 sampler_error = named(SAMPLERS, "file.py:Class")
 loss_scale_error = named(LOSS_SCALES)
-tracker_error = named(TRACKERS, "file.py:Class", marks=(".py", ":"))
+tracker_error = or_installed("trackers", named(TRACKERS, "file.py:Class", marks=(".py", ":")))
 
 
 def history_error(value: str) -> str:

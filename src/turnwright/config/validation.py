@@ -13,6 +13,7 @@ from turnwright.config.constraints import PathKind, changed, field_errors, is_te
 from turnwright.config.fields import table_lists
 from turnwright.config.schema import (
     COLUMNS,
+    ENGINES,
     OF_THE_RUN,
     PROGRAM,
     EnvConfig,
@@ -286,6 +287,8 @@ def _engine_rules(config: RunConfig, training: bool) -> Broken:
         if engine.update != "disk":
             yield "engine.update", 'is for servers: engine.kind = "vllm", "sglang" or "auto"; leave it out'
         return
+    if engine.kind not in ENGINES:
+        return  # an installed package's, which checks what it needs
     if engine.colocate and engine.kind in ("chat", "llamacpp"):
         yield "engine.colocate", 'needs an engine that can release its memory: "local", "vllm" or "sglang"'
     yield from _update_rules(config)

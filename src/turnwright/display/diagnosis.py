@@ -15,7 +15,7 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-from turnwright.display.run_data import Row, lines_of, mapping, number, pair, sum_tables
+from turnwright.display.run_data import Row, lines_of, mapping, number, pair, read_run, sum_tables
 from turnwright.display.text import single_line, visible
 from turnwright.records.progress import EpisodeListener, ProgressListener
 
@@ -453,3 +453,9 @@ class DiagnosingListener(ProgressListener):
 
     def close(self) -> None:
         self._watch.close()
+
+
+def lines_of_run(run: Path) -> list[str]:
+    """Return the diagnoses of a run, one line each."""
+    data = read_run(run)
+    return [single_line(f"diagnosis: {one.text}", 1000) for one in diagnose(data.rows, data.summary)]

@@ -15,8 +15,6 @@ from turnwright.envs.tools.mcp import mcp_tools
 from turnwright.envs.tools.stateful import StatefulTool
 from turnwright.envs.tools.tool import Tool, tool
 from turnwright.errors import ToolFailure
-from turnwright_compat.openenv.adapter import openenv_env
-from turnwright_compat.verifiers.adapter import verifiers_env
 
 __all__ = [
     "Action",
@@ -40,7 +38,6 @@ __all__ = [
     "judged",
     "load_tasks",
     "mcp_tools",
-    "openenv_env",
     "play_scripted",
     "read_reply",
     "resolve_env",
@@ -50,5 +47,4 @@ __all__ = [
     "take_step",
     "tool",
     "tool_env",
-    "verifiers_env",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from turnwright import plugins
+from turnwright.envs.user_imports import import_foreign
 from turnwright.errors import ConfigError, did_you_mean
+from turnwright.types import Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class Framework:
     """Registered ids, for suggestions."""
     package: str = ""
     """Package whose import registers ids; they are unknown without it."""
+    group_filter: Callable[[Callable[..., Any]], Callable[[Sequence[Trajectory]], Any] | None] | None = None
+    """Returns a function of a group's trajectories for a filter of the framework (`train.group_filter`); None for another."""
     recognizes: bool = True
     """Whether the adapter is asked about every object that is no `tw.Env` class; else it gets those of its registry alone."""
 
@@ -104,7 +108,34 @@ def adapt(found: ForeignObject) -> Any:
     return next((one for one in made if one is not None), None)
 
 
+def adapt_group_filter(function: Callable[..., Any]) -> Callable[[Sequence[Trajectory]], Any] | None:
+    """Return a function of a group's trajectories for a filter of an installed framework; None where none knows it."""
+    for name in plugins.installed("frameworks"):
+        with suppress(ConfigError):  # a package that was removed
+            known = framework(name).group_filter
+            if known is not None and (adapted := known(function)) is not None:
+                return adapted
+    return None
+
+
 def refuse_faithful(found: ForeignObject) -> None:
     """Raise `ConfigError` for `faithful` where it has no effect."""
     if found.faithful:
         raise ConfigError(f"{found.where}: faithful has no effect on it; it is for code of SkyRL, verl and TRL")
+
+
+def import_object(name: str, where: str, near: Path | None = None) -> Any:
+    """Import `package.module:Name` or `package.module.Name`; a stand-in of ours where the package lacks the module.
+
+    A module of the user's own is found around `near`, a file of theirs, and around the files that recipes name.
+    """
+    module, _, attribute = name.rpartition(":" if ":" in name else ".")
+    if not module:
+        raise ConfigError(f"{where}: {name!r} names no module; write package.module.Name")
+    try:
+        found = import_foreign(module, near, attribute)
+    except Exception as error:
+        raise ConfigError(f"{where}: {name} cannot be imported ({type(error).__name__}: {error})") from error
+    if not hasattr(found, attribute):
+        raise ConfigError(f"{where}: the module {module} has no {attribute!r}")
+    return getattr(found, attribute)

@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 from turnwright import plugins
 from turnwright.config.schema import PROGRAM, EnvConfig
 from turnwright.envs.base import Env
-from turnwright.envs.foreign import ForeignObject, Registered, adapt, load_registered, refuse_faithful
+from turnwright.envs.foreign import ForeignObject, Registered, adapt, import_object, load_registered, refuse_faithful
 from turnwright.envs.spec import EnvSpec, Play
 from turnwright.envs.tasks import TaskSource, make_task_source
 from turnwright.envs.tools.schema import flatten, pydantic_hint
@@ -339,3 +339,10 @@ def _prototype(factory: Callable[[], Any], where: str) -> Env:
     if not isinstance(made, Env):
         raise ConfigError(f"{where} is not a factory of environments: it returned {type(made).__name__}, not a tw.Env")
     return made
+
+
+def load_named(named: Any, found: ForeignObject, key: str) -> Any:
+    """Load what `key` of `[env.args]` names, if it is a name: `file.py:Name` from the recipe's directory, or `module:Name`."""
+    if not isinstance(named, str):
+        return named
+    return load_object(named, base=found.base) if ".py:" in named else import_object(named, f"{found.where}: {key}")

@@ -23,7 +23,7 @@ from turnwright.renderers.control_text import (
 )
 from turnwright.renderers.conversation_shape import ConversationShapes, ProvenByShape, content_shape, is_blank, texts_in
 from turnwright.renderers.inspected import Inspected, holds_placeholder, watch_placeholders
-from turnwright.renderers.parsers import PARSERS, Parser, parser_for_template
+from turnwright.renderers.parsers import PARSERS, Parser, parser_for_template, parser_named
 from turnwright.renderers.parsers.detect import PROBE_NAME, PROBE_TOOL, render_probe_reply
 from turnwright.renderers.probe import AppendProbe, AppendShape, AppendShapes, TemplateProbe, readable, texts_of
 from turnwright.renderers.recompose import ConversationComposer
@@ -61,7 +61,7 @@ class ReplyReader:
     ) -> None:
         """`chosen` names a format, None detects it."""
         sample = render_probe_reply(template) or ""
-        found = parser_for_template(template) if chosen is None else PARSERS[chosen]
+        found = parser_for_template(template) if chosen is None else parser_named(chosen)
         self.parser: Parser = found or _HERMES
         self.unread = sample if found is None and PROBE_NAME in sample else ""
         """Text the template writes for a reply with a call, if no parser reads it back; else empty."""

@@ -281,18 +281,18 @@ def own_advantage(spec: str) -> OwnAdvantage:
 
 
 def group_filter(spec: str) -> KeepGroup:
-    """Load ``file.py:function(trajectories) -> bool``, or slime's ``function(args, samples, **kwargs)``; either may return
-    slime's ``DynamicFilterOutput``. Raise `ConfigError` for something else. Calls raise `UsageError` for an error in it and for
-    another result."""
-    from turnwright_compat.slime.group_filter import adapt_filter, read_choice
+    """Load ``file.py:function(trajectories) -> bool``, or a filter of an installed framework, such as slime's
+    ``function(args, samples, **kwargs)``; any may return slime's ``DynamicFilterOutput``. Raise `ConfigError` for something
+    else. Calls raise `UsageError` for an error in it and for another result."""
+    from turnwright.envs.foreign import adapt_group_filter
 
-    function = adapt_filter(load_object(spec)) or _own_function(spec, "group_filter", 1)
+    function = adapt_group_filter(load_object(spec)) or _own_function(spec, "group_filter", 1)
 
     def keep(trajectories: Sequence[Trajectory]) -> GroupChoice:
         where = f"train.group_filter = {spec!r}, task {trajectories[0].key.task!r}"
         try:
             found = function(list(trajectories))
-            choice = (found, "") if isinstance(found, bool) else read_choice(found)
+            choice = (found, "") if isinstance(found, bool) else _read_choice(found)
         except Exception as error:
             raise UsageError(f"{where}: raised {type(error).__name__}: {error}") from error
         if choice is None:
@@ -300,6 +300,15 @@ def group_filter(spec: str) -> KeepGroup:
         return GroupChoice(*choice)
 
     return keep
+
+
+def _read_choice(found: Any) -> tuple[bool, str] | None:
+    """Read a `DynamicFilterOutput`, whose `keep` may be a tensor, as whether the group is trained and the reason why not; None
+    for another object. No spare groups are sampled here, so a group that it keeps when there are too few is kept."""
+    if not (hasattr(found, "keep") and hasattr(found, "reason")):
+        return None
+    keep = bool(found.keep) or bool(getattr(found, "keep_when_insufficient", False))
+    return keep, "" if keep else str(found.reason or "")
 
 
 def _own_function(spec: str, key: str, arguments: int) -> Callable[..., Any]:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from turnwright import plugins
 from turnwright.config import EngineConfig, EvalConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
-from turnwright.config.schema import truncation_key
+from turnwright.config.schema import ENGINES, truncation_key
 from turnwright.engines import Engine, Sampling, SupportsSleep, SupportsWeightUpdate
 from turnwright.engines.local import LocalEngine, torch_settings
 from turnwright.engines.local.adapters import AdapterShape
@@ -89,10 +90,21 @@ def make_engine(
     `source`; the logprobs of `model`, or `expected_logprobs`, of known ids prove that weights arrived."""
     if config.engine.kind == "local":
         return make_local_engine(config, model, renderer)
+    if config.engine.kind not in ENGINES:
+        engine = _installed_engine(config, model, renderer)
+        if not isinstance(engine, SupportsWeightUpdate):
+            kind = type(engine).__name__
+            raise ConfigError(f"engine.kind = {config.engine.kind!r}: {kind} takes no weights; use it for `turnwright eval`")
+        return engine
     adapter = _adapter_config(model) if config.engine.update == "lora" else None
     fleet = _fleet(config, source, model, renderer, run, adapter=adapter, expected_logprobs=expected_logprobs, placer=placer)
     _check_kinds(config, {member.engine.kind for member in fleet.members})
     return fleet
+
+
+def _installed_engine(config: RunConfig, model: nn.Module, renderer: ChatRenderer) -> Engine:
+    engine: Engine = plugins.load("engines", config.engine.kind)(config, model, renderer)
+    return engine
 
 
 def make_adapter_engines(
@@ -164,6 +176,8 @@ def make_eval_engine(
         return connect_fixed_servers(config, renderer)
     if config.engine.kind == "local":
         return make_local_engine(config, model, renderer)
+    if config.engine.kind not in ENGINES:
+        return _installed_engine(config, model, renderer)
     quant = config.quant
     if quant.kind == "fp8" and quant.activations and not quant.packed:
         raise ConfigError(
@@ -333,10 +347,10 @@ async def _make_client(engine: EngineConfig, url: str, renderer: Any, context: i
 
 def _tree(engine: EngineConfig, host: str = "127.0.0.1", **options: Any) -> Any:
     try:
-        from turnwright_serve.sharing import WeightTree
+        tree = plugins.load("transports", "tree")
     except ImportError as error:
         raise ConfigError(f"engine.tree needs {error.name}: pip install 'turnwright[serve]'") from None
-    return WeightTree(engine.group_host or host, **options)
+    return tree(engine.group_host or host, **options)
 
 
 def _list_of(engine: EngineConfig, renderer: Any, context: int | None, file: str | None = None) -> dict[str, Any]:

@@ -11,12 +11,12 @@ from typing import Any, get_args, get_type_hints
 
 from turnwright.config import Limits
 from turnwright.envs.base import Action, Env, NewHistory, Scores, Step
-from turnwright.envs.foreign import ForeignObject, Framework, refuse_faithful
+from turnwright.envs.foreign import ForeignObject, Framework, import_object, refuse_faithful
 from turnwright.envs.user_code import describe_value, number_of
 from turnwright.envs.user_imports import import_foreign, public_name
 from turnwright.errors import ConfigError, EnvError, suggest_or_list
 from turnwright.types import Message, Task, Trajectory
-from turnwright_compat.common import attribute_config, derives_from, import_object, plain
+from turnwright_compat.common import attribute_config, derives_from, plain
 from turnwright_compat.skyrl.generator import extras_of, given_messages, make_agent_function
 
 CALLED = "SkyRL-Gym calls it as {}(env_config=..., extras=...)"

@@ -14,12 +14,13 @@ from typing import Any
 from turnwright.config import Limits
 from turnwright.envs.base import Action, Env, Scores, Step
 from turnwright.envs.foreign import ForeignObject, Framework, Registered, refuse_faithful
+from turnwright.envs.resolve import load_named
 from turnwright.envs.row_messages import read_tools
 from turnwright.envs.user_code import as_number, call_user, describe_value
 from turnwright.envs.user_imports import import_foreign, public_name
 from turnwright.errors import ConfigError, EnvError, RewardError, suggest_or_list
 from turnwright.types import Message, StopReason, Task, Trajectory, join_texts
-from turnwright_compat.common import attribute_config, load_named, plain
+from turnwright_compat.common import attribute_config, plain
 from turnwright_compat.sampled_rows import read_output
 from turnwright_compat.slime.engine import EPISODE, HOST, PORT, EngineServer, GenerateState
 from turnwright_compat.slime.processor import pictures
@@ -82,7 +83,7 @@ HOOKS_OF_STEPS = (
     ("fully_async", 'set [schedule] mode = "async", and name the generate function in use'),
     ("sft_rollout", "train on given replies with [warmup] dataset"),
     ("eval", "give the rows as env.eval_tasks, and set when in [eval]; the environment or generate function in use plays them"),
-    ("verifiers", "make a factory of the environment with tw.verifiers_env, and name it in use"),
+    ("verifiers", "make a factory of the environment with turnwright_compat.verifiers_env, and name it in use"),
 )
 """What replaces a function for a step, by a part of its module's or its own name."""
 HOOK_OF_A_STEP = (
@@ -510,4 +511,10 @@ def find(id: str) -> Registered | None:
     return Registered("slime", id) if id in IDS else None
 
 
-FRAMEWORK = Framework("slime", adapt, find, lambda: IDS)
+def _group_filter(function: Callable[..., Any]) -> Callable[[Sequence[Trajectory]], Any] | None:
+    from turnwright_compat.slime.group_filter import adapt_filter
+
+    return adapt_filter(function)
+
+
+FRAMEWORK = Framework("slime", adapt, find, lambda: IDS, group_filter=_group_filter)

@@ -21,15 +21,6 @@ def adapt_filter(function: Callable[..., Any]) -> Callable[[Sequence[Trajectory]
     return lambda trajectories: function(args, [_sample_of(one) for one in trajectories])
 
 
-def read_choice(found: Any) -> tuple[bool, str] | None:
-    """Read a `DynamicFilterOutput`, whose `keep` may be a tensor, as whether the group is trained and the reason why not; None
-    for another object. No spare groups are sampled here, so a group that it keeps when there are too few is kept."""
-    if not (hasattr(found, "keep") and hasattr(found, "reason")):
-        return None
-    keep = bool(found.keep) or bool(getattr(found, "keep_when_insufficient", False))
-    return keep, "" if keep else str(found.reason or "")
-
-
 def _sample_of(trajectory: Trajectory) -> Any:
     """Return a trajectory as a sample; its response is the text of the replies."""
     task = trajectory.task

@@ -17,11 +17,12 @@ from uuid import uuid4
 from turnwright.envs.base import Scores
 from turnwright.envs.datasets import MEDIA_COLUMNS
 from turnwright.envs.foreign import ForeignObject, Framework, Registered, refuse_faithful
+from turnwright.envs.resolve import load_named
 from turnwright.envs.user_code import as_number, describe_value, load_user_module, number_of
 from turnwright.envs.user_imports import STAND_INS, import_foreign, public_name
 from turnwright.errors import ConfigError, EnvError, LimitReached, did_you_mean, suggest_or_list
 from turnwright.types import Message, Task
-from turnwright_compat.common import TrainerState, attribute_config, derives_from, load_named
+from turnwright_compat.common import TrainerState, attribute_config, derives_from
 from turnwright_compat.swift.engine import PROTOCOL, Episode, InferEngine, given_image, set_weights
 from turnwright_compat.swift.scales import LossScales
 

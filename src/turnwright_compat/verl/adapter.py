@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from turnwright.envs.foreign import ForeignObject, Framework, refuse_faithful
+from turnwright.envs.foreign import ForeignObject, Framework, import_object, refuse_faithful
+from turnwright.envs.resolve import load_named
 from turnwright.envs.tools.mcp import McpTools, mcp_tools
 from turnwright.envs.tools.results import ResultLimit
 from turnwright.envs.tools.schema import ToolSignature, nullable_parameters
@@ -22,7 +23,7 @@ from turnwright.envs.tools.tool import Tool
 from turnwright.envs.user_code import load_user_module
 from turnwright.envs.user_imports import loaded_foreign
 from turnwright.errors import ConfigError, suggest_or_list
-from turnwright_compat.common import derives_from, import_object, load_named
+from turnwright_compat.common import derives_from
 from turnwright_compat.verl.agent_loop import make_agent_function
 from turnwright_compat.verl.tools import (
     FunctionSource,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwright.envs.foreign import ForeignObject, Framework, Registered
+from turnwright.envs.resolve import load_named
 from turnwright.errors import ConfigError, UsageError, suggest_or_list
-from turnwright_compat.common import load_named
 
 if TYPE_CHECKING:
     from turnwright_serve.proxy.programs import Program

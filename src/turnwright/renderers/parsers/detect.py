@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from turnwright import plugins
 from turnwright.renderers.parsers.base import Parser, ReplyFormat
 from turnwright.renderers.parsers.formats import FORMATS
 from turnwright.renderers.parsers.readers import TaggedCalls
@@ -104,3 +105,9 @@ def with_line_breaks_of(parser: Parser, rendered: str) -> Parser:
         for dialect in parser.dialects
     )
     return parser if dialects == parser.dialects else replace(parser, dialects=dialects)
+
+
+def parser_named(name: str) -> Parser:
+    """Return the parser of a format by its name, ours or an installed package's; raise `ConfigError` for an unknown one."""
+    found: Parser = PARSERS.get(name) or plugins.load("parsers", name)
+    return found

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from turnwright.envs.foreign import import_object
 from turnwright.envs.user_imports import STAND_INS
-from turnwright_compat.common import import_object
 from turnwright_compat.slime.engine import EPISODE
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwright import files
-from turnwright.cli.options import add_command
+from turnwright.cli.options import Command, add_command
 from turnwright.cli.trust import add_trust, confirm, confirm_run, is_in
 from turnwright.errors import TurnwrightError, UsageError, did_you_mean
 
@@ -174,7 +174,7 @@ def add_track(subparsers: Any) -> None:
 def run_track(args: argparse.Namespace) -> int:
     """Send the rows that were not sent before."""
     from turnwright.config.schema import tracker_error
-    from turnwright_view.trackers import TrackerProcesses
+    from turnwright.trackers import TrackerProcesses
 
     try:
         config = files.read_json(args.run_dir / "config.json")["config"]
@@ -271,26 +271,30 @@ def _run_dir(run_dir: Path) -> Path:
     return run_dir
 
 
-def diagnoses(run_dir: Path) -> list[str]:
-    """Return the diagnoses of a run, one line each."""
-    from turnwright.display.diagnosis import diagnose
-    from turnwright.display.run_data import read_run
-    from turnwright.display.text import single_line
-
-    found = read_run(run_dir)
-    return [single_line(f"diagnosis: {one.text}", 1000) for one in diagnose(found.rows, found.summary)]
-
-
 def _announce(run_dir: Path, address: str) -> None:
     """Print the diagnoses of a run and the differences found by the sanity check, and open the page, if there is one."""
     import webbrowser
 
-    from turnwright.display.diagnosis import findings, table
+    from turnwright.display.diagnosis import findings, lines_of_run, table
     from turnwright.display.run_data import read_run
 
     found = findings(run_dir, read_run(run_dir).rows, [])
     sanity = ["", "sanity check: built ids differ from the chat template's render", *table(found)] if found else []
-    for line in (*diagnoses(run_dir), *sanity):
+    for line in (*lines_of_run(run_dir), *sanity):
         print(line, flush=True)
     if address:
         webbrowser.open(address)
+
+
+def report_of(run_dir: Path, renew: bool) -> Path:
+    """Return the report of a run, which is written where there is none, or if it is renewed."""
+    from turnwright_view.report import write_report
+
+    report = run_dir / "report.html"
+    return write_report(run_dir) if renew or not report.exists() else report
+
+
+VIEW = Command(add_view, report=report_of)
+REPLAY = Command(add_replay)
+EXPORT = Command(add_export)
+TRACK = Command(add_track)
