@@ -80,6 +80,9 @@ def _train(
     watch = DiagnosingListener(watch or NullListener())
     path = Path(resume) if resume is not None else Path(resolved.config.out)
     journal = path / "journal.jsonl"
+    for tracker in resolved.config.track.to:
+        if ":" not in tracker:
+            plugins.load("trackers", tracker)  # else its process would fail, beside the run
     if resume is None and ((path / "config.json").exists() or (journal.exists() and journal.stat().st_size > 0)):
         raise ConfigError(f"{path} already contains a run; resume it with --resume {path} or choose another --out")
     from turnwright.training.metrics import versions

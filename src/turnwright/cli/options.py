@@ -167,10 +167,11 @@ def resolve(args: argparse.Namespace, *, training: bool) -> ResolvedConfig:
 
 
 def builtin_envs() -> Sequence[str]:
-    """Return the names of the built-in environments."""
+    """Return the names of the built-in environments and of those that packages add."""
+    from turnwright import plugins
     from turnwright.envs.builtin import BUILTIN
 
-    return sorted(BUILTIN)
+    return sorted({*BUILTIN, *plugins.names("environments")})
 
 
 def table(rows: Iterable[Sequence[str]]) -> list[str]:
