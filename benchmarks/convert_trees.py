@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwright.errors import ConfigError
-from turnwright_compat.convert import Converted, convert_file
+from turnwright_compat.launch_scripts import Converted, convert_file
 
 Transform = Callable[[Any], Any]
 SYSTEM_OF = {"slime": "slime", "miles": "slime", "skyrl": "skyrl", "verl": "verl", "swift": "swift", "trl": "trl"}

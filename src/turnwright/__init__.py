@@ -6,6 +6,7 @@ Names are loaded when they are first used, so that `import turnwright` costs mil
 from typing import TYPE_CHECKING, Any
 
 from turnwright._lazy import lazy_names
+from turnwright._version import __version__
 
 if TYPE_CHECKING:
     from turnwright.api import train as train
@@ -91,8 +92,6 @@ if TYPE_CHECKING:
     from turnwright.types import Turn as Turn
     from turnwright.types import Video as Video
     from turnwright.types import VideoRef as VideoRef
-
-__version__ = "0.1.0"
 
 _MOVED = {
     "ReplayResult": "turnwright_view",

@@ -38,8 +38,9 @@ from turnwright.envs import EnvSpec
 from turnwright.renderers.chat_renderer import ChatRenderer
 from turnwright.rollouts import EpisodeSpec, Rollout, group_by_task
 from turnwright.training.advantages import advantages
-from turnwright.training.forward.batch import BatchPacker, LossDenominator, Ranks, make_batch
+from turnwright.training.forward.batch import BatchPacker, LossDenominator, make_batch
 from turnwright.training.forward.forward import ForwardPass, LogitDistribution
+from turnwright.training.forward.ranks import Ranks
 from turnwright.training.loss import TokenBatch, surrogate
 from turnwright.training.model.weights import clone_tensors, tied_names
 from turnwright.training.trainer.optimizer import Optimizer, schedule

@@ -27,7 +27,7 @@ def add_convert(subparsers: Any) -> None:
 
 def run_convert(args: argparse.Namespace) -> int:
     """Convert a launch script and print the recipe, or its account."""
-    from turnwright_compat.convert import convert_file
+    from turnwright_compat.launch_scripts import convert_file
 
     converted = convert_file(args.source, args.system)
     if args.out is None:

@@ -6,7 +6,7 @@ import pytest
 
 from turnwright.cli.main import main
 from turnwright.errors import ConfigError
-from turnwright_compat.convert import convert, convert_file
+from turnwright_compat.launch_scripts import convert, convert_file
 
 
 def converted(tmp_path, files, name="run.sh"):

@@ -15,7 +15,7 @@ from turnwright.config import load
 from turnwright.config.fields import field_type
 from turnwright.config.load import ConfigMerge, build
 from turnwright.errors import ConfigError
-from turnwright_compat.convert import SYSTEMS, convert
+from turnwright_compat.launch_scripts import SYSTEMS, convert
 
 HERE = Path(__file__).parent
 

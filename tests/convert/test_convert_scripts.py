@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from turnwright_compat.convert import SYSTEMS
+from turnwright_compat.launch_scripts import SYSTEMS
 
 HERE = Path(__file__).parent
 SHIPPED = json.loads((HERE / "shipped_scripts.json").read_text())

@@ -11,7 +11,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import convert_trees
 
-from turnwright_compat.convert import SYSTEMS
+from turnwright_compat.launch_scripts import SYSTEMS
 
 SLIME = """#!/bin/bash
 N=${N:-8}

@@ -23,10 +23,10 @@ from turnwright_serve.proxy.anthropic import FIELDS as MESSAGES_FIELDS
 from turnwright_serve.proxy.anthropic import AnthropicMessages
 from turnwright_serve.proxy.chat import FIELDS as CHAT_FIELDS
 from turnwright_serve.proxy.chat import ChatCompletions
+from turnwright_serve.proxy.dialect import Dialect
 from turnwright_serve.proxy.request_cache import RequestCache
 from turnwright_serve.proxy.responses import FIELDS as RESPONSES_FIELDS
 from turnwright_serve.proxy.responses import Responses
-from turnwright_serve.proxy.server import Dialect
 from turnwright_serve.proxy.wire import IGNORED, REFUSED, RequestFault, WireRequest
 
 REPLIES = [called("look_up", key="a b"), "<think>\nwell\n</think>\n\nIt is é.", "Good bye."]

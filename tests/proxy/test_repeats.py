@@ -17,9 +17,9 @@ from tests.proxy_kit import TOOL
 from turnwright_serve.proxy import ProxySession
 from turnwright_serve.proxy.anthropic import AnthropicMessages
 from turnwright_serve.proxy.chat import ChatCompletions
+from turnwright_serve.proxy.dialect import Dialect
 from turnwright_serve.proxy.request_cache import KEPT_CONVERSATIONS, RequestCache
 from turnwright_serve.proxy.responses import Responses
-from turnwright_serve.proxy.server import Dialect
 from turnwright_serve.proxy.wire import RequestFault, WireMessage, WireRequest
 
 LEAVES = st.sampled_from([True, 1, 1.0, False, 0, None, "1", "", 'a"]}', "\\", "é", ["messages", {}], {"messages": []}])

@@ -18,7 +18,7 @@ from turnwright.errors import SyncError
 from turnwright.records import NullListener, RunDir
 from turnwright.rollouts import run_sync
 from turnwright.training import LogitDistribution, Trainer, TrainingRun
-from turnwright.training.forward.forward import SamplingSupport
+from turnwright.training.forward.support import SamplingSupport
 from turnwright.training.self_checks import LengthRewardEnv
 from turnwright.types import Task
 

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import NoReturn
 
-from turnwright import __version__, plugins
+from turnwright import plugins
+from turnwright._version import __version__
 from turnwright.cli.options import split_overrides
 from turnwright.cli.tools import add_check, add_engines, add_init, add_pack
 from turnwright.cli.training import add_evaluate, add_rollout, add_train

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from turnwright import files
-from turnwright.errors import ModelError
 from turnwright.types import ContentPart, MediaPlacement, Message, Tools
 
 if TYPE_CHECKING:
@@ -176,37 +173,12 @@ def vision_of(renderer: Renderer) -> VisionProcessor | None:
     return found
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; empty if the file does not exist.
-
-    Raises `ModelError` if the file is not valid JSON or not an object.
-    """
-    if not path.exists():
-        return {}
-    try:
-        value = files.read_json(path)
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise ModelError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: not a JSON object")
-    return value
-
-
 def common_prefix_length(left: Sequence[Any], right: Sequence[Any]) -> int:
     """Return the length of the common prefix of two sequences."""
     size = min(len(left), len(right))
     if list(left[:size]) == list(right[:size]):
         return size
     return next(at for at in range(size) if left[at] != right[at])
-
-
-def remember(cache: dict[Any, Any], key: Any, value: Any, limit: int = 1024) -> None:
-    """Add an entry to a cache, which is emptied first if it has `limit` entries."""
-    if len(cache) >= limit:
-        cache.clear()
-    cache[key] = value
 
 
 Decode = Callable[[Sequence[int]], str]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwright.errors import TemplateError
-from turnwright.renderers.base import Branch, Extend, remember
+from turnwright.renderers.base import Branch, Extend
 from turnwright.renderers.contract import TemplateContract, derive_contract
 from turnwright.renderers.control_text import (
     ControlText,
@@ -23,6 +23,7 @@ from turnwright.renderers.control_text import (
 )
 from turnwright.renderers.conversation_shape import ConversationShapes, ProvenByShape, content_shape, is_blank, texts_in
 from turnwright.renderers.inspected import Inspected, holds_placeholder, watch_placeholders
+from turnwright.renderers.model_files import remember
 from turnwright.renderers.parsers import PARSERS, Parser, parser_for_template, parser_named
 from turnwright.renderers.parsers.detect import PROBE_NAME, PROBE_TOOL, render_probe_reply
 from turnwright.renderers.probe import AppendProbe, AppendShape, AppendShapes, TemplateProbe, readable, texts_of

@@ -11,9 +11,9 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from turnwright.renderers.base import remember
 from turnwright.renderers.inspected import Inspected, watch_placeholders
 from turnwright.renderers.locality import reach_of
+from turnwright.renderers.model_files import remember
 from turnwright.renderers.template import call_id, random_mark
 from turnwright.types import Message, ToolCall
 

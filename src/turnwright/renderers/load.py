@@ -11,9 +11,9 @@ from typing import Any
 
 from turnwright import files
 from turnwright.errors import ModelError
-from turnwright.renderers.base import read_json
 from turnwright.renderers.chat_renderer import ChatRenderer
 from turnwright.renderers.control_text import ControlText
+from turnwright.renderers.model_files import read_json
 from turnwright.renderers.template import (
     CHATML,
     ChatTemplate,

@@ -4,7 +4,8 @@ from turnwright.records.metrics import group_by_task
 from turnwright.rollouts.agent_function import AgentFunction, Model, Reply
 from turnwright.rollouts.api import arollout, make_episode_specs, rollout, run_sync
 from turnwright.rollouts.engine_judge import EngineJudge
-from turnwright.rollouts.runner import EpisodeSpec, Rollout
+from turnwright.rollouts.episode_spec import EpisodeSpec
+from turnwright.rollouts.runner import Rollout
 
 __all__ = [
     "AgentFunction",

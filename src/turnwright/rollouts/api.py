@@ -25,8 +25,9 @@ from turnwright.renderers import Renderer, byte_renderer
 from turnwright.renderers.control_text import ControlText
 from turnwright.renderers.history import History
 from turnwright.rollouts.agent_function import AgentFunction
+from turnwright.rollouts.episode_spec import EpisodeSpec
 from turnwright.rollouts.render_check import SHARE, Sanity
-from turnwright.rollouts.runner import EpisodeSpec, Rollout, left_out, left_out_note
+from turnwright.rollouts.runner import Rollout, left_out, left_out_note
 from turnwright.shutdown import run_loop
 from turnwright.types import EpisodeKey, Task, Trajectory
 

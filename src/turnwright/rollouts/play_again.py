@@ -18,7 +18,7 @@ from turnwright.rollouts.retries import backoff_s
 from turnwright.types import EpisodeKey, Failure, Trajectory
 
 if TYPE_CHECKING:
-    from turnwright.rollouts.runner import EpisodeSpec
+    from turnwright.rollouts.episode_spec import EpisodeSpec
 
 MAX_DEATHS = 5
 """Maximum plays of one episode that are repeated because a process of it died.

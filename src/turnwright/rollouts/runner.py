@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from turnwright.config import EnvRules, Limits
@@ -18,7 +18,6 @@ from turnwright.engines.base import add_pixel_source, give_renderer
 from turnwright.envs import Env, Scores
 from turnwright.envs.isolation.process_env import ForkServers
 from turnwright.envs.resolve import load_object
-from turnwright.envs.spec import EnvSpec
 from turnwright.envs.threads import AbandonableThreads
 from turnwright.envs.user_code import failure_of
 from turnwright.errors import (
@@ -44,7 +43,8 @@ from turnwright.rollouts.agent_function import AgentFunction, Model
 from turnwright.rollouts.conversation import parse_extras
 from turnwright.rollouts.env_session import START_S, EnvSession, is_over
 from turnwright.rollouts.episode import compute_reward, reward_value, run_episode
-from turnwright.rollouts.group_rewards import GroupReward, GroupRewards
+from turnwright.rollouts.episode_spec import EpisodeSpec
+from turnwright.rollouts.group_rewards import GroupRewards
 from turnwright.rollouts.observations import MediaIntake
 from turnwright.rollouts.play_again import MAX_DEATHS, is_death
 from turnwright.rollouts.recorder import Recorder, TimedRecorder, Trace
@@ -53,7 +53,7 @@ from turnwright.rollouts.resume import ResumedTurns
 from turnwright.rollouts.stream import EngineRequest, GroupPlayer, RolloutStream
 from turnwright.rollouts.timeouts import Deadline, EpisodePlace, Stop
 from turnwright.rollouts.watchdog import PendingEpisode
-from turnwright.types import EpisodeKey, Failure, FailureKind, StopReason, Task, Trajectory
+from turnwright.types import EpisodeKey, Failure, FailureKind, StopReason, Trajectory
 
 MAX_ERROR_TASKS = 3
 """Number of tasks with the same bug at which the run stops."""
@@ -119,33 +119,6 @@ def parse_history(history: Any) -> History:
         return loaded
     name, _, number = history.partition(":")
     return POLICIES[name](int(number))
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeSpec:
-    """One episode to play."""
-
-    task: Task
-    key: EpisodeKey
-    make: Callable[[], Env] | None = None
-    """Constructs its environment; None where `play` is set."""
-    play: AgentFunction | None = None
-    max_turns: int | None = None
-    """Turn limit of the environment."""
-    rules: EnvRules = field(default_factory=EnvRules)
-    """Handling of invalid actions and of environment failures."""
-    group_reward: GroupReward | None = None
-    """Compares all episodes of its task, after the last of them has finished."""
-    env: str = ""
-    """Name of its environment in the recipe."""
-
-    @classmethod
-    def of(cls, env_spec: EnvSpec, task: Task, key: EpisodeKey) -> EpisodeSpec:
-        """Specify one episode of an environment; only training compares the episodes of a task."""
-        make = None if env_spec.agent_function is not None else env_spec.factory
-        compare = env_spec.group_reward if key.phase == "train" else None
-        given = env_spec.agent_function, env_spec.max_turns, env_spec.rules, compare, env_spec.name
-        return cls(task, key, make, *given)
 
 
 class Rollout:

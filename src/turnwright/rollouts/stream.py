@@ -20,7 +20,8 @@ from turnwright.rollouts.watchdog import PendingEpisode, Watchdog
 from turnwright.types import GroupKey, Trajectory
 
 if TYPE_CHECKING:
-    from turnwright.rollouts.runner import EpisodeSpec, Rollout
+    from turnwright.rollouts.episode_spec import EpisodeSpec
+    from turnwright.rollouts.runner import Rollout
 
 
 class EngineRequest(NamedTuple):

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from turnwright.training.algorithms import resolve_settings as resolve_settings
     from turnwright.training.checkpoint import Checkpoints as Checkpoints
     from turnwright.training.forward.batch import LossDenominator as LossDenominator
-    from turnwright.training.forward.batch import Ranks as Ranks
     from turnwright.training.forward.batch import make_batch as make_batch
     from turnwright.training.forward.forward import LogitDistribution as LogitDistribution
     from turnwright.training.forward.prefix_tree import build_prefix_tree as build_prefix_tree
+    from turnwright.training.forward.ranks import Ranks as Ranks
     from turnwright.training.model.lora import add_lora as add_lora
     from turnwright.training.model.models import create_tiny_model as create_tiny_model
     from turnwright.training.run import TrainingRun as TrainingRun

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from turnwright.config.launch import local_rank, world_size
 from turnwright.errors import ConfigError, TurnwrightError, UsageError
-from turnwright.training.forward.batch import MicroBatch, Ranks
+from turnwright.training.forward.batch import MicroBatch
 from turnwright.training.forward.forward import ForwardPass, TokenStats
+from turnwright.training.forward.ranks import Ranks
 
 _TIMEOUT = timedelta(days=30)
 """Time that ranks wait for rank 0, which may play episodes for hours; torchrun ends them with it."""

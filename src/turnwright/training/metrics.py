@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from turnwright import __version__
+from turnwright._version import __version__
 from turnwright.config import RunConfig
 from turnwright.envs.spec import EnvSpec
 from turnwright.records.metrics import MAX_TURNS, rollout_metrics

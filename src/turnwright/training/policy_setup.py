@@ -20,7 +20,7 @@ from turnwright.media import MediaStore
 from turnwright.renderers.chat_renderer import ChatRenderer
 from turnwright.renderers.vision import PixelCache
 from turnwright.training.checkpoint import policies_of
-from turnwright.training.forward.batch import Ranks
+from turnwright.training.forward.ranks import Ranks
 from turnwright.training.model.directory import renderer_of
 from turnwright.training.model.lora import shape_of
 from turnwright.training.past import PastPolicy

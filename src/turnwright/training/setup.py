@@ -34,7 +34,7 @@ from turnwright.renderers.vision import PixelCache
 from turnwright.rollouts.api import run_sync
 from turnwright.training.algorithms import BUILT_IN
 from turnwright.training.distributed import ProcessRanks
-from turnwright.training.forward.batch import Ranks
+from turnwright.training.forward.ranks import Ranks
 from turnwright.training.model.directory import ADAPTER_FILE, base_model_of, read_json, renderer_of
 from turnwright.training.model.lora import WEIGHTS_FILE, Adapter, add_lora, load_adapter
 from turnwright.training.model.models import (

@@ -1,6 +1,6 @@
 """Data types of Turnwright; they need only the standard library."""
 
-from turnwright.types.expert_routing import ROUTES, ExpertRoutes, SpanRoutes
+from turnwright.types.expert_routing import ROUTES, ExpertRoutes
 from turnwright.types.media import (
     Image,
     ImageRef,
@@ -39,6 +39,7 @@ from turnwright.types.trajectory import (
     RowReward,
     Sample,
     Span,
+    SpanRoutes,
     Task,
     Trajectory,
     Turn,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 from itertools import repeat
 from typing import Any, NamedTuple
 
-from turnwright.types.expert_routing import ExpertRoutes, SpanRoutes
+from turnwright.types.expert_routing import ROUTES, ExpertRoutes
 from turnwright.types.media import Image, ImageRef, MediaPlacement, placements_between
 from turnwright.types.messages import Message, Messages, as_messages
 from turnwright.types.outcomes import Failure, StopReason, shortened
@@ -597,3 +597,80 @@ class Group:
     def rewards(self) -> list[float | None]:
         """One reward per trajectory, None where it was not computed."""
         return [trajectory.reward for trajectory in self.trajectories]
+
+
+ReportedRoutes = dict[int, tuple[bytearray, bytearray]]
+"""By span: the routes of its positions, concatenated, and 1 for each reported position."""
+
+
+class SpanRoutes:
+    """Routes of a trajectory by span, so that branches share those of their trunk.
+
+    The first report of a position wins: later ids were sampled with it.
+    """
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        self._reported: ReportedRoutes = {}
+        self._sizes: tuple[int, int, int] | None = None
+        """Layers, k, width."""
+        self._trajectory = trajectory
+        turn_routes = [
+            (turn, *turn.extras[ROUTES])
+            for turn in (*trajectory.failed_turns, *trajectory.turns)
+            if ROUTES in turn.extras and (turn.spans or turn.prompt >= 0)
+        ]
+        any_wide = any(ExpertRoutes.of(routes).width == 2 for _, _, routes in turn_routes)
+        for turn, start, routes in turn_routes:
+            known = ExpertRoutes.of(routes)
+            self._add(turn.spans[-1] if turn.spans else turn.prompt, start, known.as_uint16() if any_wide else known)
+
+    def __bool__(self) -> bool:
+        return bool(self._reported)
+
+    def _add(self, leaf: int, start: int, routes: ExpertRoutes) -> None:
+        sizes = routes.layers, routes.k, routes.width
+        if self._sizes not in (None, sizes):
+            shape = f"{routes.layers} x {routes.k}"
+            raise ValueError(f"{self._trajectory.key}: routes of {shape} and other shapes in one trajectory")
+        self._sizes = sizes
+        per_position, end = routes.bytes_per_position, start + len(routes)
+        for index, used in self._trajectory.chain(leaf):
+            span = self._trajectory.spans[index]
+            first, last = max(start, span.start), min(end, span.start + used)
+            if first >= last:
+                continue
+            if index not in self._reported:
+                self._reported[index] = bytearray(len(span.ids) * per_position), bytearray(len(span.ids))
+            data, known = self._reported[index]
+            low, high = first - span.start, last - span.start
+            for at in _runs(known, low, high):
+                source = (at[0] + span.start - start) * per_position
+                reported = routes.data[source : source + (at[1] - at[0]) * per_position]
+                data[at[0] * per_position : at[1] * per_position] = reported
+            known[low:high] = b"\1" * (high - low)
+
+    def for_chain(self, links: Sequence[tuple[int, int]]) -> tuple[ExpertRoutes, list[int]] | None:
+        """Return the routes of a chain of spans, zeros where none were reported, and 1 for each reported position.
+
+        None if the trajectory has no routes.
+        """
+        if self._sizes is None:
+            return None
+        layers, k, width = self._sizes
+        data, known = bytearray(), bytearray()
+        for index, used in links:
+            reported = self._reported.get(index)
+            data += bytes(used * layers * k * width) if reported is None else reported[0][: used * layers * k * width]
+            known += bytes(used) if reported is None else reported[1][:used]
+        return ExpertRoutes(bytes(data), layers, k, width), list(known)
+
+
+def _runs(known: bytearray, low: int, high: int) -> Iterable[tuple[int, int]]:
+    """Yield (begin, end) of runs of unreported positions."""
+    while low < high:
+        begin = known.find(0, low, high)
+        if begin < 0:
+            return
+        end = known.find(1, begin, high)
+        low = high if end < 0 else end
+        yield begin, low

@@ -13,7 +13,7 @@ from typing import Any
 
 from turnwright.config import Limits
 from turnwright.envs.base import Action, Env, Scores, Step
-from turnwright.envs.foreign import ForeignObject, Framework, Registered, refuse_faithful
+from turnwright.envs.foreign import ForeignObject, Registered, refuse_faithful
 from turnwright.envs.resolve import load_named
 from turnwright.envs.row_messages import read_tools
 from turnwright.envs.user_code import as_number, call_user, describe_value
@@ -509,12 +509,3 @@ async def _rewards_of(samples: Sequence[Any], args: Any, where: str, *, together
 def find(id: str) -> Registered | None:
     """Return slime's own generate function; None for another id."""
     return Registered("slime", id) if id in IDS else None
-
-
-def _group_filter(function: Callable[..., Any]) -> Callable[[Sequence[Trajectory]], Any] | None:
-    from turnwright_compat.slime.group_filter import adapt_filter
-
-    return adapt_filter(function)
-
-
-FRAMEWORK = Framework("slime", adapt, find, lambda: IDS, group_filter=_group_filter)

@@ -14,7 +14,8 @@ from turnwright.engines import tokens
 from turnwright.envs.base import Scores
 from turnwright.errors import ConfigError
 from turnwright.rollouts.agent_function import Model
-from turnwright.rollouts.runner import EpisodeSpec, Rollout
+from turnwright.rollouts.episode_spec import EpisodeSpec
+from turnwright.rollouts.runner import Rollout
 from turnwright.rollouts.stream import RolloutStream
 from turnwright.types import EpisodeKey, StopReason, Task, Trajectory
 from turnwright_serve.proxy.server import ProxyServer

@@ -6,10 +6,10 @@ import asyncio
 import hmac
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from starlette.responses import Response, StreamingResponse
@@ -17,11 +17,12 @@ from starlette.responses import Response, StreamingResponse
 from turnwright.types import is_finite_number
 from turnwright_serve.proxy.anthropic import AnthropicMessages
 from turnwright_serve.proxy.chat import ChatCompletions
+from turnwright_serve.proxy.dialect import Dialect
 from turnwright_serve.proxy.matching import Exchange
-from turnwright_serve.proxy.request_cache import RequestBody, RequestCache, parse_object
+from turnwright_serve.proxy.request_cache import parse_object
 from turnwright_serve.proxy.responses import Responses
 from turnwright_serve.proxy.session import ProxySession, ReadRequest
-from turnwright_serve.proxy.wire import RequestFault, WireReply, WireRequest
+from turnwright_serve.proxy.wire import RequestFault, WireRequest
 from turnwright_serve.server import Call, Endpoint, HttpError, IntakeLimits, JsonHttpServer, RawBody
 
 if TYPE_CHECKING:
@@ -37,33 +38,6 @@ KEPT_BYTES = 256 * 2**20
 a request for longest drop it first."""
 _RETRIES = "x-stainless-retry-count"
 """Header in which the official clients count retries of a request."""
-
-
-class Dialect(Protocol):
-    """A chat API on the wire."""
-
-    name: str
-    end_status: int
-    """HTTP status after which the programs that use this API end instead of trying again."""
-    heartbeat: bytes
-    """Bytes that keep a stream open and mean nothing."""
-    rows: str
-    """Field of a request with its history."""
-
-    def read(self, body: RequestBody, cache: RequestCache) -> WireRequest:
-        """Read a request's body; raise `RequestFault`."""
-
-    def answer(self, request: WireRequest, reply: WireReply) -> dict[str, Any]:
-        """Return the body of a reply that is not streamed."""
-
-    def events(self, request: WireRequest, reply: WireReply) -> Iterable[bytes]:
-        """Return the pieces of a streamed reply."""
-
-    def error(self, status: int, text: str) -> dict[str, Any]:
-        """Return the body of an error."""
-
-    def error_event(self, status: int, text: str) -> bytes:
-        """Return the piece of a stream that is an error."""
 
 
 class ProxyServer:

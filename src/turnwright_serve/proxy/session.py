@@ -22,7 +22,7 @@ from turnwright_serve.proxy.request_cache import KEPT_CONVERSATIONS, RequestBody
 from turnwright_serve.proxy.wire import UNMET_CHOICE, RequestFault, WireCall, WireReply, WireRequest
 
 if TYPE_CHECKING:
-    from turnwright_serve.proxy.server import Dialect
+    from turnwright_serve.proxy.dialect import Dialect
 
 MIN_TEXT, MAX_TEXT, TEXT_PER_TOKEN = 2**20, 2**22, 16
 """Maximum bytes of a request without its images: so many for each token of the context, at least the first, and the second

@@ -22,7 +22,8 @@ from turnwright.records.serialization import read_tasks
 from turnwright.renderers import Renderer, byte_renderer
 from turnwright.renderers.history import History
 from turnwright.rollouts.api import run_sync
-from turnwright.rollouts.runner import EpisodeSpec, Rollout
+from turnwright.rollouts.episode_spec import EpisodeSpec
+from turnwright.rollouts.runner import Rollout
 from turnwright.types import EpisodeKey, StopReason, Task
 from turnwright_view.replay.compare import EpisodeDifference, compare_episodes
 from turnwright_view.replay.engine import RecordedEngine

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from turnwright.errors import MediaError, TemplateError
 from turnwright.media import MediaStore, scaled_size
-from turnwright.renderers.base import remember
+from turnwright.renderers.model_files import remember
 from turnwright.renderers.template import digest
 from turnwright.types import Media, MediaPlacement, VideoRef
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from turnwright.errors import ModelError
 from turnwright.media import MediaStore
-from turnwright.renderers.base import read_json
+from turnwright.renderers.model_files import read_json
 from turnwright.renderers.tokenizer import Tokenizer
 from turnwright.renderers.vision.base import VisionProcessor, pixels_of
 from turnwright.types import Media

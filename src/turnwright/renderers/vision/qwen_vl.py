@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from turnwright.errors import MediaError, ModelError
 from turnwright.media import MediaStore
-from turnwright.renderers.base import remember
+from turnwright.renderers.model_files import remember
 from turnwright.renderers.tokenizer import Tokenizer
 from turnwright.renderers.vision.base import BaseVisionProcessor, MediaBlock, pixels_of
 from turnwright.renderers.vision.processors import ModelFiles

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,19 +20,19 @@ from turnwright.renderers.vision import VisionProcessor
 from turnwright.training.advantages import Credit, TokenWeights
 from turnwright.training.forward.prefix_tree import (
     CostModel,
-    PrefixTree,
     SortedRows,
     build_prefix_tree,
     install_tree_attention,
     split_passes,
 )
 from turnwright.training.forward.routing_replay import PassRoutes, keys_with_routes, pack_routes, routes_of
+from turnwright.training.forward.tree import PrefixTree
 from turnwright.types import ExpertRoutes, Media, MediaPlacement, Trajectory, placements_between
 from turnwright.types.media import ids_with_media_keys
 
 if TYPE_CHECKING:
     from turnwright.training.forward.divergence import TeacherTargets
-    from turnwright.training.forward.forward import ForwardPass, SamplingSupport
+    from turnwright.training.forward.support import SamplingSupport
 
 OVERHEAD_TOKENS = 128
 """Cost of one more forward pass in tokens of the tiny model on a CPU (2 ms, forward and backward, at 18 us a token). Of 64 to
@@ -172,50 +172,6 @@ class TrainingBatch:
     def current_n(self) -> Tensor:
         """Whether the token was sampled by the weights before the step, and on their cache, so that its logprob is known."""
         return (self.lags_n == 0) & ~self.kept_n
-
-
-class Ranks:
-    """Processes that train together: here one alone, rank 0 of 1; `ProcessRanks` are several."""
-
-    rank, size = 0, 1
-
-    def broadcast(self, message: Any) -> None:
-        """Send a message to all other ranks, from rank 0."""
-
-    def stop_workers(self) -> None:
-        """End the other ranks, from rank 0."""
-
-    def sum_(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor over all ranks, in place."""
-        return tensor
-
-    def any(self, here: bool) -> bool:
-        """Return whether `here` is true on any rank."""
-        return here
-
-    def gather(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the tensors of all ranks in rank order, those of several ranks on the CPU."""
-        return tensors
-
-    def local(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of a tensor."""
-        return tensor
-
-    def full(self, tensor: Tensor) -> Tensor:
-        """Gather a sharded tensor; every rank must call it."""
-        return tensor
-
-    def shard(self, model: nn.Module, forward: ForwardPass) -> tuple[Callable[..., Any], Callable[..., Tensor]]:
-        """Shard a model in place; return `stats` and `full_logprobs` of its `ForwardPass`."""
-        return forward.stats, forward.full_logprobs
-
-    def limit(self, micro_tokens: int, positions: int) -> int:
-        """Return the maximum positions of a pass of a batch with so many positions."""
-        return micro_tokens
-
-    def passes(self, micros: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
-        """Yield this rank's passes, and whether each counts; others only keep step with the other ranks."""
-        return ((micro, True) for micro in micros)
 
 
 @dataclass(frozen=True, slots=True)

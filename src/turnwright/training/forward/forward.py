@@ -26,6 +26,7 @@ from turnwright.renderers.vision import PixelCache
 from turnwright.training.forward.batch import MicroBatch
 from turnwright.training.forward.divergence import TeacherTargets
 from turnwright.training.forward.routing_replay import RoutingReplay
+from turnwright.training.forward.support import SamplingSupport
 from turnwright.types import Media
 
 ENTROPY_CHUNK = 1 << 22
@@ -43,48 +44,6 @@ class TokenStats:
     """Of the full distribution, in nats."""
     divergences: tuple[Tensor, ...] = ()
     """Divergence from each teacher, (M,), in nats, with a gradient."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingSupport:
-    """Ids that may be sampled at each of M targets under top-k and top-p."""
-
-    ends: Tensor
-    """(M + 1,): the ids of target m are ``ids[ends[m] : ends[m + 1]]``."""
-    ids: Tensor
-
-    @classmethod
-    def of(cls, excluded_mv: Tensor) -> SamplingSupport:
-        """Build it from a mask (M, V), true for excluded ids."""
-        allowed_mv = ~excluded_mv
-        ends = torch.nn.functional.pad(allowed_mv.sum(1).cumsum(0), (1, 0))
-        return cls(ends, allowed_mv.nonzero()[:, 1])
-
-    @classmethod
-    def join(cls, parts: Sequence[SamplingSupport]) -> SamplingSupport:
-        """Concatenate several supports."""
-        counts = torch.cat([part.counts for part in parts])
-        return cls(torch.nn.functional.pad(counts.cumsum(0), (1, 0)), torch.cat([part.ids for part in parts]))
-
-    @property
-    def counts(self) -> Tensor:
-        """(M,): number of ids per target."""
-        return self.ends.diff()
-
-    def take(self, index_k: Tensor) -> SamplingSupport:
-        """Select targets."""
-        counts = self.counts[index_k]
-        ends = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-        at = torch.arange(int(ends[-1]), device=self.ids.device) - torch.repeat_interleave(ends[:-1], counts)
-        return SamplingSupport(ends, self.ids[at + torch.repeat_interleave(self.ends[:-1][index_k], counts)])
-
-    def excluded(self, width: int) -> Tensor:
-        """Return a mask (M, width), true for ids that cannot be sampled."""
-        counts = self.counts
-        excluded_mv = torch.ones((len(counts), width), dtype=torch.bool, device=self.ids.device)
-        rows = torch.repeat_interleave(torch.arange(len(counts), device=self.ids.device), counts)
-        excluded_mv[rows, self.ids] = False
-        return excluded_mv
 
 
 @dataclass(slots=True)

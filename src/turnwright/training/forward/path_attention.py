@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 if TYPE_CHECKING:
-    from turnwright.training.forward.prefix_tree import PrefixTree
+    from turnwright.training.forward.tree import PrefixTree
 
 BATCH_CALLS = 4.0
 """Cost of a batch relative to one of the tree's attention calls: it gathers, masks and scatters too. A guess, as `COPY` is."""

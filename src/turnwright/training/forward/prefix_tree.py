@@ -26,7 +26,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from turnwright.errors import ModelError
 from turnwright.training.forward.path_attention import attend_paths, batch_paths, paths_of, plan_paths
+from turnwright.training.forward.tree import BranchAttention, PrefixTree
 
 
 class PrefixNode(NamedTuple):
@@ -59,40 +60,6 @@ class PrefixNode(NamedTuple):
     def stop(self) -> int:
         """End of its tokens in the layout."""
         return self.start + self.end - self.begin
-
-
-class BranchAttention(NamedTuple):
-    """Queries of a node's side branches and the keys of the chain they attend to, as half-open ranges."""
-
-    first: int
-    last: int
-    """End of the queries."""
-    key: int
-    """First token of the chain."""
-    keys: int
-    """End of the node."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixTree:
-    """Attention structure of the T tokens of one forward pass."""
-
-    size: int
-    """T."""
-    ends_t: Any
-    """int64, T: end of each token's descendants."""
-    chains: tuple[tuple[int, int], ...]
-    """(start, end) of each chain; together they cover every token once."""
-    branches: tuple[BranchAttention, ...]
-    cache: dict[str, Any] = field(default_factory=dict, compare=False)
-    """Back-end data derived from the tree."""
-
-    @property
-    def pairs(self) -> int:
-        """Number of (query, key) pairs, a token with itself included."""
-        return sum((e - s) * (e - s + 1) // 2 for s, e in self.chains) + sum(
-            (branch.last - branch.first) * (branch.keys - branch.key) for branch in self.branches
-        )
 
 
 @dataclass(frozen=True, slots=True)

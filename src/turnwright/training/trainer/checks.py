@@ -24,8 +24,9 @@ from turnwright.engines import Engine, Generation, Request, Sampling
 from turnwright.errors import SyncError, TurnwrightError, UsageError
 from turnwright.records.metrics import top_counts
 from turnwright.training.advantages import MISMATCH, REJECTED, TRAINED, Credit, StepCredits
-from turnwright.training.forward.batch import MicroBatch, Ranks, TrainingBatch, TrainingRow, padded, rows_of
+from turnwright.training.forward.batch import MicroBatch, TrainingBatch, TrainingRow, padded, rows_of
 from turnwright.training.forward.forward import BANNED_LOGIT, LogitDistribution
+from turnwright.training.forward.ranks import Ranks
 from turnwright.training.loss import PolicyTerms, effective_sample_share, k3, logprob_mismatch
 from turnwright.training.trainer.optimizer import Agreement
 from turnwright.types import Trajectory

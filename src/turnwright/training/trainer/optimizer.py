@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from turnwright.config import TrainConfig
 from turnwright.errors import ModelError
 from turnwright.training.distributed import full_tensor, shard_like
-from turnwright.training.forward.batch import Ranks
+from turnwright.training.forward.ranks import Ranks
 
 _SLOTS = ("exp_avg", "exp_avg_sq")
 Direction = dict[Tensor, Tensor]

@@ -25,12 +25,13 @@ from turnwright.training.forward.batch import (
     LossDenominator,
     MicroBatch,
     Pack,
-    Ranks,
     TrainingBatch,
     make_batch,
     split_minibatches,
 )
-from turnwright.training.forward.forward import ForwardPass, LogitDistribution, SamplingSupport
+from turnwright.training.forward.forward import ForwardPass, LogitDistribution
+from turnwright.training.forward.ranks import Ranks
+from turnwright.training.forward.support import SamplingSupport
 from turnwright.training.loss import Objective, PolicyTerms, check_logprobs
 from turnwright.training.model.lora import adapter_of
 from turnwright.training.model.models import (

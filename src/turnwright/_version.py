@@ -1,0 +1,3 @@
+"""The version, which modules below `turnwright` need."""
+
+__version__ = "0.1.0"

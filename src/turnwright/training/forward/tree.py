@@ -1,0 +1,40 @@
+"""The attention structure of a tree of rows with shared prefixes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class BranchAttention(NamedTuple):
+    """Queries of a node's side branches and the keys of the chain they attend to, as half-open ranges."""
+
+    first: int
+    last: int
+    """End of the queries."""
+    key: int
+    """First token of the chain."""
+    keys: int
+    """End of the node."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTree:
+    """Attention structure of the T tokens of one forward pass."""
+
+    size: int
+    """T."""
+    ends_t: Any
+    """int64, T: end of each token's descendants."""
+    chains: tuple[tuple[int, int], ...]
+    """(start, end) of each chain; together they cover every token once."""
+    branches: tuple[BranchAttention, ...]
+    cache: dict[str, Any] = field(default_factory=dict, compare=False)
+    """Back-end data derived from the tree."""
+
+    @property
+    def pairs(self) -> int:
+        """Number of (query, key) pairs, a token with itself included."""
+        return sum((e - s) * (e - s + 1) // 2 for s, e in self.chains) + sum(
+            (branch.last - branch.first) * (branch.keys - branch.key) for branch in self.branches
+        )
