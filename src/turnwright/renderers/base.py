@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 from turnwright.types import ContentPart, MediaPlacement, Message, Tools
 
 if TYPE_CHECKING:
-    from turnwright.renderers.vision.base import VisionProcessor
+    from turnwright.renderers.vision_protocol import VisionProcessor
 
 
 class Extend(NamedTuple):

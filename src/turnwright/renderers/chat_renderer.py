@@ -42,7 +42,7 @@ from turnwright.renderers.vision.media_blocks import MediaExpander
 from turnwright.types import ContentPart, ImageRef, MediaPlacement, Message, Tools, VideoRef
 
 if TYPE_CHECKING:
-    from turnwright.renderers.vision.base import VisionProcessor
+    from turnwright.renderers.vision_protocol import VisionProcessor
 
 
 _MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")

@@ -7,7 +7,9 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
+from turnwright.config import Limits
 from turnwright.engines import Sampling
+from turnwright.envs import Env
 from turnwright.envs.isolation.process_env import ForkServers
 from turnwright.envs.rewards.workers import RewardWorkers, use_pool
 from turnwright.envs.threads import AbandonableThreads
@@ -17,11 +19,10 @@ from turnwright.rollouts.garbage import GarbageWatch
 from turnwright.rollouts.group_rewards import GroupRewards, complete_groups
 from turnwright.rollouts.timeouts import CallGate, EpisodePlace, Stop
 from turnwright.rollouts.watchdog import PendingEpisode, Watchdog
-from turnwright.types import GroupKey, Trajectory
+from turnwright.types import EpisodeKey, GroupKey, Trajectory
 
 if TYPE_CHECKING:
     from turnwright.rollouts.episode_spec import EpisodeSpec
-    from turnwright.rollouts.runner import Rollout
 
 
 class EngineRequest(NamedTuple):
@@ -36,8 +37,8 @@ class EngineRequest(NamedTuple):
 class GroupPlayer(Protocol):
     """Plays the groups of a stream elsewhere, such as on other machines. The stream has their retries and their results."""
 
-    def open(self, rollout: Rollout, gate: CallGate) -> AbstractAsyncContextManager[Any]:
-        """Return what keeps it open for a stream, whose engine calls take places of `gate`."""
+    def open(self, rollout: Any, gate: CallGate) -> AbstractAsyncContextManager[Any]:
+        """Return what keeps it open for a stream of a `Rollout`, whose engine calls take places of `gate`."""
 
     async def play(
         self,
@@ -55,6 +56,47 @@ class GroupPlayer(Protocol):
 
     def pending(self, now: float) -> list[PendingEpisode]:
         """Return the running episodes; `now` is `time.monotonic()`. May be called from another thread."""
+
+
+class EpisodePlayer(Protocol):
+    """What a stream needs of a `Rollout`."""
+
+    concurrency: int
+    environments: int | None
+    finished: int
+    watchdog_s: float
+    history: Any
+    want: frozenset[str]
+    sampling: Sampling
+    limits: Limits
+    elsewhere: GroupPlayer | None
+
+    def pending(self) -> list[PendingEpisode]:
+        """Return the running episodes."""
+
+    def recorded(self, key: EpisodeKey) -> Trajectory | None:
+        """Return a finished episode of an earlier process."""
+
+    async def play_episode(
+        self,
+        episode: EpisodeSpec,
+        make: Callable[[], Env] | None,
+        request: EngineRequest,
+        threads: AbandonableThreads,
+        group_rewards: GroupRewards,
+        stop: Stop,
+        place: EpisodePlace,
+    ) -> Trajectory:
+        """Play one episode."""
+
+    def episode_finished(self, trajectory: Trajectory) -> None:
+        """Take note of an episode that ended."""
+
+    def count_error(self, trajectory: Trajectory) -> None:
+        """Count a recorded episode's bug in user code, if it has one."""
+
+    def count_abandoned(self, threads: AbandonableThreads) -> None:
+        """Count the calls that missed their deadline."""
 
 
 class _Announced:
@@ -80,7 +122,7 @@ class RolloutStream:
             trajectories = await first
     """
 
-    def __init__(self, rollout: Rollout) -> None:
+    def __init__(self, rollout: EpisodePlayer) -> None:
         """Prepare a stream; `async with` opens it."""
         self._rollout = rollout
         self.gate = CallGate(rollout.concurrency, rollout.environments)

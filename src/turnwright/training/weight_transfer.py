@@ -28,9 +28,8 @@ import torch
 import torch.distributed as dist
 
 from turnwright.engines.local.weights import fingerprint
-from turnwright.engines.remote import RemoteEngine
 from turnwright.engines.remote.weight_files import add_output_head
-from turnwright.engines.remote.weight_sync import WeightBucket
+from turnwright.engines.remote.weight_sync import UpdatedServer, WeightBucket
 from turnwright.errors import SyncError
 
 BUCKET = 256 * 2**20
@@ -110,7 +109,7 @@ class GroupWeights:
             for bucket in rows
         ]
 
-    async def send_to(self, engine: RemoteEngine) -> None:
+    async def send_to(self, engine: UpdatedServer) -> None:
         """Have a server load them."""
         await engine.load_from_group(self)
 
@@ -286,7 +285,7 @@ class RequestWeights:
         """Encode one request's body, see `encode_tensors`."""
         return encode_tensors(self._rows[index])
 
-    async def send_to(self, engine: RemoteEngine) -> None:
+    async def send_to(self, engine: UpdatedServer) -> None:
         """Have a server load them."""
         await engine.load_from_requests(self)
 

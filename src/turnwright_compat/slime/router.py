@@ -14,7 +14,6 @@ import orjson
 from turnwright.errors import EnvError, LimitReached
 
 if TYPE_CHECKING:
-    from turnwright_compat.slime.engine import EngineServer
     from turnwright_serve.server import Call, JsonHttpServer
 
 LOOPBACK = "127.0.0.1"
@@ -27,7 +26,7 @@ class RouterPort:
     which reaches the engine without one.
     """
 
-    def __init__(self, engine: EngineServer) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._listener: socket.socket | None = None
         self._serving: asyncio.Task[JsonHttpServer] | None = None

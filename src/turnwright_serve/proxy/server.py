@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import orjson
 from starlette.responses import Response, StreamingResponse
@@ -25,9 +25,6 @@ from turnwright_serve.proxy.session import ProxySession, ReadRequest
 from turnwright_serve.proxy.wire import RequestFault, WireRequest
 from turnwright_serve.server import Call, Endpoint, HttpError, IntakeLimits, JsonHttpServer, RawBody
 
-if TYPE_CHECKING:
-    from turnwright_serve.proxy.recording import RecordedSessions
-
 HEARTBEAT_S = 5.0
 """Seconds without a reply after which a streamed answer begins, and between heartbeats. An answer that begins later can still
 have the status of an error."""
@@ -38,6 +35,19 @@ KEPT_BYTES = 256 * 2**20
 a request for longest drop it first."""
 _RETRIES = "x-stainless-retry-count"
 """Header in which the official clients count retries of a request."""
+
+
+class NamedSessions(Protocol):
+    """Sessions that begin with their first request."""
+
+    def name_of(self, path: str, headers: Mapping[str, str], key: str) -> str:
+        """Return the name of a request's session."""
+
+    async def session(self, name: str) -> ProxySession:
+        """Return a session by its name, begun if it is new."""
+
+    def end(self, name: str, reward: float | None) -> None:
+        """End a session."""
 
 
 class ProxyServer:
@@ -54,7 +64,7 @@ class ProxyServer:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        recorded: RecordedSessions | None = None,
+        recorded: NamedSessions | None = None,
         key: str = "",
         keyed_sampling: bool = True,
         limits: IntakeLimits | None = None,

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from base64 import b64decode, b64encode
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from turnwright.engines.base import Request
-from turnwright.engines.remote.http import CONTROL_S
+from turnwright.engines.remote.http import CONTROL_S, HttpClient
 from turnwright.errors import EngineError, EngineUnavailable
 from turnwright.types import MediaPlacement, VideoRef
-
-if TYPE_CHECKING:
-    from turnwright.engines.remote.vllm import VllmEngine
 
 RAW_PIXELS, SCALED_PIXELS = "uint8", "float32"
 """Pixel formats of a server's model: 8-bit pixels, which it scales and normalizes itself (`mm_device_do_normalize`, a default
@@ -63,6 +60,22 @@ MAX_MISSES = 8
 """With more misses than this, and more than hits, the address is assumed to have several servers."""
 
 
+class ServerOfImages(Protocol):
+    """What the images of requests need of vLLM's client."""
+
+    http: HttpClient
+    pixels: Any
+    counts: Counter[str]
+    server_version: str
+    routes: frozenset[str]
+    takes_pictures: bool
+    model: str | None
+
+    @property
+    def display_name(self) -> str:
+        """Name of the server in messages."""
+
+
 class VllmImages:
     """Sends the images of requests to one server.
 
@@ -71,7 +84,7 @@ class VllmImages:
     with all images.
     """
 
-    def __init__(self, engine: VllmEngine) -> None:
+    def __init__(self, engine: ServerOfImages) -> None:
         self._engine = engine
         self._pixel_format: str | None = None
         """Pixel format of the server's model: "" when undetermined, None before the probe."""

@@ -11,13 +11,11 @@ from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
-from turnwright.engines.remote.http import CONTROL_S
+from turnwright.config.schema import InFlight
+from turnwright.engines.remote.http import CONTROL_S, HttpClient
 from turnwright.errors import EngineError, SyncError
-
-if TYPE_CHECKING:
-    from turnwright.engines.remote.base import RemoteEngine
 
 CLEANUP_TIMEOUT_S = 10.0
 FINAL_REQUEST_TIMEOUT_S = 5.0
@@ -27,6 +25,30 @@ UNFINISHED = "{}-unfinished"
 TRANSFER = "start it with `turnwright engines start vllm --group`, which enables weights by process group"
 SPARE_S = 10.0
 """Seconds that a server's response may arrive after our side timed out; it is the more informative error."""
+
+
+class UpdatedServer(Protocol):
+    """What an update of weights needs of a server's client."""
+
+    http: HttpClient
+    url: str
+    in_flight: InFlight
+
+    @property
+    def display_name(self) -> str:
+        """Name of the server in messages."""
+
+    async def load_from_disk(self, directory: Path, version: int) -> None:
+        """Let the server read its weights from a directory."""
+
+    async def use_adapter(self, directory: Path, version: int) -> None:
+        """Let the server use the adapter of a directory."""
+
+    async def load_from_group(self, transfer: GroupTransfer) -> None:
+        """Let the server take weights from a process group."""
+
+    async def load_from_requests(self, transfer: RequestTransfer) -> None:
+        """Send weights to the server in requests."""
 
 
 class WeightsSource(Protocol):
@@ -40,7 +62,7 @@ class WeightsSource(Protocol):
     def is_adapter(self) -> bool:
         """Whether the server loads them beside its own weights, which other calls go on using."""
 
-    async def send_to(self, engine: RemoteEngine) -> None:
+    async def send_to(self, engine: UpdatedServer) -> None:
         """Send the weights to a server. Raises `SyncError` when it does not take them."""
 
 
@@ -52,7 +74,7 @@ class DiskWeights:
     version: int
     is_adapter: ClassVar[bool] = False
 
-    async def send_to(self, engine: RemoteEngine) -> None:
+    async def send_to(self, engine: UpdatedServer) -> None:
         """As `WeightsSource.send_to`."""
         await engine.load_from_disk(self.directory, self.version)
 
@@ -69,7 +91,7 @@ class DiskAdapter:
     version: int
     is_adapter: ClassVar[bool] = True
 
-    async def send_to(self, engine: RemoteEngine) -> None:
+    async def send_to(self, engine: UpdatedServer) -> None:
         """As `WeightsSource.send_to`."""
         await engine.use_adapter(self.directory, self.version)
 
@@ -189,7 +211,7 @@ async def suppress_errors(work: Awaitable[Any]) -> None:
             await work
 
 
-async def send_group_to_sglang(engine: RemoteEngine, transfer: GroupTransfer, ranks: int) -> None:
+async def send_group_to_sglang(engine: UpdatedServer, transfer: GroupTransfer, ranks: int) -> None:
     """Send weights to a paused SGLang server."""
     http, seconds = engine.http, transfer.seconds + SPARE_S
     with closing(transfer.group(engine.url, ranks)) as group:
@@ -216,13 +238,13 @@ def _rendezvous(group: WeightGroup) -> dict[str, Any]:
     return where | {"group_name": group.name, "backend": group.backend}
 
 
-def check_success(response: Any, engine: RemoteEngine) -> None:
+def check_success(response: Any, engine: UpdatedServer) -> None:
     """Check the response of an SGLang server."""
     if not (isinstance(response, dict) and response.get("success")):
         raise SyncError(f"{engine.display_name} reports failure: {response}")
 
 
-async def send_group_to_vllm(engine: RemoteEngine, transfer: GroupTransfer, ranks: int) -> None:
+async def send_group_to_vllm(engine: UpdatedServer, transfer: GroupTransfer, ranks: int) -> None:
     """Send weights to a paused vLLM server."""
     http, seconds = engine.http, transfer.seconds + SPARE_S
     with closing(transfer.group(engine.url, ranks)) as group:
@@ -243,7 +265,7 @@ async def send_group_to_vllm(engine: RemoteEngine, transfer: GroupTransfer, rank
             await suppress_errors(http.post("/shutdown_weight_transfer_engine", {}, CONTROL_S))
 
 
-async def send_requests_to_sglang(engine: RemoteEngine, transfer: RequestTransfer, ranks: int) -> None:
+async def send_requests_to_sglang(engine: UpdatedServer, transfer: RequestTransfer, ranks: int) -> None:
     """Send weights to a paused SGLang server in requests; each rank reads its own copy and keeps its part of the tensors."""
     name = UNFINISHED.format(transfer.version)
     check_success(await engine.http.post("/update_weight_version", {"new_version": name}, CONTROL_S), engine)

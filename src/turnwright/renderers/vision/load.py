@@ -8,10 +8,10 @@ from pathlib import Path
 
 from turnwright.errors import ModelError
 from turnwright.renderers.tokenizer import Tokenizer
-from turnwright.renderers.vision.base import VisionProcessor
 from turnwright.renderers.vision.llava import LlavaVisionProcessor, TiledVisionProcessor
 from turnwright.renderers.vision.processors import ModelFiles, read_files
 from turnwright.renderers.vision.qwen_vl import QWEN2, QWEN2_5, QWEN3, QwenVisionProcessor
+from turnwright.renderers.vision_protocol import VisionProcessor
 
 FAMILIES: Mapping[str, Callable[[str, ModelFiles], VisionProcessor]] = {
     "qwen2_vl": partial(QwenVisionProcessor, kind=QWEN2),

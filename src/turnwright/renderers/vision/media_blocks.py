@@ -13,7 +13,7 @@ from turnwright.renderers.template import PROBE_CALL, probe_result
 from turnwright.types import ImageRef, Media, MediaPlacement, Message, VideoRef
 
 if TYPE_CHECKING:
-    from turnwright.renderers.vision.base import VisionProcessor
+    from turnwright.renderers.vision_protocol import VisionProcessor
 
 
 PROBE_TEXTS = ("probebefore", "probeafter")
