@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
 import subprocess
@@ -46,40 +45,3 @@ def test_every_exported_name_resolves_and_says_what_it_is(room, name):
     value = getattr(import_module(room), name)
     if inspect.isclass(value) or inspect.isfunction(value):
         assert (value.__doc__ or "").strip(), f"{room}.{name} has no docstring"
-
-
-def public(tree, inside=""):
-    """Public functions and classes, methods too, with the class that they stand in."""
-    for node in ast.iter_child_nodes(tree):
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or node.name.startswith("_"):
-            continue
-        if not any(isinstance(d, ast.Name) and d.id == "overload" for d in node.decorator_list):
-            yield inside, node
-        if isinstance(node, ast.ClassDef):
-            yield from public(node, node.name)
-
-
-def inherits(tree, name):
-    """Whether a class of a file has bases, whose docstrings its methods then have."""
-    return any(isinstance(n, ast.ClassDef) and n.name == name and n.bases for n in ast.walk(tree))
-
-
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_everything_public_has_a_docstring(path):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    missing = [
-        f"{inside}.{node.name}" if inside else node.name
-        for inside, node in public(tree)
-        if not ast.get_docstring(node) and not _told_elsewhere(tree, inside, path)
-    ]
-    assert not missing, f"{path.name}: no docstring on {missing}"
-    assert ast.get_docstring(tree) or not tree.body, f"{path.name} does not say what it is about"
-
-
-def _told_elsewhere(tree, inside, path):
-    """Methods of a class that follows a protocol or a base say what they do there."""
-    return bool(inside) and (inherits(tree, inside) or (path.parent.name, path.name) in FOLLOWS)
-
-
-FOLLOWS = {("renderers", "tokenizer.py")}
-"""Files whose classes follow a protocol that stands in them."""

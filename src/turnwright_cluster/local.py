@@ -54,13 +54,11 @@ class EventRouter:
         on_turn(value)
 
     def append_definition(self, kind: str, value: Any) -> str:
-        """As `EventLog.append_definition`."""
         name = definition_name(kind, value)
         self._definitions.setdefault(name, {"e": kind, "name": name, "value": value})
         return name
 
     async def durable(self) -> None:
-        """As `EventLog.durable`."""
         await self._flush()
 
 
@@ -80,7 +78,6 @@ class StreamWorker:
         return self._stream.gate
 
     async def play(self, spec: GroupSpec, on_turn: OnTurn) -> PlayedGroup:
-        """As `RolloutWorker.play`."""
         env_spec = self._specs.get(spec.env)
         if env_spec is None:
             raise ConfigError(f"there is no environment {spec.env!r} here; environments are {', '.join(self._specs)}")

@@ -137,7 +137,6 @@ class WorkerPool:
 
     @contextlib.asynccontextmanager
     async def open(self, rollout: Rollout, gate: CallGate) -> AsyncIterator[None]:
-        """As `GroupPlayer.open`."""
         self._rollout, self._opened = rollout, time.monotonic()
         async with self._server.open(rollout, gate), self._ray():
             watch = asyncio.create_task(self._watch())
@@ -178,7 +177,6 @@ class WorkerPool:
         grouped: bool,
         on_start: Callable[[], None],
     ) -> list[Trajectory]:
-        """As `GroupPlayer.play`."""
         keys = [episode.key for episode in episodes]
         first, given = episodes[0], (request.sampling, request.want, request.min_version, request.blank, training)
         asked = _Asked(GroupSpec(first.env, first.task, tuple(keys), *given), first.rules.effects, grouped)
@@ -310,7 +308,6 @@ class WorkerPool:
         worker.cut(lease, WorkerFailed(f"slow: it did nothing for {idle:.0f} s (scale.stall_s = {most:g})"))
 
     def pending(self, now: float) -> list[PendingEpisode]:
-        """As `GroupPlayer.pending`."""
         return [
             PendingEpisode(key.session, asked.turns(key), _phase(asked), now - asked.since, asked.since)
             for asked in list(self._asked)

@@ -125,7 +125,6 @@ class RayEngines:
 
     @property
     def host(self) -> str:
-        """As `ServerPlacer.host`."""
         return str(ray.util.get_node_ip_address())
 
     def relays(self) -> Mapping[str, str]:

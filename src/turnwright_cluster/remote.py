@@ -108,7 +108,6 @@ class RemoteWorker:
         self._calls: dict[int, asyncio.Task[None]] = {}
 
     async def play(self, spec: GroupSpec, on_turn: OnTurn) -> PlayedGroup:
-        """As `RolloutWorker.play`."""
         if self.gone:
             raise WorkerLost(self.gone)
         lease = Lease(spec, on_turn, self._row(spec))
@@ -223,6 +222,5 @@ class RemoteWorker:
             lease.answer.set_exception(error)
 
     async def close(self) -> None:
-        """As `RolloutWorker.close`."""
         self._over = True
         self.fail(WorkerLost("the run ended"))

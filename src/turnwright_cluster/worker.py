@@ -63,7 +63,6 @@ class RunEngine:
         self._leases[group] = lease, Contexts()
 
     async def generate(self, request: Request) -> Generation:
-        """As `Engine.generate`."""
         if request.media:
             await self._link.send_images(placed_hashes(request))
         lease, contexts = self._leases[request.group]
@@ -80,7 +79,7 @@ class RunEngine:
         """As `Engine.release`: the run ends the sessions of a group together."""
 
     async def close(self) -> None:
-        """As `Engine.close`."""
+        pass
 
 
 def environments(welcome: Mapping[str, Any], root: Path) -> dict[str, EnvSpec]:

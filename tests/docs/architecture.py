@@ -26,14 +26,19 @@ def purpose(module: str) -> str:
 
 
 def layers() -> str:
-    """Return the layers of the import-linter contract, top down, as a block of text."""
+    """Return the layers of the import-linter contracts, top down, as a block of text: the packages beside the core first."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
-    rows = [row.split(" | ") for row in contracts[0]["layers"]]
-    width = max(len(name) for row in rows for name in row) - len("turnwright.")
+    by_name = {contract["name"]: contract for contract in contracts}
+    beside = by_name["Between the packages beside the core, imports point to the servers alone"]["layers"]
+    core = by_name["Imports point only down"]["layers"]
+    rows = [row.split(" | ") for row in (*beside, "turnwright", *core)]
+    width = max(len(name.removeprefix("turnwright.")) for row in rows for name in row)
     lines = []
     for row in rows:
         mark = "|" if len(row) > 1 else " "
-        lines += [f"{mark} {name.removeprefix('turnwright.'):<{width}}  {purpose(name)}".rstrip() for name in row]
+        for name in row:
+            indent = "  " if "." in name else ""
+            lines.append(f"{mark} {indent}{name.removeprefix('turnwright.'):<{width}}  {purpose(name)}".rstrip())
     return "```text\n" + "\n".join(lines) + "\n```\n"
 
 

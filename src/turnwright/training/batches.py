@@ -51,10 +51,9 @@ class SyncBatches:
         self._plan, self._objective, self._play, self._progress = plan, objective, play, progress
 
     async def settle(self) -> None:
-        """As `Batches.settle`."""
+        pass
 
     async def next(self, step: int) -> Batch:
-        """As `Batches.next`."""
         found: Batch = await self._progress(self._sample(step))
         self._plan.observe(step, found.trajectories)
         return found
@@ -66,7 +65,7 @@ class SyncBatches:
         return Batch(*await play_with_dynamic_sampling(self._plan, self._objective, step, play))
 
     async def close(self) -> None:
-        """As `Batches.close`."""
+        pass
 
 
 class OneStepOffBatches(SyncBatches):
@@ -78,12 +77,10 @@ class OneStepOffBatches(SyncBatches):
         self._following: asyncio.Task[Batch] | None = None
 
     async def settle(self) -> None:
-        """As `Batches.settle`."""
         if self._following is not None:
             await self._progress(self._following)
 
     async def next(self, step: int) -> Batch:
-        """As `Batches.next`."""
         if self._following is None:
             found = await super().next(step)
         else:
@@ -93,7 +90,6 @@ class OneStepOffBatches(SyncBatches):
         return found
 
     async def close(self) -> None:
-        """As `Batches.close`."""
         if self._following is not None:
             self._following.cancel()
             with suppress(BaseException):
@@ -166,10 +162,9 @@ class AsyncBatches:
         self._admission = asyncio.create_task(self._admit())
 
     async def settle(self) -> None:
-        """As `Batches.settle`."""
+        pass
 
     async def next(self, step: int) -> Batch:
-        """As `Batches.next`."""
         if self._scheduler.version < step and (late := self._scheduler.advance()):
             self._record({"e": "discarded", "groups": late})
             for group in late:
@@ -187,7 +182,6 @@ class AsyncBatches:
         return Batch(found, sum(self._refilled.pop(group, 0) for group in groups))
 
     async def close(self) -> None:
-        """As `Batches.close`."""
         tasks = [self._admission, *self._running.values()]
         for task in tasks:
             task.cancel()

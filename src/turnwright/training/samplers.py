@@ -46,7 +46,6 @@ class Rates:
         self.of[key] = (FADE * passes + pass_rate, FADE * groups + 1.0)
 
     def weights(self, keys: Sequence[str]) -> list[float]:
-        """As `TaskSampler.weights`."""
         return [self.weight(*self.of.get(key, (0.0, 0.0))) for key in keys]
 
     def weight(self, first: float, second: float) -> float:
@@ -54,11 +53,9 @@ class Rates:
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
-        """As `TaskSampler.state`."""
         return {key: list(pair) for key, pair in self.of.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """As `TaskSampler.load`."""
         for key, pair in state.items():
             numbers = isinstance(pair, list) and len(pair) == 2 and all(isinstance(one, float) for one in pair)
             if not numbers or not all(0.0 <= one <= 1.0 / (1.0 - FADE) for one in pair):

@@ -132,7 +132,6 @@ class TreeWeights:
 
     @property
     def is_adapter(self) -> bool:
-        """As `WeightsSource.is_adapter`."""
         return self.source.is_adapter
 
     async def send_to(self, engine: RemoteEngine) -> None:

@@ -75,11 +75,9 @@ class DiskWeights:
     is_adapter: ClassVar[bool] = False
 
     async def send_to(self, engine: UpdatedServer) -> None:
-        """As `WeightsSource.send_to`."""
         await engine.load_from_disk(self.directory, self.version)
 
     async def directory_on(self, host: str) -> Path:
-        """As `SharedWeights.directory_on`."""
         return self.directory.absolute()
 
 
@@ -92,7 +90,6 @@ class DiskAdapter:
     is_adapter: ClassVar[bool] = True
 
     async def send_to(self, engine: UpdatedServer) -> None:
-        """As `WeightsSource.send_to`."""
         await engine.use_adapter(self.directory, self.version)
 
 
