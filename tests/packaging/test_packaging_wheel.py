@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from types_kit import check, mypy
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,6 +50,7 @@ def test_the_core_installs_and_works_alone(wheel, tmp_path):
     run(sys.executable, "-m", "venv", tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
     run(python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", wheel)
+    check(mypy(python), tmp_path)
     told = run(python, Path(__file__).parent / "core_alone.py", cwd=tmp_path)
     assert told.endswith("the core is enough\n")
     assert "train" in run(tmp_path / "venv" / "bin" / "turnwright", "--help")
