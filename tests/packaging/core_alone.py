@@ -48,7 +48,7 @@ for room in (
     "envs",
     "engines",
     "rollouts",
-    "viewer",
+    "display",
     "cli.main",
     "commands",
     "api",
