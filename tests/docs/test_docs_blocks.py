@@ -126,7 +126,7 @@ def test_python_runs_whole(path, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     write_files(path, tmp_path)
     run_python(path)
-    if path.name == "README.md":
+    if path.name == "start.md":
         summary = json.loads((tmp_path / "runs" / "calc" / "summary.json").read_text())
         assert summary["success_after"] > summary["success_before"] + 0.3
 
