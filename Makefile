@@ -6,13 +6,14 @@ ARGS ?=
 # Tests start hundreds of interpreters: they find compiled modules, also where the environment turns that off.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help setup quickstart quickstart-vlm test test-slow check format clean test-browser test-engines test-compat test-agents test-ray test-gpu
+.PHONY: help setup quickstart quickstart-vlm test test-core test-slow check format clean test-browser test-engines test-compat test-agents test-ray test-gpu
 
 help:
 	@echo "make setup        .venv with exactly the versions of constraints.txt (once; the others do it when needed)"
 	@echo "make quickstart   train the tiny agent of recipes/quickstart.toml; ARGS='--seed 1' for another seed"
 	@echo "make quickstart-vlm   the same for recipes/quickstart_vlm.toml, whose agent sees"
 	@echo "make test         the tests (ARGS='tests/envs -k hop' for some of them)"
+	@echo "make test-core    the core's tests in a copy of the tree without the packages beside it"
 	@echo "make test-slow    the tests that take minutes, or a package index"
 	@echo "make test-engines the tests against real vLLM, SGLang and llama.cpp servers, installed by the first call"
 	@echo "make test-compat  user code of other frameworks against their own packages, installed by the first call"
@@ -49,6 +50,9 @@ quickstart quickstart-vlm: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ARGS)
+
+test-core: $(READY)
+	@$(BIN)/python tests/tools/core_alone.py --numprocesses auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ARGS)
 
 test-engines: $(READY)
 	@home="$${TURNWRIGHT_ENGINES:-$$HOME/.cache/turnwright/engines}"; for kind in vllm sglang; do \

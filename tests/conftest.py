@@ -11,15 +11,20 @@ import faulthandler
 import gc
 import os
 import random
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import zlib
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from turnwright import plugins
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -158,3 +163,27 @@ def _one_thread_and_draws_of_its_own(request):
     torch.manual_seed(seed)
     if torch.get_num_threads() != 1:
         torch.set_num_threads(1)
+
+
+# Without the packages beside the core, the tests of the core remain (`make test-core`).
+MISSING = [package for package in plugins.PACKAGES if find_spec(package) is None]
+TESTS = Path(__file__).parent
+BESIDE_THE_CORE = ("agents", "browser", "compat", "convert", "docs", "proxy", "scale", "viewer")
+"""Folders of tests of those packages, or of all of them."""
+
+
+@cache
+def needs_missing(path: Path) -> bool:
+    """Whether a test or a kit names a package that is missing, or imports a kit that does."""
+    text = path.read_text(encoding="utf-8")
+    if any(package in text for package in MISSING) or path.relative_to(TESTS).parts[0] in BESIDE_THE_CORE:
+        return True
+    named = set(re.findall(r"^\s*(?:from|import) (\w+)", text, re.MULTILINE))
+    kits = [kit for name in named for kit in (TESTS / f"{name}.py", path.parent / f"{name}.py") if kit.is_file()]
+    return any(needs_missing(kit) for kit in kits if kit != path)
+
+
+def pytest_ignore_collect(collection_path):
+    if MISSING and collection_path.suffix == ".py" and collection_path.name != "conftest.py":
+        return True if needs_missing(collection_path) else None
+    return None
