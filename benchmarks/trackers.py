@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 import turnwright as tw
-from turnwright_view import trackers
+from turnwright import trackers
 
 FAULTY = Path(__file__).resolve().parents[1] / "tests" / "viewer" / "faulty_trackers.py"
 KINDS = ("none", "Hangs", "Raises", "Slow", "Full")

@@ -9,7 +9,8 @@ from turnwright.config.schema import EnvConfig
 from turnwright.envs.resolve import load_object, resolve_env
 from turnwright.envs.user_imports import import_foreign
 from turnwright.errors import ConfigError
-from turnwright_compat.slime.group_filter import adapt_filter, read_choice
+from turnwright.training.advantages import read_choice
+from turnwright_compat.slime.group_filter import adapt_filter
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"numbers": [2, 5]}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}]

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from turnwright import trackers
 from turnwright.cli.main import main
 from turnwright.errors import ConfigError
-from turnwright_view import trackers
-from turnwright_view.trackers import DiskFull, TrackerPosition, TrackerProcesses, folder_of, forward_rows, tracker_of
+from turnwright.trackers import DiskFull, TrackerPosition, TrackerProcesses, folder_of, forward_rows, tracker_of
 
 OWN = Path(__file__).parent / "faulty_trackers.py"
 
@@ -93,7 +93,7 @@ def test_a_faulty_tracker_costs_a_sentence(run, kind, says):
 
 def test_a_tracker_ends_with_the_training_process_however_that_ended(run):
     code = (
-        "import sys, time; from pathlib import Path; from turnwright_view.trackers import TrackerProcesses;"
+        "import sys, time; from pathlib import Path; from turnwright.trackers import TrackerProcesses;"
         "f = TrackerProcesses([sys.argv[1]], Path(sys.argv[2]), 'p', None);"
         "print(f._processes[0][1].pid, flush=True); time.sleep(600)"
     )

@@ -292,7 +292,7 @@ def group_filter(spec: str) -> KeepGroup:
         where = f"train.group_filter = {spec!r}, task {trajectories[0].key.task!r}"
         try:
             found = function(list(trajectories))
-            choice = (found, "") if isinstance(found, bool) else _read_choice(found)
+            choice = (found, "") if isinstance(found, bool) else read_choice(found)
         except Exception as error:
             raise UsageError(f"{where}: raised {type(error).__name__}: {error}") from error
         if choice is None:
@@ -302,7 +302,7 @@ def group_filter(spec: str) -> KeepGroup:
     return keep
 
 
-def _read_choice(found: Any) -> tuple[bool, str] | None:
+def read_choice(found: Any) -> tuple[bool, str] | None:
     """Read a `DynamicFilterOutput`, whose `keep` may be a tensor, as whether the group is trained and the reason why not; None
     for another object. No spare groups are sampled here, so a group that it keeps when there are too few is kept."""
     if not (hasattr(found, "keep") and hasattr(found, "reason")):
