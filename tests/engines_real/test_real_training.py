@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
 # Heads of 32 numbers: vLLM's attention on a CPU has none of 16. At this size the recipe's own rate breaks one run of ten, in
 # this process too; half of it for half as many steps more broke none. And what a run comes to depends on where it began: the
-# gate is looked at once, at the end of the warm-up, so that all begin with the same model (docs/benchmarks.md).
+# gate is looked at once, at the end of the warm-up, so that all begin with the same model (benchmarks/results/README.md).
 SIZE = ("--model.heads", "2", "--model.kv-heads", "2", "--train.lr", "1e-3", "--train.steps", "120")
 SAME_START = ("--warmup.gate-every", "500")
 HELD_OUT = ("--eval.tasks", "1024")

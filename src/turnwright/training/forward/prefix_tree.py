@@ -157,7 +157,7 @@ def _tree(nodes: Sequence[PrefixNode]) -> PrefixTree:
 
 
 PASS = {"cpu": 3.5e7, "cuda": 1.3e11}
-"""Cost of a forward pass per layer, besides its tokens: launching its kernels. On the CPU of docs/benchmarks.md 1.6 to 2.3 ms,
+"""Cost of a forward pass per layer, besides its tokens: launching its kernels. On the CPU of benchmarks/results 1.6 to 2.3 ms,
 where a multiplication takes 0.05 ns of a pass forward and backward; on an H200 3.8 ms, at 3.5e13 of them a second in
 bfloat16 (a model of 0.4 billion numbers, beside other programs)."""
 CALL = 1.8e6
