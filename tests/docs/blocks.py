@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted(
     [
         *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "benchmarks" / "results").glob("*.md"),
         *(path for path in ROOT.glob("*.md")),
         ROOT / "src/turnwright/cli/templates/README.md.jinja",
     ]
