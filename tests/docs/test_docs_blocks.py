@@ -33,9 +33,9 @@ LANGUAGES = {
 NOT_RUN: dict[str, str] = {}
 """Python blocks that are not executed, `file.md: first line` -> why. Empty, and meant to stay so."""
 NEEDS = {
-    "environments.md: import verifiers.v1 as vf": "verifiers.v1.configs.select",
-    "environments.md: import verifiers.legacy as legacy": "turnwright_verifiers_legacy",
-    "environments.md: # an OpenEnv server": "openenv.core",
+    "libraries.md: import verifiers.v1 as vf": "verifiers.v1.configs.select",
+    "libraries.md: import verifiers.legacy as legacy": "turnwright_verifiers_legacy",
+    "libraries.md: # an OpenEnv server": "openenv.core",
 }
 """Python blocks that need a package which the extra `dev` leaves out, without which they are not executed here. The tests of
 what they show, `tests/envs/test_openenv.py`, `tests/envs/test_verifiers_tasksets.py` and

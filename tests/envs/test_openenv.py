@@ -253,7 +253,7 @@ def test_a_server_that_talks_nonsense_fails_the_episode(odd, said, message):
 
 
 def test_a_validator_that_raises_ends_the_session(url):
-    """What docs/environments.md warns of: the server cannot send the error on, and hangs up."""
+    """What docs/libraries.md warns of: the server cannot send the error on, and hangs up."""
     failed = alone(openenv_env(url), [guess(1000), guess(42)])
     assert (failed.error.type, failed.error.phase) == ("ServerError", "step")
     assert "SESSION_ERROR" in failed.error.message
@@ -301,6 +301,6 @@ def test_tasks_are_seeds_and_the_check_passes(url):
 
 
 def test_the_example_of_the_docs():
-    page = (Path(__file__).parents[2] / "docs/environments.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/libraries.md").read_text(encoding="utf-8")
     (block,) = [text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if text.startswith("# an OpenEnv server")]
-    exec(compile(block, "docs/environments.md", "exec"), {"tw": tw, "__name__": "__docs__"})
+    exec(compile(block, "docs/libraries.md", "exec"), {"tw": tw, "__name__": "__docs__"})

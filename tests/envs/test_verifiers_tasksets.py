@@ -173,8 +173,8 @@ def test_a_function_that_gives_one():
 
 
 def test_the_example_of_the_docs():
-    page = (Path(__file__).parents[2] / "docs/environments.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/libraries.md").read_text(encoding="utf-8")
     (block,) = [
         text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if text.startswith("import verifiers.v1 as vf")
     ]
-    exec(compile(block, "docs/environments.md", "exec"), {"tw": tw, "__name__": "__docs__"})
+    exec(compile(block, "docs/libraries.md", "exec"), {"tw": tw, "__name__": "__docs__"})
