@@ -154,22 +154,11 @@ def _train_in(
         run_sync(training_run.play())
     finally:
         try:
-            reports_of(run.path, renew=True)
+            plugins.reports_of(run.path, renew=True)
         except Exception as error:
             watch.note(f"could not write the report: {type(error).__name__}: {error}")
         for message in trackers.close():
             watch.note(message)
-
-
-def reports_of(run: Path, *, renew: bool) -> list[Path]:
-    """Return the files that installed commands write about a run that ended; `renew` those that there are."""
-    found = []
-    for name in plugins.installed("commands"):
-        with suppress(ConfigError):  # a package that was removed
-            report = plugins.load("commands", name).report
-            if report is not None:
-                found.append(report(run, renew))
-    return found
 
 
 @contextmanager
@@ -259,6 +248,8 @@ def _finished(training_run: TrainingRun) -> str:
     except (OSError, ValueError, KeyError):
         return ""
     key = summary.get("stopped_by", "") if steps < train.steps else ""
+    if steps < train.steps and not key:
+        return ""
     value = {"train.stop_success": train.stop_success, "train.patience": train.patience}.get(key)
     if (training_run.cursor["phase"], training_run.cursor["step"]) != ("reinforce", steps) or (key and value is None):
         return ""

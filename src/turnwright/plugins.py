@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -108,3 +109,14 @@ def load(kind: Kind, name: str) -> Any:
         if package is not None:  # an extra of ours, whose error is told where it is used
             raise
         raise ConfigError(f"the {what} of {point.value} cannot be imported ({error})") from error
+
+
+def reports_of(run: Path, *, renew: bool) -> list[Path]:
+    """Return the files that installed commands write about a run that ended; `renew` those that there are."""
+    found = []
+    for name in installed("commands"):
+        with suppress(ConfigError):  # a package that was removed
+            report = load("commands", name).report
+            if report is not None:
+                found.append(report(run, renew))
+    return found

@@ -267,7 +267,7 @@ def test_the_sanity_check_is_asked_for_by_its_peers_words_too(tmp_path):
         ('kind = "sglang"\n[rollout]\ntop_p = 0.9', "logprobs of the distribution before truncation"),
         ('kind = "sglang"\n[rollout]\ntop_k = 20', "rollout.top_k = 20"),
         ("[rollout]\ntop_p = 0.0", "must be above 0 and at most 1"),
-        ('kind = "vlm"', '"vllm"'),
+        ('kind = "vlm"', "did you mean 'vllm'?"),
         ('kind = "vllm"\nurl = "http://a:1"', "did you mean 'engine.urls'"),
         ('kind = "chat"\nupdate = "lora"\n[lora]\nrank = 4', "adapters go to vLLM and SGLang only"),
         ('kind = "vllm"\nupdate = "lora"', "there is no adapter to send; set lora.rank"),

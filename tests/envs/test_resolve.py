@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from turnwright import plugins
 from turnwright.config import EnvConfig
 from turnwright.envs import Env, Step, as_env_spec, resolve_env
 from turnwright.errors import ConfigError, TaskError
@@ -236,24 +237,31 @@ def test_installed_packages_convert_environments_of_other_libraries(tmp_path, mo
     """A package in a folder of the path: a module, and its metadata with the entry point."""
     (tmp_path / "other_envs.py").write_text(
         "import turnwright as tw\n"
+        "from turnwright.envs.foreign import Framework\n"
         "class Theirs: pass\n"
         "def convert(found):\n"
         "    if isinstance(found.target, Theirs):\n"
         "        return tw.tool_env([], max_turns=3, tasks=[{'prompt': f'Say {n}.'} for n in range(5)])\n"
+        "FRAMEWORK = Framework('other', convert)\n"
     )
     (tmp_path / "other_envs-1.dist-info").mkdir()
     (tmp_path / "other_envs-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: other-envs\nVersion: 1\n")
-    (tmp_path / "other_envs-1.dist-info/entry_points.txt").write_text("[turnwright.environments]\nx = other_envs:convert\n")
+    points = "[turnwright.frameworks]\nother = other_envs:FRAMEWORK\n"
+    (tmp_path / "other_envs-1.dist-info/entry_points.txt").write_text(points)
     monkeypatch.syspath_prepend(tmp_path)
-    theirs = importlib.import_module("other_envs").Theirs()
-    for target in (theirs, verifiers_env(theirs), verifiers_env(lambda: theirs)):
-        spec = as_env_spec(target)
-        assert isinstance(spec.factory(), Env)
-        assert [task.messages[0].text for task in spec.tasks("eval")] == ["Say 3."]
-    assert as_env_spec(theirs).max_turns == 3
-    assert pickle.loads(pickle.dumps(verifiers_env(theirs)))().tools == ()
-    with pytest.raises(ConfigError, match=r"an environment is a tw\.Env class or a factory"):
-        as_env_spec(object())
+    plugins.installed.cache_clear()
+    try:
+        theirs = importlib.import_module("other_envs").Theirs()
+        for target in (theirs, verifiers_env(theirs), verifiers_env(lambda: theirs)):
+            spec = as_env_spec(target)
+            assert isinstance(spec.factory(), Env)
+            assert [task.messages[0].text for task in spec.tasks("eval")] == ["Say 3."]
+        assert as_env_spec(theirs).max_turns == 3
+        assert pickle.loads(pickle.dumps(verifiers_env(theirs)))().tools == ()
+        with pytest.raises(ConfigError, match=r"an environment is a tw\.Env class or a factory"):
+            as_env_spec(object())
+    finally:
+        plugins.installed.cache_clear()
 
 
 def test_texts_of_one_s_own():

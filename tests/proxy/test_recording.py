@@ -160,7 +160,7 @@ def test_sigterm_ends_a_recording_with_every_open_session_written(
             threading.Thread(target=program).start()
 
     engine = RecordingEngine(lambda messages, rng: "Found.")
-    monkeypatch.setattr(commands, "_rollout", lambda *_, run, **__: Rollout(engine, byte_renderer(), run=run, sanity="off"))
+    monkeypatch.setattr(commands, "make_rollout", lambda *_, run, **__: Rollout(engine, byte_renderer(), run=run, sanity="off"))
     monkeypatch.setattr("builtins.print", began)
     before = signal.signal(signal.SIGINT, interrupts)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import sys
@@ -145,13 +144,3 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(
     assert resume(run, capsys)[0] == 0
     assert bench.weights(run) == bench.weights(whole)
     assert bench.trained(run) == bench.trained(whole)
-
-
-def test_checkpoints_of_older_releases_are_not_checked(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path in (run / "checkpoints").glob("*/state.json"):
-        state = json.loads(path.read_text())
-        state.pop("files", None)
-        state.pop("crc", None)
-        state["cursor"].pop("journal", None)
-        path.write_text(json.dumps(state))
-    assert resume(run, capsys) == (0, "")

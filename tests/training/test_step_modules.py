@@ -29,7 +29,7 @@ def modules_of(work):
     return result, {name.removeprefix(PREFIX) for name in found if name.startswith(PREFIX)}
 
 
-def test_a_step_runs_through_eight_modules(tiny_model):
+def test_a_step_runs_through_nine_modules(tiny_model):
     trainer = Trainer(tiny_model, TrainConfig())
     groups = with_logprobs(tiny_model, random_groups(0))
     result, modules = modules_of(lambda: trainer.step(groups, step=0, steps=2))
@@ -39,6 +39,7 @@ def test_a_step_runs_through_eight_modules(tiny_model):
         "forward.batch",
         "forward.forward",
         "forward.prefix_tree",
+        "forward.ranks",
         "loss",
         "trainer.checks",
         "trainer.optimizer",
