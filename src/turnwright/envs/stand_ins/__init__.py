@@ -16,8 +16,11 @@ from turnwright.envs import user_imports as _user_imports  # noqa: F401  # finds
 def _folders() -> list[Path]:
     folders = []
     for point in plugins.installed("frameworks").values():
+        parent = point.module.rpartition(".")[0]
+        if not parent:
+            continue  # a module without a folder of its own
         try:
-            package = find_spec(point.module.rpartition(".")[0])
+            package = find_spec(parent)
         except ModuleNotFoundError:  # a package that was removed, but not uninstalled
             continue
         places = [] if package is None else list(package.submodule_search_locations or ())
