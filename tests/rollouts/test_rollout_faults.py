@@ -498,6 +498,8 @@ def test_stopping_a_rollout_closes_its_worlds_and_leaves_nothing_running():
 
     async def run():
         work = asyncio.ensure_future(tw.arollout(make, faulty(["", "reset_hangs", "step_hangs"] * 4), engine))
+        while make.kind.opened < 12:
+            await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
         work.cancel()
         with pytest.raises(asyncio.CancelledError):
