@@ -2,7 +2,8 @@
 
 A reply is rendered where it comes last and cut as an engine cuts it: from the generation prompt to the first stop. What is not
 read back must be said by `turnwright check`: that a stop comes before the end of such replies, or that no parser reads the
-calls."""
+calls.
+"""
 
 from __future__ import annotations
 

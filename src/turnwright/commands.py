@@ -15,6 +15,7 @@ from turnwright import files, plugins
 from turnwright.config import ResolvedConfig, RunConfig
 from turnwright.config.dump import load_run_config, to_json_dict
 from turnwright.config.launch import world_size
+from turnwright.display.reports import reports_of
 from turnwright.errors import ConfigError, ModelError, TraceError, UsageError
 from turnwright.records import NullListener, ProgressListener, RunDir, to_json, trajectory_row
 from turnwright.rollouts.api import run_sync
@@ -154,7 +155,7 @@ def _train_in(
         run_sync(training_run.play())
     finally:
         try:
-            plugins.reports_of(run.path, renew=True)
+            reports_of(run.path, renew=True)
         except Exception as error:
             watch.note(f"could not write the report: {type(error).__name__}: {error}")
         for message in trackers.close():
@@ -247,15 +248,17 @@ def _finished(training_run: TrainingRun) -> str:
         steps = summary["rl_steps"]
     except (OSError, ValueError, KeyError):
         return ""
-    key = summary.get("stopped_by", "") if steps < train.steps else ""
-    if steps < train.steps and not key:
+    if (training_run.cursor["phase"], training_run.cursor["step"]) != ("reinforce", steps):
         return ""
-    value = {"train.stop_success": train.stop_success, "train.patience": train.patience}.get(key)
-    if (training_run.cursor["phase"], training_run.cursor["step"]) != ("reinforce", steps) or (key and value is None):
-        return ""
-    stopped = f" ({key} = {value:g} was reached)" if key else ""
-    more = f"--train.steps {2 * train.steps}" + (f" --{key} none" if key else "")
-    return f"{run} is finished after {steps} steps{stopped}; extend it with: turnwright train --resume {run} {more}"
+
+    more, reached = f"--train.steps {2 * train.steps}", ""
+    if steps < train.steps:  # a goal ended it, unless it is not finished
+        key = summary.get("stopped_by", "")
+        value = {"train.stop_success": train.stop_success, "train.patience": train.patience}.get(key)
+        if value is None:
+            return ""
+        more, reached = f"{more} --{key} none", f" ({key} = {value:g} was reached)"
+    return f"{run} is finished after {steps} steps{reached}; extend it with: turnwright train --resume {run} {more}"
 
 
 def run_evaluation(

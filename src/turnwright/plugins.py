@@ -20,9 +20,9 @@ recipes and commands use::
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -91,32 +91,32 @@ def names(kind: Kind) -> list[str]:
 
 def load(kind: Kind, name: str) -> Any:
     """Return a thing by its kind and name; raise `ConfigError` where it is missing, or cannot be imported."""
+    what = f"{kind.removesuffix('s')} {name!r}"
     package = OURS.get(kind, {}).get(name)
     point = installed(kind).get(name)
-    what = f"{kind.removesuffix('s')} {name!r}"
-    if point is None and package is None:
-        raise ConfigError(f"no {what} is installed; there are {', '.join(names(kind)) or 'none'}")
-    missing = ConfigError(
-        f"the {what} is part of {package}, which is not in this installation; install all of turnwright again"
-    )
+    if package is not None:
+        if point is None or find_spec(package) is None:
+            raise ConfigError(
+                f"the {what} is part of {package}, which is not in this installation; install all of turnwright again"
+            )
+        return point.load()  # where an extra of ours is missing, its error says which
+
     if point is None:
-        raise missing
+        raise ConfigError(f"no {what} is installed; there are {', '.join(names(kind)) or 'none'}")
     try:
         return point.load()
-    except ModuleNotFoundError as error:
-        if package is not None and (error.name or "").partition(".")[0] == package:
-            raise missing from None
-        if package is not None:  # an extra of ours, whose error is told where it is used
-            raise
+    except Exception as error:  # of a stranger's package, which may raise anything
         raise ConfigError(f"the {what} of {point.value} cannot be imported ({error})") from error
 
 
-def reports_of(run: Path, *, renew: bool) -> list[Path]:
-    """Return the files that installed commands write about a run that ended; `renew` those that there are."""
-    found = []
-    for name in installed("commands"):
-        with suppress(ConfigError):  # a package that was removed
-            report = load("commands", name).report
-            if report is not None:
-                found.append(report(run, renew))
-    return found
+def loaded(kind: Kind) -> Iterator[Any]:
+    """Yield the installed things of a kind, in order of their names.
+
+    One that cannot be imported is left out: `load` tells why to who names it.
+    """
+    for name in installed(kind):
+        try:
+            thing = load(kind, name)
+        except ConfigError:
+            continue
+        yield thing

@@ -38,10 +38,11 @@ from turnwright.envs import EnvSpec
 from turnwright.renderers.chat_renderer import ChatRenderer
 from turnwright.rollouts import EpisodeSpec, Rollout, group_by_task
 from turnwright.training.advantages import advantages
+from turnwright.training.algorithms.grpo import ALGORITHM as GRPO
 from turnwright.training.forward.batch import BatchPacker, LossDenominator, make_batch
 from turnwright.training.forward.forward import ForwardPass, LogitDistribution
 from turnwright.training.forward.ranks import Ranks
-from turnwright.training.loss import TokenBatch, surrogate
+from turnwright.training.loss import TokenBatch
 from turnwright.training.model.weights import clone_tensors, tied_names
 from turnwright.training.trainer.optimizer import Optimizer, schedule
 from turnwright.types import EpisodeKey, Task, Trajectory
@@ -87,14 +88,13 @@ async def learn(
 
             # Credit: an episode's advantage is its reward less the mean of its group, in standard
             # deviations. A group with equal rewards, or with a failed episode, is not trained.
-            step_credits = advantages(group_by_task(episodes), kind="std", on_failure="drop_group")
-            credits = step_credits.credits
+            step_credits = advantages(group_by_task(episodes), kind=GRPO.advantage, on_failure="drop_group")
 
             # Batch: every sampled token once, with its advantage and its weight in the loss. All
             # tokens weigh the same, whatever episode, turn and forward pass they are in.
             batch = make_batch(
                 step_credits.trained,
-                LossDenominator.of(credits, "token"),
+                LossDenominator.of(step_credits.credits, GRPO.aggregation),
                 micro_tokens=MICRO_TOKENS,
                 vision=renderer.vision,
                 pack=packer.pack,
@@ -110,11 +110,11 @@ async def learn(
                     old=stats.logprobs_m.detach(),  # of the policy that sampled, which is this one
                     advantage=batch.advantages_n[micro.tokens_m].to(stats.logprobs_m.dtype),
                     sequence=torch.zeros_like(stats.logprobs_m),
-                    clip_low=0.2,
-                    clip_high=0.28,
+                    clip_low=GRPO.clip_low,
+                    clip_high=GRPO.clip_high,
                 )
                 weights_m = batch.weights_n[micro.tokens_m].to(stats.logprobs_m.dtype)
-                loss = (surrogate(tokens).loss * weights_m).sum()
+                loss = (GRPO.loss(tokens).loss * weights_m).sum()
                 loss.backward()
                 step_loss += loss.item()
 

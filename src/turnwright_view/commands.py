@@ -280,7 +280,8 @@ def _announce(run_dir: Path, address: str) -> None:
 
     found = findings(run_dir, read_run(run_dir).rows, [])
     sanity = ["", "sanity check: built ids differ from the chat template's render", *table(found)] if found else []
-    for line in (*lines_of_run(run_dir), *sanity):
+    diagnoses = [f"diagnosis: {line}" for line in lines_of_run(run_dir)]
+    for line in (*diagnoses, *sanity):
         print(line, flush=True)
     if address:
         webbrowser.open(address)

@@ -47,6 +47,16 @@ def test_one_version():
     assert f"## {turnwright.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
+def test_what_an_installation_says_is_missing_is_what_the_packages_add():
+    """Entry points of a package that was removed are gone with it, so the core has the list a second time."""
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    added = {
+        group.removeprefix("turnwright."): {name: value.partition(".")[0] for name, value in values.items()}
+        for group, values in points.items()
+    }
+    assert added == plugins.OURS
+
+
 def test_the_pins_cover_what_is_asked_for():
     """`constraints.txt` holds an exact version of every direct dependency."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -20,7 +20,7 @@ import turnwright as tw
 from turnwright.cli.main import main
 from turnwright.errors import TraceError
 from turnwright.records import JsonLines, RunDir, read_json_lines, rebuild_trajectories, to_json
-from turnwright.records.run_dir import RECORD_VERSION
+from turnwright.records.run_dir import RECORD_VERSION, check_version
 from turnwright.rollouts import Rollout, make_episode_specs
 from turnwright.types import (
     EpisodeKey,
@@ -455,3 +455,20 @@ def test_a_run_of_an_earlier_version_is_refused_in_one_line(tmp_path, capsys):
         RunDir(tmp_path / "old")
     assert main(["view", str(tmp_path / "old")]) == 2
     assert line in capsys.readouterr().err
+
+
+DAMAGED = [b"not JSON", b"[1, 2]", b"7", b'"settings"', b'{"e": "settings"}', b'{"e": "settings", "value": [2]}', b"[" * 5000]
+
+
+@pytest.mark.parametrize("line", DAMAGED, ids=range(len(DAMAGED)))
+def test_the_version_of_a_run_is_found_beside_damaged_lines(tmp_path, line):
+    """What is damaged is told by what reads all of the journal; the version is that of the first settings that can be read."""
+    journal = tmp_path / "journal.jsonl"
+    journal.write_bytes(line + b"\n")
+    check_version(tmp_path)
+    old = to_json({"e": "settings", "name": "x", "value": {"v": RECORD_VERSION - 1}})
+    journal.write_bytes(line + b"\n" + to_json({"e": "opened", "k": []}) + b"\n" + old + b"\n")
+    check_version(tmp_path)
+    journal.write_bytes(b"not JSON\n" + old + b"\n")
+    with pytest.raises(TraceError, match="recorded by an earlier version"):
+        check_version(tmp_path)

@@ -13,8 +13,9 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
+from turnwright.plugins import PACKAGES
+
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("turnwright_view", "turnwright_serve", "turnwright_cluster", "turnwright_compat")
 
 
 def copy_core(folder: Path) -> Path:

@@ -23,7 +23,7 @@ from turnwright._version import __version__
 from turnwright.cli.options import split_overrides
 from turnwright.cli.tools import add_check, add_engines, add_init, add_pack
 from turnwright.cli.training import add_evaluate, add_rollout, add_train
-from turnwright.errors import ConfigError, TraceError, TurnwrightError, UsageError, missing_training
+from turnwright.errors import TraceError, TurnwrightError, UsageError, missing_training
 from turnwright.files import why_not_written
 from turnwright.plugins import FOLDERS
 from turnwright.shutdown import StopSignals
@@ -69,9 +69,8 @@ def build_parser(command: str = "") -> argparse.ArgumentParser:
     for add in COMMANDS.values():
         add(subparsers)
     if command not in COMMANDS:
-        for name in plugins.installed("commands"):
-            with suppress(ConfigError):  # a package that was removed; `_run` tells of it
-                plugins.load("commands", name).add(subparsers)
+        for added in plugins.loaded("commands"):
+            added.add(subparsers)
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Commands init, check, engines, serve, convert."""
+"""Commands init, check, engines and pack."""
 
 from __future__ import annotations
 

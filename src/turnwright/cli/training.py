@@ -1,4 +1,4 @@
-"""Commands train, eval, rollout, record, worker."""
+"""Commands train, eval and rollout."""
 
 from __future__ import annotations
 
@@ -180,9 +180,9 @@ def run_train(args: argparse.Namespace) -> int:
 
 def closing_lines(run_dir: Path, recipe: Path | None) -> list[str]:
     """Return the run's results, the path of its report, and three commands to try next."""
-    from turnwright import plugins
     from turnwright.display.diagnosis import lines_of_run
     from turnwright.display.progress import duration
+    from turnwright.display.reports import reports_of
     from turnwright.display.run_data import number, read_run
 
     summary = read_run(run_dir).summary
@@ -211,8 +211,8 @@ def closing_lines(run_dir: Path, recipe: Path | None) -> list[str]:
     times = [(number(summary.get(key)), name) for key, name in (("wall_s", "wall"), ("cpu_s", "CPU"))]
     if known := [f"{duration(seconds)} {name}" for seconds, name in times if seconds is not None]:
         rows.append(("time", ", ".join(known)))
-    rows += [("report", str(path)) for path in plugins.reports_of(run_dir, renew=False)]
-    rows += [("diagnosis", line.removeprefix("diagnosis: ")) for line in lines_of_run(run_dir)]
+    rows += [("report", str(path)) for path in reports_of(run_dir, renew=False)]
+    rows += [("diagnosis", line) for line in lines_of_run(run_dir)]
     next_run = f"turnwright train {recipe} --seed 1" if recipe is not None else "turnwright init my_env"
     following = [f"turnwright view {run_dir} --open", f"turnwright eval --run {run_dir} --samples 4", next_run]
     return [*(f"{label:<10} {text}" for label, text in rows), "next:", *(f"  {command}" for command in following)]

@@ -458,4 +458,4 @@ class DiagnosingListener(ProgressListener):
 def lines_of_run(run: Path) -> list[str]:
     """Return the diagnoses of a run, one line each."""
     data = read_run(run)
-    return [single_line(f"diagnosis: {one.text}", 1000) for one in diagnose(data.rows, data.summary)]
+    return [single_line(one.text, 1000) for one in diagnose(data.rows, data.summary)]

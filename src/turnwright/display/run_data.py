@@ -197,7 +197,7 @@ def episode_record(row: Row) -> Row:
 
 
 def metrics_row(row: Row) -> Row:
-    """Return a row of metrics ; raise an error for one that cannot be used."""
+    """Return a row of metrics; raise an error for one that cannot be used."""
     hash(row.get("step"))  # it distinguishes rows
     for _ in flatten_row(row):  # fails for tables in tables without end
         pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -93,10 +92,9 @@ def load_registered(name: str, id: str) -> Any:
 
 def adapters() -> Iterator[Adapter]:
     """Yield the adapters that recognize objects, in order of their frameworks' names."""
-    for name in plugins.installed("frameworks"):
-        with suppress(ConfigError):  # a package that was removed
-            if framework(name).recognizes:
-                yield framework(name).adapt
+    for known in plugins.loaded("frameworks"):
+        if known.recognizes:
+            yield known.adapt
 
 
 def adapt(found: ForeignObject) -> Any:
@@ -110,12 +108,9 @@ def adapt(found: ForeignObject) -> Any:
 
 def adapt_group_filter(function: Callable[..., Any]) -> Callable[[Sequence[Trajectory]], Any] | None:
     """Return a function of a group's trajectories for a filter of an installed framework; None where none knows it."""
-    for name in plugins.installed("frameworks"):
-        with suppress(ConfigError):  # a package that was removed
-            known = framework(name).group_filter
-            if known is not None and (adapted := known(function)) is not None:
-                return adapted
-    return None
+    filters = [known.group_filter for known in plugins.loaded("frameworks") if known.group_filter is not None]
+    adapted = (as_filter(function) for as_filter in filters)
+    return next((one for one in adapted if one is not None), None)
 
 
 def refuse_faithful(found: ForeignObject) -> None:

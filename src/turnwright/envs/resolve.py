@@ -206,20 +206,23 @@ def _of_module(path: str, name: str, use: str, base: Path) -> Any:
         raise
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and _within(error.name, path):
-            beside = base / (path.replace(".", "/") + ".py")
-            near = (
-                f"did you mean {beside.relative_to(base)}:{name}?"
-                if beside.is_file()
-                else did_you_mean(path, frameworks(), 0.6)
-            )
-            known = f"write file.py:Name, or framework:id with one of {', '.join(frameworks())}"
-            raise ConfigError(f"{use}: no module {error.name!r} is installed; {near or known}") from error
+            raise ConfigError(f"{use}: no module {error.name!r} is installed; {_near(path, name, base)}") from error
         place = user_location(error)
         message = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"{use}: {path} cannot be imported: {message}{place and f' ({place})'}") from error
     if not hasattr(module, name):
         raise ConfigError(f"{path} has no {name!r}; {_known_names(module, name)}")
     return getattr(module, name)
+
+
+def _near(path: str, name: str, base: Path) -> str:
+    """Return what may have been meant by `path:name`, where there is no module `path`."""
+    file = base / (path.replace(".", "/") + ".py")
+    if file.is_file():
+        return f"did you mean {file.relative_to(base)}:{name}?"
+    if near := did_you_mean(path, frameworks(), 0.6):
+        return near
+    return f"write file.py:Name, or framework:id with one of {', '.join(frameworks())}"
 
 
 def _within(missing: str | None, path: str) -> bool:

@@ -327,16 +327,26 @@ def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
 
 
 def check_version(run: Path) -> None:
-    """Raise `TraceError` for the directory of a run that was recorded in an earlier format."""
-    for event in read_json_lines(run / "journal.jsonl", Checks()):
-        if event.get("e") != "settings":
+    """Raise `TraceError` for the directory of a run that was recorded in an earlier format.
+
+    Damaged lines say nothing about the format: `read_json_lines` and the viewer, which read all of the run, report them.
+    """
+    for _, line in complete_lines(run / "journal.jsonl"):
+        try:
+            event = orjson.loads(line)
+        except ValueError:
             continue
-        if event["value"].get("v") != RECORD_VERSION:
+        kind = event.get("e") if isinstance(event, dict) else None
+        if kind == "opened":  # an episode, before which its settings are written
+            return
+        value = event.get("value") if kind == "settings" else None
+        if isinstance(value, dict):
+            if value.get("v") == RECORD_VERSION:
+                return
             raise TraceError(
                 f"{run}: recorded by an earlier version of turnwright, whose runs this one does not read; use that "
                 "version, or start a new run"
             )
-        return
 
 
 class RunDir:

@@ -29,8 +29,10 @@ from turnwright.training.loss import logprob_mismatch
 from turnwright.training.policies import AgentView
 from turnwright.types import Trajectory
 
+CHECKED = ("render_checks", "render_mismatch_", "render_check_failed_")
+"""Prefixes of the sanity check's counters, which a step's row sums up under their own names."""
 COUNTED = ("judge_", "user_", "reward_missing/")
-"""Prefixes of trajectory metrics that a step's row sums up."""
+"""Prefixes of other counters, which it sums up in `reward_counts`."""
 
 
 def versions() -> dict[str, str]:
@@ -104,8 +106,8 @@ def peak_memory() -> dict[str, float]:
 
 
 def _parts(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """Return sums of the render check's counters and of those of judges, users and rewards, and means
-    of named reward parts; empty ones omitted."""
+    """Return sums of the counters of the sanity check, and of judges, users and rewards, and means of named
+    reward parts; empty ones omitted."""
     checks: dict[str, int] = {}
     values: dict[str, list[float]] = {}
     counts: dict[str, float] = {}
@@ -113,7 +115,7 @@ def _parts(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
         for name, value in trajectory.rewards.items():
             values.setdefault(name, []).append(value)
         for name, value in trajectory.metrics.items():
-            if name.startswith("render_"):
+            if name.startswith(CHECKED):
                 checks[name] = checks.get(name, 0) + int(value)
             if name.startswith(COUNTED):
                 counts[name] = counts.get(name, 0.0) + value

@@ -7,7 +7,7 @@ import errno
 import socket
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
@@ -19,6 +19,17 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 
 
+class AnswersRequests(Protocol):
+    """The engine of an episode."""
+
+    @property
+    def model(self) -> Any:
+        """The model, with its `tokenizer`."""
+
+    async def answer(self, url: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        """Answer a request."""
+
+
 class RouterPort:
     """A port of this machine that only one episode has, so a request needs nothing else to name its episode.
 
@@ -26,7 +37,7 @@ class RouterPort:
     which reaches the engine without one.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: AnswersRequests) -> None:
         self._engine = engine
         self._listener: socket.socket | None = None
         self._serving: asyncio.Task[JsonHttpServer] | None = None

@@ -28,14 +28,15 @@ def _folders() -> list[Path]:
     return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
 
 
-__path__ = [str(folder) for folder in _folders()]
+_FOLDERS = _folders()
+__path__ = [str(folder) for folder in _FOLDERS]
 
 SAME: dict[str, str] = {}
 """Modules whose names another module has, for which there is no file, and so for the modules below them."""
 ALWAYS: list[str] = []
 """Frameworks whose stand-ins are used where they are installed too."""
 
-for _folder in _folders():
+for _folder in _FOLDERS:
     if (_file := _folder / "stand_ins.toml").is_file():
         _settings = tomllib.loads(_file.read_text(encoding="utf-8"))
         SAME |= _settings.get("same", {})
