@@ -7,11 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from turnwright import plugins
+from turnwright.display.reports import reports_of
+from turnwright.envs.foreign import adapt_group_filter
+from turnwright.errors import ConfigError
 
 SRC = Path(plugins.__file__).parents[1]
 STRANGER = '''
@@ -152,15 +156,63 @@ to = ["strange"]
 """
 
 
+# One part of it raises when it is imported, the others when they are used.
+TROUBLE = """
+from turnwright.cli.options import Command
+from turnwright.envs.foreign import Framework
+from turnwright.errors import ConfigError
+
+
+def report(run, renew):
+    if renew:
+        raise ConfigError("no room for the report")
+    return run / "theirs.txt"
+
+
+def group_filter(function):
+    if function is print:
+        raise ConfigError("print is no filter")
+
+
+REPORTS = Command(lambda subparsers: None, report=report)
+FILTERS = Framework("filters", lambda found: None, group_filter=group_filter)
+
+
+def __getattr__(name):
+    raise RuntimeError("a part is missing")
+"""
+TROUBLE_POINTS = """
+[turnwright.commands]
+a_broken = trouble:COMMAND
+reports = trouble:REPORTS
+
+[turnwright.frameworks]
+a_broken = trouble:FRAMEWORK
+filters = trouble:FILTERS
+"""
+
+
+def install(folder: Path, name: str, code: str, points: str) -> Path:
+    """Write a package of one module and its metadata to a folder, as pip installs it; return the folder."""
+    (folder / f"{name}.py").write_text(code)
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(points)
+    return folder
+
+
 @pytest.fixture
 def stranger(tmp_path: Path) -> Path:
-    """A folder with a package of one module and its metadata, as pip installs it."""
-    (tmp_path / "stranger.py").write_text(STRANGER)
-    info = tmp_path / "stranger-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(POINTS)
-    return tmp_path
+    return install(tmp_path, "stranger", STRANGER, POINTS)
+
+
+@pytest.fixture
+def _trouble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(install(tmp_path, "trouble", TROUBLE, TROUBLE_POINTS))
+    plugins.installed.cache_clear()
+    yield
+    plugins.installed.cache_clear()
 
 
 def turnwright(folder: Path, *words: str, src: Path = SRC) -> subprocess.CompletedProcess[str]:
@@ -202,6 +254,25 @@ def test_a_wrong_name_is_told_in_one_line(stranger, words, error):
     assert done.returncode == 2
     assert error in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.usefixtures("_trouble")
+@pytest.mark.parametrize("kind", ["commands", "frameworks"])
+def test_what_cannot_be_imported_is_left_out_and_told_to_who_names_it(kind):
+    assert len(list(plugins.loaded(kind))) == len(plugins.installed(kind)) - 1
+    with pytest.raises(ConfigError, match=r"'a_broken' of trouble:\w+ cannot be imported \(a part is missing\)"):
+        plugins.load(kind, "a_broken")
+
+
+@pytest.mark.usefixtures("_trouble")
+def test_errors_of_what_is_used_are_told(tmp_path):
+    """They are not those of a package that cannot be imported."""
+    assert tmp_path / "theirs.txt" in reports_of(tmp_path, renew=False)
+    with pytest.raises(ConfigError, match="no room for the report"):
+        reports_of(tmp_path, renew=True)
+    assert adapt_group_filter(len) is None
+    with pytest.raises(ConfigError, match="print is no filter"):
+        adapt_group_filter(print)
 
 
 @pytest.fixture(scope="module")

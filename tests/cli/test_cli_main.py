@@ -6,13 +6,11 @@ import json
 import subprocess
 import sys
 import types
-import warnings
 from pathlib import Path
 
 import pytest
 
-import turnwright as tw
-from turnwright.cli.main import _own_warnings_without_source, main
+from turnwright.cli.main import main
 from turnwright.errors import TaskError, TraceError
 
 HOP = '[[env]]\nuse = "hop"\n'
@@ -207,14 +205,18 @@ def test_mistakes_found_later_are_one_line_too(capsys, recipe, commands, error, 
     assert "\x1b" not in message
 
 
-def test_a_warning_of_ours_is_one_line_without_a_line_of_our_code():
-    before = warnings.formatwarning
-    with _own_warnings_without_source():
-        ours = warnings.formatwarning("a text", UserWarning, str(Path(tw.__file__).parent / "rollouts" / "api.py"), 1)
-        other = warnings.formatwarning("a text", UserWarning, "task.py", 2)
-    assert ours == "warning: a text\n"
-    assert other == before("a text", UserWarning, "task.py", 2)
-    assert warnings.formatwarning is before
+def test_a_warning_of_ours_is_one_line_without_a_line_of_our_code(tmp_path):
+    (tmp_path / "task.py").write_text(
+        "import warnings\n"
+        "from turnwright.envs.builtin import hop\n"
+        "warnings.warn('not ours')\n"
+        "warnings.warn_explicit('a text', UserWarning, hop.__file__, 1)\n"
+        "Hop = hop.Hop\n"
+    )
+    (tmp_path / "hop.toml").write_text('[[env]]\nuse = "task.py:Hop"\n')
+    said = shell("rollout", "hop.toml", "-n", "1", "--quiet", cwd=tmp_path).stderr.splitlines()
+    assert [line for line in said if "a text" in line] == ["warning: a text"]
+    assert [line for line in said if "UserWarning" in line] == [f"{tmp_path / 'task.py'}:3: UserWarning: not ours"]
 
 
 def test_interrupts_leave_with_130_and_other_errors_show_their_traceback(capsys, recipe, commands):
