@@ -226,7 +226,6 @@ def outcome(run: Path, alone: Path) -> dict[str, Any]:
             [event["step"] for event in seen if event["e"] == "trained"],
         )
     )
-    closed.subtract(Counter(str(event["k"]) for event in seen if event["e"] == "voided"))
     summary, other = (json.loads((one / "summary.json").read_text()) for one in (run, alone))
     weights = [max((one / "checkpoints").glob("step-*")).joinpath("model.safetensors").read_bytes() for one in (run, alone)]
     return {

@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from turnwright_cluster.base import GroupSpec as GroupSpec
     from turnwright_cluster.base import PlayedGroup as PlayedGroup
     from turnwright_cluster.base import RolloutWorker as RolloutWorker
-    from turnwright_cluster.base import WorkerLied as WorkerLied
     from turnwright_cluster.base import WorkerLost as WorkerLost
 
 if not TYPE_CHECKING:

@@ -61,7 +61,6 @@ class RolloutWorker(Protocol):
 
         Raises:
             WorkerLost: when no answer will come.
-            WorkerLied: for an answer that cannot be one of the group.
         """
 
     async def close(self) -> None:
@@ -73,8 +72,4 @@ class WorkerLost(TurnwrightError, RuntimeError):
 
 
 class WorkerFailed(WorkerLost):
-    """A worker that is there, but could not play a group, or did nothing for too long."""
-
-
-class WorkerLied(TurnwrightError, RuntimeError):
-    """A worker whose answer cannot be true; nothing that it sent of the group is used."""
+    """A worker that is there, but could not play a group, sent what does not fit, or did nothing for too long."""

@@ -1,4 +1,4 @@
-"""Pool of workers: places groups, asks again elsewhere when a worker is lost, and uses nothing that a lying one sent."""
+"""Pool of workers: places groups, and asks again elsewhere when a worker is lost or fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwright.config import RunConfig
-from turnwright.engines import PolicyEngine
 from turnwright.envs.spec import EnvSpec
 from turnwright.errors import ConfigError, TurnwrightError
 from turnwright.records import RunDir
@@ -22,7 +21,7 @@ from turnwright.rollouts.stream import EngineRequest
 from turnwright.rollouts.timeouts import CallGate
 from turnwright.rollouts.watchdog import PendingEpisode
 from turnwright.types import EpisodeKey, Trajectory
-from turnwright_cluster.base import GroupSpec, WorkerFailed, WorkerLied, WorkerLost
+from turnwright_cluster.base import GroupSpec, WorkerFailed, WorkerLost
 from turnwright_cluster.code import code_of
 from turnwright_cluster.record import GroupRecord
 from turnwright_cluster.remote import Lease, RemoteWorker
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from turnwright_cluster.ray_workers import RayWorkers
 
 MAX_FAILED = 5
-"""Number of times that a group fails or is lied about before the run stops; workers that are lost do not count."""
+"""Number of times that a group fails before the run stops; workers that are lost do not count."""
 STOP_SHARE = 0.5
 """Share of a lease that a worker gets beyond it to stop the groups of environments with effects."""
 
@@ -133,7 +132,7 @@ class WorkerPool:
         self._asked: list[_Asked] = []
         self._resumed = resumed
         self.asked_again: Counter[str] = Counter()
-        """Groups that were asked for again, by reason: `lost`, `failed`, `lied`."""
+        """Groups that were asked for again, by reason: `lost`, `failed`."""
 
     @contextlib.asynccontextmanager
     async def open(self, rollout: Rollout, gate: CallGate) -> AsyncIterator[None]:
@@ -202,19 +201,13 @@ class WorkerPool:
 
     async def _ask(self, worker: RemoteWorker, asked: _Asked) -> None:
         """Ask one worker for what is left of a group."""
-        spec, engine = asked.left(), self._rollout.engine
-        is_fixed = engine.is_fixed if isinstance(engine, PolicyEngine) else lambda agent: False
-        record = GroupRecord(spec, self._run.journal, self._rollout.renderer.fingerprint, is_fixed)
+        spec = asked.left()
+        record = GroupRecord(spec, self._run.journal)
         asked.start(record)
         try:
             await worker.play(spec, record.add)
             if missing := [key for key in spec.keys if key not in record.finished]:
-                raise WorkerLied(f"answered a group of which {len(missing)} of {len(spec.keys)} episodes did not end")
-        except WorkerLied as lie:
-            record.void()
-            self._server.ban(worker, lie)
-            self._again(asked, worker, "lied", lie)
-            await self._until_stopped(asked, worker)
+                raise WorkerFailed(f"answered a group of which {len(missing)} of {len(spec.keys)} episodes did not end")
         except WorkerLost as lost:
             asked.take(record)
             self._again(asked, worker, "failed" if isinstance(lost, WorkerFailed) else "lost", lost)

@@ -1,4 +1,4 @@
-"""Workers in other processes, as the run sees them: leases of groups, and what each worker may and may not say."""
+"""Workers in other processes, as the run sees them: leases of groups, and what each worker has and lacks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnwright.errors import TraceError
-from turnwright_cluster.base import GroupSpec, OnTurn, PlayedGroup, WorkerFailed, WorkerLied, WorkerLost
+from turnwright.records.serialization import Event
+from turnwright_cluster.base import GroupSpec, OnTurn, PlayedGroup, WorkerFailed, WorkerLost
 from turnwright_cluster.codec import Contexts, read_group
-from turnwright_cluster.ledger import EngineLedger
 
 
 @dataclass(slots=True, eq=False)
@@ -35,8 +35,6 @@ class Lease:
     """Sessions that the engine may hold caches for."""
     count: int = 0
     """Number of its events."""
-    ledger: EngineLedger = field(default_factory=EngineLedger)
-    """What the engine sampled for it."""
     contexts: Contexts = field(default_factory=Contexts)
 
     def begin(self, session: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -56,24 +54,18 @@ class Lease:
         for task in list(self.calls):
             task.cancel()
 
-    def event(self, event: Any) -> None:
-        """Take an event; raise `WorkerLied` if it cannot be one of the group."""
+    def event(self, event: Event) -> None:
+        """Take an event; one that does not fit, or cannot be written, ends the lease."""
         self.active = time.monotonic()
         self.count += 1
         try:
-            known = not isinstance(event, dict) or self.ledger.covers(event)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise WorkerLied(f"sent an event that cannot be read ({error!r:.200})") from error
-        if not known:
-            raise WorkerLied("sent ids that the engine did not sample for it")
-        try:
             self.on_turn(event)
-        except TraceError as error:  # the journal cannot be written: the run ends, and no worker is to blame
+        except (WorkerFailed, TraceError) as error:
             self.answer.set_exception(error)
 
 
 class RemoteWorker:
-    """A worker that joined. It plays under leases: each ends with an answer, with the worker, or with its first lie."""
+    """A worker that joined. It plays under leases: each ends with an answer, with the worker, or with what does not fit."""
 
     def __init__(
         self,
@@ -153,10 +145,10 @@ class RemoteWorker:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), left)
 
-    def take(self, lease: Lease, event: dict[str, Any]) -> None:
-        """Take an event of a lease; the engine may forget an episode that is closed. Errors as of `Lease.event`."""
+    def take(self, lease: Lease, event: Event) -> None:
+        """Take an event of a lease; the engine may forget an episode that is closed."""
         lease.event(event)
-        if event["e"] == "closed":
+        if not lease.answer.done() and event["e"] == "closed":
             episode = "/".join(map(str, event["k"][:4])) + "/"
             for session in [one for one in lease.sessions if one.startswith(episode)]:
                 lease.sessions.discard(session)
@@ -188,9 +180,7 @@ class RemoteWorker:
             self._calls[number].cancel()
 
     def answered(self, lease: str, row: Mapping[str, Any]) -> None:
-        """Take the answer of a lease; raise `WorkerLied` for a second one, or one of another group."""
-        if lease in self._answered:
-            raise WorkerLied("answered a group twice")
+        """Take the answer of a lease."""
         held = self.leases.get(lease)
         if held is None or held.answer.done():
             return  # asked again elsewhere meanwhile
@@ -200,15 +190,15 @@ class RemoteWorker:
             return
         try:
             group = read_group(row)
-        except (KeyError, TypeError, ValueError) as error:
-            raise WorkerLied(f"answered with {dict(row)!r:.80}, which names no group") from error
-        if group.key != held.spec.group:
-            raise WorkerLied(f"answered group {'/'.join(map(str, group.key))[:120]} where another was asked for")
-        if group.events != held.count:
-            raise WorkerLied(f"answered with {group.events} events, of which {held.count} arrived")
+        except (KeyError, TypeError, ValueError):
+            group = None
+        if group != PlayedGroup(held.spec.group, held.count):
+            why = f"answered {dict(row)!r:.200} to group {held.spec.group}, of which {held.count} events arrived"
+            held.answer.set_exception(WorkerFailed(why))
+            return
         held.answer.set_result(group)
 
-    def fail(self, error: WorkerLost | WorkerLied) -> None:
+    def fail(self, error: WorkerLost) -> None:
         """End all leases."""
         self.gone = self.gone or str(error)
         for lease in self.leases.values():

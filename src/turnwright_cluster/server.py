@@ -1,7 +1,7 @@
 """The run's side of its workers: a server that they join, also through a NAT, and ask for groups, replies and images.
 
 A worker is lost when its connection breaks and it does not return within `RECONNECT_S`, or when its lease ends without a word.
-Everything that it sends is JSON, checked before it is used.
+Everything that it sends is JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from turnwright.records.run_dir import EventLog
 from turnwright.rollouts import Rollout
 from turnwright.rollouts.timeouts import CallGate
 from turnwright.types import Image, ImageRef
-from turnwright_cluster.base import GroupSpec, WorkerLied, WorkerLost
+from turnwright_cluster.base import GroupSpec, WorkerLost
 from turnwright_cluster.code import difference
 from turnwright_cluster.codec import generation_row, read_request, spec_row
 from turnwright_cluster.remote import Lease, RemoteWorker
@@ -83,8 +83,6 @@ class RunServer:
         self.token = given or (kept.read_text() if kept.is_file() else secrets.token_urlsafe(24))
         self.workers: dict[str, RemoteWorker] = {}
         """Workers by id, also those that are gone."""
-        self.banned: dict[str, str] = {}
-        """Why, by name of the worker."""
         self._checks: set[asyncio.Task[None]] = set()
 
     @contextlib.asynccontextmanager
@@ -149,41 +147,28 @@ class RunServer:
     # Who is there
 
     def _as_worker(self, handler: Callable[[RemoteWorker, Any], Awaitable[Any]]) -> Callable[[Call], Awaitable[Any]]:
-        """Return a handler that finds the worker, and ends it for a body that is not JSON and for a lie."""
+        """Return a handler that finds the worker and reads the body."""
 
         async def answer(call: Call) -> Any:
             worker = self.workers.get(call.headers.get(WORKER, ""))
             if worker is None:
                 raise HttpError(410, "the run does not know this worker (it may have been restarted): join again")
             if worker.gone:
-                status = 403 if worker.name in self.banned else 410
-                raise HttpError(status, f"the run takes nothing from {worker.name}: {worker.gone}")
+                raise HttpError(410, f"the run takes nothing from {worker.name}: {worker.gone}")
             worker.seen = time.monotonic()
             try:
-                try:
-                    body = orjson.loads(call.body) if call.body else {}
-                except ValueError as error:
-                    raise WorkerLied(f"sent {len(call.body)} bytes that are not JSON ({error})") from None
-                if not isinstance(body, dict):
-                    raise WorkerLied("sent JSON that is no object")
-                return await handler(worker, body)
-            except WorkerLied as lie:
-                self.ban(worker, lie)
-                raise HttpError(403, f"{worker.name} {lie}") from None
+                body = orjson.loads(call.body) if call.body else {}
+            except ValueError as error:
+                raise HttpError(400, f"{len(call.body)} bytes are not JSON ({error})") from None
+            if not isinstance(body, dict):
+                raise HttpError(400, "the JSON is no object")
+            return await handler(worker, body)
 
         return answer
 
     def _wake(self) -> None:
         for worker in self.workers.values():
             worker.wake()
-
-    def ban(self, worker: RemoteWorker, lie: WorkerLied) -> None:
-        """Take nothing from a worker any more, under any id."""
-        if worker.name not in self.banned:
-            self.banned[worker.name] = str(lie)
-            self._note(f"worker {worker.name} {lie}; nothing it sent of its groups is used, and it is sent away")
-        worker.fail(lie)
-        self._on_change()
 
     def lose(self, worker: RemoteWorker, why: str) -> None:
         """End the leases of a worker that is not there any more."""
@@ -223,8 +208,6 @@ class RunServer:
         except (ValueError, KeyError, TypeError):
             raise HttpError(400, "joining needs name, room and code") from None
         name = "".join(one if one.isprintable() else "?" for one in name)
-        if name in self.banned:
-            raise HttpError(403, f"worker {name} {self.banned[name]}; the run takes nothing from it")
         if wrong := difference(self._code(), code):
             self._note(f"worker {name} may not join: its code differs from the run's ({wrong})")
             raise HttpError(403, f"the code of this worker differs from the run's: {wrong}; install the same version here")
@@ -293,7 +276,7 @@ class RunServer:
         """Take events and answers, each report once."""
         async with worker.reporting:
             if body.get("number") not in (worker.reported, worker.reported + 1):
-                raise WorkerLied(f"sent report {body.get('number')!r:.20} after report {worker.reported}")
+                raise HttpError(400, f"report {body.get('number')!r:.20} came after report {worker.reported}")
             if body["number"] > worker.reported:  # else it was taken, and its answer was lost
                 for entry in _typed_list(body.get("entries"), list):
                     self._take(worker, entry)
@@ -306,7 +289,7 @@ class RunServer:
         """Take one entry of a report: an event, an answer, a call, or the end of a call."""
         kind, lease, *rest = (*entry, None, None, None)[: max(len(entry), 3)]
         if not isinstance(lease, str) or [type(one) for one in rest] != ENTRIES.get(str(kind)):
-            raise WorkerLied(f"reported {entry!r:.80}")
+            raise HttpError(400, f"{entry!r:.80} is no entry of a report")
         held = worker.leases.get(lease)
         if kind == "answer":
             worker.answered(lease, rest[0])
@@ -325,9 +308,7 @@ class RunServer:
         try:
             request = read_request(row, renderer.decode, renderer.banned_ids, lease.contexts)
         except (KeyError, TypeError, ValueError) as error:
-            raise WorkerLied(f"sent an engine call that cannot be read ({error!r:.200})") from error
-        if request.min_version < lease.spec.min_version:
-            raise WorkerLied(f"asked for a policy older than {lease.spec.min_version}")
+            raise HttpError(400, f"an engine call cannot be read ({error!r:.200})") from error
         worker.call(number, lease, request.session, self._reply(request, lease))
 
     async def _reply(self, request: Request, lease: Lease) -> Mapping[str, Any]:
@@ -339,7 +320,6 @@ class RunServer:
         except (EngineError, TimeoutError) as error:
             after = error.retry_after if isinstance(error, EngineError) else None
             return {"fault": type(error).__name__, "message": str(error), "retry_after": after}
-        lease.ledger.add(request, generation)
         return generation_row(generation)
 
     async def _call_engine(self, request: Request, spec: GroupSpec) -> Generation:
@@ -364,16 +344,16 @@ class RunServer:
             data = base64.b64decode(body["png"], validate=True)
             ref = await asyncio.to_thread(store.put, Image(data))
         except (KeyError, TypeError, ValueError, MediaError) as error:
-            raise WorkerLied(f"sent an image that cannot be read ({error})") from None
+            raise HttpError(400, f"an image cannot be read ({error})") from None
         if not isinstance(ref, ImageRef) or ref.sha256 != body.get("sha256"):
-            raise WorkerLied("sent an image under the hash of another")
+            raise HttpError(400, "an image came under the hash of another")
         return {}
 
     async def _images(self, worker: RemoteWorker, body: Mapping[str, Any]) -> Any:
         """Return images, by their hashes."""
         store, hashes = self._rollout.media_intake.store, _typed_list(body.get("sha256"), str)
         if not all(map(_HASH.fullmatch, hashes)):
-            raise WorkerLied("asked for an image by no hash")
+            raise HttpError(400, "images are asked for by their hashes")
         try:
             return {name: base64.b64encode(store.png_bytes(ImageRef(name))).decode() for name in hashes}
         except MediaError as error:
@@ -381,7 +361,7 @@ class RunServer:
 
 
 def _typed_list(value: Any, kind: type) -> list[Any]:
-    """Return a list of values of one type; raise `WorkerLied` for anything else."""
+    """Return a list of values of one type; raise `HttpError` for anything else."""
     if not isinstance(value, list) or any(type(one) is not kind for one in value):
-        raise WorkerLied(f"sent {value!r:.80} where a list was expected")
+        raise HttpError(400, f"{value!r:.80} is no list of {kind.__name__}")
     return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from scale.test_lying_workers import end, run_with_workers, sampled, worker
+from scale.test_faulty_workers import end, run_with_workers, sampled, worker
 from scale_kit import events, final_weights, finished, free_port, processes, start, write_recipe
 
 from turnwright.config import load

@@ -11,10 +11,8 @@ from scale_kit import events, final_weights, finished, free_port, kill, processe
 
 
 def trained_once(run: Path) -> Counter:
-    """Groups of the training batches by how often an episode of theirs was closed and not voided."""
-    closed = Counter(tuple(event["k"]) for event in events(run, "closed"))
-    closed.subtract(Counter(tuple(event["k"]) for event in events(run, "voided") if tuple(event["k"]) in closed))
-    return closed
+    """Groups of the training batches by how often an episode of theirs was closed."""
+    return Counter(tuple(event["k"]) for event in events(run, "closed"))
 
 
 def begun(acts, pid):

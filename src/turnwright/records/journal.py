@@ -110,9 +110,6 @@ def read_recorded_steps(events: Iterable[Event], tasks: Mapping[str, Task]) -> I
             definitions[event["name"]] = event["value"]
         if kind == "resumed":
             running.clear()  # interrupted episodes never end
-        if kind == "voided":
-            for plays in (running, done):
-                plays.pop(EpisodeKey(*event["k"]), None)
         if kind not in ("opened", "turn", "failed_attempt", "closed"):
             continue
         key = EpisodeKey(*event["k"])
@@ -149,16 +146,11 @@ class InterruptedEpisodes:
         kind = event.get("e")
         if kind == "tools":
             self._definitions[event["name"]] = event["value"]
-        if kind not in ("opened", "turn", "step", "failed_attempt", "closed", "voided"):
+        if kind not in ("opened", "turn", "step", "failed_attempt", "closed"):
             return
         key = EpisodeKey(*event["k"])
         group = self._groups[key.group]
-        if kind == "voided":
-            if len(group.get(key, ())) > 1:
-                group[key].pop()
-            else:
-                group.pop(key, None)
-        elif kind == "opened":
+        if kind == "opened":
             group.setdefault(key, []).append([])
         elif key in group:
             group[key][-1].append(event)

@@ -284,13 +284,10 @@ def rebuild_trajectories(
     finished: dict[EpisodeKey, Trajectory] = {}
     for event in events:
         kind = event.get("e")
-        if kind not in ("opened", "turn", "failed_attempt", "closed", "voided"):
+        if kind not in ("opened", "turn", "failed_attempt", "closed"):
             continue
         key = EpisodeKey(*event["k"])
-        if kind == "voided":  # what a worker sent that cannot be trusted
-            running.pop(key, None)
-            finished.pop(key, None)
-        elif kind == "opened":
+        if kind == "opened":
             if (task := tasks(key.task)) is not None:
                 running[key] = Trajectory(task, key, template=event.get("template", ""))
             if key in finished:

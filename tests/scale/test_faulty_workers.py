@@ -1,4 +1,4 @@
-"""A worker that says what cannot be true is named, and nothing that it said is used (and one that is slow is named too)."""
+"""A worker that is slow, cannot play, or sends what does not fit is named, and its groups are asked for elsewhere."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from turnwright.engines import tokens
 from turnwright.envs.resolve import resolve_env
 from turnwright.errors import TraceError, TurnwrightError
 from turnwright.records import RunDir
-from turnwright.records.journal import InterruptedEpisodes
 from turnwright.records.serialization import rebuild_trajectories
 from turnwright.renderers import load_renderer
 from turnwright.rollouts import EpisodeSpec, Rollout
 from turnwright.types import EpisodeKey
+from turnwright_cluster.code import code_of
 from turnwright_cluster.pool import WorkerPool
+from turnwright_cluster.server import WORKER
 from turnwright_cluster.worker import RunLink, WorkerProcess
 
 SAMPLES = 3
@@ -76,43 +77,18 @@ async def play_alone(folder, alone):
         return await here.stream.submit(group(here.spec))
 
 
+async def until(holds):
+    while not holds():
+        await asyncio.sleep(0.01)
+
+
 class AnotherGroup(RunLink):
     def answer(self, lease, row):
         super().answer(lease, {**row, "group": ["train", 0, "train-3"]})
 
 
-class Twice(RunLink):
-    def answer(self, lease, row):
-        super().answer(lease, row)
-        super().answer(lease, row)
-
-
-class Invented(RunLink):
-    """Says that other ids were sampled."""
-
-    def event(self, lease, event):
-        if event["e"] == "turn" and event["n"] == 1:
-            event = json.loads(json.dumps(event))
-            for span in event["spans"]:
-                if "logprobs" in span:
-                    span["ids"][0] += 1
-        super().event(lease, event)
-
-
-class Renamed(RunLink):
-    """Says that another agent's policy sampled a reply."""
-
-    def event(self, lease, event):
-        if event["e"] == "turn" and event["n"] == 1:
-            event = json.loads(json.dumps(event))
-            event["turn"]["agent"] = "other"
-            for span in event["spans"]:
-                span["agent"] = "other"
-        super().event(lease, event)
-
-
 class Sibling(RunLink):
-    """Sends an episode that it was not asked for."""
+    """Sends the end of an episode that it was not asked for."""
 
     def event(self, lease, event):
         super().event(lease, {**event, "k": ["train", 0, "train-3", 0, 0]} if event["e"] == "closed" else event)
@@ -141,8 +117,51 @@ class HalfAGroup(RunLink):
         super().answer(lease, {**row, "events": row["events"] - self.left})
 
 
-async def send_raw(link, body, more=0):
-    """Send a report of these bytes, under a length of some more, and wait for an answer if the length is right."""
+class Unknown(RunLink):
+    """Sends an event of a kind that there is not, and one without a kind."""
+
+    def event(self, lease, event):
+        if event["e"] == "closed":
+            event = {name: value for name, value in event.items() if name != "e" or event["k"][3]} | {"e": "over"}
+        super().event(lease, event)
+
+
+FAULTS = {
+    AnotherGroup: "to group ('train', 0, 'train-0')",
+    Sibling: "its episode was not asked for",
+    HalfAnEpisode: "does not fit those before it",
+    HalfAGroup: "of which 1 of 3 episodes did not end",
+    Unknown: "there is no event 'over'",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[fault.__name__ for fault in FAULTS])
+def test_a_worker_that_sends_what_does_not_fit_is_named_and_others_are_asked(fault, alone, tmp_path):
+    async def play():
+        async with run_with_workers(tmp_path, alone) as here:
+            faulty = worker(here, fault, "faulty")
+            await until(lambda: any("faulty joined" in note for note in here.notes))
+            submitted = here.stream.submit(group(here.spec))
+            await until(lambda: here.pool.asked_again)
+            fine = worker(here)
+            found = await submitted
+            await end(fine, faulty)
+            return found, here.notes, here.pool
+
+    found, notes, pool = asyncio.run(play())
+    assert any("worker faulty:" in note and FAULTS[fault] in note for note in notes), notes
+    assert set(pool.asked_again) == {"failed"}
+    assert sampled(found) == sampled(asyncio.run(play_alone(tmp_path / "alone", alone)))
+    assert all(t.stop is not None and not t.stop.failed for t in found)
+    spec = resolve_env(load(tmp_path / "recipe.toml").config.env[0])
+    tasks = {task.id: task for task in spec.tasks("train", 4, 0)}
+    journal = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
+    rebuilt = rebuild_trajectories(journal, tasks.get)
+    assert sampled(rebuilt[t.key] for t in found) == sampled(found)
+
+
+async def post(link, body, more=0):
+    """Report these bytes, under a length of some more; return the status line, or nothing where the bytes do not suffice."""
     parts = urlsplit(link.url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     heads = {"host": parts.netloc, "authorization": f"Bearer {tokens.found(link.url)}", "content-type": "application/json"}
@@ -150,88 +169,38 @@ async def send_raw(link, body, more=0):
     writer.write(b"POST /report HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in heads.items()).encode())
     writer.write(b"\r\n" + body)
     await writer.drain()
-    if not more:
-        await reader.readline()
+    status = b"" if more else await reader.readline()
     writer.close()
     await writer.wait_closed()
+    return status.decode()
 
 
-class HalfABody(RunLink):
-    ends = False
-
-    def answer(self, lease, row):
-        self.ends = True
-        super().answer(lease, row)
-
-    async def _until_taken(self, body):
-        if self.ends:
-            await send_raw(self, b'{"number": 1, "entries": [["', more=100)  # its end never comes: the run takes nothing of it
-            await send_raw(self, b'{"number": 3, "entries": [["')
-        await super()._until_taken(body)
-
-
-LIES = {
-    AnotherGroup: "answered group train/0/train-3 where another was asked for",
-    Invented: "sent ids that the engine did not sample for it",
-    Renamed: "sent ids that the engine did not sample for it",
-    Sibling: "which it was not asked for",
-    HalfAnEpisode: "does not fit those before it",
-    HalfAGroup: "of which 1 of 3 episodes did not end",
-    HalfABody: "that are not JSON",
+BODIES = {
+    "half": b'{"number": 1, "entries": [["',
+    "a list": b"[1]",
+    "no entries": b'{"number": 1}',
+    "another report": b'{"number": 7, "entries": []}',
+    "an entry without a lease": b'{"number": 1, "entries": [["event", 7, {}]]}',
+    "an entry of another form": b'{"number": 1, "entries": [["event", "x", 7]]}',
+    "an entry of no kind": b'{"number": 1, "entries": [[["event"], "x", {}]]}',
 }
 
 
-@pytest.mark.parametrize("lie", LIES, ids=[lie.__name__ for lie in LIES])
-def test_a_lying_worker_is_named_and_nothing_it_said_is_used(lie, alone, tmp_path):
+def test_a_body_of_another_form_is_refused_and_nothing_of_it_is_taken(alone, tmp_path):
     async def play():
         async with run_with_workers(tmp_path, alone) as here:
-            liar = worker(here, lie, "liar")
-            await asyncio.wait_for(asyncio.shield(until(lambda: any("liar joined" in note for note in here.notes))), 30)
-            submitted = here.stream.submit(group(here.spec))
-            (refused,) = await asyncio.gather(liar, return_exceptions=True)
-            honest = worker(here)
-            found = await submitted
-            again = worker(here, RunLink, "liar")
-            (banned,) = await asyncio.gather(again, return_exceptions=True)
-            await end(honest)
-            return found, refused, banned, here.notes
+            link = RunLink(here.url, "by hand")
+            await link.hello()
+            await link.join(1, code_of([]))
+            await post(link, BODIES["half"], more=100)  # its end never comes
+            found = {name: await post(link, body) for name, body in BODIES.items()}
+            taken = here.pool._server.workers[link._id[WORKER]].reported
+            await link.close()
+            return found, taken
 
-    found, refused, banned, notes = asyncio.run(play())
-    assert isinstance(refused, TurnwrightError)
-    assert isinstance(banned, TurnwrightError)
-    assert any(note.startswith("worker liar") and LIES[lie] in note for note in notes), notes
-    assert sampled(found) == sampled(asyncio.run(play_alone(tmp_path / "alone", alone)))
-    assert all(t.stop is not None and not t.stop.failed for t in found)
-    journal = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
-    spec = resolve_env(load(tmp_path / "recipe.toml").config.env[0])
-    tasks = {task.id: task for task in spec.tasks("train", 4, 0)}
-    before = [event for event in journal[: next(n for n, e in enumerate(journal) if e["e"] == "asked_again")]]
-    interrupted = InterruptedEpisodes()
-    for event in before:
-        interrupted.read(event)
-    assert not rebuild_trajectories(before, tasks.get)  # also where it closed episodes
-    assert not interrupted.episodes(tasks.get)
-    rebuilt = rebuild_trajectories(journal, tasks.get)
-    assert sampled(rebuilt[t.key] for t in found) == sampled(found)
-
-
-async def until(holds):
-    while not holds():
-        await asyncio.sleep(0.01)
-
-
-def test_a_second_answer_is_a_lie_too(alone, tmp_path):
-    async def play():
-        async with run_with_workers(tmp_path, alone) as here:
-            liar = worker(here, Twice, "liar")
-            found = await here.stream.submit(group(here.spec))  # the first answer was true
-            (refused,) = await asyncio.gather(liar, return_exceptions=True)
-            return found, refused, here.notes
-
-    found, refused, notes = asyncio.run(play())
-    assert isinstance(refused, TurnwrightError)
-    assert any("worker liar answered a group twice" in note for note in notes)
-    assert len(found) == SAMPLES
+    found, taken = asyncio.run(play())
+    assert {name: status.split()[1] for name, status in found.items()} == dict.fromkeys(BODIES, "400")
+    assert taken == 0
 
 
 class Slow(RunLink):
@@ -325,7 +294,7 @@ def test_a_journal_that_cannot_be_written_ends_the_run_and_blames_no_worker(alon
                 await here.stream.submit(group(here.spec))
             finally:
                 await end(honest)
-                assert not here.pool._server.banned
+                assert not here.pool.asked_again
 
     with pytest.raises(TraceError, match="the disk is full"):
         asyncio.run(play())
