@@ -126,8 +126,8 @@ class Player:
         """Play an episode for each task."""
         import torch
 
-        from turnwright.envs.base import Action
         from turnwright.envs.builtin.hop import Hop
+        from turnwright.envs.env import Action
         from turnwright.types import Message
 
         model = trainer.accelerator.unwrap_model(trainer.model)

@@ -25,8 +25,8 @@ import psutil
 from turnwright.cli.main import main as turnwright
 from turnwright.engines import Request
 from turnwright.engines.remote import Fleet
-from turnwright.engines.remote.base import CANARY
 from turnwright.engines.remote.engine_list import EngineList
+from turnwright.engines.remote.remote_engine import CANARY
 from turnwright.engines.remote.replica import Replica
 
 SERVERS, AT_A_TIME = 4, 2

@@ -36,8 +36,8 @@ from transformers import (
 
 from turnwright.engines import Generation, Request
 from turnwright.engines.local import LocalEngine
-from turnwright.engines.local.batch import RowDraw
-from turnwright.engines.local.sampling import Sampler
+from turnwright.engines.local.sampler import Sampler
+from turnwright.engines.local.step_rows import RowDraw
 
 VOCABULARY = 2048
 GROUPS, SIBLINGS, TURNS = 16, 8, 8

@@ -25,7 +25,7 @@ from typing import Any
 from jsonschema import Draft202012Validator
 
 import turnwright as tw
-from turnwright.envs.tools.schema import InvalidArguments, ToolSchemaError, ToolSignature
+from turnwright.envs.tools.tool_schema import InvalidArguments, ToolSchemaError, ToolSignature
 from turnwright.types.json_schema import read_schema
 
 CACHE = Path(__file__).resolve().parents[1] / ".cache" / "mcp_servers"

@@ -63,7 +63,7 @@ from turnwright.engines import Generation
 from turnwright.envs.builtin.hop import Hop
 from turnwright.renderers import byte_renderer
 from turnwright.rollouts import Rollout, make_episode_specs
-from turnwright.rollouts.scheduler import BatchScheduler
+from turnwright.rollouts.group_scheduler import BatchScheduler
 from turnwright.training.batches import AsyncBatches, Batches, OneStepOffBatches, StreamRecord, SyncBatches
 
 PLACES, GROUPS, SAMPLES = 64, 32, 8

@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from turnwright.engines import Generation, Request
 from turnwright.engines.local import LocalEngine
-from turnwright.engines.local.batch import RowDraw
-from turnwright.engines.local.sampling import Sampler
+from turnwright.engines.local.sampler import Sampler
+from turnwright.engines.local.step_rows import RowDraw
 
 VOCABULARY, PROMPT, REPLY = 2048, 128, 384
 SIZES = {"small": (128, 4, 4), "medium": (512, 6, 8)}

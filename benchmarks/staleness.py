@@ -26,7 +26,7 @@ from turnwright.config.dump import to_json_dict
 from turnwright.envs.spec import EnvSpec
 from turnwright.errors import SyncError
 from turnwright.records import NullListener, RunDir, read_json_lines
-from turnwright.rollouts.api import run_sync
+from turnwright.rollouts.standalone import run_sync
 from turnwright.training.run import TrainingRun
 from turnwright.training.task_plan import make_env_specs
 

@@ -32,7 +32,7 @@ from template_scenarios import (
 from turnwright.errors import TemplateError
 from turnwright.renderers import Branch, ChatRenderer, ChatTemplate, Extend, HFTokenizer, SampledReply
 from turnwright.renderers.contract import SCENARIOS
-from turnwright.renderers.recompose import REASONS
+from turnwright.renderers.template_history import REASONS
 from turnwright.types import Message
 
 COUNTS = ("equal", "branched", "refused", "explained", "wrong", "unexplained", "crashes")

@@ -38,7 +38,7 @@ from turnwright.renderers import (  # noqa: E402
     SampledReply,
 )
 from turnwright.renderers.contract import SCENARIOS, TemplateContract  # noqa: E402
-from turnwright.renderers.recompose import REASONS  # noqa: E402
+from turnwright.renderers.template_history import REASONS  # noqa: E402
 from turnwright.types import Message, ToolCall  # noqa: E402
 
 if TYPE_CHECKING:

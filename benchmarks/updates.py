@@ -38,7 +38,7 @@ PROMPT = list(range(10, 40))
 SLOWED = """
 import sys, time
 from turnwright.cli.main import main
-from turnwright.engines.local.sampling import Sampler
+from turnwright.engines.local.sampler import Sampler
 pick, seconds = Sampler.pick, float(sys.argv[1])
 Sampler.pick = lambda *args: time.sleep(seconds) or pick(*args)
 sys.exit(main(sys.argv[2:]))

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import turnwright as tw
-from turnwright.envs.base import Action, Step
 from turnwright.envs.builtin import common
 from turnwright.envs.builtin.answers import is_correct
 from turnwright.envs.builtin.geometry import (
@@ -30,6 +29,7 @@ from turnwright.envs.builtin.geometry import (
     format_number,
     read_answer,
 )
+from turnwright.envs.env import Action, Step
 from turnwright.errors import ConfigError, EnvError
 
 QUESTION = "What is the circumference of each circle?"

@@ -19,7 +19,7 @@ for name in (
     "turnwright.commands",
     "turnwright.engines.local.numba_kernels",
     "turnwright.envs.builtin",
-    "turnwright.renderers.sandbox",
+    "turnwright.renderers.template_sandbox",
     "turnwright.training.run",
     "turnwright_serve.serve",
     "turnwright.display.progress",

@@ -9,7 +9,7 @@ import numpy as np
 
 from turnwright.engines import Generation, Request
 from turnwright.engines.local import LocalEngine
-from turnwright.engines.local.sampling import Sampler
+from turnwright.engines.local.sampler import Sampler
 from turnwright.engines.local.scheduler import Scheduler
 
 Generate = Callable[[Request], Awaitable[Generation]]

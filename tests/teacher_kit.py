@@ -20,9 +20,9 @@ from turnwright.training import Trainer, create_tiny_model, load_model_and_rende
 from turnwright.training.advantages import Credit, trainable_tokens
 from turnwright.training.forward.batch import LossDenominator, TeacherScores
 from turnwright.training.forward.forward import ForwardPass
-from turnwright.training.teachers.base import Hint, TaughtPolicy, Teacher, Teachers
 from turnwright.training.teachers.local import LocalTeacher
 from turnwright.training.teachers.remote import RemoteTeacher
+from turnwright.training.teachers.teacher import Hint, TaughtPolicy, Teacher, Teachers
 from turnwright.types import EpisodeKey, Origin, Span, StopReason, Task, Trajectory
 
 TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(60)]

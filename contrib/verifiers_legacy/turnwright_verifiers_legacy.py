@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from turnwright.envs.base import Action, Env, Scores, Step
+from turnwright.envs.env import Action, Env, Scores, Step
 from turnwright.envs.foreign import ForeignObject, Framework
 from turnwright.envs.tasks import split_tasks
 from turnwright.envs.user_code import call_user

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from turnwright.config import EnvRules, ModelConfig, RunConfig, tiny
 from turnwright.config.constraints import changed, check_section
 from turnwright.config.fields import keys_by_name
-from turnwright.config.load import from_python
+from turnwright.config.recipe import from_python
 from turnwright.config.schema import HISTORY_OBJECT
 from turnwright.errors import ConfigError, did_you_mean, missing_training
 from turnwright.types import Task

@@ -18,7 +18,7 @@ from turnwright.config.launch import world_size
 from turnwright.display.reports import reports_of
 from turnwright.errors import ConfigError, ModelError, TraceError, UsageError
 from turnwright.records import NullListener, ProgressListener, RunDir, to_json, trajectory_row
-from turnwright.rollouts.api import run_sync
+from turnwright.rollouts.standalone import run_sync
 from turnwright.types import Trajectory
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ from turnwright.training.forward.batch import BatchPacker, LossDenominator, make
 from turnwright.training.forward.forward import ForwardPass, LogitDistribution
 from turnwright.training.forward.ranks import Ranks
 from turnwright.training.loss import TokenBatch
-from turnwright.training.model.weights import clone_tensors, tied_names
+from turnwright.training.model.weight_export import clone_tensors, tied_names
 from turnwright.training.trainer.optimizer import Optimizer, schedule
 from turnwright.types import EpisodeKey, Task, Trajectory
 

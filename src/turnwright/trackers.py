@@ -25,7 +25,7 @@ from turnwright import files, plugins
 from turnwright.display.run_data import integer, mapping, parse
 from turnwright.display.text import single_line
 from turnwright.errors import ConfigError, UsageError
-from turnwright.records.metrics import flatten_row
+from turnwright.records.episode_metrics import flatten_row
 from turnwright.records.run_dir import complete_lines
 
 

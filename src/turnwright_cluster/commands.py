@@ -39,7 +39,7 @@ def run_worker(args: argparse.Namespace) -> int:
 
 def join_run(url: str, *, name: str, groups: int, root: Path | None, wait_s: float, note: Callable[[str], None]) -> None:
     """Play episodes for the run at a URL until it ends."""
-    from turnwright.rollouts.api import run_sync
+    from turnwright.rollouts.standalone import run_sync
 
     try:
         from turnwright_cluster.worker import WorkerProcess

@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 from turnwright.config.schema import EnvConfig, Limits
 from turnwright.engines import Engine, Generation, Request, Sampling
 from turnwright.envs import EnvSpec, resolve_env
-from turnwright.envs.base import Env
 from turnwright.envs.datasets import task_from_row
+from turnwright.envs.env import Env
 from turnwright.envs.resolve import as_env_spec
 from turnwright.errors import BackendContractError, EngineError, UsageError
 from turnwright.media import MediaStore

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turnwright.envs.base import Scores
+from turnwright.envs.env import Scores
 from turnwright.envs.user_code import as_number, describe_value, number_of
 from turnwright.errors import EnvError
 from turnwright.types import Image, ImageRef, Video, VideoRef

@@ -83,7 +83,7 @@ def serve_model(model: Path, formats: str, note: Callable[[str], None], **settin
     `note` receives a line with the URL once the server is ready; `settings` are those of `turnwright_serve.serve.serve`.
     """
     from turnwright.commands import model_of
-    from turnwright.rollouts.api import run_sync
+    from turnwright.rollouts.standalone import run_sync
     from turnwright_serve.serve import serve
 
     run_sync(serve(model_of(model), formats, note, **settings))  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def record_programs(
     from turnwright.commands import make_rollout
     from turnwright.config.dump import to_json_dict
     from turnwright.records import RunDir
-    from turnwright.rollouts.api import run_sync
+    from turnwright.rollouts.standalone import run_sync
     from turnwright.training.metrics import versions
 
     try:

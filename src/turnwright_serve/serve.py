@@ -26,7 +26,7 @@ from turnwright.training.forward.forward import ForwardPass
 from turnwright.training.model.models import device_and_dtype, load
 from turnwright.training.model.packed import quant_of
 from turnwright.training.model.quantize import OnGrid, grid_of, quantize_for_sampling, quantized_names
-from turnwright.training.scoring import score_ids
+from turnwright.training.score_ids import score_ids
 from turnwright.training.setup import load_model_and_renderer, unique_weights
 from turnwright.training.weight_transfer import GroupWeightReceiver, Rows
 from turnwright.types import Image, MediaPlacement

@@ -34,7 +34,7 @@ def add_export(subparsers: Any) -> None:
 
 def run_export(args: argparse.Namespace) -> int:
     """Write the table."""
-    from turnwright.records.metrics import group_by_task
+    from turnwright.records.episode_metrics import group_by_task
     from turnwright.records.serialization import using
     from turnwright.types import Trajectory
     from turnwright_view.export import ColumnLayout, pair_rows, rows_of, write

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwright.display.run_data import RunData, mapping, number, read_run
-from turnwright.records.metrics import flatten_row, rollout_metrics
+from turnwright.records.episode_metrics import flatten_row, rollout_metrics
 from turnwright.records.serialization import read_trajectories, using
 from turnwright.types import Trajectory
 

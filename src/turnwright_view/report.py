@@ -20,7 +20,7 @@ from turnwright.display.progress import amount, duration
 from turnwright.display.run_data import Row, RunData, index, integer, mapping, number, pair, read_run, sentence_of, sum_tables
 from turnwright.display.text import csp_digest, visible
 from turnwright.errors import TraceError
-from turnwright.records.metrics import wilson
+from turnwright.records.episode_metrics import wilson
 from turnwright_view.charts import Series, interval_bar, line_chart, share_bar, small_bar, smooth
 from turnwright_view.conversation import Gallery, conversations
 

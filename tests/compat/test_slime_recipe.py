@@ -14,7 +14,7 @@ from vision_kit import tiny_vlm_directory
 
 import turnwright as tw
 from turnwright.cli.main import main
-from turnwright.config.load import load
+from turnwright.config.recipe import load
 from turnwright.envs.resolve import resolve_env
 from turnwright.renderers import load_renderer
 

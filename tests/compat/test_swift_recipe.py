@@ -8,7 +8,7 @@ from rollout_kit import renderer
 
 import turnwright as tw
 from turnwright.cli.main import main
-from turnwright.config.load import load
+from turnwright.config.recipe import load
 from turnwright.envs.resolve import resolve_env
 
 HOME = Path(__file__).parents[2] / "recipes/compat"

@@ -13,7 +13,7 @@ import pytest
 from turnwright.config import RunConfig, load
 from turnwright.config.dump import help_keys, load_run_config, to_json_dict, to_toml
 from turnwright.config.fields import field_docs, known_keys
-from turnwright.config.load import flatten
+from turnwright.config.recipe import flatten
 from turnwright.errors import ConfigError
 
 HOP = '[[env]]\nuse = "hop"\n'

@@ -34,7 +34,7 @@ sys.meta_path.insert(0, Finder)
 sys.path.insert(0, sys.argv[1])
 from recipe_keys import tables
 from turnwright.config import TrainConfig, load
-from turnwright.config.load import from_python
+from turnwright.config.recipe import from_python
 from turnwright.config.dump import help_keys
 from turnwright.errors import ConfigError
 

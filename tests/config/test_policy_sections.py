@@ -6,7 +6,7 @@ import pytest
 
 from turnwright.config import load
 from turnwright.config.dump import load_run_config, to_json_dict, to_toml
-from turnwright.config.load import config_of
+from turnwright.config.recipe import config_of
 from turnwright.errors import ConfigError
 
 HOP = '[[env]]\nuse = "hop"\n'

@@ -65,7 +65,7 @@ def test_teachers_alone_take_groups_of_one(tmp_path):
 
 
 def test_policies_have_the_teachers_that_are_for_them(tmp_path):
-    from turnwright.config.load import config_of
+    from turnwright.config.recipe import config_of
 
     text = '[[policy]]\nname = "a"\n[[policy]]\nname = "b"\n[[teacher]]\npath = "m"\npolicies = ["b"]\n[[teacher]]\npath = "n"'
     config = read(tmp_path, text)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from turnwright.cli.main import main
 from turnwright.config import load
 from turnwright.config.fields import field_type
-from turnwright.config.load import ConfigMerge, build
+from turnwright.config.recipe import ConfigMerge, build
 from turnwright.errors import ConfigError
 from turnwright_compat.launch_scripts import SYSTEMS, convert
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from turnwright.records.metrics import METRIC_GROUPS
+from turnwright.records.episode_metrics import METRIC_GROUPS
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 HEAD = """# Every metric
 
-Written by `python tests/docs/metric_tables.py` from `METRIC_GROUPS` of `src/turnwright/records/metrics.py`.
+Written by `python tests/docs/metric_tables.py` from `METRIC_GROUPS` of `src/turnwright/records/episode_metrics.py`.
 
 """
 

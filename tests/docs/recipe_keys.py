@@ -7,7 +7,7 @@ from pathlib import Path
 from turnwright.config import RunConfig
 from turnwright.config.dump import toml_value
 from turnwright.config.fields import describe_type, field_docs, field_type, table_lists
-from turnwright.config.load import flatten
+from turnwright.config.recipe import flatten
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "keys.md"
 HEAD = """# Every key of a recipe

@@ -21,7 +21,7 @@ from blocks import FILES, ROOT, Block, all_blocks, blocks
 from turnwright.cli.main import build_parser, main
 from turnwright.cli.options import split_overrides
 from turnwright.config import load
-from turnwright.config.load import parse_overrides
+from turnwright.config.recipe import parse_overrides
 
 LANGUAGES = {
     "python": "executed",
@@ -201,7 +201,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     if words in (["--help"], ["--version"]):
         return argparse.Namespace(verb=None)
     args = build_parser().parse_args(words)
-    from turnwright.config.load import ConfigMerge
+    from turnwright.config.recipe import ConfigMerge
 
     merged = ConfigMerge()
     merged.tree["env"] = [{}]

@@ -7,7 +7,7 @@ import pytest
 from turnwright.engines import AcceptsPixelSource, NeedsRenderer
 from turnwright.engines.local import LocalEngine
 from turnwright.engines.remote import Fleet, RemoteEngine
-from turnwright.envs.base import IsolatedReward
+from turnwright.envs.env import IsolatedReward
 from turnwright.envs.isolation.process_env import ProcessEnv
 from turnwright.envs.tool_env import ToolEnv
 

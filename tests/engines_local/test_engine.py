@@ -13,8 +13,8 @@ from local_kit import KINDS, VOCABULARY, bits, config, full_logprobs, model, req
 
 from turnwright.engines import Engine, Generation, Sampling, StopText, SupportsWeightUpdate
 from turnwright.engines.local import LocalEngine
-from turnwright.engines.local.batch import RowDraw
-from turnwright.engines.local.sampling import Sampler
+from turnwright.engines.local.sampler import Sampler
+from turnwright.engines.local.step_rows import RowDraw
 from turnwright.errors import BackendContractError, EngineError, ModelError
 from turnwright.types import ImageRef, MediaPlacement
 

@@ -10,7 +10,7 @@ import torch
 from local_kit import request
 
 from turnwright.engines import Request, Sampling
-from turnwright.engines.local.sampling import Sampler, counter_uniforms, round_up_rows
+from turnwright.engines.local.sampler import Sampler, counter_uniforms, round_up_rows
 
 
 @dataclass

@@ -20,8 +20,8 @@ import turnwright as tw
 from turnwright.config import EngineConfig, ModelConfig, RunConfig
 from turnwright.engines import Generation, Request, Sampling, StopText
 from turnwright.engines.local import LocalEngine
-from turnwright.engines.local.batch import Drafter, RowDraw
-from turnwright.engines.local.sampling import Sampler
+from turnwright.engines.local.sampler import Sampler
+from turnwright.engines.local.step_rows import Drafter, RowDraw
 from turnwright.errors import EngineError
 from turnwright.training import load_model_and_renderer, make_engine
 from turnwright.training.model import models

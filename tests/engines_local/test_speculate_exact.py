@@ -14,8 +14,8 @@ from local_kit import model, request, run
 
 from turnwright.engines import Generation
 from turnwright.engines.local import LocalEngine
-from turnwright.engines.local.batch import ActiveCall
 from turnwright.engines.local.scheduler import Scheduler
+from turnwright.engines.local.step_rows import ActiveCall
 
 WORDS, LENGTH, REPLIES = 32, 4, 50_000
 LIKELY = [20, 20, 30, 12, 1, 29, 29, 20, 0, 18, 7, 12, 12, 1, 24, 9, 16, 9, 25, 17, 0, 1, 12, 16, 9, 9, 9, 16, 24, 1, 27, 12]

@@ -14,7 +14,7 @@ from test_remote_own import fleet as own_fleet
 from test_remote_own import home  # noqa: F401
 
 from turnwright.engines.remote import managed
-from turnwright.engines.remote.lora import NAME
+from turnwright.engines.remote.server_adapters import NAME
 from turnwright.engines.remote.weight_files import AdapterDirectories
 from turnwright.errors import SyncError, UsageError
 
@@ -99,7 +99,7 @@ def test_calls_in_flight_end_first_and_sampling_goes_on_after(directories, kind)
 
 
 def test_a_server_without_routes_for_developers_takes_adapters_and_its_calls_are_asked_again(directories, monkeypatch):
-    monkeypatch.setattr("turnwright.engines.remote.lora.DRAIN_S", 0.2)
+    monkeypatch.setattr("turnwright.engines.remote.server_adapters.DRAIN_S", 0.2)
     with kit.servers("vllm", KIT_PLAIN="1") as server:
 
         async def work():

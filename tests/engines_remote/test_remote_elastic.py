@@ -11,8 +11,8 @@ from test_remote_fleet import QUICK, fleet, many, question, right, until, weight
 
 from turnwright.cli.main import main
 from turnwright.engines.remote import Fleet, SglangEngine, VllmEngine
-from turnwright.engines.remote.base import EngineLoad
 from turnwright.engines.remote.engine_list import EngineList
+from turnwright.engines.remote.remote_engine import EngineLoad
 from turnwright.engines.remote.replica import Replica
 from turnwright.errors import ConfigError, EngineUnavailable, SyncError, UsageError
 

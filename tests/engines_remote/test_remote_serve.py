@@ -19,7 +19,7 @@ from turnwright.cli.main import main
 from turnwright.config import ModelConfig
 from turnwright.engines import Request, Sampling, StopText, check_generation, tokens
 from turnwright.engines.remote import Fleet, SglangEngine, VllmEngine, probe_server
-from turnwright.engines.remote.base import EngineLoad
+from turnwright.engines.remote.remote_engine import EngineLoad
 from turnwright.engines.remote.weight_files import ModelDirectories
 from turnwright.errors import ConfigError, EngineError, SyncError
 from turnwright.training import create_tiny_model, score_with_model, unique_weights

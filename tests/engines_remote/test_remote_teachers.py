@@ -32,7 +32,7 @@ from turnwright.config import ModelConfig, TrainConfig
 from turnwright.engines.scoring import ScoreRequest
 from turnwright.errors import ConfigError, EngineError
 from turnwright.training import Trainer, create_tiny_model, load_model_and_renderer
-from turnwright.training.teachers.base import Hint, Teachers
+from turnwright.training.teachers.teacher import Hint, Teachers
 from turnwright.types import Group, Task
 
 pytestmark = pytest.mark.filterwarnings("ignore:local engine. on this machine the last bits:UserWarning")

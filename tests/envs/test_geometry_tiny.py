@@ -17,7 +17,7 @@ from turnwright.config import EnvConfig, load
 from turnwright.envs import play_scripted, resolve_env
 from turnwright.envs.builtin import BUILTIN, common
 from turnwright.errors import ConfigError, EnvError
-from turnwright.records.metrics import rollout_metrics
+from turnwright.records.episode_metrics import rollout_metrics
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 

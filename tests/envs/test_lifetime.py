@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import turnwright as tw
-from turnwright.envs.tools.schema import ToolSchemaError
+from turnwright.envs.tools.tool_schema import ToolSchemaError
 from turnwright.errors import ConfigError
 
 LIMITS = tw.Limits(turns=6, turn_tokens=2000)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import turnwright as tw
-from turnwright.envs.tools.schema import ToolSchemaError
+from turnwright.envs.tools.tool_schema import ToolSchemaError
 from turnwright.errors import ConfigError
 
 SERVER = Path(__file__).with_name("mcp_server.py")

@@ -10,8 +10,8 @@ import pytest
 
 from turnwright.config import EnvConfig
 from turnwright.envs import resolve_env
-from turnwright.envs.base import Action
 from turnwright.envs.check import check_env
+from turnwright.envs.env import Action
 from turnwright.errors import ConfigError
 from turnwright.types import Message
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Optional, TypedDict
 import pytest
 from pydantic import Field
 
-from turnwright.envs.tools.schema import InvalidArguments, ToolSchemaError, tool_signature
+from turnwright.envs.tools.tool_schema import InvalidArguments, ToolSchemaError, tool_signature
 
 
 class Colour(enum.Enum):

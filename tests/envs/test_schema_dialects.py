@@ -14,9 +14,9 @@ from jsonschema import Draft202012Validator
 
 import turnwright as tw
 from turnwright.envs.tools.mcp import McpTools
-from turnwright.envs.tools.schema import InvalidArguments, ToolSchemaError, ToolSignature, tool_signature
 from turnwright.envs.tools.schema_check import schema_error
 from turnwright.envs.tools.tool import Tools
+from turnwright.envs.tools.tool_schema import InvalidArguments, ToolSchemaError, ToolSignature, tool_signature
 from turnwright.renderers.parsers import PARSERS
 
 
@@ -350,7 +350,7 @@ def test_an_integer_reaches_the_function_as_one():
 def test_simple_schemas_do_not_import_the_validator():
     code = (
         "import sys\n"
-        "from turnwright.envs.tools.schema import tool_signature\n"
+        "from turnwright.envs.tools.tool_schema import tool_signature\n"
         "def add(a: int, names: list[str]) -> str:\n    '''Add.'''\n"
         "tool_signature(add).read({'a': 1, 'names': ['x']})\n"
         "assert 'jsonschema' not in sys.modules\n"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from turnwright.envs.tools.schema import InvalidArguments, ToolSchemaError, tool_signature
+from turnwright.envs.tools.tool_schema import InvalidArguments, ToolSchemaError, tool_signature
 
 CACHE = Path(os.environ.get("TURNWRIGHT_SCHEMA_SUITE") or Path(__file__).parents[2] / ".cache" / "schema_suite")
 

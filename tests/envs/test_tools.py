@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from turnwright.envs import Action, ToolFailure, arithmetic, as_env_spec, play_scripted, read_reply, tool, tool_env
 from turnwright.envs.threads import run_in_thread
 from turnwright.envs.tools.results import ResultLimit
-from turnwright.envs.tools.schema import ToolSchemaError
 from turnwright.envs.tools.tool import Tools
+from turnwright.envs.tools.tool_schema import ToolSchemaError
 from turnwright.errors import ConfigError, EnvError
 from turnwright.types import ImageRef, Message, Task, ToolCall
 

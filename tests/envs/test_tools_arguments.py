@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwright.envs.tools.schema import InvalidArguments, tool_signature
 from turnwright.envs.tools.tool import Tools
+from turnwright.envs.tools.tool_schema import InvalidArguments, tool_signature
 from turnwright.types import ToolCall
 
 JSON = st.recursive(

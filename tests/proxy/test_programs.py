@@ -20,8 +20,8 @@ from turnwright.errors import EnvError, UsageError
 from turnwright.records.journal import InterruptedEpisodes
 from turnwright.records.run_dir import read_json_lines
 from turnwright.renderers import byte_renderer
-from turnwright.rollouts.api import make_episode_specs
 from turnwright.rollouts.runner import Rollout
+from turnwright.rollouts.standalone import make_episode_specs
 from turnwright_serve.proxy import ProgramResult, program
 from turnwright_serve.proxy.programs import ProgramEndpoint, fill, kill_marked, write_files
 

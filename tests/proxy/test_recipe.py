@@ -11,7 +11,7 @@ import pytest
 import turnwright as tw
 from tests.proxy_kit import RecordingEngine
 from turnwright.config import EnvConfig
-from turnwright.config.load import load
+from turnwright.config.recipe import load
 from turnwright.envs import resolve_env
 from turnwright.errors import ConfigError
 

@@ -23,8 +23,8 @@ from turnwright.engines.remote import ChatEngine
 from turnwright.errors import ConfigError
 from turnwright.records import RunDir
 from turnwright.renderers import byte_renderer
-from turnwright.rollouts.api import make_episode_specs
 from turnwright.rollouts.runner import Rollout
+from turnwright.rollouts.standalone import make_episode_specs
 from turnwright_serve.proxy import ProxyServer, ProxySession, recording
 from turnwright_serve.proxy.recording import record_sessions
 from turnwright_view.recompute import steps_of

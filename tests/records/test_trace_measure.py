@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import turnwright as tw
 from turnwright.records import rollout_metrics
-from turnwright.records.metrics import MAX_NAMES, METRICS, OTHER, distribution_summary, flatten_row, top_counts
+from turnwright.records.episode_metrics import MAX_NAMES, METRICS, OTHER, distribution_summary, flatten_row, top_counts
 from turnwright.types import (
     EpisodeKey,
     Failure,
@@ -268,6 +268,6 @@ def test_every_name_that_a_run_writes_is_documented_and_the_other_way_round(tmp_
     for row in rows:
         for name, value in row.items():
             found = metric_doc(f"{name}.x" if isinstance(value, dict) else name)
-            assert found is not None, f"{name} stands in no table of src/turnwright/records/metrics.py"
+            assert found is not None, f"{name} stands in no table of src/turnwright/records/episode_metrics.py"
             seen.add(found.name)
     assert {one.name for one in METRICS} - seen <= set(SELDOM)

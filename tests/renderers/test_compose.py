@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import turnwright as tw
 from turnwright.errors import TemplateError
 from turnwright.renderers import Branch, ChatTemplate, Extend, SampledReply
-from turnwright.renderers.recompose import REASONS
+from turnwright.renderers.template_history import REASONS
 from turnwright.types import Message
 
 FOUND = corpus.distinct()

@@ -18,7 +18,7 @@ from turnwright.config import Limits
 from turnwright.errors import UsageError
 from turnwright.records import RunDir
 from turnwright.renderers import ChatRenderer, ChatTemplate, HFTokenizer, template_source
-from turnwright.renderers.render_check import CAUSES, RenderDifference, compare_with_render
+from turnwright.renderers.full_render import CAUSES, RenderDifference, compare_with_render
 from turnwright.rollouts import Rollout, make_episode_specs, run_sync
 from turnwright.rollouts.render_check import built_conversation
 from turnwright.types import Message

@@ -16,8 +16,8 @@ from jinja2.runtime import LoopContext, Undefined
 from jinja2.sandbox import SandboxedEnvironment
 
 from turnwright.errors import TemplateError
-from turnwright.renderers import ChatTemplate, sandbox
-from turnwright.renderers.sandbox import TemplateSandbox, _Namespace
+from turnwright.renderers import ChatTemplate, template_sandbox
+from turnwright.renderers.template_sandbox import TemplateSandbox, _Namespace
 from turnwright.types import Message
 
 TALK = [Message("user", "Hi"), Message("assistant", "Yes.", reasoning="So.")]
@@ -130,7 +130,7 @@ def _bounded():
 def a_tenth_of_the_budget() -> Iterator[None]:
     """Used up in a tenth of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sandbox, "render_budget", partial(sandbox.render_budget, sandbox.WORK // 10))
+        patch.setattr(template_sandbox, "render_budget", partial(template_sandbox.render_budget, template_sandbox.WORK // 10))
         yield
 
 

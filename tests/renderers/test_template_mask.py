@@ -12,7 +12,7 @@ import turnwright as tw
 from turnwright.config import Limits
 from turnwright.errors import TemplateError
 from turnwright.renderers import ChatRenderer, ChatTemplate, HFTokenizer, template_names, template_source
-from turnwright.renderers.render_check import template_assistant_mask
+from turnwright.renderers.full_render import template_assistant_mask
 from turnwright.rollouts.render_check import built_conversation
 from turnwright.types import Message, Origin, ToolCall
 

@@ -19,8 +19,8 @@ from vision_kit import tiny_vlm_directory
 from turnwright.media import MediaStore
 from turnwright.renderers import Branch, Extend, SampledReply, load_renderer
 from turnwright.renderers.contract import explain_contract
+from turnwright.renderers.full_render import BuiltConversation, OriginRun, compare_with_render
 from turnwright.renderers.history import ConversationState, downscale_images, keep_images, render_next
-from turnwright.renderers.render_check import BuiltConversation, OriginRun, compare_with_render
 from turnwright.types import Message, Origin, ToolCall, VideoRef, ids_with_media_keys, placements_between
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava", "smolvlm")

@@ -17,7 +17,7 @@ import turnwright as tw
 from turnwright.config import load
 from turnwright.config.schema import HISTORY_POLICIES
 from turnwright.renderers.history import POLICIES, drop_reasoning, keep_images
-from turnwright.renderers.recompose import REASONS
+from turnwright.renderers.template_history import REASONS
 from turnwright.rollouts.runner import parse_history
 
 FEW = settings(max_examples=40, deadline=None)

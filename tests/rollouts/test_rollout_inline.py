@@ -19,7 +19,7 @@ import turnwright as tw
 from turnwright.media.images import encode_png
 from turnwright.records import read_json_lines, rebuild_trajectories
 from turnwright.renderers import load_renderer
-from turnwright.renderers.base import cut_ids
+from turnwright.renderers.renderer import cut_ids
 
 KINDS = ("bytes", "bpe", "unigram")
 STOPS = ("e", "an", "中", "\n")

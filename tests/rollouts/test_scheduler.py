@@ -17,7 +17,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from turnwright.errors import UsageError
-from turnwright.rollouts.scheduler import BatchScheduler
+from turnwright.rollouts.group_scheduler import BatchScheduler
 
 NUMBER = int(sys.argv[1]) if __name__ == "__main__" else 200
 EXAMPLES = settings(max_examples=NUMBER, deadline=None)

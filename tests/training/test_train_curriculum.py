@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from train_kit import M, P, chain
 
 from turnwright.config import load
-from turnwright.config.load import RunConfig
+from turnwright.config.recipe import RunConfig
 from turnwright.config.schema import SAMPLERS, EnvConfig, RolloutConfig, ScheduleConfig
 from turnwright.errors import ConfigError, TraceError
 from turnwright.training import TaskPlan

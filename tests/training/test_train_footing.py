@@ -15,7 +15,7 @@ from turnwright.cli.training import closing_lines
 from turnwright.commands import run_training
 from turnwright.config import Limits, RunConfig, WarmupConfig
 from turnwright.config.dump import load_run_config
-from turnwright.config.load import from_python
+from turnwright.config.recipe import from_python
 from turnwright.display.diagnosis import diagnose
 from turnwright.envs.check import check_env
 from turnwright.envs.resolve import as_env_spec

@@ -12,7 +12,7 @@ from train_model64 import Model64
 import turnwright as tw
 from turnwright.config import RolloutConfig, RunConfig, TrainConfig
 from turnwright.errors import ConfigError, UsageError
-from turnwright.rollouts.api import run_sync
+from turnwright.rollouts.standalone import run_sync
 from turnwright.training import Trainer, resolve_settings
 from turnwright.training.loss import Objective, TokenBatch, clipped
 from turnwright.training.task_plan import with_steps_of_epochs

@@ -17,7 +17,7 @@ from turnwright.errors import ConfigError, ModelError, TurnwrightError
 from turnwright.training import Checkpoints, Trainer, add_lora
 from turnwright.training.model import models
 from turnwright.training.model.lora import adapter_of, linear_layers, load_adapter
-from turnwright.training.model.weights import cast
+from turnwright.training.model.weight_export import cast
 
 peft = pytest.importorskip("peft")
 LORA = LoraConfig(rank=4)

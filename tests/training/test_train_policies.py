@@ -16,7 +16,7 @@ from train_model64 import Model64
 
 from turnwright.config import TrainConfig
 from turnwright.engines import Generation, PolicyEngine, Request
-from turnwright.engines.policies import AgentPolicies, PastVersions
+from turnwright.engines.policy_engine import AgentPolicies, PastVersions
 from turnwright.errors import UsageError
 from turnwright.training import Trainer
 from turnwright.training.baselines import RUNNING_DECAY, RunningBaselines

@@ -17,8 +17,8 @@ from turnwright.renderers import byte_renderer
 from turnwright.training import Trainer
 from turnwright.training.forward import forward as heads
 from turnwright.training.forward.forward import ForwardPass
-from turnwright.training.teachers.base import Hint, Teachers
 from turnwright.training.teachers.local import LocalTeacher, SelfTeacher
+from turnwright.training.teachers.teacher import Hint, Teachers
 from turnwright.types import Group, Message, Task
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}

@@ -13,7 +13,7 @@ from turnwright.config import TrainConfig
 from turnwright.errors import ConfigError, ModelError, RewardError, SyncError, TurnwrightError, UsageError
 from turnwright.training import Ranks, Trainer
 from turnwright.training.model import models
-from turnwright.training.model.weights import cast
+from turnwright.training.model.weight_export import cast
 from turnwright.training.trainer.optimizer import Optimizer, schedule
 from turnwright.types import Group, Task
 

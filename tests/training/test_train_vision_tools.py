@@ -13,7 +13,7 @@ from vision_kit import tiny_vlm_directory
 import turnwright as tw
 from turnwright.config import Limits, ModelConfig, TrainConfig
 from turnwright.engines.local import LocalEngine
-from turnwright.engines.local.sampling import Sampler
+from turnwright.engines.local.sampler import Sampler
 from turnwright.records import read_json_lines, rebuild_trajectories
 from turnwright.renderers import load_renderer
 from turnwright.rollouts import Rollout, group_by_task, make_episode_specs

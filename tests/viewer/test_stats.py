@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from turnwright.records.metrics import mean_interval, pass_at_k, wilson
+from turnwright.records.episode_metrics import mean_interval, pass_at_k, wilson
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 from turnwright.config import load
 from turnwright.config.dump import to_json_dict
-from turnwright.records.metrics import wilson
+from turnwright.records.episode_metrics import wilson
 
 
 def message(role: str, content: str, **more: Any) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def run_evaluate(args: argparse.Namespace) -> int:
 
 def with_pass_at_k(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the result with `pass_at_k` (k -> value and interval), from `counts` of (episodes, successes) per task."""
-    from turnwright.records.metrics import mean_interval, pass_at_k
+    from turnwright.records.episode_metrics import mean_interval, pass_at_k
 
     counts = [(int(n), int(c)) for n, c in result.get("counts") or () if n]
     if not counts:
@@ -98,7 +98,7 @@ def _of_recipe(args: argparse.Namespace) -> Any:
 
 def _of_run(args: argparse.Namespace) -> Any:
     from turnwright.config.dump import load_run_config
-    from turnwright.config.load import override
+    from turnwright.config.recipe import override
 
     if args.recipe is not None:
         raise UsageError(f"--run {args.of_run} has its own recipe; leave out {args.recipe}")

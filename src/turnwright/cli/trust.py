@@ -79,7 +79,7 @@ def code_named_by(config: RunConfig) -> Iterator[tuple[str, str]]:
 
     Environments that are not built in may run anything that their arguments say.
     """
-    from turnwright.config.load import flatten
+    from turnwright.config.recipe import flatten
     from turnwright.envs.builtin import BUILTIN
 
     foreign = {f"env.{number}." for number, env in enumerate(config.env) if env.use not in BUILTIN}

@@ -1,6 +1,6 @@
 """The configuration of a run."""
 
-from turnwright.config.load import ResolvedConfig, load
+from turnwright.config.recipe import ResolvedConfig, load
 from turnwright.config.schema import (
     CheckpointConfig,
     EngineConfig,

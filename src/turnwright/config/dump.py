@@ -11,7 +11,7 @@ from typing import Any
 
 from turnwright import files
 from turnwright.config.fields import describe_type, field_docs, field_type, table_lists
-from turnwright.config.load import ConfigMerge, ResolvedConfig, build, flatten, override, parse_overrides
+from turnwright.config.recipe import ConfigMerge, ResolvedConfig, build, flatten, override, parse_overrides
 from turnwright.config.schema import RunConfig
 from turnwright.errors import ConfigError
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from turnwright.display.run_data import Row, lines_of, mapping, number, pair, read_run, sum_tables
 from turnwright.display.text import single_line, visible
-from turnwright.records.progress import EpisodeListener, ProgressListener
+from turnwright.records.listeners import EpisodeListener, ProgressListener
 
 LAST = 5  # number of recent training steps that a diagnosis reads
 TIED = 0.9  # minimum share of groups without signal to report ties

@@ -28,7 +28,7 @@ from rich.text import Text
 from turnwright.display.run_data import number
 from turnwright.display.text import single_line
 from turnwright.errors import UsageError
-from turnwright.records.progress import NullListener, ProgressListener
+from turnwright.records.listeners import NullListener, ProgressListener
 
 P = ParamSpec("P")
 FILE = "profile.json"

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 import orjson
 
 from turnwright import files
-from turnwright.engines.policies import AgentPolicies
+from turnwright.engines.policy_engine import AgentPolicies
 from turnwright.errors import UsageError
-from turnwright.records.metrics import flatten_row
+from turnwright.records.episode_metrics import flatten_row
 from turnwright.types import StopReason
 
 Row = Mapping[str, Any]

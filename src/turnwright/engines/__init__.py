@@ -1,6 +1,8 @@
 """Engines: everything that samples tokens."""
 
-from turnwright.engines.base import (
+from turnwright.engines.distribution import token_logprobs
+from turnwright.engines.policy_engine import PolicyEngine
+from turnwright.engines.protocols import (
     AcceptsPixelSource,
     Engine,
     Finish,
@@ -16,8 +18,6 @@ from turnwright.engines.base import (
     SupportsWeightUpdate,
     check_generation,
 )
-from turnwright.engines.distribution import token_logprobs
-from turnwright.engines.policies import PolicyEngine
 from turnwright.engines.scripted import ScriptedEngine
 from turnwright.types import Sampling
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from turnwright.engines.base import Finish, Generation, Request
+from turnwright.engines.protocols import Finish, Generation, Request
 from turnwright.errors import EngineError, UsageError
 from turnwright.types import Message
 

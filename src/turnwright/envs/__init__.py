@@ -1,6 +1,6 @@
 """Environments, tools and rewards."""
 
-from turnwright.envs.base import Action, Env, EnvFactory, InlineObservation, NewHistory, Scores, Step
+from turnwright.envs.env import Action, Env, EnvFactory, InlineObservation, NewHistory, Scores, Step
 from turnwright.envs.gym import gym_env
 from turnwright.envs.resolve import as_env_spec, resolve_env
 from turnwright.envs.rewards.judge import ChatJudge, Judge, judged

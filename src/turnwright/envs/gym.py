@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from turnwright.envs.base import Action, Env, Step
+from turnwright.envs.env import Action, Env, Step
 from turnwright.envs.scripted_play import Speak
 from turnwright.envs.spec import FactoryOptions
 from turnwright.envs.tasks import TaskSource

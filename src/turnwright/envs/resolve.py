@@ -15,12 +15,12 @@ from typing import Any, get_type_hints
 
 from turnwright import plugins
 from turnwright.config.schema import PROGRAM, EnvConfig
-from turnwright.envs.base import Env
+from turnwright.envs.env import Env
 from turnwright.envs.foreign import ForeignObject, Registered, adapt, import_object, load_registered, refuse_faithful
 from turnwright.envs.spec import EnvSpec, Play
 from turnwright.envs.tasks import TaskSource, make_task_source
-from turnwright.envs.tools.schema import flatten, pydantic_hint
 from turnwright.envs.tools.schema_check import schema_error
+from turnwright.envs.tools.tool_schema import flatten, pydantic_hint
 from turnwright.envs.user_code import load_user_module, user_location
 from turnwright.envs.user_imports import stand_in_of
 from turnwright.errors import ConfigError, did_you_mean, suggest_or_list

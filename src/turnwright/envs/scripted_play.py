@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from turnwright.config import Limits
-from turnwright.envs.base import Action, Env, InlineObservation, NeedsLimits, NewHistory, Scores, Step, as_step, check_size
+from turnwright.envs.env import Action, Env, InlineObservation, NeedsLimits, NewHistory, Scores, Step, as_step, check_size
 from turnwright.envs.threads import run_in_thread
 from turnwright.envs.user_code import as_number
 from turnwright.errors import EnvError, InvalidAction, RewardError

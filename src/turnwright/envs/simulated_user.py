@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from turnwright.envs.base import Action, Env, Scores, Step
+from turnwright.envs.env import Action, Env, Scores, Step
 from turnwright.envs.rewards.judge import Judge, quote_lines, verdict_token
 from turnwright.envs.rewards.rewards import RewardedFactory, collect_counts
 from turnwright.envs.scripted_play import Speak

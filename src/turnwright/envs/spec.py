@@ -11,7 +11,7 @@ from typing import Any
 
 from turnwright.config.constraints import check_rules_of_play
 from turnwright.config.schema import EnvRules
-from turnwright.envs.base import EnvFactory
+from turnwright.envs.env import EnvFactory
 from turnwright.envs.likely_names import likely_name
 from turnwright.envs.scripted_play import ScriptedEpisode, Speak, play_scripted, run
 from turnwright.envs.tasks import TaskSource, check_disjoint

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from turnwright.envs.base import Action, Env, Scores, Step
+from turnwright.envs.env import Action, Env, Scores, Step
 from turnwright.envs.rewards.rewards import RewardedFactory, Rewards
 from turnwright.envs.rewards.workers import run_isolated
 from turnwright.envs.scripted_play import Speak

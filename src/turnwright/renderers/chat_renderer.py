@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwright.errors import TemplateError
-from turnwright.renderers.base import Branch, Extend
 from turnwright.renderers.contract import TemplateContract, derive_contract
 from turnwright.renderers.control_text import (
     ControlText,
@@ -27,7 +26,7 @@ from turnwright.renderers.model_files import remember
 from turnwright.renderers.parsers import PARSERS, Parser, parser_for_template, parser_named
 from turnwright.renderers.parsers.detect import PROBE_NAME, PROBE_TOOL, render_probe_reply
 from turnwright.renderers.probe import AppendProbe, AppendShape, AppendShapes, TemplateProbe, readable, texts_of
-from turnwright.renderers.recompose import ConversationComposer
+from turnwright.renderers.renderer import Branch, Extend
 from turnwright.renderers.reply_proof import ReplyProof, UnreadReply
 from turnwright.renderers.template import (
     ADAPT,
@@ -37,6 +36,7 @@ from turnwright.renderers.template import (
     digest,
     random_mark,
 )
+from turnwright.renderers.template_history import ConversationComposer
 from turnwright.renderers.tokenizer import PrecedingToken, Tokenizer, control_pattern
 from turnwright.renderers.vision.media_blocks import MediaExpander
 from turnwright.types import ContentPart, ImageRef, MediaPlacement, Message, Tools, VideoRef

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from turnwright.errors import TemplateError
-from turnwright.renderers.base import common_prefix_length
 from turnwright.renderers.probe import CONVERSATIONS, TemplateProbe
+from turnwright.renderers.renderer import common_prefix_length
 from turnwright.renderers.template import ASKED, PROBE_CALL, PROBE_TOOLS, ChatTemplate, call_id, probe_result, random_mark
 from turnwright.types import ImageRef, Message, ToolCall, Tools
 

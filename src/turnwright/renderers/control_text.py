@@ -11,8 +11,8 @@ from itertools import takewhile
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from turnwright.errors import ControlTextError, TemplateError
-from turnwright.renderers.base import common_prefix_length
 from turnwright.renderers.model_files import remember
+from turnwright.renderers.renderer import common_prefix_length
 from turnwright.renderers.template import probe_tool, random_mark
 from turnwright.renderers.tokenizer import PrecedingToken, Tokenizer, control_pattern
 from turnwright.types import Message, ToolCall, Tools

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from turnwright.errors import ConfigError, UsageError
-from turnwright.renderers.base import Branch, Extend, Renderer, SampledReply, common_prefix_length
+from turnwright.renderers.renderer import Branch, Extend, Renderer, SampledReply, common_prefix_length
 from turnwright.types import (
     ContentPart,
     ImageRef,

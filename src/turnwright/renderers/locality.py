@@ -8,7 +8,7 @@ from typing import Literal
 
 from jinja2 import TemplateError, nodes
 
-from turnwright.renderers.sandbox import TemplateSandbox
+from turnwright.renderers.template_sandbox import TemplateSandbox
 
 _MESSAGES = "messages"
 

@@ -10,8 +10,8 @@ from itertools import takewhile
 from typing import Any
 
 from turnwright.errors import TemplateError
-from turnwright.renderers.base import common_prefix_length
 from turnwright.renderers.control_text import ControlTextGuard, GuardRender, map_texts
+from turnwright.renderers.renderer import common_prefix_length
 from turnwright.renderers.template import (
     ADAPT,
     ASKED,

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from turnwright.renderers.base import common_prefix_length
 from turnwright.renderers.probe import TemplateProbe
+from turnwright.renderers.renderer import common_prefix_length
 from turnwright.renderers.template import random_mark
 from turnwright.renderers.tokenizer import Tokenizer
 from turnwright.types import Message, ToolCall, Tools

@@ -112,7 +112,7 @@ class ChatTemplate:
         return self._compile((begin, end)), re.compile(f"({begin})|({end})")
 
     def _compile(self, marks: tuple[str, str] | None) -> jinja2.Template:
-        from turnwright.renderers.sandbox import TemplateSandbox  # importing jinja2 takes 50 ms
+        from turnwright.renderers.template_sandbox import TemplateSandbox  # importing jinja2 takes 50 ms
 
         try:
             return TemplateSandbox(self._now.strftime, marks).template(self.source)
@@ -207,7 +207,7 @@ class ChatTemplate:
         generation_prompt: bool,
         documents: Sequence[Mapping[str, Any]] | None,
     ) -> str:
-        from turnwright.renderers.sandbox import render_budget
+        from turnwright.renderers.template_sandbox import render_budget
 
         try:
             with render_budget():

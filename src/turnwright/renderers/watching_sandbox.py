@@ -13,7 +13,7 @@ from jinja2 import nodes
 from jinja2.visitor import NodeTransformer
 
 from turnwright.renderers.inspected import current_record, holds_placeholder
-from turnwright.renderers.sandbox import TemplateSandbox, as_text, names_in
+from turnwright.renderers.template_sandbox import TemplateSandbox, as_text, names_in
 
 _COMPARISONS: Mapping[str, Callable[[Any, Any], Any]] = {
     "eq": eq,

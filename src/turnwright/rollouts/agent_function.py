@@ -16,8 +16,8 @@ from turnwright.engines.ids import GrowingIds
 from turnwright.envs.user_code import scalar
 from turnwright.errors import LimitReached, MediaError, UsageError
 from turnwright.renderers import Branch, ChatRenderer, Extend, Renderer, SampledReply
-from turnwright.renderers.base import vision_of
 from turnwright.renderers.history import History, render_next
+from turnwright.renderers.renderer import vision_of
 from turnwright.renderers.tokenizer_face import TokenizerFace
 from turnwright.renderers.vision.media_blocks import media_of
 from turnwright.rollouts.conversation import ConversationPath, reply_text

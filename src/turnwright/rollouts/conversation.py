@@ -13,8 +13,8 @@ from turnwright.engines.ids import GrowingIds
 from turnwright.errors import BackendContractError, LimitReached, UsageError
 from turnwright.records.serialization import NO_LOGPROB
 from turnwright.renderers import Branch, Extend, Renderer, SampledReply
-from turnwright.renderers.base import Decode
 from turnwright.renderers.history import ConversationState, History
+from turnwright.renderers.renderer import Decode
 from turnwright.types import (
     ROUTES,
     ContentPart,

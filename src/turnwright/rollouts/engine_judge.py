@@ -8,7 +8,7 @@ from hashlib import blake2b
 from itertools import count
 
 from turnwright.engines import Engine, HasContextLimit, HasRenderer, Request, Sampling
-from turnwright.engines.base import give_renderer
+from turnwright.engines.protocols import give_renderer
 from turnwright.errors import EngineError, JudgeError, UsageError
 from turnwright.media import media_as_text
 from turnwright.renderers import Renderer, byte_renderer

@@ -16,7 +16,7 @@ import orjson
 
 from turnwright.config import EnvRules
 from turnwright.envs import Action, Env, InlineObservation, NewHistory, Step
-from turnwright.envs.base import NeedsDecoder, NeedsLimits, SupportsSnapshot, as_step, check_size, implements
+from turnwright.envs.env import NeedsDecoder, NeedsLimits, SupportsSnapshot, as_step, check_size, implements
 from turnwright.envs.threads import AbandonableThreads
 from turnwright.envs.tool_env import ToolEnv
 from turnwright.envs.user_code import RemoteException, failure_of, is_awaitable, retryable

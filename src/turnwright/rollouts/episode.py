@@ -9,14 +9,14 @@ from functools import lru_cache, partial
 from typing import Any
 
 from turnwright.envs import Action, Env, InlineObservation, NewHistory, Scores, Step
-from turnwright.envs.base import IsolatedReward, as_step
+from turnwright.envs.env import IsolatedReward, as_step
 from turnwright.envs.rewards.workers import reserve_worker, run_isolated, track_running, use_worker
 from turnwright.envs.tool_env import ToolEnv
 from turnwright.envs.user_code import as_number
 from turnwright.errors import EnvError, InvalidAction, RewardError, words
 from turnwright.media import has_media
 from turnwright.renderers import Branch, Extend, Renderer
-from turnwright.renderers.base import Decode, cut_ids
+from turnwright.renderers.renderer import Decode, cut_ids
 from turnwright.rollouts.agent_function import Reply
 from turnwright.rollouts.conversation import ConversationPath, reply_decoder, reply_text, with_placed_media
 from turnwright.rollouts.env_session import EnvSession

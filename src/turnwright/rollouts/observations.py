@@ -12,7 +12,7 @@ from turnwright.envs.threads import run_in_thread
 from turnwright.errors import MediaError
 from turnwright.media import MediaStore, has_media, media_as_text, store_media
 from turnwright.renderers import Branch, Extend, Renderer
-from turnwright.renderers.base import vision_of
+from turnwright.renderers.renderer import vision_of
 from turnwright.rollouts.timeouts import Deadline
 from turnwright.types import ContentPart, Image, Message, Messages, Video, as_messages, is_media
 

@@ -11,7 +11,7 @@ from typing import Any
 from turnwright.config import EnvRules, Limits
 from turnwright.config.schema import OnTurnLength
 from turnwright.engines import Engine, Generation, Request, Sampling, StopText
-from turnwright.engines.base import check_generation
+from turnwright.engines.protocols import check_generation
 from turnwright.envs import NewHistory, Scores
 from turnwright.envs.user_code import failure_of
 from turnwright.errors import EngineError, EnvError, LimitReached, UsageError, class_name, words
@@ -30,8 +30,8 @@ from turnwright.records.serialization import (
     turn_row,
 )
 from turnwright.renderers import Branch, Extend, Renderer, SampledReply
-from turnwright.renderers.base import common_prefix_length
 from turnwright.renderers.history import History, render_from_scratch, render_next
+from turnwright.renderers.renderer import common_prefix_length
 from turnwright.rollouts.conversation import (
     Budget,
     ConversationPath,

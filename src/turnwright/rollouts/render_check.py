@@ -14,7 +14,7 @@ from turnwright.records.run_dir import JsonLines, read_json_lines
 from turnwright.records.serialization import key_row
 from turnwright.renderers import Renderer
 from turnwright.renderers.chat_renderer import ChatRenderer
-from turnwright.renderers.render_check import CAUSES, BuiltConversation, OriginRun, RenderDifference, compare_with_render
+from turnwright.renderers.full_render import CAUSES, BuiltConversation, OriginRun, RenderDifference, compare_with_render
 from turnwright.rollouts.conversation import add_counts
 from turnwright.rollouts.recorder import Recorder
 from turnwright.types import Trajectory

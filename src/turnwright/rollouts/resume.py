@@ -8,7 +8,7 @@ from typing import Any
 
 from turnwright.engines import Generation
 from turnwright.envs import InlineObservation, NewHistory, Step
-from turnwright.envs.base import as_step
+from turnwright.envs.env import as_step
 from turnwright.errors import TurnwrightError
 from turnwright.records.journal import RecordedAttempt, RecordedEpisode, RecordedTurn, read_messages
 from turnwright.records.serialization import NO_LOGPROB, Event, message_row

@@ -14,7 +14,7 @@ from turnwright.config import EnvRules, Limits
 from turnwright.config.constraints import check_section, values_of
 from turnwright.config.schema import HISTORY_MODES, HISTORY_OBJECT, history_error
 from turnwright.engines import Engine, HasContextLimit, Sampling, StopText
-from turnwright.engines.base import add_pixel_source, give_renderer
+from turnwright.engines.protocols import add_pixel_source, give_renderer
 from turnwright.envs import Env, Scores
 from turnwright.envs.isolation.process_env import ForkServers
 from turnwright.envs.resolve import load_object
@@ -35,8 +35,8 @@ from turnwright.records import RunDir, trajectory_row
 from turnwright.records.journal import RecordedEpisode
 from turnwright.records.run_dir import RECORD_VERSION, EventLog
 from turnwright.renderers import Renderer
-from turnwright.renderers.base import vision_of
 from turnwright.renderers.history import POLICIES, History, policy_name
+from turnwright.renderers.renderer import vision_of
 from turnwright.renderers.row_arguments import check_row_arguments
 from turnwright.renderers.vision import PixelCache
 from turnwright.rollouts.agent_function import AgentFunction, Model
@@ -157,7 +157,7 @@ class Rollout:
     ) -> None:
         """
         Args:
-            engine: samples the replies; its optional capabilities (`turnwright.engines.base`) are detected here.
+            engine: samples the replies; its optional capabilities (`turnwright.engines.protocols`) are detected here.
             run: run directory in which every turn is recorded.
             records: whether finished episodes are also written to trajectories.jsonl (it can be derived later).
             recorded: finished episodes of an earlier process, returned instead of being played again.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from turnwright.errors import ConfigError
 from turnwright.rollouts import group_by_task
-from turnwright.rollouts.scheduler import BatchScheduler
+from turnwright.rollouts.group_scheduler import BatchScheduler
 from turnwright.rollouts.timeouts import CallGate
 from turnwright.training.task_plan import Refilling, TaskChoice, TaskPlan, play_with_dynamic_sampling
 from turnwright.types import Trajectory

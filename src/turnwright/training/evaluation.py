@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnwright.engines import Sampling
-from turnwright.records.metrics import wilson
+from turnwright.records.episode_metrics import wilson
 from turnwright.rollouts import Rollout
 from turnwright.training.task_plan import TaskChoice
 from turnwright.types import Trajectory

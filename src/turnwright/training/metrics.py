@@ -19,7 +19,7 @@ import torch
 from turnwright._version import __version__
 from turnwright.config import RunConfig
 from turnwright.envs.spec import EnvSpec
-from turnwright.records.metrics import MAX_TURNS, rollout_metrics
+from turnwright.records.episode_metrics import MAX_TURNS, rollout_metrics
 from turnwright.records.run_dir import JsonLines
 from turnwright.records.serialization import key_row
 from turnwright.training.advantages import REJECTED, Credit

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from turnwright.engines import Engine
-from turnwright.engines.policies import PastVersions
+from turnwright.engines.policy_engine import PastVersions
 from turnwright.training.checkpoint import flush, remove_directory, save_model
 from turnwright.training.policies import Policy
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from turnwright.engines import SupportsWeightUpdate
 from turnwright.engines.local.weights import fingerprint
-from turnwright.engines.policies import AgentPolicies
+from turnwright.engines.policy_engine import AgentPolicies
 from turnwright.envs.spec import EnvSpec
 from turnwright.errors import ConfigError, SyncError, UsageError
-from turnwright.records.metrics import group_by_task
+from turnwright.records.episode_metrics import group_by_task
 from turnwright.training.advantages import FAILED, Credit, exclusion_reason
 from turnwright.training.forward.batch import TrainingBatch
-from turnwright.training.model.weights import Weights
+from turnwright.training.model.weight_export import Weights
 from turnwright.training.trainer.trainer import StepResult, Trainer
 from turnwright.types import Group, RowReward, Trajectory
 

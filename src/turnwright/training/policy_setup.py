@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import nn
 
 from turnwright.config import PolicyConfig, RunConfig
-from turnwright.config.load import config_of
+from turnwright.config.recipe import config_of
 from turnwright.engines import Engine, SupportsWeightUpdate
 from turnwright.engines.local import AdapterEngine, LocalEngine
-from turnwright.engines.policies import PolicyEngine
+from turnwright.engines.policy_engine import PolicyEngine
 from turnwright.errors import ConfigError, EngineError
 from turnwright.media import MediaStore
 from turnwright.renderers.chat_renderer import ChatRenderer

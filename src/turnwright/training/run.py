@@ -22,13 +22,13 @@ from turnwright.engines.local import torch_settings
 from turnwright.envs.spec import EnvSpec
 from turnwright.errors import TurnwrightError
 from turnwright.records import EpisodeListener, ProgressListener, RunDir, read_json_lines
-from turnwright.records.metrics import rollout_metrics
+from turnwright.records.episode_metrics import rollout_metrics
 from turnwright.renderers.history import History
 from turnwright.renderers.row_arguments import check_row_arguments
 from turnwright.rollouts import EpisodeSpec, Rollout
+from turnwright.rollouts.group_scheduler import BatchScheduler
 from turnwright.rollouts.play_again import play_again
 from turnwright.rollouts.runner import left_out, left_out_note, parse_history
-from turnwright.rollouts.scheduler import BatchScheduler
 from turnwright.rollouts.stream import GroupPlayer, RolloutStream
 from turnwright.training.batches import (
     AsyncBatches,

@@ -27,7 +27,7 @@ from turnwright.errors import MediaError, ModelError
 from turnwright.media import MediaStore
 from turnwright.records import NullListener, RunDir, read_json_lines
 from turnwright.rollouts import Rollout, make_episode_specs
-from turnwright.rollouts.api import run_sync
+from turnwright.rollouts.standalone import run_sync
 from turnwright.training.run import TrainingRun
 from turnwright.training.setup import load_model_and_renderer
 from turnwright.training.trainer.checks import mismatch_bound

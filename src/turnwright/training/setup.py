@@ -31,7 +31,7 @@ from turnwright.renderers.chat_renderer import ChatRenderer
 from turnwright.renderers.control_text import ControlText
 from turnwright.renderers.template import ChatTemplate, find_source
 from turnwright.renderers.vision import PixelCache
-from turnwright.rollouts.api import run_sync
+from turnwright.rollouts.standalone import run_sync
 from turnwright.training.algorithms import BUILT_IN
 from turnwright.training.distributed import ProcessRanks
 from turnwright.training.forward.ranks import Ranks
@@ -53,7 +53,7 @@ from turnwright.training.model.quantize import (
     quantize_for_training,
     quantized_names,
 )
-from turnwright.training.model.weights import Transform, tied_names
+from turnwright.training.model.weight_export import Transform, tied_names
 from turnwright.training.past import PastPolicy
 from turnwright.training.policies import Policies, Policy
 from turnwright.training.teachers.build import make_teachers

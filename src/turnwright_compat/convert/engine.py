@@ -13,7 +13,7 @@ from typing import Any, Literal
 from turnwright.config.constraints import field_errors, without_effect
 from turnwright.config.dump import toml_value
 from turnwright.config.fields import describe_type, field_type, sections, union_members
-from turnwright.config.load import ConfigMerge, build
+from turnwright.config.recipe import ConfigMerge, build
 from turnwright.config.schema import RunConfig
 from turnwright.errors import ConfigError, did_you_mean
 from turnwright_compat.convert.sources import Setting, Source, plain_value

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from turnwright.envs.base import Action, Env, Step
+from turnwright.envs.env import Action, Env, Step
 from turnwright.envs.foreign import ForeignObject, Framework, Registered
 from turnwright.envs.scripted_play import Speak
 from turnwright.errors import EnvError

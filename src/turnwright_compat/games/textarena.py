@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from turnwright.envs.base import Action, Env, Step
+from turnwright.envs.env import Action, Env, Step
 from turnwright.envs.foreign import ForeignObject, Framework, Registered
 from turnwright.envs.gym import seed_of, seeded_tasks
 from turnwright.envs.user_code import number_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turnwright.envs.base import Action, Env, Step
+from turnwright.envs.env import Action, Env, Step
 from turnwright.envs.foreign import ForeignObject, Framework, Registered
 from turnwright.envs.gym import seed_of
 from turnwright.errors import ConfigError, EnvError, InvalidAction, suggest_or_list

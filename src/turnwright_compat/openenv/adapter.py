@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from turnwright.envs.base import Action, Env, Step
+from turnwright.envs.env import Action, Env, Step
 from turnwright.envs.gym import model_mistakes, seed_of, seeded_tasks
 from turnwright.envs.scripted_play import Speak
 from turnwright.envs.spec import FactoryOptions

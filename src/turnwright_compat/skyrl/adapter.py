@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
 from turnwright.config import Limits
-from turnwright.envs.base import Action, Env, NewHistory, Scores, Step
+from turnwright.envs.env import Action, Env, NewHistory, Scores, Step
 from turnwright.envs.foreign import ForeignObject, Framework, import_object, refuse_faithful
 from turnwright.envs.user_code import describe_value, number_of
 from turnwright.envs.user_imports import import_foreign, public_name

@@ -12,10 +12,10 @@ from dataclasses import MISSING, asdict, fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
 from turnwright.config import Limits
-from turnwright.envs.base import Scores
+from turnwright.envs.env import Scores
 from turnwright.envs.user_imports import STAND_INS, import_foreign, public_name
 from turnwright.errors import ConfigError, EnvError, suggest_or_list
-from turnwright.media.messages import media_as_bytes
+from turnwright.media.references import media_as_bytes
 from turnwright.types import Image, Message, Task, Video
 from turnwright_compat.common import attribute_config, constructor_parameters, settings
 from turnwright_compat.sampled_rows import EngineCall, read_output, sampling_options

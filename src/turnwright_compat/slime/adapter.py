@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwright.config import Limits
-from turnwright.envs.base import Action, Env, Scores, Step
+from turnwright.envs.env import Action, Env, Scores, Step
 from turnwright.envs.foreign import ForeignObject, Registered, refuse_faithful
 from turnwright.envs.resolve import load_named
 from turnwright.envs.row_messages import read_tools

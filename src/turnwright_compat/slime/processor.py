@@ -7,7 +7,7 @@ from typing import Any
 
 from turnwright.media import MediaLimits
 from turnwright.media.images import decode
-from turnwright.renderers.base import vision_of
+from turnwright.renderers.renderer import vision_of
 from turnwright.renderers.tokenizer_face import TokenizerFace
 from turnwright.types import Image, ImageRef, Media, MediaPlacement, Message, Task
 

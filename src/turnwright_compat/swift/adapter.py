@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
-from turnwright.envs.base import Scores
 from turnwright.envs.datasets import MEDIA_COLUMNS
+from turnwright.envs.env import Scores
 from turnwright.envs.foreign import ForeignObject, Framework, Registered, refuse_faithful
 from turnwright.envs.resolve import load_named
 from turnwright.envs.user_code import as_number, describe_value, load_user_module, number_of

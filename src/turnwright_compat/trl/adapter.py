@@ -13,9 +13,9 @@ from turnwright.envs.foreign import ForeignObject, Framework
 from turnwright.envs.gym import seeded_tasks
 from turnwright.envs.resolve import load_named
 from turnwright.envs.tools.results import ResultLimit
-from turnwright.envs.tools.schema import ToolSchemaError
 from turnwright.envs.tools.stateful import parse_tools
 from turnwright.envs.tools.tool import Tool, Tools
+from turnwright.envs.tools.tool_schema import ToolSchemaError
 from turnwright.errors import ConfigError, suggest_or_list
 from turnwright_compat.common import accepted
 from turnwright_compat.trl.environments import (

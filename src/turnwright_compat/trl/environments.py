@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 from turnwright.config import Limits
-from turnwright.envs.base import Action, Scores, Step
+from turnwright.envs.env import Action, Scores, Step
 from turnwright.envs.rewards.workers import run_isolated
 from turnwright.envs.tool_env import ToolEnv, ToolEnvFactory
 from turnwright.envs.tools.results import Content, read_content
-from turnwright.envs.tools.schema import ToolSignature, tool_signature
 from turnwright.envs.tools.tool import Tool, Tools
+from turnwright.envs.tools.tool_schema import ToolSignature, tool_signature
 from turnwright.envs.user_code import as_number, call_user, describe_value, number_of
 from turnwright.errors import EnvError, RewardError, TaskError, suggest_or_list, words
 from turnwright.types import Message, Task, ToolCall, Trajectory

@@ -17,12 +17,12 @@ from typing import Any
 from turnwright.engines import Engine, Sampling, SupportsWeightUpdate
 from turnwright.engines.local import LocalEngine
 from turnwright.envs import EnvSpec
-from turnwright.envs.base import Env
+from turnwright.envs.env import Env
 from turnwright.errors import UsageError
 from turnwright.renderers import Renderer
 from turnwright.rollouts import run_sync
 from turnwright.training.model.lora import Adapter
-from turnwright.training.model.weights import Weights, clone_tensors, tied_names
+from turnwright.training.model.weight_export import Weights, clone_tensors, tied_names
 from turnwright.types import Task, Trajectory
 from turnwright_compat.episodes import TASK, Episodes, episode_metrics, prompt_of, single_row
 

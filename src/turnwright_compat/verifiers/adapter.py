@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from turnwright.envs.base import Action, Env, Scores, Step
+from turnwright.envs.env import Action, Env, Scores, Step
 from turnwright.envs.foreign import ForeignObject, adapt
 from turnwright.envs.scripted_play import Speak
 from turnwright.envs.tasks import TaskSource, split_tasks

@@ -17,9 +17,9 @@ from turnwright.envs.foreign import ForeignObject, Framework, import_object, ref
 from turnwright.envs.resolve import load_named
 from turnwright.envs.tools.mcp import McpTools, mcp_tools
 from turnwright.envs.tools.results import ResultLimit
-from turnwright.envs.tools.schema import ToolSignature, nullable_parameters
 from turnwright.envs.tools.stateful import parse_tools
 from turnwright.envs.tools.tool import Tool
+from turnwright.envs.tools.tool_schema import ToolSignature, nullable_parameters
 from turnwright.envs.user_code import load_user_module
 from turnwright.envs.user_imports import loaded_foreign
 from turnwright.errors import ConfigError, suggest_or_list

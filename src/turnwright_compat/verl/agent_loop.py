@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from turnwright.config import Limits
-from turnwright.envs.base import Scores
 from turnwright.envs.datasets import MEDIA_COLUMNS
+from turnwright.envs.env import Scores
 from turnwright.envs.user_code import call_user, describe_value
 from turnwright.envs.user_imports import import_foreign
 from turnwright.errors import ConfigError, EnvError, suggest_or_list

@@ -11,7 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 from turnwright.config import Limits
-from turnwright.envs.base import Action, Scores, Step
+from turnwright.envs.env import Action, Scores, Step
 from turnwright.envs.rewards.workers import run_isolated
 from turnwright.envs.tool_env import ToolEnv, ToolEnvFactory
 from turnwright.envs.tools.results import Content, ToolResult, join_content, read_content, read_result

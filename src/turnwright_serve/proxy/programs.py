@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from turnwright.envs.base import Scores
+from turnwright.envs.env import Scores
 from turnwright.envs.isolation.sandbox import Sandbox, SandboxError
 from turnwright.envs.tasks import TaskSource
 from turnwright.envs.user_code import call_user

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from turnwright.engines import tokens
-from turnwright.envs.base import Scores
+from turnwright.envs.env import Scores
 from turnwright.errors import ConfigError
 from turnwright.rollouts.agent_function import Model
 from turnwright.rollouts.episode_spec import EpisodeSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from turnwright.engines.base import Generation, Request
+from turnwright.engines.protocols import Generation, Request
 from turnwright_serve.server.intake import HttpError
 
 PAUSES = {"abort": "abort", "wait": "wait", "keep": "hold", "retract": "hold"}

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 from starlette.responses import Response
 
 from turnwright._version import __version__
-from turnwright.engines.base import Generation, Request, StopText
+from turnwright.engines.protocols import Generation, Request, StopText
 from turnwright.engines.scoring import IdScores, ScoreRequest
 from turnwright.errors import EngineError, MediaError, UsageError
 from turnwright.types import ROUTES, MediaPlacement, Sampling

@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 
 import orjson
 
-from turnwright.engines.remote.base import UPDATE_S, RemoteEngine
 from turnwright.engines.remote.http import HttpClient
+from turnwright.engines.remote.remote_engine import UPDATE_S, RemoteEngine
 from turnwright.engines.remote.weight_sync import DiskAdapter, DiskWeights
 from turnwright.errors import EngineError, SyncError
 from turnwright_serve.server.http import JsonHttpServer

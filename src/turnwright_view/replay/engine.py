@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from turnwright.engines import Generation, Request
-from turnwright.engines.base import check_generation
+from turnwright.engines.protocols import check_generation
 from turnwright.envs.user_code import RemoteException
 from turnwright.errors import BackendContractError, EngineError
 from turnwright.records.journal import RecordedAttempt, RecordedEpisode, RecordedTurn

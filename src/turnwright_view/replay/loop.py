@@ -21,9 +21,9 @@ from turnwright.records.run_dir import read_json_lines, to_json
 from turnwright.records.serialization import read_tasks
 from turnwright.renderers import Renderer, byte_renderer
 from turnwright.renderers.history import History
-from turnwright.rollouts.api import run_sync
 from turnwright.rollouts.episode_spec import EpisodeSpec
 from turnwright.rollouts.runner import Rollout
+from turnwright.rollouts.standalone import run_sync
 from turnwright.types import EpisodeKey, StopReason, Task
 from turnwright_view.replay.compare import EpisodeDifference, compare_episodes
 from turnwright_view.replay.engine import RecordedEngine

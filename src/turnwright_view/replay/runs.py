@@ -9,7 +9,7 @@ from typing import Any
 
 from turnwright.config import EnvConfig
 from turnwright.config.dump import load_run_config
-from turnwright.config.load import override
+from turnwright.config.recipe import override
 from turnwright.config.schema import HISTORY_OBJECT
 from turnwright.envs.resolve import resolve_env
 from turnwright.errors import UsageError

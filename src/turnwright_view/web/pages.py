@@ -16,7 +16,7 @@ from turnwright.display.diagnosis import diagnose, findings
 from turnwright.display.run_data import Row, integer, lines_of, mapping, number, read_run, sentence_of
 from turnwright.display.text import csp_digest, text_of, visible
 from turnwright.errors import TraceError
-from turnwright.records.metrics import METRICS, flatten_row
+from turnwright.records.episode_metrics import METRICS, flatten_row
 from turnwright_view.web.index import IndexEntry, TrajectoryIndex
 
 MAX_TEXT = 20_000  # maximum characters of one text

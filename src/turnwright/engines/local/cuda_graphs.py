@@ -12,7 +12,7 @@ from torch import Tensor
 
 from turnwright.engines.local.attention import AttentionPlan, AttentionRun
 from turnwright.engines.local.kv_cache import KVCache
-from turnwright.engines.local.sampling import ROWS, padded_rows, round_up_rows
+from turnwright.engines.local.sampler import ROWS, padded_rows, round_up_rows
 
 _log = logging.getLogger(__name__)
 LENGTHS = (256, 1024)

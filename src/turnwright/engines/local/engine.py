@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
-from turnwright.engines.base import Generation, Request, StopText
 from turnwright.engines.local.adapters import AdapterShape, copy_adapter
-from turnwright.engines.local.batch import ActiveCall
 from turnwright.engines.local.batch_invariance import calibrate_batch_invariance
 from turnwright.engines.local.model import EngineModel
 from turnwright.engines.local.quantization import from_directory
-from turnwright.engines.local.sampling import Sampler
+from turnwright.engines.local.sampler import Sampler
 from turnwright.engines.local.scheduler import Scheduler
+from turnwright.engines.local.step_rows import ActiveCall
 from turnwright.engines.local.vision import ContextMedia
 from turnwright.engines.local.weights import check_weights, copy_weights
 from turnwright.engines.local.worker import SHORT_STEP_S, Worker
+from turnwright.engines.protocols import Generation, Request, StopText
 from turnwright.errors import BackendContractError, EngineError, ModelError
 from turnwright.types import ids_with_media_keys, is_finite_number
 

@@ -17,10 +17,10 @@ import torch
 from torch.nn import Linear
 
 from turnwright.engines.local.adapters import RowAdapters
-from turnwright.engines.local.batch import RowMedia
 from turnwright.engines.local.kv_cache import KVCache
 from turnwright.engines.local.quantization import RoundedInputLinear, WeightGrid, input_grid
-from turnwright.engines.local.sampling import round_up_rows
+from turnwright.engines.local.sampler import round_up_rows
+from turnwright.engines.local.step_rows import RowMedia
 from turnwright.engines.local.vision import ImageFeatures, SplitVLM
 
 _log = logging.getLogger(__name__)

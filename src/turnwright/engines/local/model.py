@@ -14,11 +14,11 @@ from transformers import PretrainedConfig
 
 from turnwright.engines.local.adapters import AdapterShape, RowAdapters
 from turnwright.engines.local.attention import ATTENTION_NAME, AttentionPlan, AttentionRun
-from turnwright.engines.local.batch import RowMedia
 from turnwright.engines.local.cuda_graphs import DecodeGraphs
 from turnwright.engines.local.fused_decoder import make_fused_decoder
 from turnwright.engines.local.kv_cache import KVCache
-from turnwright.engines.local.sampling import ROWS, padded_rows, round_up_rows
+from turnwright.engines.local.sampler import ROWS, padded_rows, round_up_rows
+from turnwright.engines.local.step_rows import RowMedia
 from turnwright.engines.local.vision import ImageFeatures, auto_class, split_vlm
 from turnwright.errors import EngineError
 from turnwright.types import ExpertRoutes

@@ -10,15 +10,15 @@ from itertools import chain
 
 import torch
 
-from turnwright.engines.base import Finish, Generation
 from turnwright.engines.local import torch_settings
 from turnwright.engines.local.attention import AttentionRun
-from turnwright.engines.local.batch import ActiveCall, Drafter, EngineBatch, Outcome, caused_error
 from turnwright.engines.local.kv_cache import Move
 from turnwright.engines.local.model import EngineModel
-from turnwright.engines.local.sampling import Sampler
+from turnwright.engines.local.sampler import Sampler
 from turnwright.engines.local.slots import GRACE, Slot, SlotTable
+from turnwright.engines.local.step_rows import ActiveCall, Drafter, EngineBatch, Outcome, caused_error
 from turnwright.engines.local.vision import ImageFeatureCache
+from turnwright.engines.protocols import Finish, Generation
 from turnwright.errors import EngineError, TurnwrightError
 from turnwright.types import ROUTES, Media
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
-from turnwright.engines.local.batch import Outcome, caused_error
 from turnwright.engines.local.scheduler import Scheduler
+from turnwright.engines.local.step_rows import Outcome, caused_error
 from turnwright.errors import EngineError
 
 _log = logging.getLogger(__name__)

@@ -8,10 +8,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from turnwright.engines.base import Request
-from turnwright.engines.remote.base import CANARY, RemoteEngine
+from turnwright.engines.protocols import Request
 from turnwright.engines.remote.http import CONTROL_S, HttpClient
 from turnwright.engines.remote.llamacpp import LlamaCppEngine
+from turnwright.engines.remote.remote_engine import CANARY, RemoteEngine
 from turnwright.engines.remote.sglang import SglangEngine
 from turnwright.engines.remote.vllm import GENERATE, VllmEngine
 from turnwright.errors import EngineError, EngineUnavailable, SyncError

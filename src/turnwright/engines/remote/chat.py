@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from turnwright.engines.base import Generation, Request
-from turnwright.engines.remote.base import RemoteEngine
+from turnwright.engines.protocols import Generation, Request
+from turnwright.engines.remote.remote_engine import RemoteEngine
 from turnwright.engines.remote.response import field_of, only_choice
 from turnwright.errors import EngineError, NotTrainable
 from turnwright.types import join_texts

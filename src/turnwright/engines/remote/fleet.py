@@ -12,10 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from turnwright.engines.base import Generation, Request
-from turnwright.engines.remote.base import CANARY, RemoteEngine
+from turnwright.engines.protocols import Generation, Request
 from turnwright.engines.remote.chat import ChatEngine
 from turnwright.engines.remote.engine_list import EngineList
+from turnwright.engines.remote.remote_engine import CANARY, RemoteEngine
 from turnwright.engines.remote.replica import ExpectedScores, LatestWeights, LogprobFunction, Replica
 from turnwright.engines.remote.response import WeightsLabel
 from turnwright.engines.remote.weight_files import WeightDirectories

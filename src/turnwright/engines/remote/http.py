@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import orjson
 
 from turnwright.engines import tokens
-from turnwright.engines.base import Request
 from turnwright.engines.ids import ids_json
+from turnwright.engines.protocols import Request
 from turnwright.errors import BackendContractError, ConfigError, EngineError, EngineUnavailable
 from turnwright.types.retry import retry_after
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from math import log
 from typing import Any
 
-from turnwright.engines.base import Request
-from turnwright.engines.remote.base import RemoteEngine
+from turnwright.engines.protocols import Request
 from turnwright.engines.remote.http import CONTROL_S, encode_ids
+from turnwright.engines.remote.remote_engine import RemoteEngine
 from turnwright.engines.remote.response import (
     Breach,
     ExpectedWeights,

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from turnwright.engines.remote import vllm_plugin
-from turnwright.engines.remote.base import RemoteEngine
 from turnwright.engines.remote.fleet import Fleet
-from turnwright.engines.remote.lora import RANKS
+from turnwright.engines.remote.remote_engine import RemoteEngine
 from turnwright.engines.remote.replica import Replica
+from turnwright.engines.remote.server_adapters import RANKS
 from turnwright.engines.remote.weight_sync import DiskWeights, WeightsSource
 from turnwright.errors import ConfigError, EngineError, SyncError, TurnwrightError, UsageError
 

@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from turnwright.engines.base import Generation, Request, SupportsPause
-from turnwright.engines.remote.base import DRAIN_S, EngineLoad, RemoteEngine
+from turnwright.engines.protocols import Generation, Request, SupportsPause
+from turnwright.engines.remote.remote_engine import DRAIN_S, EngineLoad, RemoteEngine
 from turnwright.engines.remote.response import WeightsLabel
 from turnwright.engines.remote.weight_sync import WeightsSource
 from turnwright.errors import EngineError, EngineUnavailable, NotTrainable, StaleWeights, SyncError

@@ -11,7 +11,7 @@ from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from turnwright.engines.base import Finish, Generation, InFlight, MissingLogprobs, Request
+from turnwright.engines.protocols import Finish, Generation, InFlight, MissingLogprobs, Request
 from turnwright.errors import BackendContractError, StaleWeights, TurnwrightError
 from turnwright.types import ROUTES
 

@@ -10,10 +10,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from turnwright.engines.base import Request
-from turnwright.engines.remote.base import UPDATE_S, EngineLoad, Part
+from turnwright.engines.protocols import Request
 from turnwright.engines.remote.http import CONTROL_S, encode_ids
-from turnwright.engines.remote.lora import LoraApi, LoraServerEngine
+from turnwright.engines.remote.remote_engine import UPDATE_S, EngineLoad, Part
 from turnwright.engines.remote.response import (
     INTERRUPTS,
     Breach,
@@ -25,6 +24,7 @@ from turnwright.engines.remote.response import (
     parsing,
     version_runs,
 )
+from turnwright.engines.remote.server_adapters import LoraApi, LoraServerEngine
 from turnwright.engines.remote.vllm import sglang_experts
 from turnwright.engines.remote.weight_sync import (
     UNFINISHED,

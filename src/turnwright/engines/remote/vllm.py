@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
-from turnwright.engines.base import Request
-from turnwright.engines.remote.base import UPDATE_S, EngineLoad, Part
+from turnwright.engines.protocols import Request
 from turnwright.engines.remote.http import CONTROL_S, encode_ids
-from turnwright.engines.remote.lora import LoraApi, LoraServerEngine
+from turnwright.engines.remote.remote_engine import UPDATE_S, EngineLoad, Part
 from turnwright.engines.remote.response import (
     INTERRUPTS,
     Breach,
@@ -29,11 +28,12 @@ from turnwright.engines.remote.response import (
     parsing,
     version_runs,
 )
+from turnwright.engines.remote.server_adapters import LoraApi, LoraServerEngine
 from turnwright.engines.remote.vllm_images import VllmImages
 from turnwright.engines.remote.weight_sync import TRANSFER, GroupTransfer, send_group_to_vllm, suppress_errors
 from turnwright.engines.scoring import IdScores, ScoreRequest
 from turnwright.errors import ConfigError, EngineError, EngineUnavailable, SyncError
-from turnwright.renderers.base import HasCodec
+from turnwright.renderers.renderer import HasCodec
 from turnwright.types import ROUTES, ExpertRoutes
 
 MAGIC = b"\x93NUMPY"

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, Protocol
 
-from turnwright.engines.base import Request
+from turnwright.engines.protocols import Request
 from turnwright.engines.remote.http import CONTROL_S, HttpClient
 from turnwright.errors import EngineError, EngineUnavailable
 from turnwright.types import MediaPlacement, VideoRef

@@ -20,8 +20,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from turnwright.envs.base import Action, Env, Step
 from turnwright.envs.builtin.common import sample_tasks
+from turnwright.envs.env import Action, Env, Step
 from turnwright.envs.isolation.sandbox import Sandbox, SandboxProtocol, SandboxResult
 from turnwright.errors import ConfigError, EnvError
 from turnwright.types import Message, Task

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from turnwright.envs.spec import check_split
-from turnwright.envs.tools.schema import InvalidArguments, ToolSignature
+from turnwright.envs.tools.tool_schema import InvalidArguments, ToolSignature
 from turnwright.errors import ConfigError
 from turnwright.types import ContentPart, Message, Task, ToolCall, join_texts
 

@@ -22,8 +22,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
 
-from turnwright.envs.base import Action, Env, Step
 from turnwright.envs.builtin.common import require_extra, sample_tasks
+from turnwright.envs.env import Action, Env, Step
 from turnwright.envs.gym import GymEnv, gym_env
 from turnwright.errors import ConfigError, EnvError
 from turnwright.types import Message, Messages, Task

@@ -24,10 +24,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from turnwright.envs.base import Action, Env, Step
 from turnwright.envs.builtin import common
 from turnwright.envs.builtin.answers import EXACT, LONGEST, boxed, is_correct
-from turnwright.envs.tools.schema import tool_signature
+from turnwright.envs.env import Action, Env, Step
+from turnwright.envs.tools.tool_schema import tool_signature
 from turnwright.errors import ConfigError, EnvError
 from turnwright.types import ContentPart, Image, Message, Task
 

@@ -21,8 +21,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal
 
-from turnwright.envs.base import Action, Env, InlineObservation, Step
 from turnwright.envs.builtin.common import sample_tasks
+from turnwright.envs.env import Action, Env, InlineObservation, Step
 from turnwright.errors import EnvError
 from turnwright.types import Message, Task
 

@@ -24,8 +24,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from turnwright.envs.base import Action, Env, Step
 from turnwright.envs.builtin.common import is_held_out
+from turnwright.envs.env import Action, Env, Step
 from turnwright.envs.spec import check_split
 from turnwright.errors import EnvError
 from turnwright.types import Message, Task, ToolCall

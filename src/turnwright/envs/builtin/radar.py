@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from turnwright.envs.base import Action, Env, Step
 from turnwright.envs.builtin.common import require_extra
+from turnwright.envs.env import Action, Env, Step
 from turnwright.envs.spec import check_split
 from turnwright.errors import ConfigError, EnvError
 from turnwright.types import Image, Message, Task

@@ -22,8 +22,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from turnwright.envs.base import Action, Env, Step
 from turnwright.envs.builtin.common import require_extra
+from turnwright.envs.env import Action, Env, Step
 from turnwright.envs.spec import check_split
 from turnwright.errors import ConfigError, EnvError, InvalidAction
 from turnwright.types import Message, Task

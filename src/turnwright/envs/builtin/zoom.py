@@ -19,9 +19,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from turnwright.envs.base import Action, Env, Step
 from turnwright.envs.builtin import common
-from turnwright.envs.tools.schema import tool_signature
+from turnwright.envs.env import Action, Env, Step
+from turnwright.envs.tools.tool_schema import tool_signature
 from turnwright.errors import ConfigError, EnvError
 from turnwright.types import Image, Message, Task
 

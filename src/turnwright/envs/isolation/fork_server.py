@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 import orjson
 
 from turnwright.config import Limits
-from turnwright.envs.base import Env, InlineObservation, NeedsLimits, NewHistory, Scores, as_step
+from turnwright.envs.env import Env, InlineObservation, NeedsLimits, NewHistory, Scores, as_step
 from turnwright.envs.user_code import as_number, failure_of
 from turnwright.errors import InvalidAction, UsageError, words
 from turnwright.media import media_as_bytes
@@ -60,7 +60,7 @@ class RestrictedUnpickler(pickle.Unpickler):
     """Unpickler of messages from environment processes: Turnwright data classes and plain values, no code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        ours = module.startswith("turnwright.types.") or module == "turnwright.envs.base"
+        ours = module.startswith("turnwright.types.") or module == "turnwright.envs.env"
         if "." not in name and (ours or name in _PLAIN.get(module, "").split()):
             found = super().find_class(module, name)
             if isinstance(found, type):

@@ -20,7 +20,7 @@ from multiprocessing import spawn
 from typing import Any
 
 from turnwright.config import Limits
-from turnwright.envs.base import Action, Env, Step
+from turnwright.envs.env import Action, Env, Step
 from turnwright.envs.isolation.child_path import python_path
 from turnwright.envs.isolation.fork_server import ENDED, EXIT_GRACE_S, HEAD, MARK, REQUEST, SIZE, restricted_loads
 from turnwright.envs.user_code import USER_MODULE, RemoteException

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-from turnwright.envs.base import Scores
+from turnwright.envs.env import Scores
 from turnwright.envs.rewards.workers import Isolation, mark_running, run_isolated
 from turnwright.envs.spec import FactoryOptions
 from turnwright.envs.threads import run_in_thread

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from turnwright.envs.base import Env
+from turnwright.envs.env import Env
 from turnwright.envs.isolation.process_env import ForkServer, ProcessEnv, in_isolated_process
 from turnwright.envs.user_code import RemoteException, call_user
 from turnwright.errors import UsageError

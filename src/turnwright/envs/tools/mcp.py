@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from turnwright.envs.tools.results import Content, ToolResult, join_content
-from turnwright.envs.tools.schema import ToolSchemaError, ToolSignature, checked_name, flatten
 from turnwright.envs.tools.stateful import RowArguments, ToolInstance
 from turnwright.envs.tools.tool import Tool
+from turnwright.envs.tools.tool_schema import ToolSchemaError, ToolSignature, checked_name, flatten
 from turnwright.errors import ConfigError, ToolFailure, first_exception, suggest_or_list
 from turnwright.types import Image
 

@@ -17,8 +17,8 @@ from turnwright.envs.row_messages import read_tools
 from turnwright.envs.scripted_play import maybe_await
 from turnwright.envs.threads import run_in_thread
 from turnwright.envs.tools.results import Content, ResultLimit, ToolResult, join_content, read_content, read_result
-from turnwright.envs.tools.schema import ToolSchemaError, row_parameters, tool_signature
 from turnwright.envs.tools.tool import Tool, Tools, as_tool, takes_self
+from turnwright.envs.tools.tool_schema import ToolSchemaError, row_parameters, tool_signature
 from turnwright.envs.user_code import as_number, call_user, failure_kind
 from turnwright.errors import TaskError, ToolFailure, TurnwrightError, class_name, suggest_or_list, words
 from turnwright.types import FailureKind, Message, Task

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 from turnwright.envs.tools.results import ResultLimit, ToolResult, read_result
-from turnwright.envs.tools.schema import InvalidArguments, ToolSchemaError, ToolSignature, parameters_of, tool_signature
+from turnwright.envs.tools.tool_schema import InvalidArguments, ToolSchemaError, ToolSignature, parameters_of, tool_signature
 from turnwright.envs.user_code import as_number, call_user
 from turnwright.errors import ToolFailure, UsageError, class_name, suggest_or_list, words
 from turnwright.types import Message, ToolCall

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from turnwright import plugins
-from turnwright.renderers.parsers.base import Parser, ReplyFormat
 from turnwright.renderers.parsers.formats import FORMATS
 from turnwright.renderers.parsers.readers import TaggedCalls
+from turnwright.renderers.parsers.reply_format import Parser, ReplyFormat
 from turnwright.renderers.parsers.special_formats import BARE
 from turnwright.renderers.template import ChatTemplate, probe_tool
 from turnwright.types import Message, ToolCall, Tools

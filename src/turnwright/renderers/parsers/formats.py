@@ -76,7 +76,8 @@ import json
 import re
 from dataclasses import replace
 
-from turnwright.renderers.parsers.base import (
+from turnwright.renderers.parsers.readers import JsonCalls, NamedJsonCalls, TaggedCalls, make_call, read_json
+from turnwright.renderers.parsers.reply_format import (
     CallSyntax,
     MalformedCall,
     Parser,
@@ -85,7 +86,6 @@ from turnwright.renderers.parsers.base import (
     ReplyFormat,
     malformed_call,
 )
-from turnwright.renderers.parsers.readers import JsonCalls, NamedJsonCalls, TaggedCalls, make_call, read_json
 from turnwright.renderers.parsers.special_formats import HARMONY, LFM2, LLAMA3, MINICPM3, OLMO3
 from turnwright.types import ToolCall, Tools
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from turnwright.renderers.parsers.base import MalformedCall, malformed_call, properties_of
+from turnwright.renderers.parsers.reply_format import MalformedCall, malformed_call, properties_of
 from turnwright.types import ToolCall, Tools
 from turnwright.types.json_schema import JSON_TYPES, SchemaFault, is_plain, json_type, read_schema
 

@@ -44,7 +44,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from turnwright.renderers.parsers.base import (
+from turnwright.renderers.parsers.readers import STRING, JsonCalls, make_call, python_as_json, read_json
+from turnwright.renderers.parsers.reply_format import (
     CALL_ENDS,
     CallSyntax,
     MalformedCall,
@@ -57,7 +58,6 @@ from turnwright.renderers.parsers.base import (
     name_of,
     unopened_call,
 )
-from turnwright.renderers.parsers.readers import STRING, JsonCalls, make_call, python_as_json, read_json
 from turnwright.types import Message, ToolCall, Tools
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"

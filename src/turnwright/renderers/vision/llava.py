@@ -9,7 +9,7 @@ from typing import Any
 
 from turnwright.errors import ModelError
 from turnwright.media import MediaStore
-from turnwright.renderers.vision.base import BaseVisionProcessor
+from turnwright.renderers.vision.processor import BaseVisionProcessor
 from turnwright.renderers.vision.processors import ModelFiles, load_pillow_processor, pil_images, processor_name
 from turnwright.renderers.vision_protocol import MediaBlock
 from turnwright.types import Media

@@ -13,7 +13,7 @@ from turnwright.errors import ModelError
 from turnwright.media import MediaStore
 from turnwright.renderers.model_files import read_json
 from turnwright.renderers.tokenizer import Tokenizer
-from turnwright.renderers.vision.base import pixels_of
+from turnwright.renderers.vision.processor import pixels_of
 from turnwright.renderers.vision_protocol import VisionProcessor
 from turnwright.types import Media
 

@@ -14,7 +14,7 @@ from turnwright.errors import MediaError, ModelError
 from turnwright.media import MediaStore
 from turnwright.renderers.model_files import remember
 from turnwright.renderers.tokenizer import Tokenizer
-from turnwright.renderers.vision.base import BaseVisionProcessor, pixels_of
+from turnwright.renderers.vision.processor import BaseVisionProcessor, pixels_of
 from turnwright.renderers.vision.processors import ModelFiles
 from turnwright.renderers.vision_protocol import MediaBlock
 from turnwright.types import Media, MediaPlacement, VideoRef

@@ -24,7 +24,7 @@ from turnwright.engines.local.vision import split_vlm
 from turnwright.errors import ConfigError, ModelError
 from turnwright.training.distributed import local_shard
 from turnwright.training.model.directory import ADAPTER_FILE, read_json
-from turnwright.training.model.weights import Weights
+from turnwright.training.model.weight_export import Weights
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 ALL = "all"

@@ -18,7 +18,7 @@ from turnwright.errors import ConfigError
 from turnwright.training.model.directory import base_model_of, read_json
 from turnwright.training.model.models import copy_extras, load
 from turnwright.training.model.quantize import grid_of, packed, quantized_names
-from turnwright.training.model.weights import Transform, Weights, clone_tensors, tied_names
+from turnwright.training.model.weight_export import Transform, Weights, clone_tensors, tied_names
 
 
 def quant_of(source: Path) -> QuantConfig:

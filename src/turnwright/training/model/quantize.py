@@ -20,7 +20,7 @@ from turnwright.config import QuantConfig
 from turnwright.engines.local.quantization import RoundedInputLinear, WeightGrid
 from turnwright.engines.local.vision import split_vlm
 from turnwright.errors import ConfigError
-from turnwright.training.model.weights import Transform, Weights
+from turnwright.training.model.weight_export import Transform, Weights
 
 
 class _StraightThrough(torch.autograd.Function):  # type: ignore[misc]

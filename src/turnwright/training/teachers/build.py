@@ -14,9 +14,9 @@ from turnwright.training.model.directory import renderer_of
 from turnwright.training.model.models import device_and_dtype, load
 from turnwright.training.teachers.aligned import AlignedTeacher
 from turnwright.training.teachers.alignment import Translation
-from turnwright.training.teachers.base import Hint, MakeTeachers, TaughtPolicy, Teacher, Teachers
 from turnwright.training.teachers.local import LocalTeacher, SelfTeacher
 from turnwright.training.teachers.remote import RemoteTeacher
+from turnwright.training.teachers.teacher import Hint, MakeTeachers, TaughtPolicy, Teacher, Teachers
 
 
 def teacher_names(teachers: Sequence[TeacherConfig]) -> list[str]:

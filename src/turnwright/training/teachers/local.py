@@ -15,8 +15,8 @@ from turnwright.errors import ConfigError
 from turnwright.training.forward.batch import BatchPacker, MicroBatch, TeacherScores, TrainingBatch
 from turnwright.training.forward.divergence import TeacherTargets
 from turnwright.training.forward.forward import FittedHead, ForwardPass, target_stats
-from turnwright.training.scoring import top_logprobs
-from turnwright.training.teachers.base import Hint, TaughtPolicy, Teacher, no_answer
+from turnwright.training.score_ids import top_logprobs
+from turnwright.training.teachers.teacher import Hint, TaughtPolicy, Teacher, no_answer
 
 
 def _keep(kept: dict[str, Tensor], name: str, values: Tensor, at_m: Tensor, size: int) -> None:

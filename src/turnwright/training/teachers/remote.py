@@ -12,10 +12,10 @@ from turnwright.config import TeacherConfig
 from turnwright.engines.scoring import IdScores, ScoreRequest
 from turnwright.errors import ConfigError, TurnwrightError
 from turnwright.renderers.chat_renderer import ChatRenderer
-from turnwright.rollouts.api import run_sync
+from turnwright.rollouts.standalone import run_sync
 from turnwright.training.forward.batch import TeacherScores, TrainingBatch
 from turnwright.training.forward.divergence import TeacherTargets
-from turnwright.training.teachers.base import Hint, TaughtPolicy, Teacher
+from turnwright.training.teachers.teacher import Hint, TaughtPolicy, Teacher
 from turnwright.types import Sample, Trajectory
 from turnwright.types.media import placements_between
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from turnwright.config import TrainConfig
 from turnwright.engines import Engine, Generation, Request, Sampling
 from turnwright.errors import SyncError, TurnwrightError, UsageError
-from turnwright.records.metrics import top_counts
+from turnwright.records.episode_metrics import top_counts
 from turnwright.training.advantages import MISMATCH, REJECTED, TRAINED, Credit, StepCredits
 from turnwright.training.forward.batch import MicroBatch, TrainingBatch, TrainingRow, padded, rows_of
 from turnwright.training.forward.forward import BANNED_LOGIT, LogitDistribution

@@ -43,8 +43,8 @@ from turnwright.training.model.models import (
 )
 from turnwright.training.model.quantize import OnGrid, plain_inputs, rounds_activations
 from turnwright.training.model.reference import ReferencePolicy
-from turnwright.training.model.weights import Transform, Weights, clone_tensors, tied_names
-from turnwright.training.teachers.base import MakeTeachers, TaughtPolicy, refuse_ranks
+from turnwright.training.model.weight_export import Transform, Weights, clone_tensors, tied_names
+from turnwright.training.teachers.teacher import MakeTeachers, TaughtPolicy, refuse_ranks
 from turnwright.training.trainer.checks import (
     StepMetrics,
     WeightSyncProbe,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from turnwright.envs.tools.schema import tool_signature
+from turnwright.envs.tools.tool_schema import tool_signature
 
 from .schemas import OpenAIFunctionToolSchema
 

@@ -23,7 +23,7 @@ from turnwright.renderers.template import (
     with_preset_variables,
 )
 from turnwright.renderers.tokenizer import ByteTokenizer, HFTokenizer
-from turnwright.renderers.vision.load import load_vision_processor
+from turnwright.renderers.vision.families import load_vision_processor
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>")
 """Control tokens of built-in models and renderers, with Qwen's names."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from turnwright.errors import TemplateError
-from turnwright.renderers.base import common_prefix_length
 from turnwright.renderers.chat_renderer import ChatRenderer
+from turnwright.renderers.renderer import common_prefix_length
 from turnwright.renderers.vision.media_blocks import media_of
 from turnwright.types import Media, MediaPlacement, Message, Origin, Tools
 

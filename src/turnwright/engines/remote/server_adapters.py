@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 from uuid import uuid4
 
-from turnwright.engines.remote.base import DRAIN_S, UPDATE_S, RemoteEngine
 from turnwright.engines.remote.http import CONTROL_S
+from turnwright.engines.remote.remote_engine import DRAIN_S, UPDATE_S, RemoteEngine
 from turnwright.engines.remote.response import field_of
 from turnwright.engines.remote.weight_sync import suppress_errors
 from turnwright.errors import EngineError, StaleWeights, SyncError

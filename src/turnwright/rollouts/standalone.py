@@ -17,7 +17,7 @@ from turnwright.config import EnvRules, Limits
 from turnwright.config.constraints import check_rules_of_play, check_section
 from turnwright.engines import Engine, HasRenderer, Sampling
 from turnwright.envs import Env
-from turnwright.envs.base import HasGroupReward
+from turnwright.envs.env import HasGroupReward
 from turnwright.envs.resolve import resolve_env
 from turnwright.errors import UsageError
 from turnwright.records import RunDir

@@ -17,11 +17,11 @@ from itertools import product, takewhile
 from typing import Any, NamedTuple
 
 from turnwright.errors import TemplateError
-from turnwright.renderers.base import Branch, Extend, SampledReply, common_prefix_length
 from turnwright.renderers.control_text import ControlTextGuard, EncodedMessages, map_texts
 from turnwright.renderers.conversation_shape import ConversationShapes, ProvenByShape
 from turnwright.renderers.model_files import remember
 from turnwright.renderers.probe import TemplateProbe, calls_before, readable
+from turnwright.renderers.renderer import Branch, Extend, SampledReply, common_prefix_length
 from turnwright.renderers.template import ADAPT, ASKED, PROBE_CALL, PROBE_TOOLS, calls_as_text, probe_result, random_mark
 from turnwright.renderers.tokenizer import Tokenizer
 from turnwright.renderers.vision.media_blocks import MediaExpander

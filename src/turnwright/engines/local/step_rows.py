@@ -14,10 +14,10 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from turnwright.engines.base import Generation, Request
 from turnwright.engines.local.attention import AttentionRun
 from turnwright.engines.local.slots import Slot
 from turnwright.engines.local.vision import ContextMedia, ImageFeatures
+from turnwright.engines.protocols import Generation, Request
 from turnwright.errors import EngineError
 
 

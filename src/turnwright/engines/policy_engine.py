@@ -9,7 +9,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from turnwright.engines.base import (
+from turnwright.engines.protocols import (
     Engine,
     Generation,
     HasContextLimit,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 
-from turnwright.engines.base import Generation, InFlight, MissingLogprobs, Request
+from turnwright.engines.protocols import Generation, InFlight, MissingLogprobs, Request
 from turnwright.engines.remote.http import HttpClient
 from turnwright.engines.remote.response import ExpectedWeights, ServerResponse, WeightsLabel, fault_of, parsing, verify_response
 from turnwright.engines.remote.weight_sync import GroupTransfer, RequestTransfer, suppress_errors
@@ -24,7 +24,7 @@ from turnwright.errors import (
     SyncError,
     TurnwrightError,
 )
-from turnwright.renderers.base import HasCodec
+from turnwright.renderers.renderer import HasCodec
 from turnwright.renderers.tokenizer import ByteTokenizer
 
 MAX_VOCABULARY = 2**31

@@ -12,7 +12,7 @@ from turnwright.engines.distribution import masked_scores
 from turnwright.types import Sampling
 
 if TYPE_CHECKING:
-    from turnwright.engines.local.batch import RowDraw
+    from turnwright.engines.local.step_rows import RowDraw
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
