@@ -139,6 +139,38 @@ def test_kills_of_a_run_that_inserts_and_rewinds(tmp_path: Path) -> None:
     assert any(row.get("groups_refilled") for row in rows)  # and which tasks they were of was the same again
 
 
+GIVES_UP = """\
+import asyncio
+import turnwright as tw
+
+async def play(task, model):
+    first = await model.generate(task.messages)
+    await asyncio.sleep(0.01 * len(first.message.text))
+    second = await model.generate(task.messages)
+    if len(second.message.text) % 2:
+        return tw.Scores(None, status="aborted")
+    return float(len(first.message.text) % 2)
+
+def tasks(split, n, seed):
+    return [tw.Task(f"Say {split} {number}.") for number in range(n)]
+"""
+
+
+def test_what_a_function_gave_up_is_not_played_again(tmp_path: Path) -> None:
+    bench = benchmark()
+    (tmp_path / "gives_up.py").write_text(GIVES_UP)
+    recipe = SMALL[: SMALL.index("[warmup]")] + SMALL[SMALL.index("[train]") :].replace("steps = 2", "steps = 4")
+    recipe = recipe.replace('use = "hop"', f'name = "say"\ntasks = "{tmp_path / "gives_up.py"}:tasks"').replace(
+        "[rollout]", f'[rollout]\nfunction = "{tmp_path / "gives_up.py"}:play"\nmax_failed = 1.0'
+    )
+    recipe = recipe.replace("group_size = 2", "group_size = 8")
+    outcome = bench.compare(tmp_path, ["mid-episode", "mid-episode", "mid-episode"], f"{recipe}[checkpoint]\nevery = 4\n")
+    assert outcome.kills, "no kill landed"
+    stops = {event.get("stop") for event in bench.events(tmp_path / "war") if event["e"] == "closed"}
+    assert "aborted" in stops
+    assert outcome.good
+
+
 SEES = """\
 [model]
 vision = true

@@ -16,7 +16,7 @@ from turnwright.renderers import ChatRenderer
 from turnwright.rollouts.play_again import may_pass
 from turnwright.training.batches import StreamRecord
 from turnwright.training.trainer.checks import check_fingerprints
-from turnwright.types import EpisodeKey, StopReason, Task, Trajectory
+from turnwright.types import EpisodeKey, Task, Trajectory
 
 
 class RunRecord:
@@ -140,13 +140,10 @@ class RunRecord:
             raise TraceError(
                 f"{checks.damage[0]}. A run resumes only from its journal: restore it from a copy, or start a new run"
             )
-        # An episode interrupted with the process (Ctrl-C) is closed in the journal without a stop reason of its own.
-        found = {k: t for k, t in found.items() if t.stop is not StopReason.ABORTED}
         found = {k: t for k, t in found.items() if k.phase != "train" or self._is_ahead(k)}
         written: dict[tuple[Any, ...], float] = {}
         for row in read_json_lines(self.run.path / "trajectories.jsonl"):
-            if row["stop"] != StopReason.ABORTED:
-                written[tuple(row["key"].values())] = row["wall_s"]  # of two plays, the later
+            written[tuple(row["key"].values())] = row["wall_s"]  # of two plays, the later
         for key, trajectory in found.items():
             if written.get((key.phase, key.step, key.task, key.sample, key.attempt)) != trajectory.wall_s:
                 self.run.trajectories.append(trajectory_row(trajectory, renderer))

@@ -93,7 +93,7 @@ class StopReason(StrEnum):
     REWARD_ERROR = "reward_error", Status.FAILED, "The reward could not be computed."
     ENGINE_ERROR = "engine_error", Status.FAILED, "The engine failed or broke its contract."
     TIMEOUT = "timeout", Status.FAILED, "A call missed its deadline."
-    ABORTED = "aborted", Status.ABORTED, "The episode was cancelled."
+    ABORTED = "aborted", Status.ABORTED, "The agent function gave the episode up."
 
     @property
     def failed(self) -> bool:
