@@ -259,7 +259,7 @@ def test_a_wrong_name_is_told_in_one_line(stranger, words, error):
 @pytest.mark.usefixtures("_trouble")
 @pytest.mark.parametrize("kind", ["commands", "frameworks"])
 def test_what_cannot_be_imported_is_left_out_and_told_to_who_names_it(kind):
-    assert len(list(plugins.loaded(kind))) == len(plugins.installed(kind)) - 1
+    assert len(list(plugins.importable(kind))) == len(plugins.installed(kind)) - 1
     with pytest.raises(ConfigError, match=r"'a_broken' of trouble:\w+ cannot be imported \(a part is missing\)"):
         plugins.load(kind, "a_broken")
 

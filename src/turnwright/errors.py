@@ -131,7 +131,7 @@ class ToolFailure(TurnwrightError, RuntimeError):
 
 
 class LimitReached(TurnwrightError, RuntimeError):
-    """An agent function requested a reply beyond its limits; `reason` is the stop reason's value."""
+    """An episode met one of its limits; `reason` is the stop reason's value."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)

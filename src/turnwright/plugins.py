@@ -109,7 +109,7 @@ def load(kind: Kind, name: str) -> Any:
         raise ConfigError(f"the {what} of {point.value} cannot be imported ({error})") from error
 
 
-def loaded(kind: Kind) -> Iterator[Any]:
+def importable(kind: Kind) -> Iterator[Any]:
     """Yield the installed things of a kind, in order of their names.
 
     One that cannot be imported is left out: `load` tells why to who names it.

@@ -264,6 +264,7 @@ def test_the_sanity_check_is_asked_for_by_its_peers_words_too(tmp_path):
         ('kind = "llamacpp"\nurls = ["http://a:1"]', "accepts no weight updates"),
         ('kind = "vllm"\nservers = 0', "must be at least 1"),
         ('kind = "vllm"\nmissing_logprobs = "recompute"\n[train]\nold_logprobs = "engine"', "since the engine's are missing"),
+        ('kind = "vllm"\nmissing_logprobs = "recompute"\n[train]\ncorrection = "tis"', "for train.correction to weigh such"),
         ('kind = "sglang"\n[rollout]\ntop_p = 0.9', "logprobs of the distribution before truncation"),
         ('kind = "sglang"\n[rollout]\ntop_k = 20', "rollout.top_k = 20"),
         ("[rollout]\ntop_p = 0.0", "must be above 0 and at most 1"),

@@ -15,8 +15,8 @@ from routes_kit import experts
 
 from turnwright.engines import Request, check_generation
 from turnwright.engines.remote import SglangEngine, VllmEngine
+from turnwright.engines.remote.experts import sglang_experts, vllm_experts
 from turnwright.engines.remote.response import SampledVersions, ServerResponse, fault_of, verify_response
-from turnwright.engines.remote.vllm import sglang_experts, vllm_experts
 from turnwright.errors import BackendContractError
 from turnwright.types import ExpertRoutes
 

@@ -69,7 +69,7 @@ def build_parser(command: str = "") -> argparse.ArgumentParser:
     for add in COMMANDS.values():
         add(subparsers)
     if command not in COMMANDS:
-        for added in plugins.loaded("commands"):
+        for added in plugins.importable("commands"):
             added.add(subparsers)
     return parser
 

@@ -303,8 +303,17 @@ def _engine_rules(config: RunConfig, training: bool) -> Broken:
     if training and engine.kind == "llamacpp":
         why = "accepts no weight updates, so it would always sample from the first policy"
         yield "engine.kind", f'{why}; train with "vllm", "sglang" or "local"'
-    if training and engine.missing_logprobs == "recompute" and config.train.old_logprobs == "engine":
+    if training and engine.missing_logprobs == "recompute":
+        yield from _recompute_rules(config)
+
+
+def _recompute_rules(config: RunConfig) -> Broken:
+    """Check what needs the engine's logprobs where the trainer's may stand for them."""
+    if config.train.old_logprobs == "engine":
         yield "engine.missing_logprobs", 'needs train.old_logprobs = "trainer", since the engine\'s are missing'
+    if config.train.correction != "none":
+        why = "has no logprob of the engine for train.correction to weigh such ids by"
+        yield "engine.missing_logprobs", f'{why}; set engine.missing_logprobs = "mask"'
 
 
 def _placed_rules(config: RunConfig) -> Broken:

@@ -9,5 +9,5 @@ from turnwright import plugins
 
 def reports_of(run: Path, *, renew: bool) -> list[Path]:
     """Return the reports of a run that ended; write those that are missing, or all to `renew` them."""
-    reports = [command.report for command in plugins.loaded("commands") if command.report is not None]
+    reports = [command.report for command in plugins.importable("commands") if command.report is not None]
     return [report(run, renew) for report in reports]

@@ -92,7 +92,7 @@ def load_registered(name: str, id: str) -> Any:
 
 def adapters() -> Iterator[Adapter]:
     """Yield the adapters that recognize objects, in order of their frameworks' names."""
-    for known in plugins.loaded("frameworks"):
+    for known in plugins.importable("frameworks"):
         if known.recognizes:
             yield known.adapt
 
@@ -108,7 +108,7 @@ def adapt(found: ForeignObject) -> Any:
 
 def adapt_group_filter(function: Callable[..., Any]) -> Callable[[Sequence[Trajectory]], Any] | None:
     """Return a function of a group's trajectories for a filter of an installed framework; None where none knows it."""
-    filters = [known.group_filter for known in plugins.loaded("frameworks") if known.group_filter is not None]
+    filters = [known.group_filter for known in plugins.importable("frameworks") if known.group_filter is not None]
     adapted = (as_filter(function) for as_filter in filters)
     return next((one for one in adapted if one is not None), None)
 

@@ -22,7 +22,6 @@ from turnwright.envs.threads import AbandonableThreads
 from turnwright.envs.user_code import failure_of
 from turnwright.errors import (
     ConfigError,
-    EngineError,
     LimitReached,
     ProcessDied,
     RepeatedUserError,
@@ -41,6 +40,7 @@ from turnwright.renderers.row_arguments import check_row_arguments
 from turnwright.renderers.vision import PixelCache
 from turnwright.rollouts.agent_function import AgentFunction, Model
 from turnwright.rollouts.conversation import parse_extras
+from turnwright.rollouts.endings import stop_of_failure, stop_of_result
 from turnwright.rollouts.env_session import START_S, EnvSession, is_over
 from turnwright.rollouts.episode import compute_reward, reward_value, run_episode
 from turnwright.rollouts.episode_spec import EpisodeSpec
@@ -507,7 +507,7 @@ class Rollout:
         try:
             try:
                 reward = await deadline.wait(play(trajectory.task, model), self.limits.wall_clock_s)
-                trajectory.stop = _stop_of(reward, model)
+                trajectory.stop = stop_of_result(reward, model.limit)
             except LimitReached as limit:
                 trajectory.stop, reward = StopReason(limit.reason), None
             recorder.enter_phase("reward")
@@ -535,34 +535,8 @@ class Rollout:
         trajectory = recorder.trajectory
         trajectory.error = failure_of(error, recorder.phase, len(trajectory.turns) - 1, trajectory.task.env or name)
         trajectory.reward = None
-        if trajectory.error.kind == FailureKind.TIMEOUT:
-            over = deadline.expired or is_over(error)
-            trajectory.stop = StopReason.WALL_CLOCK if over else StopReason.TIMEOUT
-        elif issubclass(type(error), EngineError):
-            trajectory.stop = StopReason.ENGINE_ERROR
-        elif trajectory.error.kind == FailureKind.TOOL:
-            trajectory.stop = StopReason.TOOL_ERROR
-        elif trajectory.error.kind == FailureKind.REWARD or recorder.phase == "reward":
-            trajectory.stop = StopReason.REWARD_ERROR
-        else:
-            trajectory.stop = StopReason.ENV_ERROR
-
-
-def _stop_of(reward: Any, model: Model) -> StopReason:
-    """Return the end of an agent function's episode: the limit that its last call met, else by what it returned."""
-    status = reward.status if isinstance(reward, Scores) else "completed"
-    if status == "failed":
-        raise RuntimeError("the agent function returned Scores(status='failed')")
-    if isinstance(status, StopReason) and not status.failed:
-        return status
-    if status not in _STOPS:
-        raise UsageError(f"Scores(status={status!r:.80}): write {', '.join(map(repr, _STOPS))} or 'failed'")
-    if model.limit is not None and status != "aborted":
-        return StopReason(model.limit.reason)
-    return _STOPS[status]
-
-
-_STOPS = {"completed": StopReason.DONE, "truncated": StopReason.ENV_TRUNCATED, "aborted": StopReason.ABORTED}
+        over = deadline.expired or is_over(error)
+        trajectory.stop = stop_of_failure(trajectory.error, error, recorder.phase, out_of_time=over)
 
 
 def left_out(limit: int, tasks: Sequence[str]) -> dict[str, Any]:

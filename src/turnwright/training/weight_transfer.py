@@ -1,4 +1,6 @@
-"""Send and receive weights over a process group or HTTP.
+"""Send and receive weights over a process group or HTTP, for servers (`engine.update = "group"` and `"tensors"`).
+
+Every update begins in `turnwright.training.policies.Policy.send`; by default servers read a directory.
 
 A process group connects the trainer (rank 0) with the ranks of one server and carries the weights in buckets. torch's process
 groups are used directly, besides any group that trains. Nothing is registered, so they exist only during an update, and so does

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from turnwright.engines.protocols import Request
+from turnwright.engines.remote.experts import sglang_experts
 from turnwright.engines.remote.http import CONTROL_S, encode_ids
 from turnwright.engines.remote.remote_engine import UPDATE_S, EngineLoad, Part
 from turnwright.engines.remote.response import (
@@ -25,7 +26,6 @@ from turnwright.engines.remote.response import (
     version_runs,
 )
 from turnwright.engines.remote.server_adapters import LoraApi, LoraServerEngine
-from turnwright.engines.remote.vllm import sglang_experts
 from turnwright.engines.remote.weight_sync import (
     UNFINISHED,
     GroupTransfer,
