@@ -48,7 +48,7 @@ rewards_spread.<part> | reward | mean over groups of the standard deviation of a
 reward_by_turn.<turn> | reward | mean step reward, by turn number | all in the last turn: the reward is sparse, long episodes learn slowly
 reward_counts.<name> | count | counters of judges, simulated users and rewards (`judge_*`, `user_*`, `reward_missing/*`) | missing rewards: check the judge's errors
 groups | count | tasks of the step | nothing
-groups_no_signal | count | groups whose episodes all have the same reward, or none | near `groups`: nothing is learned; use easier or harder tasks, larger groups, finer rewards
+groups_no_signal | count | groups whose episodes all have the same reward, or none; penalties and credit by turn are not looked at (`untrained.no_signal`) | near `groups`: nothing is learned; use easier or harder tasks, larger groups, finer rewards
 groups_solved | count | of those, groups in which every episode succeeded | near `groups`: the tasks are solved, use harder ones
 groups_unsolved | count | of those, groups in which no episode succeeded | near `groups`: too hard; use demonstrations, easier tasks, intermediate rewards
 by_env.<env>.success | share | success in one environment, if there are several | one falls while others rise: change weights

@@ -385,6 +385,7 @@ class ChatRenderer:
         close = len(ids)
         if append.adapt:
             messages = append.adapted(messages)
+        # Contents of a control text have no place in a shape: `fill_ids` gives them to the guard below.
         if shape.pieces and (known := self._shapes.fill_ids(shape, shape.contents(messages), ids)) is not None:
             known, placed = self._media.expand(known, messages)
             return Extend(known, close, forged.total(), forged, None, placed, moved)
