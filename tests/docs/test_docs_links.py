@@ -1,8 +1,9 @@
-"""Every link of the documents to a file or a heading leads there."""
+"""Every link of the documents to a file or a heading leads there, and what README prints was printed."""
 
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,11 @@ def test_links_lead_somewhere(page):
         if not there.exists() or (anchor and there.suffix == ".md" and anchor not in headings(there)):
             lost.append(target)
     assert not lost
+
+
+def test_readme_shows_the_last_lines_that_the_script_wrote():
+    """`python benchmarks/quickstart.py` writes both."""
+    script = runpy.run_path(str(ROOT / "benchmarks" / "quickstart.py"))
+    shown = script["BLOCK"].search((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert shown is not None
+    assert shown.group() == script["RESULT"].read_text(encoding="utf-8")
