@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 
 import pytest
@@ -10,6 +11,10 @@ from rollout_kit import AsyncTalk, Sampler, Talk, tasks
 
 import turnwright as tw
 from turnwright.envs.user_code import failure_kind, user_location
+from turnwright.records import RunDir
+from turnwright.records.serialization import rebuild_trajectories
+from turnwright.renderers import CHATML, MARKUP, SPECIAL, ByteTokenizer, ChatRenderer, ChatTemplate
+from turnwright.renderers.parsers import PARSERS
 from turnwright.rollouts import Rollout, make_episode_specs
 from turnwright.types import FailureKind
 
@@ -126,3 +131,46 @@ def test_the_command_line_says_a_mistake_in_one_line_and_fails(tmp_path, monkeyp
     assert said.startswith("turnwright: error: AttributeError at ")
     assert "broken.py:9 in step, in 7 of the first 7 episodes: " in said
     assert "Traceback" not in said
+
+
+class BrokenParser:
+    """A parser of a stranger, which breaks on one word; other than that it is another format's."""
+
+    name = "broken"
+
+    def __getattr__(self, name):
+        return getattr(PARSERS["hermes"], name)
+
+    def parse(self, text, tools=(), *, thinking=False):
+        if "boom" in text:
+            raise KeyError("boom")
+        return PARSERS["hermes"].parse(text, tools, thinking=thinking)
+
+
+def test_what_a_parser_breaks_on_is_recorded_first_and_the_parser_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(PARSERS, "broken", BrokenParser())
+    renderer = ChatRenderer(ByteTokenizer(SPECIAL, MARKUP), ChatTemplate(CHATML), parser="broken")
+    engine = tw.ScriptedEngine(["fine", "boom"])
+    with RunDir(tmp_path / "run") as run:
+        rollout = Rollout(engine, renderer, run=run)
+        (played,) = asyncio.run(rollout.play(make_episode_specs(Talk, tasks(1), phase="rollout", step=0)))
+    assert played.error.kind == FailureKind.USER_BUG
+    assert played.error.place.startswith(f"{__file__}:")
+    assert played.error.type == "KeyError"
+    sampled = [renderer.decode(span.ids) for span in played.spans if span.sampled]
+    assert [text.removesuffix("<|im_end|>") for text in sampled] == ["fine", "boom"]
+    with RunDir(tmp_path / "run") as run:
+        (rebuilt,) = rebuild_trajectories(run.events(), {"t0": played.task}.get).values()
+    assert [span.ids for span in rebuilt.spans] == [span.ids for span in played.spans]
+    assert rebuilt.sampled_tokens == played.sampled_tokens
+
+
+def test_ids_that_no_tokenizer_has_are_still_the_engines_fault():
+    class Strange(Sampler):
+        async def generate(self, request):
+            made = await super().generate(request)
+            return dataclasses.replace(made, ids=[10**9, *made.ids[1:]])
+
+    (played,) = tw.rollout(Talk, tasks(1), Strange())
+    assert played.stop == "engine_error"
+    assert not played.sampled_tokens

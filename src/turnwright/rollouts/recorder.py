@@ -77,7 +77,7 @@ def _distribution(sampling: Sampling, banned_ids: frozenset[int]) -> SamplingDis
 class Recorder:
     """The record of one running episode, under its limits.
 
-    The environment loop and agent functions both use it. Every sampled id is in the journal before anything else uses it.
+    The environment loop and agent functions both use it. A reply is in the journal before anything else uses it.
     """
 
     def __init__(
@@ -544,13 +544,18 @@ class Recorder:
             aborts = 0 if generation.ids else aborts + 1
             if aborts > _MAX_ABORTS:
                 raise EngineError(f"the engine aborted {aborts} calls in a row without sampling anything")
+        if isinstance(reply, Exception):
+            raise reply
         generation.drafted, generation.accepted = drafted, accepted
         return reply, ids, tuple(spans), generation, failed
 
     async def _call_engine(
         self, request: Request, previous: Sequence[int], path: ConversationPath, stop: StopText | None, deadline: Deadline
-    ) -> tuple[Generation, Sequence[int], Message]:
-        """Call the engine once; return its generation, the reply's ids so far (`previous` included), and the parsed reply."""
+    ) -> tuple[Generation, Sequence[int], Message | Exception]:
+        """Call the engine once; return its generation, the reply's ids so far (`previous` included), and the parsed reply.
+
+        The exception of a parser takes the place of its reply, because what was sampled is recorded first.
+        """
         engine, place = self.engine, self._place
         if place is not None and not place.try_enter():
             await place.enter(len(self.trajectory.turns), deadline)
@@ -562,7 +567,11 @@ class Recorder:
                     place.leave()
             check_generation(generation, request, type(engine).__name__)
             ids = [*previous, *generation.ids] if previous else generation.ids
-            return generation, ids, read_reply(self.renderer, path, stop, ids)  # parse first: it fails on invalid ids
+            try:
+                return generation, ids, read_reply(self.renderer, path, stop, ids)
+            except Exception as error:
+                self.renderer.decode(ids)  # fails on ids that the tokenizer does not have: the engine's fault
+                return generation, ids, error
         except (EngineError, TimeoutError):
             raise
         except Exception as error:
