@@ -6,15 +6,15 @@ recipes and commands use::
     [project.entry-points."turnwright.environments"]
     maze = "my_package:Maze"          # use = "maze"
 
-| group | an entry point is |
-|---|---|
-| `turnwright.environments` | a `tw.Env` class, or what else `tw.as_env_spec` takes |
-| `turnwright.commands` | a `turnwright.cli.options.Command` |
-| `turnwright.engines` | a function of (config, model, renderer) that returns an engine (`engine.kind`) |
-| `turnwright.parsers` | a reply parser, see `turnwright.renderers.parsers` |
-| `turnwright.trackers` | a class with `start`, `log` and `finish` |
-| `turnwright.frameworks` | a `turnwright.envs.foreign.Framework` |
-| `turnwright.transports` | what brings groups or weights elsewhere (`[scale]`, `engine.tree`); of our packages |
+| group | an entry point is | loaded by |
+|---|---|---|
+| `turnwright.environments` | a `tw.Env` class, or what else `tw.as_env_spec` takes | `envs.resolve` |
+| `turnwright.commands` | a `turnwright.cli.options.Command` | `cli.main` |
+| `turnwright.engines` | a function of (config, model, renderer) that returns an engine (`engine.kind`) | `training.setup` |
+| `turnwright.parsers` | a reply parser, see `turnwright.renderers.parsers` | `renderers.parsers.detect` |
+| `turnwright.trackers` | a class with `start`, `log` and `finish` | `trackers` |
+| `turnwright.frameworks` | a `turnwright.envs.foreign.Framework` | `envs.foreign` |
+| `turnwright.transports` | ours: brings groups (`[scale]`) or weights (`engine.tree`) elsewhere | `commands`, `training.setup` |
 """
 
 from __future__ import annotations

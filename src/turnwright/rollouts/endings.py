@@ -1,7 +1,7 @@
 """Why an episode ends: the stop reason of an exception, and of what an agent function returns.
 
-The other stop reasons are set where their cause is: by `run_episode` for what an environment's
-`Step` says, and through `LimitReached` by `Budget` and `Recorder.generate` for limits.
+`Rollout` sets them. The others are those of `LimitReached`, which `Budget` raises and
+`Recorder._limit_of` makes, and what an environment's `Step` says (`run_episode`).
 """
 
 from __future__ import annotations
