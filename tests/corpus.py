@@ -26,7 +26,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from turnwright.renderers import ChatTemplate
-from turnwright.renderers.loading import _MARKER
+from turnwright.renderers.load import _MARKER
 from turnwright.renderers.template import sample_conversations
 
 CACHE = Path(os.environ.get("TURNWRIGHT_TEMPLATES") or Path(__file__).resolve().parents[1] / ".cache" / "templates")

@@ -6,7 +6,7 @@ from turnwright.config import ModelConfig, load
 from turnwright.config.schema import PARSERS as NAMES
 from turnwright.config.snapshots import snapshot
 from turnwright.errors import ConfigError
-from turnwright.renderers.loading import load_renderer
+from turnwright.renderers.load import load_renderer
 from turnwright.renderers.parsers import PARSERS
 from turnwright.training.model.models import create_tiny_model
 

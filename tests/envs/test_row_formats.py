@@ -22,7 +22,7 @@ import turnwright as tw
 from turnwright.config import Limits
 from turnwright.envs.datasets import ImageSource, read_rows
 from turnwright.errors import TaskError
-from turnwright.renderers.loading import template_renderer
+from turnwright.renderers.load import template_renderer
 from turnwright.training.warmup import conversations, read_conversation
 
 pa = pytest.importorskip("pyarrow")

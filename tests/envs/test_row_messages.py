@@ -11,7 +11,7 @@ import turnwright as tw
 from turnwright.config import Limits
 from turnwright.errors import TaskError
 from turnwright.renderers.chat_renderer import ChatRenderer
-from turnwright.renderers.loading import template_renderer
+from turnwright.renderers.load import template_renderer
 from turnwright.renderers.template import ChatTemplate, with_preset_variables
 from turnwright.training.warmup import conversations, read_conversation
 

@@ -13,7 +13,7 @@ from turnwright import commands
 from turnwright.cli.main import main
 from turnwright.errors import TemplateError
 from turnwright.renderers import ChatRenderer, HFTokenizer
-from turnwright.renderers.loading import template_renderer
+from turnwright.renderers.load import template_renderer
 from turnwright.types import Message, ToolCall
 
 ASKED = Message("user", "USERMARK")

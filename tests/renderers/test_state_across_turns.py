@@ -15,7 +15,7 @@ from turnwright.renderers import ChatTemplate, template_source
 from turnwright.renderers.contract import explain_contract
 from turnwright.renderers.control_text import random_mark
 from turnwright.renderers.full_render import BuiltConversation, OriginRun, compare_with_render
-from turnwright.renderers.loading import template_renderer
+from turnwright.renderers.load import template_renderer
 from turnwright.types import Message, Origin, ToolCall
 
 NONE: frozenset[str] = frozenset()

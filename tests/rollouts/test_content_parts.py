@@ -12,7 +12,7 @@ import turnwright as tw
 from turnwright.config import Limits
 from turnwright.envs.tools.results import read_content
 from turnwright.renderers import CHATML, ChatTemplate, SampledReply
-from turnwright.renderers.loading import template_renderer
+from turnwright.renderers.load import template_renderer
 from turnwright.training.warmup import conversations
 from turnwright.types import Message, join_texts
 

@@ -8,7 +8,7 @@ import pytest
 from turnwright.cli.main import main
 from turnwright.config import Limits
 from turnwright.errors import TaskError
-from turnwright.renderers.loading import template_renderer
+from turnwright.renderers.load import template_renderer
 from turnwright.training.warmup import conversations, encode_as_sampled, read_conversation
 
 ADD = {

@@ -121,7 +121,7 @@ def _template(given: Path | str, history: str, *, as_json: bool) -> int:
 
     from turnwright import commands
     from turnwright.config.schema import HISTORY_MODES
-    from turnwright.renderers.loading import load_renderer, template_renderer
+    from turnwright.renderers.load import load_renderer, template_renderer
 
     if history not in HISTORY_MODES:
         near = did_you_mean(history, HISTORY_MODES)

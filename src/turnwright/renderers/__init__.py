@@ -1,7 +1,7 @@
 """Messages to token ids and back."""
 
 from turnwright.renderers.chat_renderer import ChatRenderer
-from turnwright.renderers.loading import MARKUP, SPECIAL, byte_renderer, load_renderer
+from turnwright.renderers.load import MARKUP, SPECIAL, byte_renderer, load_renderer
 from turnwright.renderers.renderer import Branch, Extend, Renderer, SampledReply
 from turnwright.renderers.template import CHATML, ChatTemplate, template_names, template_source
 from turnwright.renderers.tokenizer import ByteTokenizer, HFTokenizer

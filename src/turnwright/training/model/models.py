@@ -27,7 +27,7 @@ from turnwright.config.launch import local_rank, world_size
 from turnwright.engines.local.quantization import from_directory
 from turnwright.engines.local.vision import split_vlm
 from turnwright.errors import ConfigError, ModelError
-from turnwright.renderers.loading import check_model_files
+from turnwright.renderers.load import check_model_files
 from turnwright.renderers.template import template_source
 from turnwright.training.model.directory import ADAPTER_FILE, base_model_of, read_json, token_count
 from turnwright.training.model.lora import load_adapter, unload
