@@ -210,7 +210,8 @@ class ModelConfig:
     """Model to train: a directory, or a tiny model built by the run."""
 
     path: Annotated[str | None, PathKind.DIRECTORY] = None
-    """Hugging Face directory of a causal or vision-language model with tokenizer and template; none builds a tiny model."""
+    """Hugging Face directory of a causal or vision-language model with tokenizer and template, or a GGUF file, of which such a
+    directory is made once; none builds a tiny model."""
     template: Annotated[str | None, PathKind.TEMPLATE] = None
     """Chat template that replaces the model's: a name (`chatml`, `qwen3_with_thinking`, ...) or a Jinja file; none keeps the
     model's."""

@@ -1,8 +1,13 @@
-"""Revisions of a model in local snapshots of the Hugging Face hub."""
+"""Model directories: of a path, of a GGUF file, and of a revision in local snapshots of the Hugging Face hub."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
+import subprocess
+import sys
+import tempfile
 from pathlib import Path, PurePosixPath
 
 from turnwright.errors import ConfigError
@@ -18,9 +23,11 @@ def is_hub_id(name: str, folder: Path = Path()) -> bool:
 
 
 def local_model(named: str | Path, revision: str | None = None) -> Path:
-    """Return a model directory: the path itself, or the snapshot of a model of the hub, which `huggingface_hub` fetches unless
-    it has it; raise `ConfigError` when it cannot."""
+    """Return a model directory: the path itself, one made of a GGUF file, or the snapshot of a model of the hub, which
+    `huggingface_hub` fetches unless it has it; raise `ConfigError` when it cannot."""
     name = str(named)
+    if name.endswith(".gguf") and Path(named).is_file():
+        return of_gguf(Path(named))
     if not is_hub_id(name):
         return Path(named)
     try:
@@ -36,6 +43,35 @@ def local_model(named: str | Path, revision: str | None = None) -> Path:
         f"{name}: no such directory, and not fetched from the Hugging Face hub ({why}); run `hf download {name} --local-dir "
         f"{name}` where the hub can be reached, or name a model directory"
     )
+
+
+def of_gguf(file: Path) -> Path:
+    """Return the model directory of a GGUF file, in the user's cache, where it is made once for each content.
+
+    Raises `ConfigError` for a file that transformers cannot read, or without the packages that read it.
+    """
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "turnwright" / "gguf"
+    directory = cache / f"{file.stem}-{digest[:16]}"
+    if directory.is_dir():
+        return directory
+
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".writing-", dir=cache) as writing:
+        draft = Path(writing) / "model"
+        words = [sys.executable, "-m", "turnwright.training.model.from_gguf", str(file.resolve()), str(draft)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        if done.returncode:
+            why = (done.stderr.strip().splitlines() or [f"the process that read it ended with status {done.returncode}"])[-1]
+            missing = "" if "No module named" not in why else "; pip install 'turnwright[train,gguf]'"
+            raise ConfigError(f"{file}: not read as a model ({why[:400]}{missing})")
+        try:
+            os.rename(draft, directory)
+        except OSError:
+            if not directory.is_dir():  # else another process made the same
+                raise
+    return directory
 
 
 SHORTEST = 7
