@@ -52,18 +52,15 @@ def convert(file: Path, directory: Path) -> None:
     fields = GGUFReader(file).fields
     kind, name = (_text(fields, f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if kind == "gpt2" and name not in SPLITS:
+        how = f"splits text as {name!r}, which is not known here" if name else "does not say how it splits text"
         known = ", ".join(SPLITS)
-        raise ValueError(
-            f"its tokenizer splits text as {name or 'it does not say'!r}, of which no rule is known here ({known}); name the "
-            "directory of the original model"
-        )
+        raise ValueError(f"its tokenizer {how} (known are {known}); name the directory of the original model")
 
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     model = AutoModelForCausalLM.from_pretrained(**source, dtype="float32", trust_remote_code=False)
     model.hf_quantizer = None  # the weights are plain numbers
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    vars(model.config).pop("quantization_config", None)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     if kind == "gpt2":
