@@ -102,6 +102,7 @@ def test_mistakes_in_a_real_process(tmp_path, words, expected):
         assert piece in done.stderr
 
 
+@pytest.mark.beside("view")
 def test_mistakes_of_the_command_line(capsys, recipe, tmp_path):
     assert "did you mean '--resume'" in refusal(capsys, "train", recipe, "--resum", "x")
     assert "did you mean '--rollout.group-size'" in refusal(capsys, "train", recipe, "--group-size", "3")
@@ -164,6 +165,7 @@ def test_train_and_resume_reach_their_function(capsys, recipe, commands, tmp_pat
     assert (resolved.config.train.steps, kwargs["resume"]) == (4, run)
 
 
+@pytest.mark.beside("view")
 def test_train_ends_with_what_it_came_to_and_three_commands(capsys, recipe, commands, tmp_path):
     figures = {
         "success_before": 0.24,

@@ -197,6 +197,7 @@ def test_one_fault_is_told_once_whatever_it_quotes(tmp_path, monkeypatch, capsys
     assert "So do 5 other replies." in failed[0]
 
 
+@pytest.mark.beside("view")
 def test_help_and_version_are_commands_too(capsys):
     assert main(["version"]) == main(["help"]) == main(["help", "view"]) == 0
     lines = capsys.readouterr().out.splitlines()

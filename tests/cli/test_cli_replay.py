@@ -19,6 +19,8 @@ SMALL = {
     "rollout": {"groups": 2, "group-size": 4},
     "eval": {"tasks": 4},
 }
+pytestmark = pytest.mark.beside("view")
+
 WORLD = """
 from turnwright.envs.builtin.hop import Hop
 

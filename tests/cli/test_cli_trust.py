@@ -75,9 +75,11 @@ COMMANDS = {
     "check RUN/recipe.toml": "env.0.use = RUN/world.py:World",
     "check RUN/world.py:World": "RUN/world.py",
 }
+BESIDE = dict.fromkeys(("replay", "track"), pytest.mark.beside("view"))
+"""Marks of commands of packages beside the core."""
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [pytest.param(one, marks=BESIDE.get(one.partition(" ")[0], ())) for one in COMMANDS])
 def test_without_a_terminal_the_code_of_anothers_run_needs_a_flag(
     command: str, foreign: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,8 +69,8 @@ TRAIN = ["train", "recipe.toml", "--out", "new", "--display", "none"]
         (TRAIN, 100),  # config.json
         (TRAIN, 8_000),  # the tokenizer of the tiny model
         (TRAIN, 60_000),  # its weights
-        (["export", "run", "rows.jsonl"], 500),
-        (["view", "run", "--html", "run.html"], 5_000),
+        pytest.param(["export", "run", "rows.jsonl"], 500, marks=pytest.mark.beside("view")),
+        pytest.param(["view", "run", "--html", "run.html"], 5_000, marks=pytest.mark.beside("view")),
         (["pack", "run", "--out", "packed", "--kind", "int4", "--size", "16"], 20_000),
         (["rollout", "recipe.toml", "--model.path", "run/model", "--save", "rows.jsonl", "--display", "none"], 500),
         (["init", "my_env"], 100),

@@ -103,11 +103,11 @@ WITH_MODEL = *TRAIN, "--model.path", "run/model"
         ("run/model/model.safetensors", WITH_MODEL),
         ("run/config.json", ("train", "--resume", "run", "--display", "none")),
         ("run/config.json", ("eval", "--run", "run", "--display", "none")),
-        ("run/config.json", ("track", "run", "--to", "trackio")),
+        pytest.param("run/config.json", ("track", "run", "--to", "trackio"), marks=pytest.mark.beside("view")),
         ("run/journal.jsonl", ("train", "--resume", "run", "--train.steps", "2", "--display", "none")),
         ("run/metrics.jsonl", ("train", "--resume", "run", "--train.steps", "2", "--display", "none")),
         ("run/trajectories.jsonl", ("train", "--resume", "run", "--train.steps", "2", "--display", "none")),
-        ("recipe.toml", ("convert", "recipe.toml")),
+        pytest.param("recipe.toml", ("convert", "recipe.toml"), marks=pytest.mark.beside("compat")),
     ],
     ids=lambda value: "-".join(value[:1] if isinstance(value, tuple) else [Path(value).name]),
 )
@@ -129,6 +129,7 @@ def test_it_is_refused_in_one_line_that_names_it(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "summary.json", "trajectories.jsonl"])
+@pytest.mark.beside("view")
 def test_a_report_leaves_it_out(place: Path, name: str, kind: Callable[[Path], None]) -> None:
     """A viewer shows what it can read of a run."""
     os.chdir(place / "run")

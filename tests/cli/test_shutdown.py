@@ -192,6 +192,7 @@ def test_sigterm_of_a_run_prints_the_command_that_resumes_it(
     assert main(["train", "--resume", "run", "--display", "none"]) == 0
 
 
+@pytest.mark.beside("view")
 def test_a_view_in_the_background_ends_in_order(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     words = [sys.executable, "-m", "turnwright", "view", str(tmp_path)]

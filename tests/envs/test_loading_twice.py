@@ -36,6 +36,7 @@ def fails(use, base, **args):
 
 
 @pytest.mark.parametrize("kind", FAILS)
+@pytest.mark.beside("compat")
 def test_a_load_that_failed_fails_the_second_time_too(kind, tmp_path):
     source, use, registered = FAILS[kind]
     (tmp_path / "user.py").write_text(source)
@@ -62,6 +63,7 @@ MISSING = [
 
 
 @pytest.mark.parametrize(("source", "module", "remedy"), MISSING)
+@pytest.mark.beside("compat")
 def test_a_missing_module_is_named_as_the_project_that_ships_it(source, module, remedy, tmp_path):
     (tmp_path / "game").mkdir()
     (tmp_path / "game/__init__.py").write_text("")
@@ -72,6 +74,7 @@ def test_a_missing_module_is_named_as_the_project_that_ships_it(source, module, 
     assert "turnwright" not in message.replace(str(tmp_path), "")
 
 
+@pytest.mark.beside("compat")
 def test_a_name_that_a_stand_in_lacks_is_said_with_the_frameworks_name(tmp_path):
     (tmp_path / "user.py").write_text("from slime.utils.types import Nothing\n")
     message = fails("user.py:Thing", tmp_path)

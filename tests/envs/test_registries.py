@@ -54,6 +54,7 @@ def reasoning(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
 
 
+@pytest.mark.beside("compat")
 def test_a_dataset_by_id(reasoning):
     spec = resolve_env(EnvConfig(use="reasoning_gym:sums", args={"top": 500, "system": "Add."}))
     assert [finding.text for finding in check_env(spec) if finding.severity == "error"] == []
@@ -80,6 +81,7 @@ def test_a_dataset_by_id(reasoning):
         ("textarena:x", {}, "textarena: cannot be imported (No module named 'textarena'); pip install textarena"),
     ],
 )
+@pytest.mark.beside("compat")
 def test_wrong_ids_and_arguments(reasoning, use, args, said):
     with pytest.raises(ConfigError) as caught:
         resolve_env(EnvConfig(use=use, args=args))
@@ -145,6 +147,7 @@ def play(spec, task, texts):
     return seen, step
 
 
+@pytest.mark.beside("compat")
 def test_a_game_against_a_random_opponent(arena):
     spec = resolve_env("textarena:Duel-v0")
     assert (spec.factory()._factory.players, spec.factory()._factory.seat) == (2, 0)
@@ -166,6 +169,7 @@ def test_a_game_against_a_random_opponent(arena):
     assert (step.reward, step.terminated, step.info["invalid_move"]) == (-1.0, True, True)
 
 
+@pytest.mark.beside("compat")
 def test_an_opponent_of_one_s_own(arena, tmp_path):
     (tmp_path / "mine.py").write_text("def legal(seen, rng):\n    return '[1]'\ndef broken(seen, rng):\n    return 'pass'\n")
     spec = resolve_env(EnvConfig(use="textarena:Duel-v0", args={"opponent": "mine.py:legal", "seat": 1}), base=tmp_path)

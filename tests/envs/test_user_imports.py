@@ -281,6 +281,7 @@ def test_a_process_loads_only_the_files_that_it_needs(tmp_path):
     assert counts == {"needed": "xx", "unused": "x", "changed": "x", "env": "xx"}
 
 
+@pytest.mark.beside("compat")
 def test_modules_with_the_names_of_another_share_its_objects(monkeypatch, tmp_path):
     from turnwright.envs import stand_ins
 

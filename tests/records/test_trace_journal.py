@@ -446,6 +446,7 @@ def test_a_broken_file_takes_nothing_more(tmp_path):
     assert list(read_json_lines(tmp_path / "x.jsonl")) == [{"a": 1}]
 
 
+@pytest.mark.beside("view")
 def test_a_run_of_an_earlier_version_is_refused_in_one_line(tmp_path, capsys):
     with RunDir(tmp_path / "old") as run:
         run.journal.append_definition("settings", {"v": RECORD_VERSION - 1})

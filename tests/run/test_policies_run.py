@@ -200,6 +200,7 @@ def test_a_policy_with_a_teacher_of_its_own_is_resumed_too(tmp_path: Path) -> No
     check_last_step_again(out)
 
 
+@pytest.mark.beside("serve")
 def test_a_run_is_evaluated_with_its_policies_and_each_is_a_model(tmp_path: Path, capsys: Any) -> None:
     out = trained(tmp_path, "trained = false")
     assert all(used == {0} for used in versions(out, "solver-2").values())

@@ -52,6 +52,7 @@ def shown(row: dict[str, Any]) -> list[dict[str, Any]]:
     return [part for message in messages for part in message["content"] if isinstance(part, dict)]
 
 
+@pytest.mark.beside("view")
 def test_the_quickstart_with_images_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     summary = train(ROOT / "recipes" / "quickstart_vlm.toml", out)
@@ -129,6 +130,7 @@ def test_slime_s_settings_run_two_steps_with_a_tiny_model_of_the_same_architectu
 
 
 @pytest.mark.parametrize("recipe", ["geometry_tiny_short", "geometry_tiny_long"])
+@pytest.mark.beside("view")
 def test_the_tiny_geometry_recipes_run_and_only_images_have_the_radii(recipe: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     use = f"{ROOT / 'recipes' / 'geometry_tiny.py'}:Shuffled"

@@ -80,6 +80,7 @@ def test_a_checkpoint_brings_its_template_along_arguments_and_all(run: Path) -> 
     assert list(served["input_ids"]) == load_renderer(checkpoints[-1]).open([Message("user", "Hi")]).ids
 
 
+@pytest.mark.beside("view")
 def test_the_sanity_check_counts_in_metrics(run: Path) -> None:
     rows = [json.loads(line) for line in (run / "out" / "metrics.jsonl").read_text().splitlines()]
     (step,) = [row for row in rows if row["phase"] == "train"]

@@ -15,6 +15,8 @@ from turnwright.training.loss import Objective
 from turnwright.training.metrics import step_row
 from turnwright.types import Group, StopReason
 
+pytestmark = pytest.mark.beside("compat")
+
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
 THEIRS = f"{Path(__file__).parents[1]}/compat/users/slime/others.py:check_reward_nonzero_std"
 BASE = "from slime.rollout.filter_hub.base_types import DynamicFilterOutput\n"
