@@ -105,7 +105,7 @@ def load(kind: Kind, name: str) -> Any:
         raise ConfigError(f"no {what} is installed; there are {', '.join(names(kind)) or 'none'}")
     try:
         return point.load()
-    except Exception as error:  # of a stranger's package, which may raise anything
+    except (Exception, SystemExit) as error:  # of a stranger's package, which may raise anything
         raise ConfigError(f"the {what} of {point.value} cannot be imported ({error})") from error
 
 

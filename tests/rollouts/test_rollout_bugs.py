@@ -165,6 +165,30 @@ def test_what_a_parser_breaks_on_is_recorded_first_and_the_parser_named(tmp_path
     assert rebuilt.sampled_tokens == played.sampled_tokens
 
 
+def test_what_a_parser_breaks_on_is_not_trained_where_the_function_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setitem(PARSERS, "broken", BrokenParser())
+    renderer = ChatRenderer(ByteTokenizer(SPECIAL, MARKUP), ChatTemplate(CHATML), parser="broken")
+
+    async def play(task, model):
+        with pytest.raises(KeyError):
+            await model.generate("Say it.")
+        reply = await model.generate("Say it.")
+        return float(reply.message.text == "fine")
+
+    engine = tw.ScriptedEngine(["boom", "fine"])
+    (played,) = tw.rollout(play, [tw.Task("go")], engine, renderer=renderer, out=tmp_path / "run")
+    assert (played.reward, played.stop, len(played.turns)) == (1.0, "done", 1)
+    first, second = (span for span in played.spans if span.sampled)
+    assert (renderer.decode(first.ids)[:4], first.trained, first.untrained) == ("boom", 0, "failed_attempt")
+    assert second.trained == len(second.ids)
+    assert renderer.decode(played.prompt_ids(0)).count("assistant") == 1  # nothing of it is in the next context
+    weights = [weight for row in played.samples() for weight in row.weights]
+    assert sum(weights) == len(second.ids)
+    with RunDir(tmp_path / "run") as run:
+        (rebuilt,) = rebuild_trajectories(run.events(), {played.task.id: played.task}.get).values()
+    assert [(span.ids, span.trained) for span in rebuilt.spans] == [(span.ids, span.trained) for span in played.spans]
+
+
 def test_ids_that_no_tokenizer_has_are_still_the_engines_fault():
     class Strange(Sampler):
         async def generate(self, request):

@@ -1,7 +1,8 @@
 """Why an episode ends: the stop reason of an exception, and of what an agent function returns.
 
-`Rollout` sets them. The others are those of `LimitReached`, which `Budget` raises and
-`Recorder._limit_of` makes, and what an environment's `Step` says (`run_episode`).
+`Rollout` sets them, and `GroupRewards` that of a reward that failed. The others are those of
+`LimitReached`, which `Budget` raises and `Recorder._limit_of` makes, and what an environment's
+`Step` says (`episode._attempt`).
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def continue_reply(recorder: Recorder, path: ConversationPath, inline: InlineObs
     recorder.journal.observation_changed |= changed or bool(message.media)
     recorder.append(path, rendered)
     if inline.tail == "untrained":
-        recorder.mark_untrained(turn, turn.context + count)
+        recorder.mark_untrained(turn.spans, turn.context + count)
     path.inserted, path.kept, path.new_messages = message.text_with_alt, count, ()
     start = trajectory.reply_start(path.turn)
     body = path.ids[start:]

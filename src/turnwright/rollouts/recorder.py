@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -48,6 +48,7 @@ from turnwright.rollouts.resume import RestartEpisode, ResumeDiffers, ResumedTur
 from turnwright.rollouts.retries import Retries
 from turnwright.rollouts.timeouts import Deadline, EpisodePlace
 from turnwright.types import (
+    FAILED_ATTEMPT,
     EpisodeKey,
     Message,
     Origin,
@@ -367,15 +368,15 @@ class Recorder:
         turn = self.trajectory.turns[path.turn]
         self.record_step(path.turn, 0.0, info, env_s)
         if not trained:
-            self.mark_untrained(turn, turn.context, INVALID)
+            self.mark_untrained(turn.spans, turn.context, INVALID)
         path.rewind(mark)
         branches = self.trajectory.branches
         branches["asked_again"] = branches.get("asked_again", 0) + 1
         self._budget.rejected += 1
 
-    def mark_untrained(self, turn: Turn, position: int, reason: str = REWOUND) -> None:
-        """Exclude ids of a reply from training, from a path position on: the environment removed them from the context."""
-        for index in turn.spans:
+    def mark_untrained(self, spans: Iterable[int], position: int, reason: str = REWOUND) -> None:
+        """Exclude ids of a reply's spans from training, from a path position on."""
+        for index in spans:
             span = self.trajectory.spans[index]
             if span.trained and span.end > position:
                 span.untrained_from = min(span.trained, max(0, position - span.start))
@@ -439,6 +440,9 @@ class Recorder:
             else:
                 ends = self.renderer.stop_ids | stop_ids if stop_ids else self.renderer.stop_ids
                 reply, ids, spans, generation, tries = await self._sample(path, deadline, budget, sampling, stop, seed, ends)
+        except BaseException:
+            self._leave_out(path, context, prompt)
+            raise
         finally:
             self._budget.release(budget)
         turn = Turn(path.agent, prompt, context, spans, path.new_messages, reply, path.turn, generation.finish)
@@ -472,6 +476,18 @@ class Recorder:
         if limit is not None:
             self.limits_met[path.turn] = limit
         return turn
+
+    def _leave_out(self, path: ConversationPath, context: int, prompt: int) -> None:
+        """Return a path to where a reply was asked for; what was sampled before the call failed stays in the record, untrained.
+
+        A play function may catch the failure and go on.
+        """
+        spans: list[int] = []
+        while path.leaf != prompt:
+            spans.append(path.leaf)
+            path.leaf = self.trajectory.spans[path.leaf].parent
+        path.truncate(context)
+        self.mark_untrained(spans, 0, FAILED_ATTEMPT)
 
     def _distribution_of(self, sampling: Sampling) -> SamplingDistribution:
         return self._distribution if sampling is self._sampling else _distribution(sampling, self._distribution.banned_ids)
@@ -584,7 +600,7 @@ class Recorder:
         if not self.renderer.invalid_ids.isdisjoint(ids):
             banned = next((at for at, one in enumerate(ids) if one in self.renderer.banned_ids), None)
             if banned is not None:
-                self.mark_untrained(turn, turn.context + banned, BANNED)
+                self.mark_untrained(turn.spans, turn.context + banned, BANNED)
             return LimitReached(StopReason.INVALID_TOKEN, "the reply contains a misplaced control token")
 
         if generation.finish != "length" or cause is None:
@@ -654,7 +670,8 @@ class EpisodeJournal:
 
     def untrained(self, span: int, position: int, reason: str) -> None:
         """Queue for the next entry that a span is untrained from one of its positions on."""
-        self._untrained.append((span, position, reason))
+        if span < self._written:  # else its row will have it
+            self._untrained.append((span, position, reason))
 
     def weights(self, turn: int, weights: tuple[float, ...]) -> None:
         """Queue the training weights of a turn's ids for the next entry."""
