@@ -23,7 +23,7 @@ from turnwright.engines.local.sampler import Sampler
 from turnwright.engines.local.scheduler import Scheduler
 from turnwright.engines.local.step_rows import ActiveCall
 from turnwright.engines.local.vision import ContextMedia
-from turnwright.engines.local.weights import check_weights, copy_weights
+from turnwright.engines.local.weights import check_weights
 from turnwright.engines.local.worker import SHORT_STEP_S, Worker
 from turnwright.engines.protocols import Generation, Request, StopText
 from turnwright.errors import BackendContractError, EngineError, ModelError
@@ -351,7 +351,7 @@ class LocalEngine:
         self._wake()
         self._worker.deliver(self._scheduler.abort())
         self._scheduler.clear_cache()
-        digest = copy_weights(self._model.module, given)
+        digest = self._model.copy_weights(given)
         self._scheduler.versions[0] = version
         return digest
 

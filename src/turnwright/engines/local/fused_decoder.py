@@ -1,23 +1,25 @@
 """Fused forward pass of a decoder: matrix products by torch, everything between them by `numba_kernels`.
 
-It supports decoders built like Llama, Qwen2 and Qwen3, also inside vision-language models, on a CPU in float32. Models are
-recognized by structure, not by name, and only after the pass reproduced the module's logits.
+It supports decoders built like Llama, Qwen2 and Qwen3, also inside vision-language models, on a CPU, in float32 or with
+products in bfloat16 (`mixed_precision`). Models are recognized by structure, not by name, and only after the pass reproduced the
+module's logits.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import Linear
+from torch.nn import Linear, Parameter
 
 from turnwright.engines.local.adapters import RowAdapters
 from turnwright.engines.local.kv_cache import KVCache
+from turnwright.engines.local.mixed_precision import MixedLinear, PackedMatrix
 from turnwright.engines.local.quantization import RoundedInputLinear, WeightGrid, input_grid
 from turnwright.engines.local.sampler import round_up_rows
 from turnwright.engines.local.step_rows import RowMedia
@@ -32,21 +34,24 @@ TOLERANCE = 1e-4
 ROUNDED_TOLERANCE, ROUNDED_ROWS = 0.25, 3
 """Maximum mean difference of logits with rounded inputs, relative to what rounding changes, and number of rows of ids of which
 one must be within it. In 1 of 150 random models a row exceeded it; a product without rounding has over 0.44."""
+MIXED_TOLERANCE = 0.25
+"""Maximum mean difference of logits with products in bfloat16, relative to their mean size. Rounding alone gave 0.01 to 0.04; a
+matrix in the wrong place gives about 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class FusedLayer:
     """Weights of a layer, as matrices for torch and as flat arrays for the kernels."""
 
-    qkv: torch.Tensor
+    qkv: torch.Tensor | PackedMatrix
     bias: np.ndarray
     """Bias of `qkv`; empty without one, as are the head norms."""
     q_norm: np.ndarray
     k_norm: np.ndarray
-    output: torch.Tensor
-    both: torch.Tensor
+    output: torch.Tensor | PackedMatrix
+    both: torch.Tensor | PackedMatrix
     """Gate and up projections of the MLP."""
-    down: torch.Tensor
+    down: torch.Tensor | PackedMatrix
     first: np.ndarray
     """Norm weights before attention; `second` before the MLP."""
     second: np.ndarray
@@ -56,9 +61,17 @@ class FusedLayer:
     grid: WeightGrid | None
     """Grid to which the inputs of the four products are rounded; None for none."""
 
-    def inputs(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the inputs of a product, rounded where the layer's modules round them."""
-        return rows if self.grid is None else self.grid.round_inputs(rows)
+    def multiply(self, rows: torch.Tensor, matrix: torch.Tensor | PackedMatrix, out: torch.Tensor) -> None:
+        """Write the products of rows with a matrix of the layer; inputs are rounded where the layer's modules round them."""
+        multiply(rows if self.grid is None else self.grid.round_inputs(rows), matrix, out)
+
+
+def multiply(rows: torch.Tensor, matrix: torch.Tensor | PackedMatrix, out: torch.Tensor) -> None:
+    """Write the products of rows [N, in] with a matrix [out, in] to `out` [N, out], all float32."""
+    if isinstance(matrix, PackedMatrix):
+        out.copy_(matrix.product(rows))
+    else:
+        torch.mm(rows, matrix.T, out=out)
 
 
 class FusedDecoder:
@@ -82,7 +95,8 @@ class FusedDecoder:
         self.size: int = attention.head_dim
         self.heads = attention.q_proj.out_features // self.size
         self.kv = attention.k_proj.out_features // self.size
-        self.table, self.head = body.embed_tokens.weight, module.lm_head.weight
+        self.table: torch.Tensor = body.embed_tokens.weight
+        self.head: torch.Tensor | PackedMatrix = module.lm_head.weight
         self.rotary = body.rotary_emb
         self.last, self.last_eps = _flat(body.norm.weight), float(body.norm.variance_epsilon)
         self.layers = [_layer(layer) for layer in body.layers]
@@ -92,6 +106,11 @@ class FusedDecoder:
         self._buffers: dict[tuple[str, int], dict[int, tuple[torch.Tensor, np.ndarray]]] = {}
         self._adapters: RowAdapters | None = None
         self._modules = [_projections(layer) for layer in body.layers]
+        self._names = {layer: f"{name}.weight" for name, layer in module.named_modules() if isinstance(layer, Linear)}
+        self._tied = module.lm_head.weight is body.embed_tokens.weight
+        self._output: Linear = module.lm_head
+        self.packed_names: frozenset[str] = frozenset()
+        """Weights of which only a packed copy is kept, by name; all of them come with each update."""
 
     def set_adapters(self, adapters: RowAdapters) -> None:
         """Add adapters of the module's layers to the products of each pass."""
@@ -133,7 +152,9 @@ class FusedDecoder:
                 torch.from_numpy(change).view(count, hidden).index_add_(0, media_rows, features.deep[number])
         normed, flat_normed = self._buffer("kept", round_up_rows(len(keep)), hidden)
         self.kernels.add_and_norm(flat, change, np.array(keep), self.last, self.last_eps, flat_normed)
-        return torch.mm(normed, self.head.T, out=self._buffer("logits", len(normed), self.head.shape[0])[0])
+        logits, _ = self._buffer("logits", len(normed), self.head.shape[0])
+        multiply(normed, self.head, logits)
+        return logits
 
     def _layer(
         self, number: int, layer: FusedLayer, stream: np.ndarray, change: np.ndarray, where: Sequence[np.ndarray]
@@ -147,7 +168,7 @@ class FusedDecoder:
         normed, flat_normed = self._buffer("normed", count, hidden)
         call.add_and_norm(stream, change, rows, layer.first, layer.eps, flat_normed)
         qkv, flat_qkv = self._buffer("qkv", count, layer.qkv.shape[0])
-        torch.mm(layer.inputs(normed), layer.qkv.T, out=qkv)
+        layer.multiply(normed, layer.qkv, qkv)
         self._adapt(number, "qkv", normed, qkv)
         mixed, flat_mixed = self._buffer("mixed", count, self.heads * self.size)
         _, scores = self._buffer("scores", self.heads // self.kv, self.cache.capacity)
@@ -157,17 +178,39 @@ class FusedDecoder:
         stores = self.cache.blocks(number, self.kv, self.size)
         call.attend(flat_qkv, *norms, *angles, *stores, *sizes, layer.scale, scores, flat_mixed)
         added, flat_added = self._buffer("added", count, hidden)
-        torch.mm(layer.inputs(mixed), layer.output.T, out=added)
+        layer.multiply(mixed, layer.output, added)
         self._adapt(number, "output", mixed, added)
         call.add_and_norm(stream, flat_added, rows, layer.second, layer.eps, flat_normed)
         both, flat_both = self._buffer("both", count, layer.both.shape[0])
-        torch.mm(layer.inputs(normed), layer.both.T, out=both)
+        layer.multiply(normed, layer.both, both)
         self._adapt(number, "both", normed, both)
         gated, flat_gated = self._buffer("gated", count, layer.down.shape[1])
         call.swiglu(flat_both, count, layer.down.shape[1], flat_gated)
-        torch.mm(layer.inputs(gated), layer.down.T, out=added)
+        layer.multiply(gated, layer.down, added)
         self._adapt(number, "down", gated, added)
         return flat_added
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def pack(self, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Multiply in bfloat16 from now on: pack the weights given by name, at first the module's own.
+
+        The module then holds the packed weights no more, only their names and shapes.
+        """
+
+        def of(*layers: Linear) -> PackedMatrix:
+            return PackedMatrix(*(layer.weight if weights is None else weights[self._names[layer]] for layer in layers))
+
+        self.layers = [
+            replace(layer, **{product: of(*modules) for product, modules in projections.items()})
+            for layer, projections in zip(self.layers, self._modules, strict=True)
+        ]
+        self.head = PackedMatrix(self.table) if self._tied else of(self._output)
+        if weights is None:
+            packed = [module for projections in self._modules for modules in projections.values() for module in modules]
+            packed += [] if self._tied else [self._output]
+            for module in packed:
+                module.weight = Parameter(module.weight.new_zeros(()).expand(module.weight.shape), requires_grad=False)
+            self.packed_names = frozenset(self._names[module] for module in packed)
 
     def _adapt(self, number: int, product: str, inputs: torch.Tensor, output: torch.Tensor) -> None:
         """Add the adapters of a layer to one of its four products, each module's to its columns."""
@@ -221,10 +264,27 @@ def make_fused_decoder(module: Any, context: int, cache: KVCache, tower: SplitVL
             "local engine: numba cannot compile here, so the model runs in transformers' modules, which is slower: %r", error
         )
         return None
-    if matches_module(module, made, min(PROBE_LENGTH, context), tower):
+    mixed = [layer for layer in module.modules() if isinstance(layer, MixedLinear)]
+    for layer in mixed:  # the pass is compared in float32: rounding would hide what differs
+        layer.__class__ = Linear
+    matches = matches_module(module, made, min(PROBE_LENGTH, context), tower)
+    for layer in mixed:
+        layer.__class__ = MixedLinear
+    if matches and mixed:
+        matches = _packed_agrees(module, made, min(PROBE_LENGTH, context), tower)
+    if matches:
         return made
     cache.kernels = None
     return None
+
+
+def _packed_agrees(module: Any, made: FusedDecoder, count: int, tower: SplitVLM | None) -> bool:
+    """Let a pass multiply in bfloat16; return whether its logits are those of before but for rounding."""
+    before = _pass_logits(made, *_random_ids(made, count, tower))
+    made.pack()
+    after = _pass_logits(made, *_random_ids(made, count, tower))
+    sound = before.isfinite().all(1) & after.isfinite().all(1)
+    return bool(sound.any()) and _mean_gap(after, before) <= MIXED_TOLERANCE * float(before[sound].abs().mean())
 
 
 def is_supported(module: Any, tower: SplitVLM | None = None) -> bool:
@@ -321,15 +381,28 @@ def _both_logits(
 
     A vision-language model also gets random features, at positions that differ in time, height and width.
     """
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(made.table.shape[0], (count,), generator=generator)
-    media = None if tower is None else _random_media(tower, made, count, generator)
+    ids, media = _random_ids(made, count, tower, seed)
     if tower is None or media is None:
         expected = module(ids[None], use_cache=False).logits[0]
     else:
         rotary = torch.tensor(media.rotary_positions)[:, None] if tower.uses_mrope else torch.arange(count)[None]
         hidden = tower.decode(ids[None], rotary, torch.tensor(media.feature_rows), media.features[0])
         expected = tower.head(hidden)[0]
+    return expected, _pass_logits(made, ids, media)
+
+
+def _random_ids(
+    made: FusedDecoder, count: int, tower: SplitVLM | None, seed: int = 0
+) -> tuple[torch.Tensor, RowMedia | None]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(made.table.shape[0], (count,), generator=generator)
+    return ids, None if tower is None else _random_media(tower, made, count, generator)
+
+
+@torch.inference_mode()  # type: ignore[untyped-decorator]
+def _pass_logits(made: FusedDecoder, ids: torch.Tensor, media: RowMedia | None) -> torch.Tensor:
+    """Return the logits of the pass on ids, fed in pieces of different lengths."""
+    count = len(ids)
     made.cache.resize(2, -(-count // made.cache.unit) * made.cache.unit)
     cuts, logits = sorted({0, 2 * count // 3, 2 * count // 3 + 1, count - 1, count}), []
     for start, end in pairwise(cuts):
@@ -343,7 +416,7 @@ def _both_logits(
         piece = made.forward(ids[start:end].tolist(), list(range(start, end)), [1] * len(rows), rows, part)
         logits.append(piece[: len(rows)].clone())
     made.cache.clear()
-    return expected, torch.cat(logits)
+    return torch.cat(logits)
 
 
 def _random_media(tower: SplitVLM, made: FusedDecoder, count: int, generator: torch.Generator) -> RowMedia:

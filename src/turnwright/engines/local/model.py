@@ -17,9 +17,11 @@ from turnwright.engines.local.attention import ATTENTION_NAME, AttentionPlan, At
 from turnwright.engines.local.cuda_graphs import DecodeGraphs
 from turnwright.engines.local.fused_decoder import make_fused_decoder
 from turnwright.engines.local.kv_cache import KVCache
+from turnwright.engines.local.mixed_precision import pack_layers
 from turnwright.engines.local.sampler import ROWS, padded_rows, round_up_rows
 from turnwright.engines.local.step_rows import RowMedia
 from turnwright.engines.local.vision import ImageFeatures, auto_class, split_vlm
+from turnwright.engines.local.weights import Weights, copy_weights
 from turnwright.errors import EngineError
 from turnwright.types import ExpertRoutes
 
@@ -145,6 +147,8 @@ class EngineModel:
         self.fused = make_fused_decoder(own, context, self.cache, self.tower)
         """The fused forward pass; None for an unsupported model."""
         decoder = own.base_model if self.tower is None else self.tower.text
+        if self.fused is None:
+            pack_layers(own)
         self.adapters = RowAdapters(own, decoder, adapters) if adapters else None
         """LoRA adapters of rows; None without any."""
         if self.adapters is not None and self.fused is not None:
@@ -207,6 +211,16 @@ class EngineModel:
         while count < slots:
             count *= 2
         return count, -(-capacity // self.granule) * self.granule
+
+    def copy_weights(self, weights: Weights) -> str:
+        """Replace the weights by checked ones; return their fingerprint."""
+        packed = frozenset[str]() if self.fused is None else self.fused.packed_names
+        digest = copy_weights(self.module, weights, packed)
+        if packed and self.fused is not None:
+            self.fused.pack(dict(weights))
+        else:
+            pack_layers(self.module)
+        return digest
 
     def offload(self) -> None:
         """Release the cache's memory and move weights from a GPU to host memory."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -86,10 +86,16 @@ def check_weights(module: torch.nn.Module, weights: Iterable[tuple[str, torch.Te
     return list(given.items())
 
 
-def copy_weights(module: torch.nn.Module, weights: Weights) -> str:
-    """Copy checked weights; return the fingerprint of the copies where the types match, so that a failed copy is detected."""
+def copy_weights(module: torch.nn.Module, weights: Weights, packed: Collection[str] = ()) -> str:
+    """Copy checked weights, except those named in `packed`, which the caller packs.
+
+    Return the fingerprint of the copies where the types match, so that a failed copy is detected.
+    """
     own = module.state_dict()
+    copied = {name: own[name] for name, tensor in weights if name not in packed}
     with torch.no_grad():
         for name, tensor in weights:
-            own[name].copy_(tensor)
-    return fingerprint((name, own[name] if own[name].dtype == tensor.dtype else tensor) for name, tensor in weights)
+            if name in copied:
+                copied[name].copy_(tensor)
+    same_type = {name: copied[name] for name, tensor in weights if name in copied and copied[name].dtype == tensor.dtype}
+    return fingerprint((name, same_type.get(name, tensor)) for name, tensor in weights)

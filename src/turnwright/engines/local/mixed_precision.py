@@ -1,0 +1,181 @@
+"""Matrix products in bfloat16 on CPUs; everything between them, and the weights of training, in float32.
+
+Processors with AMX or AVX512-BF16 multiply bfloat16 several times as fast as float32. In mixed precision
+the inputs and the weights of a linear layer are rounded to bfloat16, and so is its output; sums
+inside a product are in float32. Norms, rotary positions, attention, activations and sampling are in
+float32 as ever. `PackedMatrix.product` is the one place that says how a product is computed, for the
+engine and for the trainer alike.
+
+A library adds up a row's products in an order that depends on how many rows are multiplied at once.
+So rows go in tiles of `TILE`, the last one padded, or in several tiles at once where a probe found
+that this gives the same bits. A row's result then depends on no other row.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+TILE = 64
+"""Rows of a product. Fewer take as long: the weights have to be read (30 layers of width 576 took 30 ms
+for 1 row and 42 ms for 64, in float32 45 and 182)."""
+MOST_ROWS = 256
+"""Rows of a product at most, a power of 2 times `TILE`; larger products gain little more."""
+OFF = "TURNWRIGHT_NO_BFLOAT16"
+"""Environment variable that makes a processor one without products in bfloat16, for tests and comparisons."""
+
+
+@lru_cache(maxsize=1)
+def _has_bfloat16_units() -> bool:
+    supported: Any = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return torch.backends.mkldnn.is_available() and supported is not None and bool(supported())
+
+
+def multiplies_bfloat16() -> bool:
+    """Return whether this processor multiplies bfloat16 faster than float32, and this torch lets it."""
+    return not os.environ.get(OFF) and _has_bfloat16_units()
+
+
+class PackedMatrix:
+    """A weight [out, in] rounded to bfloat16, in the order in which the processor reads it.
+
+    It is a copy: after a change of the weights a new one is made.
+    """
+
+    def __init__(self, *parts: Tensor) -> None:
+        """Pack the rows of float32 matrices, one after the other."""
+        rounded = [part.detach().bfloat16() for part in parts]
+        weight = rounded[0] if len(rounded) == 1 else torch.cat(rounded)
+        self.shape = weight.shape
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), TILE)
+        self._rows = rows_at_once(*self.shape, torch.get_num_threads())
+
+    def product(self, inputs: Tensor) -> Tensor:
+        """Return the products of rows [N, in] with the matrix, [N, out] bfloat16."""
+        inputs = inputs.bfloat16()
+        if len(inputs) <= self._rows:
+            return self._multiply(inputs)
+        outputs = inputs.new_empty(len(inputs), self.shape[0])
+        for first in range(0, len(inputs), self._rows):
+            outputs[first : first + self._rows] = self._multiply(inputs[first : first + self._rows])
+        return outputs
+
+    def _multiply(self, inputs: Tensor) -> Tensor:
+        count = len(inputs)
+        missing = -count % TILE
+        tiles = pad(inputs, (0, 0, 0, missing)) if missing else inputs
+        outputs = _linear(tiles, self._packed)
+        return outputs[:count] if missing else outputs
+
+
+def _linear(inputs: Tensor, packed: Tensor) -> Tensor:
+    outputs: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, packed, None, "none", [], "")
+    return outputs
+
+
+@lru_cache(maxsize=256)
+def rows_at_once(out: int, inner: int, threads: int) -> int:
+    """Return the most rows, up to `MOST_ROWS`, whose product has the bits of products of `TILE` rows each.
+
+    The sums of the probe nearly cancel, so another order of additions shows in the rounded result.
+    `threads` is part of the key: a library divides a product among threads.
+    """
+    draw = torch.Generator().manual_seed(out * 1_000_003 + inner)
+    half = inner // 2
+    inputs, weight = torch.randn(MOST_ROWS, inner, generator=draw), torch.randn(out, inner, generator=draw)
+    inputs[:, half : 2 * half] = inputs[:, :half].flip(1)
+    weight[:, half : 2 * half] = -weight[:, :half].flip(1) + 1e-3 * weight[:, half : 2 * half]
+    rounded, packed = inputs.bfloat16(), torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), TILE)
+
+    in_tiles = torch.cat([_linear(tile, packed) for tile in rounded.split(TILE)])
+    rows = MOST_ROWS
+    while rows > TILE and not torch.equal(torch.cat([_linear(part, packed) for part in rounded.split(rows)]), in_tiles):
+        rows //= 2
+    return rows
+
+
+class MixedLinear(nn.Linear):  # type: ignore[misc]
+    """Linear layer that multiplies in bfloat16; inputs, outputs, weights and gradients are float32."""
+
+    packed: PackedMatrix | None = None
+    """Copy of the weights that an engine multiplies with, from `pack`; None packs them at each use."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Compute the layer."""
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        matrix = self.packed or PackedMatrix(self.weight)
+        outputs = mixed_product(rows, matrix, self.weight)
+        if self.bias is not None:
+            outputs = outputs + self.bias
+        return outputs.view(*inputs.shape[:-1], -1)
+
+    def pack(self) -> None:
+        """Keep a packed copy of the weights as they are now."""
+        self.packed = PackedMatrix(self.weight)
+
+
+def mixed_product(rows: Tensor, matrix: PackedMatrix, *weights: Tensor) -> Tensor:
+    """Return the products of rows [N, in] with a matrix of `weights`, [N, out] float32, with gradients.
+
+    Gradients are products in bfloat16 as well. That of a weight is rounded once for all N rows.
+    """
+    outputs: Tensor = _MixedProduct.apply(rows, matrix, *weights)
+    return outputs
+
+
+class _MixedProduct(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, matrix: PackedMatrix, *weights: Tensor) -> Tensor:
+        inputs = rows.bfloat16()
+        ctx.save_for_backward(inputs, *weights)
+        return matrix.product(inputs).float()
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Any, ...]:
+        inputs, *weights = ctx.saved_tensors
+        to_rows, _, *to_weights = ctx.needs_input_grad
+        slope = slopes[0].bfloat16()
+        rows_slope = product_slope(slope, weights) if to_rows else None
+        weight_slopes = split_slope(weight_slope(slope, inputs), weights) if any(to_weights) else [None] * len(weights)
+        return rows_slope, None, *weight_slopes
+
+
+def product_slope(slope: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Return the gradient of the rows of a product, [N, in] float32, from that of its output, [N, out] bfloat16."""
+    rounded = [weight.detach().bfloat16() for weight in weights]
+    return (slope @ (rounded[0] if len(rounded) == 1 else torch.cat(rounded))).float()
+
+
+def weight_slope(slope: Tensor, inputs: Tensor) -> Tensor:
+    """Return the gradient of the matrix of a product, [out, in] float32, from that of its output and its inputs in bfloat16."""
+    return (slope.T @ inputs).float()
+
+
+def split_slope(slope: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return each weight's rows of the gradient of a joined matrix."""
+    return list(slope.split([len(weight) for weight in weights]))
+
+
+def is_mixed(module: nn.Module) -> bool:
+    """Return whether a layer of a model multiplies in bfloat16."""
+    return any(isinstance(layer, MixedLinear) for layer in module.modules())
+
+
+def use_mixed_products(decoder: nn.Module, head: nn.Module | None) -> None:
+    """Make the linear layers of a decoder and an output head multiply in bfloat16, in place, by a change of class."""
+    for layer in [*decoder.modules(), *([] if head is None else [head])]:
+        if type(layer) is nn.Linear:
+            layer.__class__ = MixedLinear
+
+
+def pack_layers(module: nn.Module) -> None:
+    """Keep packed copies of the weights of all layers that multiply in bfloat16."""
+    for layer in module.modules():
+        if isinstance(layer, MixedLinear):
+            layer.pack()
