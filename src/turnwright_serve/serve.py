@@ -8,9 +8,11 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -40,6 +42,13 @@ CACHE_GIB = 4.0
 """Memory for keys and values in GiB, unless another one is given."""
 
 
+def _model_config(source: Path, device: str, *, on_grid: bool) -> ModelConfig:
+    config = ModelConfig(path=str(source), device=device)
+    if on_grid and device_and_dtype(config)[1] == torch.float32:
+        return replace(config, dtype="float32")  # values on a grid are not rounded again
+    return config
+
+
 def make_service(
     source: Path,
     *,
@@ -56,10 +65,10 @@ def make_service(
         raise ConfigError(
             f"turnwright serve needs starlette and uvicorn ({error.name} is missing): pip install 'turnwright[serve]'"
         ) from None
-    config = ModelConfig(path=str(source), device=device)
-    model, renderer = load_model_and_renderer(source, source, config)
     quant = quant_of(source)
     grid = grid_of(quant)
+    config = _model_config(source, device, on_grid=grid is not None)
+    model, renderer = load_model_and_renderer(source, source, config)
     on_grid = None if grid is None else OnGrid(grid, quantized_names(model, quant))
     model = quantize_for_sampling(model, quant)
     engine = LocalEngine(model, renderer=renderer, context=context, speculate=speculate, cache_gib=cache_gib)

@@ -139,6 +139,7 @@ TRACKERS = ("trackio", "wandb", "tensorboard")
 SAMPLERS = ("uniform", "window", "pools", "progress")
 LOSS_SCALES = ("default", "last_round")
 DType = Literal["auto", "float32", "bfloat16"]
+Precision = Literal["auto", "float32", "mixed", "bfloat16"]
 QuantKind = Literal["none", "int4", "fp8"]
 OnInvalid = Literal["observe", "resample"]
 RejectedReplies = Literal["trained", "untrained"]
@@ -238,8 +239,10 @@ class ModelConfig:
         str, _error_unless(re.compile(r"auto|cpu|cuda(:\d+)?").fullmatch, 'must be "auto", "cpu", "cuda" or "cuda:N"')
     ] = "auto"
     """Device: `auto` (CUDA if available), `cpu`, `cuda` or `cuda:N`."""
-    dtype: DType = "auto"
-    """Data type of weights: `auto` is bfloat16 on CUDA, float32 on a CPU."""
+    dtype: Precision = "auto"
+    """Data type of weights and computation: `mixed` has float32 weights and multiplies in bfloat16, on CPUs only. `auto` is
+    bfloat16 on CUDA; on a CPU `mixed` for a model of 20 million weights or more where the processor multiplies bfloat16 faster
+    and the local engine samples, else float32."""
     threads: PositiveInt = 1
     """CPU threads of torch; small models run faster with 1, and bitwise reproducibility is guaranteed only with 1."""
     template_args: Mapping[str, Any] = field(default_factory=dict)

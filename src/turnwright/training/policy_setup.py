@@ -34,6 +34,7 @@ from turnwright.training.setup import (
     make_eval_engine,
     make_local_engine,
     make_trainer,
+    model_config,
 )
 
 if TYPE_CHECKING:
@@ -211,7 +212,8 @@ def make_eval_policies(config: RunConfig, source: Path) -> tuple[PolicyEngine, C
             engines[policy.name] = _served_policy(config, policy, renderer)
         elif not policy.past:
             directory = own if policy.learns else Path(policy.path or base)
-            model, its_renderer = load_model_and_renderer(directory, directory, config.model, config.rollout.control_text)
+            settings = model_config(config)
+            model, its_renderer = load_model_and_renderer(directory, directory, settings, config.rollout.control_text)
             renderer.ban(its_renderer.banned_ids)
             if policy.learns:
                 engines[policy.name] = make_eval_engine(config, directory, model, renderer)

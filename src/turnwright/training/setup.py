@@ -19,10 +19,12 @@ from torch import nn
 
 from turnwright import plugins
 from turnwright.config import EngineConfig, EvalConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
+from turnwright.config.launch import world_size
 from turnwright.config.schema import ENGINES, truncation_key
 from turnwright.engines import Engine, Sampling, SupportsSleep, SupportsWeightUpdate
 from turnwright.engines.local import LocalEngine, torch_settings
 from turnwright.engines.local.adapters import AdapterShape
+from turnwright.engines.local.mixed_precision import is_mixed
 from turnwright.envs.datasets import read_messages, read_rows
 from turnwright.envs.spec import EnvSpec
 from turnwright.errors import ConfigError, TaskError
@@ -38,6 +40,7 @@ from turnwright.training.forward.ranks import Ranks
 from turnwright.training.model.directory import ADAPTER_FILE, base_model_of, read_json, renderer_of
 from turnwright.training.model.lora import WEIGHTS_FILE, Adapter, add_lora, load_adapter
 from turnwright.training.model.models import (
+    choose_products,
     copy_extras,
     create_tiny_model,
     device_and_dtype,
@@ -495,7 +498,24 @@ def load_initial(config: RunConfig, source: Path, weights: Path | None) -> tuple
     """Load the model of a run, as it is in checkpoint `weights` unless that holds an adapter, and its renderer."""
     # LoRA checkpoints are adapters of the run's initial model.
     initial = weights if weights is not None and not config.lora.rank else source
-    return load_model_and_renderer(source, initial, config.model, config.rollout.control_text)
+    return load_model_and_renderer(source, initial, model_config(config), config.rollout.control_text)
+
+
+def model_config(config: RunConfig) -> ModelConfig:
+    """Return `[model]` with the precision that the rest of the recipe needs.
+
+    Servers compute in their own way, and a grid of weights and sharded weights are computed in float32.
+    Raises `ConfigError` for `mixed` with `[quant]` or with several ranks.
+    """
+    model = config.model
+    quantized, several = config.quant.kind != "none", world_size() > 1
+    if model.dtype == "mixed" and (quantized or several):
+        what = "[quant]" if quantized else "several ranks"
+        raise ConfigError(f'model.dtype = "mixed" does not go with {what}, which multiply in float32; set it to "float32"')
+    by_default = model.dtype == "auto" and (quantized or several or config.engine.kind != "local")
+    if by_default and device_and_dtype(model)[1] == torch.float32:
+        return replace(model, dtype="float32")
+    return model
 
 
 def make_trainer(
@@ -536,6 +556,8 @@ def make_trainer(
         on_note=on_note,
     )
     trainer.transforms.extend(stages)
+    if is_mixed(model) and config.engine.kind != "local":
+        trainer.precision = torch.bfloat16  # a server rounds elsewhere
     return trainer
 
 
@@ -567,5 +589,6 @@ def load_model_and_renderer(
     renderer = renderer_of(source, config, control_text)
     device, dtype = device_and_dtype(config)
     model, meta = load(weights, device, dtype)
+    choose_products(model, config)
     renderer.ban(range(meta.tokens, meta.vocabulary))
     return model, renderer

@@ -1,8 +1,8 @@
 """Fused forward pass of a decoder: matrix products by torch, everything between them by `numba_kernels`.
 
-It supports decoders built like Llama, Qwen2 and Qwen3, also inside vision-language models, on a CPU, in float32 or with
-products in bfloat16 (`mixed_precision`). Models are recognized by structure, not by name, and only after the pass reproduced the
-module's logits.
+It supports decoders built like Llama, Qwen2 and Qwen3, also inside vision-language models, on a CPU,
+in float32 or with products in bfloat16 (`mixed_precision`). Models are recognized by structure, not by
+name, and only after the pass reproduced the module's logits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn import Linear, Parameter
 
 from turnwright.engines.local.adapters import RowAdapters
 from turnwright.engines.local.kv_cache import KVCache
-from turnwright.engines.local.mixed_precision import MixedLinear, PackedMatrix
+from turnwright.engines.local.mixed_precision import PackedMatrix, is_mixed, plain_products
 from turnwright.engines.local.quantization import RoundedInputLinear, WeightGrid, input_grid
 from turnwright.engines.local.sampler import round_up_rows
 from turnwright.engines.local.step_rows import RowMedia
@@ -67,9 +67,9 @@ class FusedLayer:
 
 
 def multiply(rows: torch.Tensor, matrix: torch.Tensor | PackedMatrix, out: torch.Tensor) -> None:
-    """Write the products of rows [N, in] with a matrix [out, in] to `out` [N, out], all float32."""
+    """Write the products of rows [N, in] with a matrix [out, in] to `out` [N, out]."""
     if isinstance(matrix, PackedMatrix):
-        out.copy_(matrix.product(rows))
+        matrix.product(rows, out)
     else:
         torch.mm(rows, matrix.T, out=out)
 
@@ -103,7 +103,7 @@ class FusedDecoder:
         self.cos = self.sin = np.zeros(0, dtype=np.float32)
         self._angles = 0
         """Number of positions of `cos` and `sin`; 0 where they are per row."""
-        self._buffers: dict[tuple[str, int], dict[int, tuple[torch.Tensor, np.ndarray]]] = {}
+        self._buffers: dict[tuple[str, int, bool], dict[int, tuple[torch.Tensor, np.ndarray]]] = {}
         self._adapters: RowAdapters | None = None
         self._modules = [_projections(layer) for layer in body.layers]
         self._names = {layer: f"{name}.weight" for name, layer in module.named_modules() if isinstance(layer, Linear)}
@@ -145,27 +145,39 @@ class FusedDecoder:
             self.cache.sources,
             self.cache.shared,
         )
-        change = np.zeros(0, dtype=np.float32)
+        deep = features.deep if visible is not None else ()
+        # What is added to the output of a product is added in float32.
+        half = bool(self.packed_names) and self._adapters is None and not deep
+        change = np.zeros(0, dtype=np.int16 if half else np.float32)
         for number, layer in enumerate(self.layers):
-            change = self._layer(number, layer, flat, change, where)
-            if visible is not None and number < len(features.deep):
-                torch.from_numpy(change).view(count, hidden).index_add_(0, media_rows, features.deep[number])
-        normed, flat_normed = self._buffer("kept", round_up_rows(len(keep)), hidden)
+            change = self._layer(number, layer, flat, change, where, half)
+            if number < len(deep):
+                torch.from_numpy(change).view(count, hidden).index_add_(0, media_rows, deep[number])
+        normed, flat_normed = self._buffer("kept", round_up_rows(len(keep)), hidden, half)
         self.kernels.add_and_norm(flat, change, np.array(keep), self.last, self.last_eps, flat_normed)
         logits, _ = self._buffer("logits", len(normed), self.head.shape[0])
         multiply(normed, self.head, logits)
         return logits
 
     def _layer(
-        self, number: int, layer: FusedLayer, stream: np.ndarray, change: np.ndarray, where: Sequence[np.ndarray]
+        self,
+        number: int,
+        layer: FusedLayer,
+        stream: np.ndarray,
+        change: np.ndarray,
+        where: Sequence[np.ndarray],
+        half: bool,
     ) -> np.ndarray:
         """Add the attention output to the stream; return the MLP output, which the next layer adds.
 
         `where` has the number, rotary angle, position and slot of each row, and source and shared positions of each slot.
+        With `half`, what only products read or write is in bfloat16; their inputs and outputs are rounded to it anyway.
         """
         call, rows = self.kernels, where[0]
         count, hidden = len(rows), self.table.shape[1]
-        normed, flat_normed = self._buffer("normed", count, hidden)
+
+        # Attention.
+        normed, flat_normed = self._buffer("normed", count, hidden, half)
         call.add_and_norm(stream, change, rows, layer.first, layer.eps, flat_normed)
         qkv, flat_qkv = self._buffer("qkv", count, layer.qkv.shape[0])
         layer.multiply(normed, layer.qkv, qkv)
@@ -177,14 +189,16 @@ class FusedDecoder:
         sizes = self.cache.capacity, self.heads, self.kv, self.size
         stores = self.cache.blocks(number, self.kv, self.size)
         call.attend(flat_qkv, *norms, *angles, *stores, *sizes, layer.scale, scores, flat_mixed)
-        added, flat_added = self._buffer("added", count, hidden)
+        added, flat_added = self._buffer("added", count, hidden, half)
         layer.multiply(mixed, layer.output, added)
         self._adapt(number, "output", mixed, added)
+
+        # MLP.
         call.add_and_norm(stream, flat_added, rows, layer.second, layer.eps, flat_normed)
-        both, flat_both = self._buffer("both", count, layer.both.shape[0])
+        both, flat_both = self._buffer("both", count, layer.both.shape[0], half)
         layer.multiply(normed, layer.both, both)
         self._adapt(number, "both", normed, both)
-        gated, flat_gated = self._buffer("gated", count, layer.down.shape[1])
+        gated, flat_gated = self._buffer("gated", count, layer.down.shape[1], half)
         call.swiglu(flat_both, count, layer.down.shape[1], flat_gated)
         layer.multiply(gated, layer.down, added)
         self._adapt(number, "down", gated, added)
@@ -211,6 +225,7 @@ class FusedDecoder:
             for module in packed:
                 module.weight = Parameter(module.weight.new_zeros(()).expand(module.weight.shape), requires_grad=False)
             self.packed_names = frozenset(self._names[module] for module in packed)
+            self.cache.half = True
 
     def _adapt(self, number: int, product: str, inputs: torch.Tensor, output: torch.Tensor) -> None:
         """Add the adapters of a layer to one of its four products, each module's to its columns."""
@@ -220,15 +235,16 @@ class FusedDecoder:
                 start, end = end, end + module.out_features
                 self._adapters.add(module, inputs, output[:, start:end])
 
-    def _buffer(self, name: str, rows: int, size: int) -> tuple[torch.Tensor, np.ndarray]:
+    def _buffer(self, name: str, rows: int, size: int, half: bool = False) -> tuple[torch.Tensor, np.ndarray]:
         """Return a reusable buffer for an intermediate result, as a tensor and as a flat array in the same memory."""
-        views = self._buffers.setdefault((name, size), {})
+        views = self._buffers.setdefault((name, size, half), {})
         found = views.get(rows)
         if found is None:
             largest = max(views, default=0)
             if rows > largest:
                 views.clear()
-            tensor = torch.zeros(rows, size) if rows > largest else views[largest][0][:rows]
+            dtype = torch.bfloat16 if half else torch.float32
+            tensor = torch.zeros(rows, size, dtype=dtype) if rows > largest else views[largest][0][:rows]
             found = views[rows] = tensor, _flat(tensor)
         return found
 
@@ -264,17 +280,13 @@ def make_fused_decoder(module: Any, context: int, cache: KVCache, tower: SplitVL
             "local engine: numba cannot compile here, so the model runs in transformers' modules, which is slower: %r", error
         )
         return None
-    mixed = [layer for layer in module.modules() if isinstance(layer, MixedLinear)]
-    for layer in mixed:  # the pass is compared in float32: rounding would hide what differs
-        layer.__class__ = Linear
-    matches = matches_module(module, made, min(PROBE_LENGTH, context), tower)
-    for layer in mixed:
-        layer.__class__ = MixedLinear
-    if matches and mixed:
+    with plain_products(module):  # rounding would hide what differs
+        matches = matches_module(module, made, min(PROBE_LENGTH, context), tower)
+    if matches and is_mixed(module):
         matches = _packed_agrees(module, made, min(PROBE_LENGTH, context), tower)
     if matches:
         return made
-    cache.kernels = None
+    cache.kernels, cache.half = None, False
     return None
 
 
@@ -298,7 +310,7 @@ def is_supported(module: Any, tower: SplitVLM | None = None) -> bool:
         for number, layer in enumerate(layers):
             names |= {f"layers.{number}.{name}" for name in _names(layer)}
         # The rest of a vision-language model belongs to its tower; `SplitVLM` checks that decoder and head are all else.
-        joined = tower is not None or set(module.state_dict()) == {"lm_head.weight", *(f"model.{name}" for name in names)}
+        joined = tower is not None or _weights(module) == {"lm_head.weight", *(f"model.{name}" for name in names)}
         attention = [layer.self_attn for layer in layers]
         size, queries, keys = attention[0].head_dim, attention[0].q_proj.out_features, attention[0].k_proj.out_features
         widths = [size, body.embed_tokens.embedding_dim, *(layer.mlp.down_proj.in_features for layer in layers)]
@@ -308,7 +320,7 @@ def is_supported(module: Any, tower: SplitVLM | None = None) -> bool:
         capped = [getattr(config, f"{where}_logit_softcapping", None) for where in ("attn", "final")]
         return (
             joined
-            and set(body.state_dict()) == names
+            and _weights(body) == names
             and set(module.lm_head.state_dict()) == {"weight"}
             and all(p.dtype == torch.float32 and p.device.type == "cpu" for p in module.parameters())
             and not any(width % 16 for width in widths)
@@ -323,6 +335,11 @@ def is_supported(module: Any, tower: SplitVLM | None = None) -> bool:
         )
     except (AttributeError, IndexError, TypeError):
         return False
+
+
+def _weights(module: Any) -> set[str]:
+    """Return the names of a module's weights, as they are without adapters."""
+    return {name.replace(".base_layer.", ".") for name in module.state_dict() if ".lora_" not in name}
 
 
 def _names(layer: Any) -> set[str]:
@@ -476,6 +493,7 @@ def _layer(layer: Any) -> FusedLayer:
 
 
 def _flat(tensor: torch.Tensor) -> np.ndarray:
-    """View a tensor as a flat numpy array in the same memory."""
-    flat: np.ndarray = tensor.detach().view(-1).numpy()
-    return flat
+    """View a tensor as a flat numpy array in the same memory, of int16 for bfloat16."""
+    flat = tensor.detach().view(-1)
+    array: np.ndarray = (flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat).numpy()
+    return array

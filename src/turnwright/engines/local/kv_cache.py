@@ -30,6 +30,8 @@ class KVCache:
     kernels: Any = None
     """Kernels of the fused pass, if that reads the cache: `numba_kernels.BLOCK` positions are then stored together, in an order
     known to it, and copied together."""
+    half: bool = False
+    """Whether the fused pass keeps keys and values in bfloat16."""
     routes: torch.Tensor | None = None
     """[slots + 1, capacity, expert layers, k] experts of each position; None for a model without routers."""
     storage: int = 0
@@ -78,10 +80,15 @@ class KVCache:
         return found
 
     def blocks(self, index: int, heads: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the storage of a float32 CPU layer in units, as flat arrays; layers are first asked for in their order."""
+        """Return the storage of a CPU layer in units, as flat arrays of float32, or of int16 for bfloat16.
+
+        Layers are first asked for in their order.
+        """
         if index not in self.layers:
-            self.layer(index, *[torch.empty(1, heads, 0, size * self.unit)] * 2)
-        keys, values = (store.view(np.float32).reshape(-1) for store in self._stores[2 * index : 2 * index + 2])
+            dtype = torch.bfloat16 if self.half else torch.float32
+            self.layer(index, *[torch.empty(1, heads, 0, size * self.unit, dtype=dtype)] * 2)
+        kind = np.int16 if self.half else np.float32
+        keys, values = (store.view(kind).reshape(-1) for store in self._stores[2 * index : 2 * index + 2])
         return keys, values
 
     def take_routes(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

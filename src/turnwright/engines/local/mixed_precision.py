@@ -14,7 +14,8 @@ that this gives the same bits. A row's result then depends on no other row.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -26,7 +27,7 @@ TILE = 64
 """Rows of a product. Fewer take as long: the weights have to be read (30 layers of width 576 took 30 ms
 for 1 row and 42 ms for 64, in float32 45 and 182)."""
 MOST_ROWS = 256
-"""Rows of a product at most, a power of 2 times `TILE`; larger products gain little more."""
+"""Rows of a product at most, a multiple of `TILE`; larger products gain little more."""
 OFF = "TURNWRIGHT_NO_BFLOAT16"
 """Environment variable that makes a processor one without products in bfloat16, for tests and comparisons."""
 
@@ -56,15 +57,25 @@ class PackedMatrix:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), TILE)
         self._rows = rows_at_once(*self.shape, torch.get_num_threads())
 
-    def product(self, inputs: Tensor) -> Tensor:
-        """Return the products of rows [N, in] with the matrix, [N, out] bfloat16."""
+    def product(self, inputs: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the products of rows [N, in] with the matrix, [N, out] bfloat16, or write them to `out` of any type."""
         inputs = inputs.bfloat16()
-        if len(inputs) <= self._rows:
+        if len(inputs) <= self._rows and not len(inputs) % TILE:
+            outputs = _linear(inputs, self._packed)
+            return outputs if out is None else out.copy_(outputs)
+
+        tiles = -(-len(inputs) // TILE)
+        parts = -(-tiles * TILE // self._rows)
+        if out is None and parts == 1:
             return self._multiply(inputs)
-        outputs = inputs.new_empty(len(inputs), self.shape[0])
-        for first in range(0, len(inputs), self._rows):
-            outputs[first : first + self._rows] = self._multiply(inputs[first : first + self._rows])
-        return outputs
+
+        # Parts of one size: a short last part would read all weights for a few rows.
+        if out is None:
+            out = inputs.new_empty(len(inputs), self.shape[0])
+        rows = -(-tiles // max(parts, 1)) * TILE
+        for first in range(0, len(inputs), rows):
+            out[first : first + rows] = self._multiply(inputs[first : first + rows])
+        return out
 
     def _multiply(self, inputs: Tensor) -> Tensor:
         count = len(inputs)
@@ -81,7 +92,7 @@ def _linear(inputs: Tensor, packed: Tensor) -> Tensor:
 
 @lru_cache(maxsize=256)
 def rows_at_once(out: int, inner: int, threads: int) -> int:
-    """Return the most rows, up to `MOST_ROWS`, whose product has the bits of products of `TILE` rows each.
+    """Return the most rows, up to `MOST_ROWS`, for which products of any number of tiles have the bits of single tiles.
 
     The sums of the probe nearly cancel, so another order of additions shows in the rounded result.
     `threads` is part of the key: a library divides a product among threads.
@@ -94,10 +105,10 @@ def rows_at_once(out: int, inner: int, threads: int) -> int:
     rounded, packed = inputs.bfloat16(), torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), TILE)
 
     in_tiles = torch.cat([_linear(tile, packed) for tile in rounded.split(TILE)])
-    rows = MOST_ROWS
-    while rows > TILE and not torch.equal(torch.cat([_linear(part, packed) for part in rounded.split(rows)]), in_tiles):
-        rows //= 2
-    return rows
+    for rows in range(2 * TILE, MOST_ROWS + 1, TILE):
+        if not torch.equal(_linear(rounded[:rows], packed), in_tiles[:rows]):
+            return rows - TILE
+    return MOST_ROWS
 
 
 class MixedLinear(nn.Linear):  # type: ignore[misc]
@@ -141,15 +152,15 @@ class _MixedProduct(torch.autograd.Function):  # type: ignore[misc]
         inputs, *weights = ctx.saved_tensors
         to_rows, _, *to_weights = ctx.needs_input_grad
         slope = slopes[0].bfloat16()
-        rows_slope = product_slope(slope, weights) if to_rows else None
+        rows_slope = product_slope(slope, weights).float() if to_rows else None
         weight_slopes = split_slope(weight_slope(slope, inputs), weights) if any(to_weights) else [None] * len(weights)
         return rows_slope, None, *weight_slopes
 
 
 def product_slope(slope: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Return the gradient of the rows of a product, [N, in] float32, from that of its output, [N, out] bfloat16."""
+    """Return the gradient of the rows of a product, [N, in], from that of its output, [N, out], both bfloat16."""
     rounded = [weight.detach().bfloat16() for weight in weights]
-    return (slope @ (rounded[0] if len(rounded) == 1 else torch.cat(rounded))).float()
+    return slope @ (rounded[0] if len(rounded) == 1 else torch.cat(rounded))
 
 
 def weight_slope(slope: Tensor, inputs: Tensor) -> Tensor:
@@ -171,6 +182,19 @@ def use_mixed_products(decoder: nn.Module, head: nn.Module | None) -> None:
     """Make the linear layers of a decoder and an output head multiply in bfloat16, in place, by a change of class."""
     for layer in [*decoder.modules(), *([] if head is None else [head])]:
         if type(layer) is nn.Linear:
+            layer.__class__ = MixedLinear
+
+
+@contextmanager
+def plain_products(module: nn.Module) -> Iterator[None]:
+    """Multiply in float32 in this context."""
+    mixed = [layer for layer in module.modules() if isinstance(layer, MixedLinear)]
+    try:
+        for layer in mixed:
+            layer.__class__ = nn.Linear
+        yield
+    finally:
+        for layer in mixed:
             layer.__class__ = MixedLinear
 
 

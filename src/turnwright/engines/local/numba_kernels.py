@@ -1,4 +1,7 @@
-"""Kernels of the fused forward pass, compiled by numba: float32 rows on one core, each row by itself.
+"""Kernels of the fused passes, compiled by numba: float32 rows on one core, each row by itself.
+
+Arrays of int16 hold bfloat16: their numbers are widened when they are read and rounded to the nearest, ties to even, when they
+are written. All arithmetic is in float32.
 
 No sum is reassociated. Every row follows one order of operations that depends only on its own length. So its bits are the
 same in any batch, in decoding and in a prompt.
@@ -24,8 +27,9 @@ WIDTH = 16
 """Floats of one vector value; a processor with smaller registers takes several for it."""
 BLOCK = 32
 """Keys stored together, dimension by dimension, so that scores of adjacent keys form one vector."""
-_FLOAT, _INT, _BITS = ir.FloatType(), ir.IntType(64), ir.IntType(32)
+_FLOAT, _INT, _BITS, _HALF = ir.FloatType(), ir.IntType(64), ir.IntType(32), ir.IntType(16)
 _VECTOR, _BIT_VECTOR = ir.VectorType(_FLOAT, WIDTH), ir.VectorType(_BITS, WIDTH)
+_HALF_VECTOR = ir.VectorType(_HALF, WIDTH)
 
 
 class _Vector(types.Type):  # type: ignore[misc]
@@ -63,13 +67,43 @@ def _operation(arguments: str, build: Callable[..., Any], result: Any = _vector)
     return intrinsic(forms[len(arguments)])
 
 
-def _at(builder: Any, data: Any, index: Any) -> Any:
-    return builder.bitcast(builder.gep(data, [index]), _VECTOR.as_pointer())
+def _at(builder: Any, data: Any, index: Any, kind: Any) -> Any:
+    return builder.bitcast(builder.gep(data, [index]), kind.as_pointer())
+
+
+def _is_half(data: Any) -> bool:
+    return bool(data.type.pointee == _HALF)
+
+
+def _load(builder: Any, data: Any, index: Any) -> Any:
+    if not _is_half(data):
+        return builder.load(_at(builder, data, index, _VECTOR), align=4)
+    upper = builder.zext(builder.load(_at(builder, data, index, _HALF_VECTOR), align=2), _BIT_VECTOR)
+    return builder.bitcast(builder.shl(upper, ir.Constant(_BIT_VECTOR, [16] * WIDTH)), _VECTOR)
 
 
 def _store(builder: Any, data: Any, index: Any, value: Any) -> Any:
-    builder.store(value, _at(builder, data, index), align=4)
+    if _is_half(data):
+        upper = _rounded(builder, value, lambda number: ir.Constant(_BIT_VECTOR, [number] * WIDTH))
+        builder.store(builder.trunc(upper, _HALF_VECTOR), _at(builder, data, index, _HALF_VECTOR), align=2)
+    else:
+        builder.store(value, _at(builder, data, index, _VECTOR), align=4)
     return ir.Constant(_INT, 0)
+
+
+def _put(builder: Any, data: Any, index: Any, value: Any) -> Any:
+    if _is_half(data):
+        value = builder.trunc(_rounded(builder, value, lambda number: ir.Constant(_BITS, number)), _HALF)
+    builder.store(value, builder.gep(data, [index]))
+    return ir.Constant(_INT, 0)
+
+
+def _rounded(builder: Any, value: Any, constant: Callable[[int], Any]) -> Any:
+    """Return the upper halves of floats rounded to them, in the lower halves; NaN stays NaN."""
+    bits = builder.bitcast(value, constant(0).type)
+    odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+    nearest = builder.lshr(builder.add(builder.add(bits, constant(0x7FFF)), odd), constant(16))
+    return builder.select(builder.fcmp_unordered("uno", value, value), constant(0x7FC0), nearest)
 
 
 def _spread(builder: Any, value: Any) -> Any:
@@ -135,8 +169,10 @@ def _exp(builder: Any, x: Any) -> Any:
     return builder.fmul(value, builder.bitcast(scale, _VECTOR))
 
 
-load = _operation("ai", lambda builder, data, index: builder.load(_at(builder, data, index), align=4))
+load = _operation("ai", _load)
 store = _operation("aiv", _store, types.int64)
+put = _operation("aif", _put, types.int64)
+"""Write one float to an array."""
 broadcast = _operation("f", _spread)
 repeat = _operation("ai", lambda builder, data, index: _spread(builder, builder.load(builder.gep(data, [index]))))
 """One float of an array, broadcast to a vector."""
@@ -153,17 +189,24 @@ horizontal_sum = _operation("v", _folded(lambda builder, a, b: builder.fadd(a, b
 horizontal_max = _operation("v", _folded(_greater), types.float32)
 
 
-def _kernel(letters: str) -> Callable[[Any], Any]:
-    """Compile a kernel, or load it from numba's cache; argument letters as above, (n) for an int64 array."""
-    kinds = {"a": types.float32[::1], "n": types.int64[::1], "i": types.int64, "f": types.float32}
-    signature = types.void(*(kinds[letter] for letter in letters))
+def _kernel(*forms: str) -> Callable[[Any], Any]:
+    """Compile the forms of a kernel, or load them from numba's cache; argument letters as above, (n) for an int64 array and (h)
+    for one of bfloat16."""
+    kinds = {
+        "a": types.float32[::1],
+        "h": types.int16[::1],
+        "n": types.int64[::1],
+        "i": types.int64,
+        "f": types.float32,
+    }
 
     def compiled(function: Any) -> Any:
         kernel = numba.njit(nogil=True, error_model="numpy", _nrt=False)(function)
         # Where there is no directory to keep it in, it is compiled by every process, which takes some seconds.
         with contextlib.suppress(RuntimeError):
             kernel.enable_caching()
-        kernel.compile(signature)
+        for letters in forms:
+            kernel.compile(types.void(*(kinds[letter] for letter in letters)))
         kernel.disable_compile()
         return kernel
 
@@ -187,7 +230,7 @@ def _norm(x, at, size, weight, eps, out, to):  # type: ignore[no-untyped-def]
         store(out, to + i, multiply(load(weight, i), multiply(load(x, at + i), factor)))
 
 
-@_kernel("aanafa")
+@_kernel("aanafa", "ahnafh")
 def add_and_norm(hidden, change, rows, weight, eps, out):  # type: ignore[no-untyped-def]
     """Add `change` to rows of the residual stream, if not empty, and write their norms to `out` consecutively."""
     size = weight.size
@@ -199,7 +242,7 @@ def add_and_norm(hidden, change, rows, weight, eps, out):  # type: ignore[no-unt
         _norm(hidden, at, size, weight, eps, out, to * size)
 
 
-@_kernel("aiia")
+@_kernel("aiia", "hiih")
 def swiglu(both, rows, size, out):  # type: ignore[no-untyped-def]
     """SwiGLU (Shazeer, 2020) on rows of `size` gates and `size` values: gate * sigmoid(gate) * value."""
     one, zero = broadcast(np.float32(1)), broadcast(np.float32(0))
@@ -230,7 +273,7 @@ def _keep(x, k_at, v_at, size, bias, bias_at, keys, values, origin, place):  # t
     """Write a key (a column of its block) and a value with its bias to the cache."""
     column = origin + place // BLOCK * BLOCK * size + place % BLOCK
     for i in range(size):
-        keys[column + i * BLOCK] = x[k_at + i]
+        put(keys, column + i * BLOCK, x[k_at + i])
     for i in range(0, size, WIDTH):
         value = load(x, v_at + i)
         if bias.size:
@@ -240,11 +283,12 @@ def _keep(x, k_at, v_at, size, bias, bias_at, keys, values, origin, place):  # t
 
 @_inner
 def _scores(  # type: ignore[no-untyped-def]
-    query, q_at, group, size, keys, common, shared, origin, count, scale, scores, reach, values, ahead
+    query, q_at, group, size, keys, common, shared, origin, count, scale, scores, reach, values, ahead, sums, sums_at
 ):
     """Softmax weights of `count` keys for each query head of a group, heads in pairs, and the last of an odd number alone.
 
-    The first `shared` keys are at `common`, the others at `origin`. With `ahead`, prefetch the values of these keys.
+    The first `shared` keys are at `common`, the others at `origin`. With `ahead`, prefetch the values of these keys. Unless
+    `sums` is empty, write the logarithm of each head's sum of exponentials there.
     """
     zero, factor = broadcast(np.float32(0)), broadcast(scale)
     end = (count + BLOCK - 1) // BLOCK * BLOCK
@@ -272,26 +316,34 @@ def _scores(  # type: ignore[no-untyped-def]
                 store(scores, (head + 1) * reach + first, multiply(add(c, g), factor))
                 store(scores, (head + 1) * reach + first + WIDTH, multiply(add(d, h), factor))
     for head in range(group):
-        _softmax(scores, head * reach, count, end)
+        peak, total = _softmax(scores, head * reach, count, end)
+        if sums.size:
+            sums[sums_at + head] = peak + np.log(total)
 
 
 @_inner
 def _softmax(scores, start, count, end):  # type: ignore[no-untyped-def]
-    """Softmax of `count` scores from `start` on, in place; up to `end` the weights are 0."""
+    """Softmax of `count` scores from `start` on, in place; up to `end` the weights are 0.
+
+    Return the largest score, and the sum of exponentials relative to it.
+    """
     zero = broadcast(np.float32(0))
     for i in range(start + count, start + end):
         scores[i] = -np.inf
     peaks = load(scores, start)
     for i in range(start + WIDTH, start + end, WIDTH):
         peaks = greater_than(peaks, load(scores, i))
-    peak, sums = broadcast(horizontal_max(peaks)), zero
+    largest = horizontal_max(peaks)
+    peak, sums = broadcast(largest), zero
     for i in range(start, start + end, WIDTH):
         weight = exp(subtract(load(scores, i), peak))
         store(scores, i, weight)
         sums = add(sums, weight)
-    share = broadcast(np.float32(1) / horizontal_sum(sums))
+    total = horizontal_sum(sums)
+    share = broadcast(np.float32(1) / total)
     for i in range(start, start + end, WIDTH):
         store(scores, i, multiply(load(scores, i), share))
+    return largest, total
 
 
 @_inner
@@ -365,7 +417,7 @@ def _mix_one(scores, reach, head, size, values, base, first, last, out, to, part
     store(out, mine, add(a, e))
 
 
-@_kernel("aaaafaannnnnaaiiiifaa")
+@_kernel("aaaafaannnnnaaiiiifaa", "aaaafaannnnnhhiiiifaa")
 def attend(  # type: ignore[no-untyped-def]
     qkv,
     bias,
@@ -410,7 +462,7 @@ def attend(  # type: ignore[no-untyped-def]
         scores: buffer of capacity * heads / kv floats.
         out: [rows, heads, size].
     """
-    group, reach = heads // kv, capacity
+    group, reach, no_sums = heads // kv, capacity, scores[:0]
     for row in range(places.size):
         slot, count, at = slots[row], places[row] + 1, row * (heads + 2 * kv) * size
         turn = turns[row] * size
@@ -428,8 +480,107 @@ def attend(  # type: ignore[no-untyped-def]
                 ahead = capacity * size if head + 1 < kv else follower * kv * capacity * size - origin
             q_at, to = at + head * group * size, (row * heads + head * group) * size
             common, first = (sources[slot] * kv + head) * capacity * size, shared[slot]
-            _scores(qkv, q_at, group, size, keys, common, first, origin, count, scale, scores, reach, values, new)
+            _scores(
+                qkv, q_at, group, size, keys, common, first, origin, count, scale, scores, reach, values, new, no_sums, 0
+            )
             _mixture(scores, reach, group, size, values, common, first, origin, count, out, to, keys, ahead)
+
+
+@_kernel("aaaafaaniii")
+def rotate(  # type: ignore[no-untyped-def]
+    qkv, bias, q_norm, k_norm, eps, cos, sin, turns, heads, kv, size
+):
+    """Rotate the query and key heads of rows in place, as `attend` does."""
+    for row in range(turns.size):
+        at, turn = row * (heads + 2 * kv) * size, turns[row] * size
+        for head in range(heads):
+            _turned(qkv, at + head * size, size, q_norm, eps, bias, head * size, cos, sin, turn)
+        for head in range(heads, heads + kv):
+            _turned(qkv, at + head * size, size, k_norm, eps, bias, head * size, cos, sin, turn)
+
+
+@_kernel("aannnhhiiiifaa")
+def attend_paths(  # type: ignore[no-untyped-def]
+    qkv, bias, paths, starts, owners, keys, values, capacity, heads, kv, size, scale, out, sums
+):
+    """Attend from rotated rows of training, each to the rows on its path, with the arithmetic of `attend`.
+
+    Args:
+        qkv: rotated projections per row.
+        bias: of all projections; empty without one.
+        paths: rows on the path of each slot, one slot after the other.
+        starts: where each slot's path begins, and the end of the last.
+        owners: number of the slot's own rows, which are the last of its path.
+        keys, values: storage of the slots, as of `attend`, which is overwritten.
+        capacity: positions per slot; the longest path fits.
+        heads, kv, size: query heads, key heads, head size.
+        scale: factor on the scores.
+        out: [rows, heads, size].
+        sums: [rows, heads], the logarithms of the sums of exponentials; scratch of capacity * heads / kv floats follows.
+    """
+    group, width = heads // kv, (heads + 2 * kv) * size
+    rows = qkv.size // width
+    scores, found = sums[rows * heads :], sums[: rows * heads]
+    for slot in range(owners.size):
+        length = starts[slot + 1] - starts[slot]
+        for place in range(length):
+            at = paths[starts[slot] + place] * width
+            for head in range(kv):
+                mine = (heads + head) * size
+                origin = (slot * kv + head) * capacity * size
+                _keep(
+                    qkv, at + mine, at + mine + kv * size, size, bias, mine + kv * size, keys, values, origin, place
+                )
+        for place in range(length - owners[slot], length):
+            row = paths[starts[slot] + place]
+            for head in range(kv):
+                origin = (slot * kv + head) * capacity * size
+                q_at, to, count = row * width + head * group * size, (row * heads + head * group) * size, place + 1
+                _scores(
+                    qkv, q_at, group, size, keys, origin, 0, origin, count, scale, scores, capacity, values, False, found,
+                    row * heads + head * group,
+                )
+                _mixture(scores, capacity, group, size, values, origin, 0, origin, count, out, to, keys, 0)
+
+
+@_kernel("aafhaa", "aafaaa")
+def norm_slope(hidden, weight, eps, slope, hidden_slope, weight_slope):  # type: ignore[no-untyped-def]
+    """Add the gradients of RMSNorm of rows of `hidden` to those of the rows and of the weight, from that of the output.
+
+    y = x r w with r = (mean x^2 + eps)^-1/2, so dx = r w dy - x r^3 mean(w dy x) and dw = sum of dy x r.
+    """
+    size = weight.size
+    for at in range(0, hidden.size, size):
+        squares, products = broadcast(np.float32(0)), broadcast(np.float32(0))
+        for i in range(0, size, WIDTH):
+            value = load(hidden, at + i)
+            squares = fused(value, value, squares)
+            products = fused(multiply(load(weight, i), load(slope, at + i)), value, products)
+        r = np.float32(1) / np.float32(np.sqrt(horizontal_sum(squares) / np.float32(size) + eps))
+        factor = broadcast(r)
+        back = broadcast(-r * r * r * horizontal_sum(products) / np.float32(size))
+        for i in range(0, size, WIDTH):
+            value, given = load(hidden, at + i), load(slope, at + i)
+            change = fused(value, back, multiply(factor, multiply(load(weight, i), given)))
+            store(hidden_slope, at + i, add(load(hidden_slope, at + i), change))
+            store(weight_slope, i, fused(multiply(given, factor), value, load(weight_slope, i)))
+
+
+@_kernel("hiihh")
+def swiglu_slope(both, rows, size, slope, out):  # type: ignore[no-untyped-def]
+    """Gradients of the gates and values of `swiglu`, from that of its output.
+
+    With s = sigmoid(gate): d gate = slope value s (1 + gate (1 - s)) and d value = slope gate s.
+    """
+    one, zero = broadcast(np.float32(1)), broadcast(np.float32(0))
+    for row in range(rows):
+        for i in range(0, size, WIDTH):
+            left, right = 2 * row * size + i, (2 * row + 1) * size + i
+            gate, value, given = load(both, left), load(both, right), load(slope, row * size + i)
+            soft = divide(one, add(one, exp(subtract(zero, gate))))
+            bend = fused(multiply(gate, subtract(one, soft)), one, one)
+            store(out, left, multiply(multiply(given, value), multiply(soft, bend)))
+            store(out, right, multiply(given, multiply(gate, soft)))
 
 
 @_kernel("aniii")

@@ -20,11 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 from turnwright.engines import Sampling
 from turnwright.engines.distribution import masked_scores
+from turnwright.engines.local.mixed_precision import MixedLinear, product_slope, weight_slope
 from turnwright.engines.local.vision import ImageFeatures, SplitVLM, is_video, split_vlm
 from turnwright.errors import TurnwrightError, UsageError
 from turnwright.renderers.vision import PixelCache
 from turnwright.training.forward.batch import MicroBatch
+from turnwright.training.forward.checkpointing import enable_gradient_checkpointing
 from turnwright.training.forward.divergence import TeacherTargets
+from turnwright.training.forward.mixed_decoder import MixedDecoder, mixed_decoder
 from turnwright.training.forward.routing_replay import RoutingReplay
 from turnwright.training.forward.support import SamplingSupport
 from turnwright.types import Media
@@ -197,6 +200,8 @@ class OutputHead:
     def is_linear(self) -> bool:
         """Whether it is a plain matrix product, whose gradient can be computed here."""
         module = self.module
+        if isinstance(module, MixedLinear):
+            return True
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
         return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not any(hooks)
 
@@ -310,6 +315,13 @@ class _Chunks(torch.autograd.Function):  # type: ignore[misc]
             entropy = None if ctx.entropy_m is None else (ctx.entropy_m[at], entropy_slope_m[at])
             grad_cv = _slope(logits_cv, targets_m[at], slope_m[at], distribution, _part(ctx.support, at, targets_m), entropy)
             grad_cv = shape.backward_(grad_cv, logits_cv).to(weight_vd.dtype)
+            if isinstance(ctx.head.module, MixedLinear):
+                grad_cv = grad_cv.bfloat16()
+                if hidden_grad is not None:
+                    hidden_grad[at] = product_slope(grad_cv, [weight_vd])
+                if weight_grad is not None:
+                    weight_grad += weight_slope(grad_cv, hidden_md[at].bfloat16())
+                continue
             if hidden_grad is not None:
                 torch.mm(grad_cv, weight_vd, out=hidden_grad[at])
             if weight_grad is not None:
@@ -381,6 +393,15 @@ class ForwardPass:
         elif self.body is not None:
             shape = self._shape(module)
             self.head = None if shape is None else OutputHead(module, shape)
+        self.mixed = mixed_decoder(model, self.tower) if self.head is not None else None
+        """Pass in mixed precision with the engine's arithmetic; None where the modules compute."""
+
+    def enable_checkpointing(self) -> None:
+        """Compute activations again in the backward pass; raise `ConfigError` where no layer supports it."""
+        if self.mixed is not None:
+            self.mixed.checkpoint = True
+        else:
+            enable_gradient_checkpointing(self.model)
 
     def stats(
         self,
@@ -435,6 +456,8 @@ class ForwardPass:
 
     def hidden(self, micro: MicroBatch, pixels: PixelCache | None = None) -> Tensor:
         """Compute the hidden states (M, width) that predict a pass's targets, after the last norm."""
+        if self.mixed is not None:
+            return self._mixed_hidden(self.mixed, micro, pixels)
         if self.tower is not None and self.vision_inputs is not None:
             places_p, features = self.vision_inputs.features_for(micro, pixels)
             hidden_btd = self.tower.decode(micro.ids_bt, micro.positions, places_p, features, **self._prepare(micro))
@@ -444,6 +467,20 @@ class ForwardPass:
             assert self.body is not None
             hidden_btd = self._call(self.body, micro.ids_bt, micro.positions, **self._prepare(micro)).last_hidden_state
         return _predicting(hidden_btd, micro)
+
+    def _mixed_hidden(self, decoder: MixedDecoder, micro: MicroBatch, pixels: PixelCache | None) -> Tensor:
+        if micro.media and self.vision_inputs is None:
+            raise UsageError(f"trajectories contain images, but {self.no_vision_reason}")
+        batch, length = micro.ids_bt.shape
+        embeds_td, extras = decoder.embed(micro.ids_bt).flatten(0, 1), []
+        if self.vision_inputs is not None:
+            places_p, features = self.vision_inputs.features_for(micro, pixels)
+            if places_p is not None and features is not None:
+                embeds_td = embeds_td.index_put((places_p,), features.rows)
+                nothing_td = torch.zeros_like(embeds_td)
+                extras = [nothing_td.index_put((places_p,), layer) for layer in features.deep]
+        stream_td = decoder.stream(embeds_td, (batch, length), micro.positions, micro.tree, extras)
+        return decoder.last_norm(stream_td.index_select(0, micro.before_m))
 
     @property
     def decoder(self) -> nn.Module | None:

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from turnwright.engines.local.mixed_precision import plain_products
 from turnwright.errors import ModelError
 from turnwright.training.forward.path_attention import attend_paths, batch_paths, paths_of, plan_paths
 from turnwright.training.forward.tree import BranchAttention, PrefixTree
@@ -432,20 +433,26 @@ def attend(
     for name in REFUSED:
         if kwargs.get(name) is not None:
             raise ModelError(f"{type(module).__name__} uses '{name}'")
-    tree, heads, width = turnwright_tree, key.shape[1], value.shape[3]
+    tree, width = turnwright_tree, value.shape[3]
     if width != key.shape[3]:
         raise ModelError(f"{type(module).__name__} has key size {key.shape[3]} and value size {width}")
     tree.cache["layers"] = tree.cache.get("layers", 0) + 1
     if query.device.type != "cpu":
         return flex_attend(query, key, value, tree, scaling).transpose(1, 2), None
+    return attend_tree(query, key, value, tree, scaling), None
+
+
+def attend_tree(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scaling: float | None) -> Tensor:
+    """Attend to ancestors on a CPU, from [1, their heads, T, D] to [1, T, query heads, D]."""
+    heads, width = key.shape[1], value.shape[3]
     if "paths" not in tree.cache:
         pair = PAIR * 2 * query.shape[1] * width
         tree.cache["paths"] = plan_paths(tree, pair=pair, call=CALL, width=2 * heads * width)
     if tree.cache["paths"] is not None:
-        return attend_paths(query, key, value, tree.cache["paths"], scaling), None
+        return attend_paths(query, key, value, tree.cache["paths"], scaling)
     grouped = query.view(heads, -1, *query.shape[2:]).transpose(0, 1)
     out = TreeAttention.apply(grouped, key, value, tree, scaling)
-    return out.permute(2, 1, 0, 3).reshape(1, tree.size, -1, width), None
+    return out.permute(2, 1, 0, 3).reshape(1, tree.size, -1, width)
 
 
 AttentionInterface.register(NAME, attend)
@@ -478,7 +485,8 @@ def install_tree_attention(decoder: nn.Module) -> str:
     own._attn_implementation = NAME
     for module, _ in before:
         module.config = own
-    reason = _difference(decoder)
+    with plain_products(decoder):  # rounding would hide what differs
+        reason = _difference(decoder)
     if reason:
         for module, original in before:
             module.config = original

@@ -24,16 +24,15 @@ from turnwright.engines.local.vision import split_vlm
 from turnwright.errors import ConfigError, ModelError
 from turnwright.training.distributed import local_shard
 from turnwright.training.model.directory import ADAPTER_FILE, read_json
+from turnwright.training.model.low_rank import ADAPTER_NAME, merge_weight
 from turnwright.training.model.weight_export import Weights
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 ALL = "all"
 """Target for every linear layer of the text model except its head."""
-_NAME = "default"
-"""peft's name of a single adapter."""
 _PREFIX = "base_model.model."
 """Prefix of module names in peft's files."""
-_PART = re.compile(rf"(?P<layer>.+)\.(?:base_layer\.(?P<own>\w+)|(?P<half>lora_[AB])\.{_NAME}\.weight)")
+_PART = re.compile(rf"(?P<layer>.+)\.(?:base_layer\.(?P<own>\w+)|(?P<half>lora_[AB])\.{ADAPTER_NAME}\.weight)")
 
 
 class Adapter:
@@ -44,12 +43,12 @@ class Adapter:
         from peft.tuners.lora import Linear as LoraLinear
         from peft.tuners.tuners_utils import BaseTunerLayer
 
-        self.config: Any = model.peft_config[_NAME]
+        self.config: Any = model.peft_config[ADAPTER_NAME]
         self.layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
         for name, layer in self.layers.items():
             if not isinstance(layer, LoraLinear) or layer.lora_variant or layer.fan_in_fan_out or any(layer.lora_bias.values()):
                 raise ConfigError(f"the adapter of {name} is no plain LoRA of a linear layer; others cannot be merged here")
-        self.scales = {name: float(layer.scaling[_NAME]) for name, layer in self.layers.items()}
+        self.scales = {name: float(layer.scaling[ADAPTER_NAME]) for name, layer in self.layers.items()}
 
     def merge(self, weights: Weights) -> Weights:
         """Transform that merges adapters and restores the tensor names of a model without peft."""
@@ -78,7 +77,7 @@ class Adapter:
     @property
     def is_initial(self) -> bool:
         """Whether every B is still zero on this rank, so that the adapter has no effect."""
-        return not any(bool(local_shard(layer.lora_B[_NAME].weight).count_nonzero()) for layer in self.layers.values())
+        return not any(bool(local_shard(layer.lora_B[ADAPTER_NAME].weight).count_nonzero()) for layer in self.layers.values())
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -94,7 +93,7 @@ class Adapter:
     @contextmanager
     def dropout(self) -> Iterator[None]:
         """Enable dropout before A, if the adapter has any."""
-        found = [layer.lora_dropout[_NAME] for layer in self.layers.values()]
+        found = [layer.lora_dropout[ADAPTER_NAME] for layer in self.layers.values()]
         try:
             for one in found:
                 one.train()
@@ -115,11 +114,6 @@ class Adapter:
         self.config.base_model_name_or_path = path
         self.config.save_pretrained(directory)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / WEIGHTS_FILE, {"format": "pt"})
-
-
-def merge_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Compute ``W + scale * B A`` in float32, rounded once."""
-    return (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
 
 
 def adapter_of(model: nn.Module) -> Adapter | None:
@@ -177,7 +171,7 @@ def load_adapter(model: nn.Module, directory: str | Path) -> Adapter:
 def unload(model: nn.Module, adapter: Adapter) -> None:
     """Merge a model's adapter into it and remove peft, in place."""
     for name, layer in adapter.layers.items():
-        linear, a, b = layer.base_layer, layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
+        linear, a, b = layer.base_layer, layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
         with torch.no_grad():
             linear.weight.copy_(merge_weight(linear.weight, a, b, adapter.scales[name]))
         parent, _, last = name.rpartition(".")
@@ -207,7 +201,7 @@ def linear_layers(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
 
 def _inject(model: nn.Module, config: Any) -> Adapter:
     peft = _peft()
-    peft.inject_adapter_in_model(config, model, _NAME)
+    peft.inject_adapter_in_model(config, model, ADAPTER_NAME)
     for name, parameter in model.named_parameters():
         half = _PART.fullmatch(name)
         parameter.requires_grad_(half is not None and half["half"] is not None)

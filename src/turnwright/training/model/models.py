@@ -1,4 +1,4 @@
-"""Load a model or create the tiny one; gradient checkpointing."""
+"""Load a model or create the tiny one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from turnwright.config import ModelConfig
 from turnwright.config.launch import local_rank, world_size
+from turnwright.engines.local.fused_decoder import is_supported
+from turnwright.engines.local.mixed_precision import multiplies_bfloat16, use_mixed_products
 from turnwright.engines.local.quantization import from_directory
 from turnwright.engines.local.vision import split_vlm
 from turnwright.errors import ConfigError, ModelError
@@ -31,31 +31,6 @@ from turnwright.renderers.load import check_model_files
 from turnwright.renderers.template import template_source
 from turnwright.training.model.directory import ADAPTER_FILE, base_model_of, read_json, token_count
 from turnwright.training.model.lora import load_adapter, unload
-
-
-def enable_gradient_checkpointing(model: nn.Module) -> int:
-    """Wrap, in place, the layers that support gradient checkpointing; return their number or raise `ConfigError` for none.
-
-    transformers' own switch works only in training mode, with dropout. Here the model is in evaluation mode, since the trained
-    policy must equal the sampled one.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        plain = type(layer).forward
-        if not torch.is_grad_enabled():
-            return plain(layer, *args, **kwargs)
-        return checkpoint(plain, layer, *args, use_reentrant=False, **kwargs)
-
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for layer in layers:
-        if "forward" not in vars(layer):
-            layer.forward = partial(forward, layer)
-    if not layers:
-        raise ConfigError(
-            f"train.gradient_checkpointing: transformers supports it for no layer of {type(model).__name__}; set it to false"
-        )
-    return len(layers)
 
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>")
@@ -327,8 +302,35 @@ def device_and_dtype(config: ModelConfig) -> tuple[str, torch.dtype]:
         raise ConfigError(f"model.device is {config.device!r}, but torch finds no CUDA device here; use --model.device cpu")
     torch.set_num_threads(config.threads)
     if config.dtype != "auto":
-        return device, {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
+        if config.dtype == "mixed" and kind != "cpu":
+            raise ConfigError(f'model.dtype = "mixed" is for CPUs, and the model is on {device}; set it to "bfloat16"')
+        return device, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     return device, torch.bfloat16 if kind == "cuda" else torch.float32
+
+
+MIXED_WEIGHTS = 20_000_000
+"""Weights from which a model on a CPU multiplies in bfloat16 by default."""
+
+
+def choose_products(model: nn.Module, config: ModelConfig) -> str:
+    """Let a model on a CPU multiply in bfloat16 where `model.dtype` says so or, by default, where that pays.
+
+    Return what was chosen and why; empty for a model on another device, of another type, or too small for the question.
+    """
+    first, count = next(model.parameters()), sum(parameter.numel() for parameter in model.parameters())
+    if first.device.type != "cpu" or first.dtype != torch.float32 or config.dtype not in ("auto", "mixed"):
+        return ""
+    if config.dtype == "auto" and count < MIXED_WEIGHTS:
+        return ""
+    if not multiplies_bfloat16():
+        return "float32: this processor has no fast products in bfloat16, or torch does not use them"
+    tower, _ = split_vlm(model)
+    if config.dtype == "auto" and not is_supported(model, tower):
+        return 'float32: products in bfloat16 (model.dtype = "mixed") are exact only in models like Llama, Qwen2 and Qwen3'
+    head = model.get_output_embeddings()
+    use_mixed_products(model.model if tower is None else tower.text, head if isinstance(head, nn.Module) else None)
+    size = f"{count / 1e6:.0f} million weights"
+    return f'mixed: products in bfloat16, all else in float32 ({size}); model.dtype = "float32" rounds nothing'
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

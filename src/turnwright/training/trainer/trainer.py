@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from turnwright.config import TrainConfig
+from turnwright.engines.local.mixed_precision import is_mixed
 from turnwright.errors import ConfigError, TurnwrightError
 from turnwright.renderers.vision import PixelCache
 from turnwright.training.advantages import Credit, StepCredits, sort_key, trainable_tokens
@@ -37,7 +38,6 @@ from turnwright.training.model.lora import adapter_of
 from turnwright.training.model.models import (
     OPTIMIZER_FILE,
     REFERENCE_FILE,
-    enable_gradient_checkpointing,
     freeze_vision,
     read_tensors,
 )
@@ -133,9 +133,12 @@ class Trainer:
         if config.vision == "frozen":
             freeze_vision(model)
         self.forward = ForwardPass(model, replay=config.routing_replay == "replay")
+        rounds = is_mixed(model) and self.forward.mixed is None
+        self.precision = torch.bfloat16 if rounds else self.dtype
+        """Type whose rounding bounds the difference of logprobs from a correct engine's."""
         self.layout = BatchPacker(config.batching, self.forward.decoder)
         if config.gradient_checkpointing:
-            enable_gradient_checkpointing(self.forward.model)
+            self.forward.enable_checkpointing()
         self.banned_ids = frozenset(banned_ids)
         self.distribution = LogitDistribution(temperature, self.banned_ids, top_p, top_k, min_p)
         """Distribution the engine samples from."""
@@ -209,7 +212,7 @@ class Trainer:
         if self.teachers is not None:
             for batch in batches:
                 batch.teachers = self.teachers.score(batch)
-        needed = batches and needs_probe(config, self.dtype, step, rounded_inputs=self._rounded_inputs)
+        needed = batches and needs_probe(config, self.precision, step, rounded_inputs=self._rounded_inputs)
         probe = WeightSyncProbe.before(step_credits.credits, self._at_temperature_one, self.device) if needed else None
         # Updates.
         codes = self._codes()
@@ -263,7 +266,7 @@ class Trainer:
         batch = self._batch(good, scale, pack=self.layout.pack_plainly, version=version)
         # Else the engine's logprobs are of an older policy, of rounded numbers, or of a cut vocabulary.
         exact = (
-            self.dtype == torch.float32
+            self.precision == torch.float32
             and not self._rounded_inputs
             and not self.distribution.truncates
             and bool(batch.current_n.all())
@@ -424,7 +427,7 @@ class Trainer:
 
         effect = rounding_effect if self._rounded_inputs else None
         options: dict[str, Any] = {"rounding_effect": effect, "moved_steps": self._moved_steps}
-        step_metrics.moved |= check_mismatch(batch, self.config, self.dtype, self.distribution, **options)
+        step_metrics.moved |= check_mismatch(batch, self.config, self.precision, self.distribution, **options)
         current_n = batch.current_n
         step_metrics.start.append((start_n[current_n], batch.engine_n[current_n]))
 

@@ -1,0 +1,480 @@
+"""A decoder's pass for training in mixed precision, with the arithmetic of the engine's fused pass.
+
+Rounding to bfloat16 makes differences in the last bit of float32 grow: what two implementations
+compute differs by as much as the rounding itself, about 0.01 nats a token. Here norms, rotary
+positions, attention and activations are the engine's own kernels, and products go through the
+same `PackedMatrix`. So a trained token has the hidden state, to the bit, that it was sampled from.
+
+A layer is one function of autograd with its backward pass written out. It keeps the residual stream
+before attention and before the MLP, and what products returned; the rest is computed again.
+Everything is laid out as T rows: the unique tokens of a prefix tree, or padded rows one after the
+other. Gradients of products are products in bfloat16, all other gradients are in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from turnwright.engines.local.fused_decoder import is_supported
+from turnwright.engines.local.mixed_precision import (
+    PackedMatrix,
+    is_mixed,
+    product_slope,
+    split_slope,
+    weight_slope,
+)
+from turnwright.engines.local.vision import SplitVLM
+from turnwright.training.forward.path_attention import paths_of
+from turnwright.training.forward.prefix_tree import attend_tree
+from turnwright.training.forward.tree import PrefixTree
+from turnwright.training.model.low_rank import has_dropout, low_rank_of, merge_weight
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedProjection:
+    """Linear layers with the same inputs, multiplied as one matrix."""
+
+    layers: tuple[Any, ...]
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield the tensors that get gradients: each layer's weight, or the two matrices of its adapter."""
+        for layer in self.layers:
+            adapter = low_rank_of(layer)
+            if adapter is None:
+                yield layer.weight
+            else:
+                yield adapter.a
+                yield adapter.b
+
+    def weights(self) -> list[Tensor]:
+        """Return the layers' weights in float32, with adapters merged as for engines."""
+        weights = []
+        for layer in self.layers:
+            adapter = low_rank_of(layer)
+            if adapter is None:
+                weights.append(layer.weight.detach())
+            else:
+                merged = merge_weight(layer.base_layer.weight, adapter.a, adapter.b, adapter.scale)
+                weights.append(merged.detach())
+        return weights
+
+    def product(self, inputs: Tensor) -> Tensor:
+        """Return the products of rows, [T, out] bfloat16."""
+        return PackedMatrix(*self.weights()).product(inputs)
+
+    def slopes(self, slope: Tensor, inputs: Tensor, needed: Sequence[bool]) -> tuple[Tensor, list[Tensor | None]]:
+        """Return the gradients of the inputs, [T, in] bfloat16, and of `parameters()`, from that of the output in bfloat16.
+
+        `needed` says which parameters get one; an adapter's matrices are asked for together.
+        """
+        found: list[Tensor | None] = []
+        wanted = iter(needed)
+        adapters = [low_rank_of(layer) for layer in self.layers]
+        if any(adapter is None for adapter in adapters) and any(needed):
+            of_weights = split_slope(weight_slope(slope, inputs), [layer.weight for layer in self.layers])
+        parts = slope.split([layer.weight.shape[0] for layer in self.layers], 1)
+        for number, (adapter, part) in enumerate(zip(adapters, parts, strict=True)):
+            if adapter is None:
+                found.append(of_weights[number] if next(wanted) else None)
+                continue
+            needed_a, needed_b = next(wanted), next(wanted)
+            wide, rows = part.float(), inputs.float()
+            inner = wide @ adapter.b.float() * adapter.scale
+            found.append(inner.T @ rows if needed_a else None)
+            found.append(wide.T @ (rows @ adapter.a.float().T) * adapter.scale if needed_b else None)
+        return product_slope(slope, self.weights()), found
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedLayer:
+    """A layer's modules by their part in the pass."""
+
+    first: Tensor
+    """Weight of the norm before attention; `second` before the MLP."""
+    second: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    biases: tuple[Tensor, ...]
+    """Of queries, keys and values; empty without them."""
+    qkv: TrainedProjection
+    output: TrainedProjection
+    both: TrainedProjection
+    """Gate and up projections of the MLP."""
+    down: TrainedProjection
+    eps: float
+    head_eps: float
+    scale: float
+
+    @classmethod
+    def of(cls, layer: Any) -> TrainedLayer:
+        """Find the parts of a transformers layer that the fused pass supports."""
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        normed = hasattr(attention, "q_norm")
+        return cls(
+            first=layer.input_layernorm.weight,
+            second=layer.post_attention_layernorm.weight,
+            q_norm=attention.q_norm.weight if normed else None,
+            k_norm=attention.k_norm.weight if normed else None,
+            biases=() if attention.q_proj.bias is None else tuple(one.bias for one in projections),
+            qkv=TrainedProjection(projections),
+            output=TrainedProjection((attention.o_proj,)),
+            both=TrainedProjection((mlp.gate_proj, mlp.up_proj)),
+            down=TrainedProjection((mlp.down_proj,)),
+            eps=float(layer.input_layernorm.variance_epsilon),
+            head_eps=float(attention.q_norm.variance_epsilon) if normed else 0.0,
+            scale=float(attention.scaling),
+        )
+
+    def head_parameters(self) -> list[Tensor]:
+        """Return what acts on the heads between projection and attention: norms, then biases."""
+        norms = [] if self.q_norm is None or self.k_norm is None else [self.q_norm, self.k_norm]
+        return [*norms, *self.biases]
+
+    def parameters(self) -> list[Tensor]:
+        """Return all tensors that get gradients, in the order of the function's arguments."""
+        matrices = [p for part in (self.qkv, self.output, self.both, self.down) for p in part.parameters()]
+        return [self.first, self.second, *self.head_parameters(), *matrices]
+
+
+@dataclass(slots=True)
+class PassPlan:
+    """Where the rows of a pass attend, and what its layers share."""
+
+    shape: tuple[int, int]
+    """(B, T) of padded rows; (1, T) of a tree."""
+    tree: PrefixTree | None
+    cos: Tensor
+    """[angles, head size] of the rotary embedding, as `sin`."""
+    sin: Tensor
+    turns: np.ndarray
+    """Index of each row's angles."""
+    paths: np.ndarray
+    """Rows on the path of each slot, one after the other."""
+    starts: np.ndarray
+    owners: np.ndarray
+    capacity: int
+    keys: np.ndarray
+    """Storage of one layer's keys; `values` of its values."""
+    values: np.ndarray
+    checkpoint: bool
+    """Whether a layer keeps only its input for the backward pass."""
+
+
+@dataclass(slots=True)
+class _Buffers:
+    """Storage of keys and values, which grows and is used by one pass after the other."""
+
+    keys: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int16))
+    values: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int16))
+
+    def of_size(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        if len(self.keys) < count:
+            self.keys, self.values = np.zeros((2, count), dtype=np.int16)
+        return self.keys[:count], self.values[:count]
+
+
+class MixedDecoder:
+    """Pass of a decoder that multiplies in bfloat16. It has no state: weights are rounded anew in each pass."""
+
+    def __init__(self, decoder: Any, kernels: Any) -> None:
+        self.kernels = kernels
+        self.embed: nn.Module = decoder.embed_tokens
+        self.rotary = decoder.rotary_emb
+        self.layers = [TrainedLayer.of(layer) for layer in decoder.layers]
+        self.norm: Any = decoder.norm
+        attention = decoder.layers[0].self_attn
+        self.size: int = attention.head_dim
+        self.heads = attention.q_proj.out_features // self.size
+        self.kv = attention.k_proj.out_features // self.size
+        self.checkpoint = False
+        self._buffers = _Buffers()
+
+    def stream(
+        self,
+        embeds_td: Tensor,
+        shape: tuple[int, int],
+        positions: Tensor,
+        tree: PrefixTree | None,
+        extras: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """Return the residual stream after the last layer, [T, width].
+
+        Args:
+            embeds_td: embeddings of the rows, float32.
+            shape: (B, T) of padded rows, (1, T) of a tree.
+            positions: (1, T), or (3, B, T) for time, height and width.
+            tree: attention structure; None for padded rows.
+            extras: [T, width] each, added to the outputs of the first layers.
+        """
+        plan = self._plan(shape, positions, tree)
+        stream = embeds_td.contiguous()
+        for number, layer in enumerate(self.layers):
+            extra = extras[number] if number < len(extras) else None
+            stream = _Layer.apply(self, layer, plan, stream, extra, *layer.parameters())
+        return stream
+
+    def last_norm(self, rows_md: Tensor) -> Tensor:
+        """Return the last norm of rows of the stream."""
+        normed: Tensor = _Norm.apply(self.kernels, rows_md, self.norm.weight, float(self.norm.variance_epsilon))
+        return normed
+
+    def _plan(self, shape: tuple[int, int], positions: Tensor, tree: PrefixTree | None) -> PassPlan:
+        batch, length = shape
+        weight = self.layers[0].first
+        if positions.dim() == 3:  # angles of each row
+            cos, sin = self.rotary(weight, positions)
+            turns = np.arange(batch * length)
+        else:
+            cos, sin = self.rotary(weight, torch.arange(int(positions.max()) + 1)[None])
+            turns = np.tile(positions[0].numpy(), batch).astype(np.int64)
+
+        if tree is None:
+            paths = list(np.arange(batch * length, dtype=np.int64).reshape(batch, length))
+            owners = np.full(batch, length, dtype=np.int64)
+        else:
+            if "slots" not in tree.cache:
+                tree.cache["slots"] = [path.astype(np.int64) for path in paths_of(tree)]
+            paths = tree.cache["slots"]
+            owners = np.array([end - start for start, end in tree.chains], dtype=np.int64)
+
+        block = self.kernels.BLOCK
+        capacity = -(-max(map(len, paths)) // block) * block
+        keys, values = self._buffers.of_size(len(paths) * self.kv * capacity * self.size)
+        starts = np.cumsum([0, *map(len, paths)], dtype=np.int64)
+        angles = [part.reshape(-1, self.size).contiguous() for part in (cos, sin)]
+        return PassPlan(
+            shape, tree, *angles, turns, np.concatenate(paths), starts, owners, capacity, keys, values, self.checkpoint
+        )
+
+    # One layer.
+
+    def normed(self, stream: Tensor, change: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """Add `change` to the stream in place, if given; return the norm in bfloat16."""
+        count = len(stream)
+        normed = torch.empty(stream.shape, dtype=torch.bfloat16)
+        added = np.zeros(0, dtype=np.int16) if change is None else _flat(change)
+        self.kernels.add_and_norm(_flat(stream), added, np.arange(count), _flat(weight), eps, _flat(normed))
+        return normed
+
+    def attention(self, layer: TrainedLayer, plan: PassPlan, qkv: Tensor) -> Tensor:
+        """Return what the rows attend to, [T, heads * head size], from their projections in bfloat16."""
+        kernels, count = self.kernels, len(qkv)
+        rotated = _flat(qkv.float())
+        bias = _flat(torch.cat([one.detach() for one in layer.biases])) if layer.biases else _NOTHING
+        q_norm, k_norm = (_NOTHING if one is None else _flat(one) for one in (layer.q_norm, layer.k_norm))
+        sizes = self.heads, self.kv, self.size
+        kernels.rotate(
+            rotated, bias, q_norm, k_norm, layer.head_eps, _flat(plan.cos), _flat(plan.sin), plan.turns, *sizes
+        )
+        mixed = torch.empty(count, self.heads * self.size)
+        sums = np.empty(count * self.heads + plan.capacity * (self.heads // self.kv), dtype=np.float32)
+        kernels.attend_paths(
+            rotated,
+            bias,
+            plan.paths,
+            plan.starts,
+            plan.owners,
+            plan.keys,
+            plan.values,
+            plan.capacity,
+            *sizes,
+            layer.scale,
+            _flat(mixed),
+            sums,
+        )
+        return mixed
+
+    def attention_slopes(
+        self, layer: TrainedLayer, plan: PassPlan, qkv: Tensor, slope: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the gradients of the projections, in float32, and of the head parameters, from that of `attention`."""
+        with torch.enable_grad():
+            given = [qkv.float().requires_grad_(), *(p.detach().requires_grad_() for p in layer.head_parameters())]
+            query, key, value = self._rotated(layer, plan, *given)
+            if plan.tree is not None:
+                out = attend_tree(query, key, value, plan.tree, layer.scale)
+            else:
+                many = self.heads != self.kv
+                out = scaled_dot_product_attention(
+                    query, key, value, is_causal=True, scale=layer.scale, enable_gqa=many
+                ).transpose(1, 2)
+            of_qkv, *of_heads = torch.autograd.grad(out, given, slope.view(out.shape))
+        return of_qkv, of_heads
+
+    def _rotated(
+        self, layer: TrainedLayer, plan: PassPlan, qkv: Tensor, *head_parameters: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values [B, their heads, T, head size], as `rotate` computes them, by operations of torch."""
+        batch, length = plan.shape
+        if layer.biases:
+            qkv = qkv + torch.cat(head_parameters[-3:])
+        parts = qkv.split([self.heads * self.size, self.kv * self.size, self.kv * self.size], 1)
+        query, key, value = (part.view(batch, length, -1, self.size) for part in parts)
+        if layer.q_norm is not None:
+            query, key = (
+                torch.nn.functional.rms_norm(heads, (self.size,), weight, layer.head_eps)
+                for heads, weight in ((query, head_parameters[0]), (key, head_parameters[1]))
+            )
+        turns = torch.from_numpy(plan.turns)
+        cos, sin = (part[turns].view(batch, length, 1, self.size) for part in (plan.cos, plan.sin))
+
+        def turned(heads: Tensor) -> Tensor:
+            left, right = heads.chunk(2, -1)
+            return (heads * cos + torch.cat([-right, left], -1) * sin).transpose(1, 2)
+
+        return turned(query), turned(key), value.transpose(1, 2)
+
+    def gated(self, both: Tensor) -> Tensor:
+        """Return SwiGLU of gates and values, all bfloat16."""
+        rows, size = len(both), both.shape[1] // 2
+        out = both.new_empty(rows, size)
+        self.kernels.swiglu(_flat(both), rows, size, _flat(out))
+        return out
+
+    def gated_slope(self, both: Tensor, slope: Tensor) -> Tensor:
+        """Return the gradient of gates and values from that of `gated`, all bfloat16."""
+        out = torch.empty_like(both)
+        self.kernels.swiglu_slope(_flat(both), len(both), both.shape[1] // 2, _flat(slope), _flat(out))
+        return out
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What a layer's forward pass computed and its backward pass needs."""
+
+    middle: Tensor
+    """The stream before the MLP."""
+    qkv: Tensor
+    mixed: Tensor
+    both: Tensor
+
+
+def _layer_forward(
+    decoder: MixedDecoder, layer: TrainedLayer, plan: PassPlan, stream: Tensor, extra: Tensor | None
+) -> tuple[Tensor, _Kept]:
+    """Return the stream after a layer; the same steps as `FusedDecoder._layer`."""
+    normed = decoder.normed(stream, None, layer.first, layer.eps)
+    qkv = layer.qkv.product(normed)
+    mixed = decoder.attention(layer, plan, qkv).bfloat16()
+    middle = stream.clone()
+    normed = decoder.normed(middle, layer.output.product(mixed), layer.second, layer.eps)
+    both = layer.both.product(normed)
+    change = layer.down.product(decoder.gated(both)).float()
+    return middle + (change if extra is None else change + extra), _Kept(middle, qkv, mixed, both)
+
+
+class _Layer(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(
+        ctx: Any,
+        decoder: MixedDecoder,
+        layer: TrainedLayer,
+        plan: PassPlan,
+        stream: Tensor,
+        extra: Tensor | None,
+        *parameters: Tensor,
+    ) -> Tensor:
+        output, kept = _layer_forward(decoder, layer, plan, stream, extra)
+        ctx.decoder, ctx.layer, ctx.plan = decoder, layer, plan
+        saved = () if plan.checkpoint else (kept.middle, kept.qkv, kept.mixed, kept.both)
+        ctx.save_for_backward(stream, *saved)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Any, ...]:
+        decoder, layer, plan = ctx.decoder, ctx.layer, ctx.plan
+        stream, *saved = ctx.saved_tensors
+        kept = _Kept(*saved) if saved else _layer_forward(decoder, layer, plan, stream, None)[1]
+        return _layer_backward(decoder, layer, plan, stream, kept, slopes[0], ctx.needs_input_grad[3:])
+
+
+def _layer_backward(
+    decoder: MixedDecoder,
+    layer: TrainedLayer,
+    plan: PassPlan,
+    stream: Tensor,
+    kept: _Kept,
+    slope: Tensor,
+    needed: Sequence[bool],
+) -> tuple[Any, ...]:
+    """Return the gradients of the arguments of `_Layer.forward`, from that of its output; last step first."""
+    _, to_extra, to_first, to_second, *rest = needed
+    to_heads, to_matrices = rest[: len(layer.head_parameters())], iter(rest[len(layer.head_parameters()) :])
+    of_qkv, of_output, of_both, of_down = (
+        [next(to_matrices) for _ in part.parameters()] for part in (layer.qkv, layer.output, layer.both, layer.down)
+    )
+
+    # MLP.
+    slope = slope.contiguous()
+    gated_slope, down = layer.down.slopes(slope.bfloat16(), decoder.gated(kept.both), of_down)
+    both_slope = decoder.gated_slope(kept.both, gated_slope)
+    normed = decoder.normed(kept.middle, None, layer.second, layer.eps)
+    normed_slope, both = layer.both.slopes(both_slope, normed, of_both)
+    middle_slope, second = _norm_slopes(decoder.kernels, kept.middle, layer.second, layer.eps, normed_slope, slope)
+
+    # Attention.
+    mixed_slope, output = layer.output.slopes(middle_slope.bfloat16(), kept.mixed, of_output)
+    qkv_slope, heads = decoder.attention_slopes(layer, plan, kept.qkv, mixed_slope.float())
+    normed = decoder.normed(stream, None, layer.first, layer.eps)
+    normed_slope, qkv = layer.qkv.slopes(qkv_slope.bfloat16(), normed, of_qkv)
+    stream_slope, first = _norm_slopes(decoder.kernels, stream, layer.first, layer.eps, normed_slope, middle_slope)
+
+    of_heads = [one if wanted else None for one, wanted in zip(heads, to_heads, strict=True)]
+    norms = first if to_first else None, second if to_second else None
+    return (None, None, None, stream_slope, slope if to_extra else None, *norms, *of_heads, *qkv, *output, *both, *down)
+
+
+def _norm_slopes(
+    kernels: Any, hidden: Tensor, weight: Tensor, eps: float, slope: Tensor, beside: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the rows of a norm and of its weight; `beside` is what reaches the rows around the norm."""
+    hidden_slope, of_weight = beside.clone(), torch.zeros_like(weight)
+    kernels.norm_slope(_flat(hidden), _flat(weight), eps, _flat(slope), _flat(hidden_slope), _flat(of_weight))
+    return hidden_slope, of_weight
+
+
+class _Norm(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, kernels: Any, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = rows.contiguous()
+        normed, nothing = torch.empty_like(rows), np.zeros(0, dtype=np.float32)
+        kernels.add_and_norm(_flat(rows), nothing, np.arange(len(rows)), _flat(weight), eps, _flat(normed))
+        ctx.save_for_backward(rows, weight)
+        ctx.kernels, ctx.eps = kernels, eps
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Any, ...]:
+        rows, weight = ctx.saved_tensors
+        found = _norm_slopes(ctx.kernels, rows, weight, ctx.eps, slopes[0].contiguous(), torch.zeros_like(rows))
+        return None, *found, None
+
+
+_NOTHING = np.zeros(0, dtype=np.float32)
+
+
+def _flat(tensor: Tensor) -> np.ndarray:
+    """View a tensor as a flat array in the same memory, of int16 for bfloat16."""
+    flat = tensor.detach().view(-1)
+    array: np.ndarray = (flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat).numpy()
+    return array
+
+
+def mixed_decoder(model: Any, tower: SplitVLM | None) -> MixedDecoder | None:
+    """Return the pass of a model's decoder, or None where its modules have to do: it multiplies in float32, is of another
+    structure, has adapters with dropout, or numba is not installed."""
+    if not is_mixed(model) or not is_supported(model, tower) or has_dropout(model):
+        return None
+    try:
+        from turnwright.engines.local import numba_kernels
+    except Exception:  # not installed, or an incompatible compiler; the engine says so
+        return None
+    return MixedDecoder(model.model if tower is None else tower.text, numba_kernels)
