@@ -19,7 +19,7 @@ from torch.nn import Linear, Parameter
 
 from turnwright.engines.local.adapters import RowAdapters
 from turnwright.engines.local.kv_cache import KVCache
-from turnwright.engines.local.mixed_precision import PackedMatrix, is_mixed, plain_products
+from turnwright.engines.local.mixed_precision import PackedMatrix, is_mixed, plain_products, round_weights
 from turnwright.engines.local.quantization import RoundedInputLinear, WeightGrid, input_grid
 from turnwright.engines.local.sampler import round_up_rows
 from turnwright.engines.local.step_rows import RowMedia
@@ -212,13 +212,14 @@ class FusedDecoder:
         """
 
         def of(*layers: Linear) -> PackedMatrix:
-            return PackedMatrix(*(layer.weight if weights is None else weights[self._names[layer]] for layer in layers))
+            parts = (layer.weight if weights is None else weights[self._names[layer]] for layer in layers)
+            return PackedMatrix(round_weights(*parts))
 
         self.layers = [
             replace(layer, **{product: of(*modules) for product, modules in projections.items()})
             for layer, projections in zip(self.layers, self._modules, strict=True)
         ]
-        self.head = PackedMatrix(self.table) if self._tied else of(self._output)
+        self.head = PackedMatrix(round_weights(self.table)) if self._tied else of(self._output)
         if weights is None:
             packed = [module for projections in self._modules for modules in projections.values() for module in modules]
             packed += [] if self._tied else [self._output]

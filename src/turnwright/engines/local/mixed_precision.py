@@ -14,7 +14,7 @@ that this gives the same bits. A row's result then depends on no other row.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -49,12 +49,10 @@ class PackedMatrix:
     It is a copy: after a change of the weights a new one is made.
     """
 
-    def __init__(self, *parts: Tensor) -> None:
-        """Pack the rows of float32 matrices, one after the other."""
-        rounded = [part.detach().bfloat16() for part in parts]
-        weight = rounded[0] if len(rounded) == 1 else torch.cat(rounded)
-        self.shape = weight.shape
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), TILE)
+    def __init__(self, rounded: Tensor) -> None:
+        """Pack a matrix of `round_weights`."""
+        self.shape = rounded.shape
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(rounded, TILE)
         self._rows = rows_at_once(*self.shape, torch.get_num_threads())
 
     def product(self, inputs: Tensor, out: Tensor | None = None) -> Tensor:
@@ -83,6 +81,16 @@ class PackedMatrix:
         tiles = pad(inputs, (0, 0, 0, missing)) if missing else inputs
         outputs = _linear(tiles, self._packed)
         return outputs[:count] if missing else outputs
+
+
+def round_weights(*parts: Tensor) -> Tensor:
+    """Round float32 matrices to bfloat16, joined by their rows."""
+    if len(parts) == 1:
+        return parts[0].detach().bfloat16().contiguous()
+    rounded = torch.empty(sum(map(len, parts)), parts[0].shape[1], dtype=torch.bfloat16)
+    for place, part in zip(rounded.split([len(part) for part in parts]), parts, strict=True):
+        place.copy_(part.detach())
+    return rounded
 
 
 def _linear(inputs: Tensor, packed: Tensor) -> Tensor:
@@ -120,57 +128,33 @@ class MixedLinear(nn.Linear):  # type: ignore[misc]
     def forward(self, inputs: Tensor) -> Tensor:
         """Compute the layer."""
         rows = inputs.reshape(-1, inputs.shape[-1])
-        matrix = self.packed or PackedMatrix(self.weight)
-        outputs = mixed_product(rows, matrix, self.weight)
+        matrix = self.packed or PackedMatrix(round_weights(self.weight))
+        outputs: Tensor = _MixedProduct.apply(rows, matrix, self.weight)
         if self.bias is not None:
             outputs = outputs + self.bias
         return outputs.view(*inputs.shape[:-1], -1)
 
     def pack(self) -> None:
         """Keep a packed copy of the weights as they are now."""
-        self.packed = PackedMatrix(self.weight)
-
-
-def mixed_product(rows: Tensor, matrix: PackedMatrix, *weights: Tensor) -> Tensor:
-    """Return the products of rows [N, in] with a matrix of `weights`, [N, out] float32, with gradients.
-
-    Gradients are products in bfloat16 as well. That of a weight is rounded once for all N rows.
-    """
-    outputs: Tensor = _MixedProduct.apply(rows, matrix, *weights)
-    return outputs
+        self.packed = PackedMatrix(round_weights(self.weight))
 
 
 class _MixedProduct(torch.autograd.Function):  # type: ignore[misc]
+    """Products of rows with a weight. Gradients are products in bfloat16 as well."""
+
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, matrix: PackedMatrix, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, matrix: PackedMatrix, weight: Tensor) -> Tensor:
         inputs = rows.bfloat16()
-        ctx.save_for_backward(inputs, *weights)
+        ctx.save_for_backward(inputs, weight)
         return matrix.product(inputs).float()
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Any, ...]:
-        inputs, *weights = ctx.saved_tensors
-        to_rows, _, *to_weights = ctx.needs_input_grad
+        inputs, weight = ctx.saved_tensors
+        to_rows, _, to_weight = ctx.needs_input_grad
         slope = slopes[0].bfloat16()
-        rows_slope = product_slope(slope, weights).float() if to_rows else None
-        weight_slopes = split_slope(weight_slope(slope, inputs), weights) if any(to_weights) else [None] * len(weights)
-        return rows_slope, None, *weight_slopes
-
-
-def product_slope(slope: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Return the gradient of the rows of a product, [N, in], from that of its output, [N, out], both bfloat16."""
-    rounded = [weight.detach().bfloat16() for weight in weights]
-    return slope @ (rounded[0] if len(rounded) == 1 else torch.cat(rounded))
-
-
-def weight_slope(slope: Tensor, inputs: Tensor) -> Tensor:
-    """Return the gradient of the matrix of a product, [out, in] float32, from that of its output and its inputs in bfloat16."""
-    return (slope.T @ inputs).float()
-
-
-def split_slope(slope: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """Return each weight's rows of the gradient of a joined matrix."""
-    return list(slope.split([len(weight) for weight in weights]))
+        rows_slope = (slope @ round_weights(weight)).float() if to_rows else None
+        return rows_slope, None, (slope.T @ inputs).float() if to_weight else None
 
 
 def is_mixed(module: nn.Module) -> bool:

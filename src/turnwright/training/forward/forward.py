@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from turnwright.engines import Sampling
 from turnwright.engines.distribution import masked_scores
-from turnwright.engines.local.mixed_precision import MixedLinear, product_slope, weight_slope
+from turnwright.engines.local.mixed_precision import MixedLinear, round_weights
 from turnwright.engines.local.vision import ImageFeatures, SplitVLM, is_video, split_vlm
 from turnwright.errors import TurnwrightError, UsageError
 from turnwright.renderers.vision import PixelCache
@@ -318,9 +318,9 @@ class _Chunks(torch.autograd.Function):  # type: ignore[misc]
             if isinstance(ctx.head.module, MixedLinear):
                 grad_cv = grad_cv.bfloat16()
                 if hidden_grad is not None:
-                    hidden_grad[at] = product_slope(grad_cv, [weight_vd])
+                    hidden_grad[at] = grad_cv @ round_weights(weight_vd)
                 if weight_grad is not None:
-                    weight_grad += weight_slope(grad_cv, hidden_md[at].bfloat16())
+                    weight_grad += grad_cv.T @ hidden_md[at].bfloat16()
                 continue
             if hidden_grad is not None:
                 torch.mm(grad_cv, weight_vd, out=hidden_grad[at])

@@ -26,9 +26,7 @@ from turnwright.engines.local.fused_decoder import is_supported
 from turnwright.engines.local.mixed_precision import (
     PackedMatrix,
     is_mixed,
-    product_slope,
-    split_slope,
-    weight_slope,
+    round_weights,
 )
 from turnwright.engines.local.vision import SplitVLM
 from turnwright.training.forward.path_attention import paths_of
@@ -53,8 +51,8 @@ class TrainedProjection:
                 yield adapter.a
                 yield adapter.b
 
-    def weights(self) -> list[Tensor]:
-        """Return the layers' weights in float32, with adapters merged as for engines."""
+    def rounded(self) -> Tensor:
+        """Return the joined weights [out, in] in bfloat16, with adapters merged as for engines."""
         weights = []
         for layer in self.layers:
             adapter = low_rank_of(layer)
@@ -63,33 +61,29 @@ class TrainedProjection:
             else:
                 merged = merge_weight(layer.base_layer.weight, adapter.a, adapter.b, adapter.scale)
                 weights.append(merged.detach())
-        return weights
+        return round_weights(*weights)
 
-    def product(self, inputs: Tensor) -> Tensor:
-        """Return the products of rows, [T, out] bfloat16."""
-        return PackedMatrix(*self.weights()).product(inputs)
+    def slopes(self, slope: Tensor, inputs: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
+        """Return the gradients of `parameters()` in float32, from that of the output and the inputs in bfloat16.
 
-    def slopes(self, slope: Tensor, inputs: Tensor, needed: Sequence[bool]) -> tuple[Tensor, list[Tensor | None]]:
-        """Return the gradients of the inputs, [T, in] bfloat16, and of `parameters()`, from that of the output in bfloat16.
-
-        `needed` says which parameters get one; an adapter's matrices are asked for together.
+        `needed` says which parameters get one.
         """
         found: list[Tensor | None] = []
         wanted = iter(needed)
         adapters = [low_rank_of(layer) for layer in self.layers]
+        sizes = [layer.weight.shape[0] for layer in self.layers]
         if any(adapter is None for adapter in adapters) and any(needed):
-            of_weights = split_slope(weight_slope(slope, inputs), [layer.weight for layer in self.layers])
-        parts = slope.split([layer.weight.shape[0] for layer in self.layers], 1)
-        for number, (adapter, part) in enumerate(zip(adapters, parts, strict=True)):
+            of_weights = (slope.T @ inputs).split(sizes)
+        for number, (adapter, part) in enumerate(zip(adapters, slope.split(sizes, 1), strict=True)):
             if adapter is None:
-                found.append(of_weights[number] if next(wanted) else None)
+                found.append(of_weights[number].float() if next(wanted) else None)
                 continue
             needed_a, needed_b = next(wanted), next(wanted)
             wide, rows = part.float(), inputs.float()
             inner = wide @ adapter.b.float() * adapter.scale
             found.append(inner.T @ rows if needed_a else None)
             found.append(wide.T @ (rows @ adapter.a.float().T) * adapter.scale if needed_b else None)
-        return product_slope(slope, self.weights()), found
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +349,8 @@ class _Kept:
     qkv: Tensor
     mixed: Tensor
     both: Tensor
+    weights: tuple[Tensor, ...]
+    """Rounded, of the four products."""
 
 
 def _layer_forward(
@@ -362,13 +358,16 @@ def _layer_forward(
 ) -> tuple[Tensor, _Kept]:
     """Return the stream after a layer; the same steps as `FusedDecoder._layer`."""
     normed = decoder.normed(stream, None, layer.first, layer.eps)
-    qkv = layer.qkv.product(normed)
+    weights = [part.rounded() for part in (layer.qkv, layer.output, layer.both, layer.down)]
+    of_qkv, of_output, of_both, of_down = map(PackedMatrix, weights)
+    qkv = of_qkv.product(normed)
     mixed = decoder.attention(layer, plan, qkv).bfloat16()
     middle = stream.clone()
-    normed = decoder.normed(middle, layer.output.product(mixed), layer.second, layer.eps)
-    both = layer.both.product(normed)
-    change = layer.down.product(decoder.gated(both)).float()
-    return middle + (change if extra is None else change + extra), _Kept(middle, qkv, mixed, both)
+    normed = decoder.normed(middle, of_output.product(mixed), layer.second, layer.eps)
+    both = of_both.product(normed)
+    change = of_down.product(decoder.gated(both)).float()
+    kept = _Kept(middle, qkv, mixed, both, tuple(weights))
+    return middle + (change if extra is None else change + extra), kept
 
 
 class _Layer(torch.autograd.Function):  # type: ignore[misc]
@@ -384,7 +383,7 @@ class _Layer(torch.autograd.Function):  # type: ignore[misc]
     ) -> Tensor:
         output, kept = _layer_forward(decoder, layer, plan, stream, extra)
         ctx.decoder, ctx.layer, ctx.plan = decoder, layer, plan
-        saved = () if plan.checkpoint else (kept.middle, kept.qkv, kept.mixed, kept.both)
+        saved = () if plan.checkpoint else (kept.middle, kept.qkv, kept.mixed, kept.both, *kept.weights)
         ctx.save_for_backward(stream, *saved)
         return output
 
@@ -392,7 +391,7 @@ class _Layer(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Any, ...]:
         decoder, layer, plan = ctx.decoder, ctx.layer, ctx.plan
         stream, *saved = ctx.saved_tensors
-        kept = _Kept(*saved) if saved else _layer_forward(decoder, layer, plan, stream, None)[1]
+        kept = _Kept(*saved[:4], tuple(saved[4:])) if saved else _layer_forward(decoder, layer, plan, stream, None)[1]
         return _layer_backward(decoder, layer, plan, stream, kept, slopes[0], ctx.needs_input_grad[3:])
 
 
@@ -408,24 +407,28 @@ def _layer_backward(
     """Return the gradients of the arguments of `_Layer.forward`, from that of its output; last step first."""
     _, to_extra, to_first, to_second, *rest = needed
     to_heads, to_matrices = rest[: len(layer.head_parameters())], iter(rest[len(layer.head_parameters()) :])
-    of_qkv, of_output, of_both, of_down = (
+    to_qkv, to_output, to_both, to_down = (
         [next(to_matrices) for _ in part.parameters()] for part in (layer.qkv, layer.output, layer.both, layer.down)
     )
+    of_qkv, of_output, of_both, of_down = kept.weights
 
     # MLP.
     slope = slope.contiguous()
-    gated_slope, down = layer.down.slopes(slope.bfloat16(), decoder.gated(kept.both), of_down)
-    both_slope = decoder.gated_slope(kept.both, gated_slope)
-    normed = decoder.normed(kept.middle, None, layer.second, layer.eps)
-    normed_slope, both = layer.both.slopes(both_slope, normed, of_both)
-    middle_slope, second = _norm_slopes(decoder.kernels, kept.middle, layer.second, layer.eps, normed_slope, slope)
+    rounded = slope.bfloat16()
+    down = layer.down.slopes(rounded, decoder.gated(kept.both), to_down)
+    both_slope = decoder.gated_slope(kept.both, rounded @ of_down)
+    both = layer.both.slopes(both_slope, decoder.normed(kept.middle, None, layer.second, layer.eps), to_both)
+    middle_slope, second = _norm_slopes(
+        decoder.kernels, kept.middle, layer.second, layer.eps, both_slope @ of_both, slope
+    )
 
     # Attention.
-    mixed_slope, output = layer.output.slopes(middle_slope.bfloat16(), kept.mixed, of_output)
-    qkv_slope, heads = decoder.attention_slopes(layer, plan, kept.qkv, mixed_slope.float())
-    normed = decoder.normed(stream, None, layer.first, layer.eps)
-    normed_slope, qkv = layer.qkv.slopes(qkv_slope.bfloat16(), normed, of_qkv)
-    stream_slope, first = _norm_slopes(decoder.kernels, stream, layer.first, layer.eps, normed_slope, middle_slope)
+    rounded = middle_slope.bfloat16()
+    output = layer.output.slopes(rounded, kept.mixed, to_output)
+    qkv_slope, heads = decoder.attention_slopes(layer, plan, kept.qkv, (rounded @ of_output).float())
+    rounded = qkv_slope.bfloat16()
+    qkv = layer.qkv.slopes(rounded, decoder.normed(stream, None, layer.first, layer.eps), to_qkv)
+    stream_slope, first = _norm_slopes(decoder.kernels, stream, layer.first, layer.eps, rounded @ of_qkv, middle_slope)
 
     of_heads = [one if wanted else None for one, wanted in zip(heads, to_heads, strict=True)]
     norms = first if to_first else None, second if to_second else None

@@ -32,7 +32,6 @@ from turnwright.renderers.template import template_source
 from turnwright.training.model.directory import ADAPTER_FILE, base_model_of, read_json, token_count
 from turnwright.training.model.lora import load_adapter, unload
 
-
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>")
 """Special as in Qwen's tokenizers: never part of a reply's text."""
 MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
