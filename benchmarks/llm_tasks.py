@@ -4,7 +4,8 @@
 
 Each run is `turnwright train` in a process of its own. With `--control` each task is also trained
 from the same warm-up with rewards shuffled within its groups. A row is printed and appended to the
-results file (JSON lines) as soon as a run ends; a run that is finished in `--runs` is not repeated.
+results file (JSON lines) as soon as a run ends. A run that is finished in `--runs` is not repeated,
+one that was cut off is resumed, and checkpoints of finished ones are removed unless `--keep`.
 Intervals are Wilson's, at 95%. A run that stops, such as at the gate of its warm-up, has its error
 in place of figures. The model is that of `make quickstart-llm` unless `--model` names another.
 """
@@ -15,6 +16,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -65,11 +67,15 @@ TASKS = {
 }
 
 
-def train(task: LlmTask, options: Sequence[str], shuffled: bool, out: Path) -> dict[str, Any]:
-    """Train unless `out` has the finished run; return its figures, or its error."""
+def train(task: LlmTask, options: Sequence[str], shuffled: bool, out: Path, keep: bool) -> dict[str, Any]:
+    """Train, or go on with a run that was cut off; return the figures of the run, or its error."""
     if not (out / "summary.json").exists():
-        words = [sys.executable, "-m", "turnwright", "train", *task.words(shuffled=shuffled), *options]
-        words += ["--out", str(out), "--display", "none"]
+        words = [sys.executable, "-m", "turnwright", "train"]
+        if out.exists():
+            words += ["--resume", str(out)]
+        else:
+            words += [*task.words(shuffled=shuffled), *options, "--out", str(out)]
+        words += ["--display", "none"]
         env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
 
         done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
@@ -77,6 +83,9 @@ def train(task: LlmTask, options: Sequence[str], shuffled: bool, out: Path) -> d
             lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
             return {"command": shlex.join(words), "error": lines[-1]}
 
+    # The checkpoints of a model of 135M parameters have gigabytes, and no figure needs them.
+    if not keep:
+        shutil.rmtree(out / "checkpoints", ignore_errors=True)
     return figures(out)
 
 
@@ -124,6 +133,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=MODEL, help="a GGUF file, or a model directory")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "llm-tasks", help="directory of the runs")
     parser.add_argument("--results", type=Path, help="JSON lines are appended here; default RUNS/results.jsonl")
+    parser.add_argument("--keep", action="store_true", help="keep the checkpoints of finished runs")
     args = parser.parse_args()
     if not args.model.exists():
         parser.error(f"{args.model}: no such model; python contrib/smollm2.py fetches it, or name one by --model")
@@ -143,7 +153,8 @@ def main() -> int:
                     suffix += f"-{args.steps}"
 
                 row = {"task": name, "seed": seed, "shuffled": shuffled}
-                row |= train(TASKS[name], options, shuffled, args.runs / f"{name}-{seed}{suffix}")
+                out = args.runs / f"{name}-{seed}{suffix}"
+                row |= train(TASKS[name], options, shuffled, out, args.keep)
                 stopped += "error" in row
                 with results.open("a") as file:
                     file.write(json.dumps(row) + "\n")

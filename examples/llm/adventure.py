@@ -37,20 +37,20 @@ FETCHED = 0.25  # reward for the key; the door gives the rest
 LOST = 0.38  # probability per turn that the demonstrator says any command
 
 
-def neighbors(room, halls):
-    """Return the rooms next to a room; of six, the first three are at the hall, the others at the stairs."""
+def neighbors(room, rooms):
+    """Return the rooms next to one; three of the six are at the hall, the others at the stairs."""
     if room == "hall":
-        return [*halls[:3], "stairs"]
+        return [*rooms[:3], "stairs"]
     if room == "stairs":
-        return [*halls[3:], "hall"]
-    return ["hall" if room in halls[:3] else "stairs"]
+        return [*rooms[3:], "hall"]
+    return ["hall" if room in rooms[:3] else "stairs"]
 
 
-def steps_between(one, other, halls):
+def steps_between(one, other, rooms):
     """Return how many steps lead from a room to another."""
     reached, steps = {one}, 0
     while other not in reached:
-        reached |= {room for place in reached for room in neighbors(place, halls)}
+        reached |= {room for place in reached for room in neighbors(place, rooms)}
         steps += 1
     return steps
 
@@ -62,7 +62,7 @@ class Adventure(tw.Env):
     max_turns = 10
 
     def reset(self, task, *, seed=None):
-        self.halls, self.room = task.info["rooms"], task.info["start"]
+        self.rooms, self.room = task.info["rooms"], task.info["start"]
         self.key, self.door = task.info["key"], task.info["door"]
         self.has_key = False
         return RULES.format(key=self.key, door=self.door) + self.view()
@@ -75,11 +75,11 @@ class Adventure(tw.Env):
 
     def next_rooms(self):
         """Name the rooms that are next."""
-        return f"Next: {', '.join(neighbors(self.room, self.halls))}."
+        return f"Next: {', '.join(neighbors(self.room, self.rooms))}."
 
     def step(self, action):
         match command(action.text):
-            case ["go", room] if room in neighbors(self.room, self.halls):
+            case ["go", room] if room in neighbors(self.room, self.rooms):
                 self.room = room
                 return tw.Step(self.view())
             case ["go", _]:
@@ -123,7 +123,8 @@ class Adventure(tw.Env):
     @staticmethod
     def solver(messages, rng):
         texts = [message.text for message in messages if message.role == "user"]
-        key, door = re.search(r"key is in the (\w+) and the door is in the (\w+)\.", texts[0]).groups()
+        places = re.search(r"The key is in the (\w+) and the door is in the (\w+)\.", texts[0])
+        key, door = places.groups()
         here = re.findall(r"You are in the (\w+)\.", " ".join(texts))[-1]
         next_rooms = texts[-1].rpartition("Next: ")[2].strip(".").split(", ")
 

@@ -22,8 +22,8 @@ NAMES = ("Ann", "Ben", "Carl", "Dan", "Eva", "Fred", "Jack", "Kate", "Lucy", "Ma
 SHELVES = ("1", "2", "3", "4", "5", "6", "7", "8", "9")
 RULES = (
     "A parcel went from person to person. Find its shelf. Say one command each turn: ask NAME "
-    "tells what that person did with the parcel, shelf NUMBER ends. Example: Zoe got the parcel first. "
-    'You say "ask Zoe", I say "Zoe put it on shelf 7.", you say "shelf 7". Now it is your turn. '
+    "tells what that person did with the parcel, shelf NUMBER ends. Example: Zoe got the parcel "
+    'first. You say "ask Zoe", I say "Zoe put it on shelf 7.", you say "shelf 7". Now it is your turn. '
     "{first} got the parcel first."
 )
 HELP = "Say ask NAME or shelf NUMBER."

@@ -40,7 +40,7 @@ RULES = (
 )
 HELP = "Say search WORD or answer WORD."
 SHOWN = 2  # lines that a search shows
-GIVE_UP = 0.3  # probability per turn that the demonstrator guesses an answer
+GIVE_UP = 0.35  # probability per turn that the demonstrator guesses an answer
 
 
 @functools.cache

@@ -6,12 +6,14 @@ have a task each.
 
 import functools
 import random
+from importlib.util import find_spec
 
 from llm_kit import first_line
 
 import turnwright as tw
 from turnwright.envs.builtin.common import is_held_out
 from turnwright.envs.spec import check_split
+from turnwright.errors import ConfigError
 
 ATTEMPTS = 3
 ROWS = 10_000  # rows that tasks are drawn from
@@ -20,10 +22,8 @@ ROWS = 10_000  # rows that tasks are drawn from
 @functools.cache
 def dataset(name, **settings):
     """Make a dataset; its rows are generated when they are read."""
-    try:
-        import reasoning_gym
-    except ImportError:
-        raise tw.ConfigError("reasoning_gym is not installed; pip install reasoning-gym") from None
+    import reasoning_gym
+
     return reasoning_gym.create_dataset(name, seed=0, size=ROWS, **settings)
 
 
@@ -37,6 +37,10 @@ class Attempts(tw.Env):
     single_turn_best = 1.0
     max_turns = ATTEMPTS
     name, settings, rules = "", {}, ""
+
+    def __init__(self):
+        if find_spec("reasoning_gym") is None:
+            raise ConfigError("reasoning_gym is not installed; pip install reasoning-gym")
 
     def reset(self, task, *, seed=None):
         self.row, self.left = task.info["row"], ATTEMPTS

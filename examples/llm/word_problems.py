@@ -42,19 +42,19 @@ OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 GIVE_UP = 0.3  # probability per call that the demonstrator answers with the last number instead
 
 
-def add(a: int, b: int) -> int:
+def add(a: int, b: int) -> str:
     """Add two numbers."""
-    return a + b
+    return str(a + b)
 
 
-def subtract(a: int, b: int) -> int:
+def subtract(a: int, b: int) -> str:
     """Subtract b from a."""
-    return a - b
+    return str(a - b)
 
 
-def multiply(a: int, b: int) -> int:
+def multiply(a: int, b: int) -> str:
     """Multiply two numbers."""
-    return a * b
+    return str(a * b)
 
 
 def right(trajectory, task):
