@@ -23,8 +23,8 @@ SHELVES = ("1", "2", "3", "4", "5", "6", "7", "8", "9")
 RULES = (
     "A parcel went from person to person. Find its shelf. Say one command each turn: ask NAME "
     "tells what that person did with the parcel, shelf NUMBER ends. Example: Zoe got the parcel "
-    'first. You say "ask Zoe", I say "Zoe put it on shelf 7.", you say "shelf 7". Now it is your turn. '
-    "{first} got the parcel first."
+    'first. You say "ask Zoe", I say "Zoe put it on shelf 7.", you say "shelf 7". Now it is your '
+    "turn. {first} got the parcel first."
 )
 HELP = "Say ask NAME or shelf NUMBER."
 GIVE_UP = 0.25  # probability per turn that the demonstrator guesses a shelf
