@@ -283,12 +283,22 @@ def _keep(x, k_at, v_at, size, bias, bias_at, keys, values, origin, place):  # t
 
 @_inner
 def _scores(  # type: ignore[no-untyped-def]
-    query, q_at, group, size, keys, common, shared, origin, count, scale, scores, reach, values, ahead, sums, sums_at
+    query, q_at, group, size, keys, common, shared, origin, count, scale, scores, reach, values, ahead
 ):
-    """Softmax weights of `count` keys for each query head of a group, heads in pairs, and the last of an odd number alone.
+    """Softmax weights of `count` keys for each query head of a group."""
+    _dots(query, q_at, group, size, keys, common, shared, origin, count, scale, scores, reach, values, ahead)
+    end = (count + BLOCK - 1) // BLOCK * BLOCK
+    for head in range(group):
+        _softmax(scores, head * reach, count, end)
 
-    The first `shared` keys are at `common`, the others at `origin`. With `ahead`, prefetch the values of these keys. Unless
-    `sums` is empty, write the logarithm of each head's sum of exponentials there.
+
+@_inner
+def _dots(  # type: ignore[no-untyped-def]
+    query, q_at, group, size, keys, common, shared, origin, count, scale, scores, reach, values, ahead
+):
+    """Scaled products of each query head of a group with `count` keys, heads in pairs, and the last of an odd number alone.
+
+    The first `shared` keys are at `common`, the others at `origin`. With `ahead`, prefetch the values of these keys.
     """
     zero, factor = broadcast(np.float32(0)), broadcast(scale)
     end = (count + BLOCK - 1) // BLOCK * BLOCK
@@ -315,35 +325,25 @@ def _scores(  # type: ignore[no-untyped-def]
             if pair:
                 store(scores, (head + 1) * reach + first, multiply(add(c, g), factor))
                 store(scores, (head + 1) * reach + first + WIDTH, multiply(add(d, h), factor))
-    for head in range(group):
-        peak, total = _softmax(scores, head * reach, count, end)
-        if sums.size:
-            sums[sums_at + head] = peak + np.log(total)
 
 
 @_inner
 def _softmax(scores, start, count, end):  # type: ignore[no-untyped-def]
-    """Softmax of `count` scores from `start` on, in place; up to `end` the weights are 0.
-
-    Return the largest score, and the sum of exponentials relative to it.
-    """
+    """Softmax of `count` scores from `start` on, in place; up to `end` the weights are 0."""
     zero = broadcast(np.float32(0))
     for i in range(start + count, start + end):
         scores[i] = -np.inf
     peaks = load(scores, start)
     for i in range(start + WIDTH, start + end, WIDTH):
         peaks = greater_than(peaks, load(scores, i))
-    largest = horizontal_max(peaks)
-    peak, sums = broadcast(largest), zero
+    peak, sums = broadcast(horizontal_max(peaks)), zero
     for i in range(start, start + end, WIDTH):
         weight = exp(subtract(load(scores, i), peak))
         store(scores, i, weight)
         sums = add(sums, weight)
-    total = horizontal_sum(sums)
-    share = broadcast(np.float32(1) / total)
+    share = broadcast(np.float32(1) / horizontal_sum(sums))
     for i in range(start, start + end, WIDTH):
         store(scores, i, multiply(load(scores, i), share))
-    return largest, total
 
 
 @_inner
@@ -462,7 +462,7 @@ def attend(  # type: ignore[no-untyped-def]
         scores: buffer of capacity * heads / kv floats.
         out: [rows, heads, size].
     """
-    group, reach, no_sums = heads // kv, capacity, scores[:0]
+    group, reach = heads // kv, capacity
     for row in range(places.size):
         slot, count, at = slots[row], places[row] + 1, row * (heads + 2 * kv) * size
         turn = turns[row] * size
@@ -480,9 +480,7 @@ def attend(  # type: ignore[no-untyped-def]
                 ahead = capacity * size if head + 1 < kv else follower * kv * capacity * size - origin
             q_at, to = at + head * group * size, (row * heads + head * group) * size
             common, first = (sources[slot] * kv + head) * capacity * size, shared[slot]
-            _scores(
-                qkv, q_at, group, size, keys, common, first, origin, count, scale, scores, reach, values, new, no_sums, 0
-            )
+            _scores(qkv, q_at, group, size, keys, common, first, origin, count, scale, scores, reach, values, new)
             _mixture(scores, reach, group, size, values, common, first, origin, count, out, to, keys, ahead)
 
 
@@ -501,7 +499,7 @@ def rotate(  # type: ignore[no-untyped-def]
 
 @_kernel("aannnhhiiiifaa")
 def attend_paths(  # type: ignore[no-untyped-def]
-    qkv, bias, paths, starts, owners, keys, values, capacity, heads, kv, size, scale, out, sums
+    qkv, bias, paths, starts, owners, keys, values, capacity, heads, kv, size, scale, scores, out
 ):
     """Attend from rotated rows of training, each to the rows on its path, with the arithmetic of `attend`.
 
@@ -515,55 +513,151 @@ def attend_paths(  # type: ignore[no-untyped-def]
         capacity: positions per slot; the longest path fits.
         heads, kv, size: query heads, key heads, head size.
         scale: factor on the scores.
+        scores: buffer of capacity * heads / kv floats.
         out: [rows, heads, size].
-        sums: [rows, heads], the logarithms of the sums of exponentials; scratch of capacity * heads / kv floats follows.
     """
     group, width = heads // kv, (heads + 2 * kv) * size
-    rows = qkv.size // width
-    scores, found = sums[rows * heads :], sums[: rows * heads]
     for slot in range(owners.size):
         length = starts[slot + 1] - starts[slot]
         for place in range(length):
             at = paths[starts[slot] + place] * width
             for head in range(kv):
-                mine = (heads + head) * size
+                k_at, bias_at = at + (heads + head) * size, (heads + kv + head) * size
                 origin = (slot * kv + head) * capacity * size
-                _keep(
-                    qkv, at + mine, at + mine + kv * size, size, bias, mine + kv * size, keys, values, origin, place
-                )
+                _keep(qkv, k_at, k_at + kv * size, size, bias, bias_at, keys, values, origin, place)
         for place in range(length - owners[slot], length):
             row = paths[starts[slot] + place]
             for head in range(kv):
                 origin = (slot * kv + head) * capacity * size
                 q_at, to, count = row * width + head * group * size, (row * heads + head * group) * size, place + 1
-                _scores(
-                    qkv, q_at, group, size, keys, origin, 0, origin, count, scale, scores, capacity, values, False, found,
-                    row * heads + head * group,
-                )
+                _scores(qkv, q_at, group, size, keys, origin, 0, origin, count, scale, scores, capacity, values, False)
                 _mixture(scores, capacity, group, size, values, origin, 0, origin, count, out, to, keys, 0)
 
 
-@_kernel("aafhaa", "aafaaa")
-def norm_slope(hidden, weight, eps, slope, hidden_slope, weight_slope):  # type: ignore[no-untyped-def]
-    """Add the gradients of RMSNorm of rows of `hidden` to those of the rows and of the weight, from that of the output.
+@_inner
+def _columns(x, at, size, store, origin, place):  # type: ignore[no-untyped-def]
+    """Write a vector as a column of its block, as keys are stored."""
+    column = origin + place // BLOCK * BLOCK * size + place % BLOCK
+    for i in range(size):
+        put(store, column + i * BLOCK, x[at + i])
+
+
+@_inner
+def _score_slopes(weights, slopes, start, end, scale):  # type: ignore[no-untyped-def]
+    """Replace the gradients of softmax weights from `start` on by those of the products of queries and keys, in place."""
+    total = broadcast(np.float32(0))
+    for i in range(start, start + end, WIDTH):
+        total = fused(load(weights, i), load(slopes, i), total)
+    mean, factor = broadcast(horizontal_sum(total)), broadcast(scale)
+    for i in range(start, start + end, WIDTH):
+        change = multiply(load(weights, i), subtract(load(slopes, i), mean))
+        store(slopes, i, multiply(change, factor))
+
+
+@_kernel("aannnhhiiiifaaaa")
+def attend_paths_slope(  # type: ignore[no-untyped-def]
+    qkv, bias, paths, starts, owners, keys, values, capacity, heads, kv, size, scale, weights, slopes, slope, qkv_slope
+):
+    """Add the gradients of rotated rows, from that of what `attend_paths` wrote; its other arguments are the same.
+
+    With p the softmax weights of a row: dv_j = p_j do, dp_j = v_j do, ds_j = p_j (dp_j - sum_i p_i dp_i) scale, dq = sum_j ds_j
+    k_j and dk_j = ds_j q.
+
+    Args:
+        weights, slopes: two buffers as `scores`.
+        slope: [rows, heads, size], gradient of the output.
+        qkv_slope: like `qkv`.
+    """
+    group, width = heads // kv, (heads + 2 * kv) * size
+    for slot in range(owners.size):
+        length = starts[slot + 1] - starts[slot]
+        for place in range(length):
+            at = paths[starts[slot] + place] * width
+            for head in range(kv):
+                k_at, bias_at = at + (heads + head) * size, (heads + kv + head) * size
+                origin = (slot * kv + head) * capacity * size
+                _columns(qkv, k_at, size, keys, origin, place)
+                if bias.size:  # a value with its bias, where nothing reads it before it is written
+                    for i in range(size):
+                        qkv_slope[i + qkv.size] = qkv[k_at + kv * size + i] + bias[bias_at + i]
+                    _columns(qkv_slope, qkv.size, size, values, origin, place)
+                else:
+                    _columns(qkv, k_at + kv * size, size, values, origin, place)
+        for place in range(length - owners[slot], length):
+            row = paths[starts[slot] + place]
+            for head in range(kv):
+                origin = (slot * kv + head) * capacity * size
+                q_at, at, count = row * width + head * group * size, (row * heads + head * group) * size, place + 1
+                end = (count + BLOCK - 1) // BLOCK * BLOCK
+                _scores(qkv, q_at, group, size, keys, origin, 0, origin, count, scale, weights, capacity, values, False)
+                one = np.float32(1)
+                _dots(slope, at, group, size, values, origin, 0, origin, count, one, slopes, capacity, values, False)
+                for query in range(group):
+                    for i in range(query * capacity + count, query * capacity + end):
+                        slopes[i] = 0.0  # what is stored there may be anything
+                    _score_slopes(weights, slopes, query * capacity, end, scale)
+                    for part in range(0, size, WIDTH):
+                        mine, given = q_at + query * size + part, at + query * size + part
+                        q, g, back = load(qkv, mine), load(slope, given), load(qkv_slope, mine)
+                        for key in range(count):
+                            k_at = paths[starts[slot] + key] * width + (heads + head) * size + part
+                            v_at = k_at + kv * size
+                            change = repeat(slopes, query * capacity + key)
+                            back = fused(change, load(qkv, k_at), back)
+                            store(qkv_slope, k_at, fused(change, q, load(qkv_slope, k_at)))
+                            share = repeat(weights, query * capacity + key)
+                            store(qkv_slope, v_at, fused(share, g, load(qkv_slope, v_at)))
+                        store(qkv_slope, mine, back)
+
+
+@_inner
+def _norm_back(x, at, size, weight, eps, slope, s_at, beside, out, weight_slope):  # type: ignore[no-untyped-def]
+    """Gradients of `_norm` of one vector: write that of the vector, plus `beside` if not empty, and add that of the weight.
 
     y = x r w with r = (mean x^2 + eps)^-1/2, so dx = r w dy - x r^3 mean(w dy x) and dw = sum of dy x r.
     """
-    size = weight.size
-    for at in range(0, hidden.size, size):
-        squares, products = broadcast(np.float32(0)), broadcast(np.float32(0))
-        for i in range(0, size, WIDTH):
-            value = load(hidden, at + i)
-            squares = fused(value, value, squares)
-            products = fused(multiply(load(weight, i), load(slope, at + i)), value, products)
-        r = np.float32(1) / np.float32(np.sqrt(horizontal_sum(squares) / np.float32(size) + eps))
-        factor = broadcast(r)
-        back = broadcast(-r * r * r * horizontal_sum(products) / np.float32(size))
-        for i in range(0, size, WIDTH):
-            value, given = load(hidden, at + i), load(slope, at + i)
-            change = fused(value, back, multiply(factor, multiply(load(weight, i), given)))
-            store(hidden_slope, at + i, add(load(hidden_slope, at + i), change))
-            store(weight_slope, i, fused(multiply(given, factor), value, load(weight_slope, i)))
+    squares, products = broadcast(np.float32(0)), broadcast(np.float32(0))
+    for i in range(0, size, WIDTH):
+        value = load(x, at + i)
+        squares = fused(value, value, squares)
+        products = fused(multiply(load(weight, i), load(slope, s_at + i)), value, products)
+    r = np.float32(1) / np.float32(np.sqrt(horizontal_sum(squares) / np.float32(size) + eps))
+    factor = broadcast(r)
+    back = broadcast(-r * r * r * horizontal_sum(products) / np.float32(size))
+    for i in range(0, size, WIDTH):
+        value, given = load(x, at + i), load(slope, s_at + i)
+        change = fused(value, back, multiply(factor, multiply(load(weight, i), given)))
+        if beside.size:
+            change = add(change, load(beside, s_at + i))
+        store(out, s_at + i, change)
+        store(weight_slope, i, fused(multiply(given, factor), value, load(weight_slope, i)))
+
+
+@_kernel("aafhaaa", "aafaaaa")
+def norm_slope(hidden, weight, eps, slope, beside, out, weight_slope):  # type: ignore[no-untyped-def]
+    """Gradients of RMSNorm of rows: write those of the rows plus `beside`, if not empty, and add that of the weight."""
+    for at in range(0, hidden.size, weight.size):
+        _norm_back(hidden, at, weight.size, weight, eps, slope, at, beside, out, weight_slope)
+
+
+@_kernel("aaafaaniiiaaa")
+def rotate_slope(  # type: ignore[no-untyped-def]
+    qkv, q_norm, k_norm, eps, cos, sin, turns, heads, kv, size, slope, q_norm_slope, k_norm_slope
+):
+    """Replace gradients of rotated rows by those of the projections with their bias, `qkv`; add those of the head norms."""
+    half, nothing = size // 2, slope[:0]
+    for row in range(turns.size):
+        at, turn = row * (heads + 2 * kv) * size, turns[row] * size
+        for head in range(heads + kv):
+            mine = at + head * size
+            for i in range(half):
+                left, right = slope[mine + i], slope[mine + half + i]
+                slope[mine + i] = left * cos[turn + i] + right * sin[turn + half + i]
+                slope[mine + half + i] = right * cos[turn + half + i] - left * sin[turn + i]
+            if q_norm.size and head < heads:
+                _norm_back(qkv, mine, size, q_norm, eps, slope, mine, nothing, slope, q_norm_slope)
+            elif q_norm.size:
+                _norm_back(qkv, mine, size, k_norm, eps, slope, mine, nothing, slope, k_norm_slope)
 
 
 @_kernel("hiihh")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from turnwright.engines import Sampling
 from turnwright.engines.distribution import masked_scores
-from turnwright.engines.local.mixed_precision import MixedLinear, round_weights
+from turnwright.engines.local.mixed_precision import MixedLinear, PackedMatrix, round_weights
 from turnwright.engines.local.vision import ImageFeatures, SplitVLM, is_video, split_vlm
 from turnwright.errors import TurnwrightError, UsageError
 from turnwright.renderers.vision import PixelCache
@@ -190,6 +190,13 @@ class OutputHead:
         """Return the model's logits, in its own precision."""
         return self.shape(cast(Tensor, self.module(hidden)))
 
+    def with_weights(self, rounded_vd: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return `logits` in mixed precision with weights that were rounded before, packed once for several calls."""
+        matrix, bias = PackedMatrix(rounded_vd), self.module.bias
+        return lambda hidden: self.shape(
+            matrix.product(hidden).float() if bias is None else matrix.product(hidden).float() + cast(Tensor, bias)
+        )
+
     @property
     def vocabulary(self) -> int:
         """Logits per position."""
@@ -310,15 +317,17 @@ class _Chunks(torch.autograd.Function):  # type: ignore[misc]
         hidden_grad = torch.empty_like(hidden_md) if to_hidden else None
         weight_grad = torch.zeros_like(weight_vd, dtype=slope_m.dtype) if to_weight else None
         bias_grad = weight_grad.new_zeros(len(weight_vd)) if to_bias and weight_grad is not None else None
+        rounded_vd = round_weights(weight_vd) if isinstance(ctx.head.module, MixedLinear) else None
+        logits = ctx.head.logits if rounded_vd is None else ctx.head.with_weights(rounded_vd)
         for at in _slices(len(targets_m), ctx.rows):
-            logits_cv = ctx.head.logits(hidden_md[at])
+            logits_cv = logits(hidden_md[at])
             entropy = None if ctx.entropy_m is None else (ctx.entropy_m[at], entropy_slope_m[at])
             grad_cv = _slope(logits_cv, targets_m[at], slope_m[at], distribution, _part(ctx.support, at, targets_m), entropy)
             grad_cv = shape.backward_(grad_cv, logits_cv).to(weight_vd.dtype)
-            if isinstance(ctx.head.module, MixedLinear):
+            if rounded_vd is not None:
                 grad_cv = grad_cv.bfloat16()
                 if hidden_grad is not None:
-                    hidden_grad[at] = grad_cv @ round_weights(weight_vd)
+                    hidden_grad[at] = grad_cv @ rounded_vd
                 if weight_grad is not None:
                     weight_grad += grad_cv.T @ hidden_md[at].bfloat16()
                 continue

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from turnwright.engines.local.fused_decoder import is_supported
 from turnwright.engines.local.mixed_precision import (
@@ -30,7 +29,6 @@ from turnwright.engines.local.mixed_precision import (
 )
 from turnwright.engines.local.vision import SplitVLM
 from turnwright.training.forward.path_attention import paths_of
-from turnwright.training.forward.prefix_tree import attend_tree
 from turnwright.training.forward.tree import PrefixTree
 from turnwright.training.model.low_rank import has_dropout, low_rank_of, merge_weight
 
@@ -269,7 +267,7 @@ class MixedDecoder:
             rotated, bias, q_norm, k_norm, layer.head_eps, _flat(plan.cos), _flat(plan.sin), plan.turns, *sizes
         )
         mixed = torch.empty(count, self.heads * self.size)
-        sums = np.empty(count * self.heads + plan.capacity * (self.heads // self.kv), dtype=np.float32)
+        scores = np.empty(plan.capacity * (self.heads // self.kv), dtype=np.float32)
         kernels.attend_paths(
             rotated,
             bias,
@@ -281,8 +279,8 @@ class MixedDecoder:
             plan.capacity,
             *sizes,
             layer.scale,
+            scores,
             _flat(mixed),
-            sums,
         )
         return mixed
 
@@ -290,41 +288,43 @@ class MixedDecoder:
         self, layer: TrainedLayer, plan: PassPlan, qkv: Tensor, slope: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the gradients of the projections, in float32, and of the head parameters, from that of `attention`."""
-        with torch.enable_grad():
-            given = [qkv.float().requires_grad_(), *(p.detach().requires_grad_() for p in layer.head_parameters())]
-            query, key, value = self._rotated(layer, plan, *given)
-            if plan.tree is not None:
-                out = attend_tree(query, key, value, plan.tree, layer.scale)
-            else:
-                many = self.heads != self.kv
-                out = scaled_dot_product_attention(
-                    query, key, value, is_causal=True, scale=layer.scale, enable_gqa=many
-                ).transpose(1, 2)
-            of_qkv, *of_heads = torch.autograd.grad(out, given, slope.view(out.shape))
-        return of_qkv, of_heads
+        kernels, sizes = self.kernels, (self.heads, self.kv, self.size)
+        bias = torch.cat([one.detach() for one in layer.biases]) if layer.biases else torch.zeros(0)
+        q_norm, k_norm = (_NOTHING if one is None else _flat(one) for one in (layer.q_norm, layer.k_norm))
+        angles = _flat(plan.cos), _flat(plan.sin), plan.turns
+        raw = qkv.float()
+        rotated = raw.clone()
+        kernels.rotate(_flat(rotated), _flat(bias), q_norm, k_norm, layer.head_eps, *angles, *sizes)
 
-    def _rotated(
-        self, layer: TrainedLayer, plan: PassPlan, qkv: Tensor, *head_parameters: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values [B, their heads, T, head size], as `rotate` computes them, by operations of torch."""
-        batch, length = plan.shape
-        if layer.biases:
-            qkv = qkv + torch.cat(head_parameters[-3:])
-        parts = qkv.split([self.heads * self.size, self.kv * self.size, self.kv * self.size], 1)
-        query, key, value = (part.view(batch, length, -1, self.size) for part in parts)
-        if layer.q_norm is not None:
-            query, key = (
-                torch.nn.functional.rms_norm(heads, (self.size,), weight, layer.head_eps)
-                for heads, weight in ((query, head_parameters[0]), (key, head_parameters[1]))
-            )
-        turns = torch.from_numpy(plan.turns)
-        cos, sin = (part[turns].view(batch, length, 1, self.size) for part in (plan.cos, plan.sin))
+        # One more value's size at the end is scratch.
+        padded = torch.zeros(raw.numel() + self.size)
+        weights, slopes = np.empty((2, plan.capacity * (self.heads // self.kv)), dtype=np.float32)
+        kernels.attend_paths_slope(
+            _flat(rotated),
+            _flat(bias),
+            plan.paths,
+            plan.starts,
+            plan.owners,
+            plan.keys,
+            plan.values,
+            plan.capacity,
+            *sizes,
+            layer.scale,
+            weights,
+            slopes,
+            _flat(slope),
+            _flat(padded),
+        )
+        qkv_slope = padded[: raw.numel()].view_as(raw)
 
-        def turned(heads: Tensor) -> Tensor:
-            left, right = heads.chunk(2, -1)
-            return (heads * cos + torch.cat([-right, left], -1) * sin).transpose(1, 2)
-
-        return turned(query), turned(key), value.transpose(1, 2)
+        biased = raw + bias if layer.biases else raw
+        norms = [torch.zeros_like(one) for one in (layer.q_norm, layer.k_norm) if one is not None]
+        into = [_flat(one) for one in norms] or [_NOTHING, _NOTHING]
+        kernels.rotate_slope(
+            _flat(biased), q_norm, k_norm, layer.head_eps, *angles, *sizes, _flat(qkv_slope), *into
+        )
+        biases = qkv_slope.sum(0).split([len(one) for one in layer.biases]) if layer.biases else ()
+        return qkv_slope, [*norms, *biases]
 
     def gated(self, both: Tensor) -> Tensor:
         """Return SwiGLU of gates and values, all bfloat16."""
@@ -438,9 +438,11 @@ def _layer_backward(
 def _norm_slopes(
     kernels: Any, hidden: Tensor, weight: Tensor, eps: float, slope: Tensor, beside: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the rows of a norm and of its weight; `beside` is what reaches the rows around the norm."""
-    hidden_slope, of_weight = beside.clone(), torch.zeros_like(weight)
-    kernels.norm_slope(_flat(hidden), _flat(weight), eps, _flat(slope), _flat(hidden_slope), _flat(of_weight))
+    """Return the gradients of the rows of a norm and of its weight; `beside` reaches the rows around the norm, if not empty."""
+    hidden_slope, of_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+    kernels.norm_slope(
+        _flat(hidden), _flat(weight), eps, _flat(slope), _flat(beside), _flat(hidden_slope), _flat(of_weight)
+    )
     return hidden_slope, of_weight
 
 
@@ -457,7 +459,7 @@ class _Norm(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Any, ...]:
         rows, weight = ctx.saved_tensors
-        found = _norm_slopes(ctx.kernels, rows, weight, ctx.eps, slopes[0].contiguous(), torch.zeros_like(rows))
+        found = _norm_slopes(ctx.kernels, rows, weight, ctx.eps, slopes[0].contiguous(), torch.zeros(0))
         return None, *found, None
 
 
