@@ -3,9 +3,13 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from turnwright.engines.local.fused_decoder import make_fused_decoder
+from turnwright.engines.local.mixed_precision import multiplies_bfloat16, use_mixed_products
 
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
@@ -15,6 +19,26 @@ torch.set_num_threads(1)
 def both_ways(request: pytest.FixtureRequest) -> Iterator[None]:
     """The tests of a module with the fused forward pass, then with transformers' modules as where numba is missing."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.param == "modules":
-            patch.setattr("turnwright.engines.local.model.make_fused_decoder", lambda *parts: None)
+        use_way(patch, request.param)
         yield
+
+
+@pytest.fixture(
+    scope="module", params=["fused", "modules", *(["fused mixed", "modules mixed"] if multiplies_bfloat16() else [])]
+)
+def all_ways(request: pytest.FixtureRequest) -> Iterator[None]:
+    """`both_ways` in float32, then with products in bfloat16 where the processor has them."""
+    with pytest.MonkeyPatch.context() as patch:
+        use_way(patch, request.param)
+        yield
+
+
+def use_way(patch: pytest.MonkeyPatch, way: str) -> None:
+    """Let engines compute in the way."""
+
+    def make(module: Any, context: int, cache: Any, tower: Any = None) -> Any:
+        if "mixed" in way:
+            use_mixed_products(module.model if tower is None else tower.text, module.lm_head)
+        return None if "modules" in way else make_fused_decoder(module, context, cache, tower)
+
+    patch.setattr("turnwright.engines.local.model.make_fused_decoder", make)

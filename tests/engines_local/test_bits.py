@@ -11,7 +11,7 @@ from local_kit import KINDS, bits, model, request, run, talk, words
 from turnwright.engines import Generation, Request
 from turnwright.engines.local import LocalEngine
 
-pytestmark = pytest.mark.usefixtures("both_ways")
+pytestmark = pytest.mark.usefixtures("all_ways")
 PROBES = (1, 2, 4)
 
 

@@ -48,7 +48,7 @@ async def together(engine: LocalEngine) -> list[Generation]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("all_ways")
 def test_replies_are_those_without_drafts_to_the_bit(kind: Any) -> None:
     module = model(kind)
     plain = run(LocalEngine(module), together)
@@ -62,7 +62,7 @@ def test_replies_are_those_without_drafts_to_the_bit(kind: Any) -> None:
     assert not any(g.drafted for g in plain)
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("all_ways")
 def test_conversations_are_too_and_find_what_is_cached() -> None:
     module = model()
 
@@ -107,7 +107,7 @@ class Around(Sampler):
 LOOP = request([5, 6, 7] * 4, max_tokens=60)
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("all_ways")
 def test_a_stop_text_ends_inside_of_a_draft() -> None:
     def decode(ids: Sequence[int]) -> str:
         return "".join(chr(97 + id_ - 5) for id_ in ids)
@@ -122,7 +122,7 @@ def test_a_stop_text_ends_inside_of_a_draft() -> None:
     assert found.accepted > 10
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("all_ways")
 def test_a_loop_takes_few_passes() -> None:
     engine = LocalEngine(MODEL, sampler=Around(), speculate=8)
     passes, forward = [], engine._model.forward
