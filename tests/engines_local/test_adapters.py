@@ -16,7 +16,7 @@ from turnwright.engines.local.adapters import AdapterShape
 from turnwright.errors import BackendContractError, EngineError, SyncError
 from turnwright.training.model.lora import shape_of
 
-pytestmark = pytest.mark.usefixtures("all_ways")
+pytestmark = pytest.mark.usefixtures("both_ways")
 SHAPES = ("all", "q_proj v_proj down_proj")
 """Targets of the adapters; the second has fewer."""
 

@@ -18,7 +18,7 @@ from turnwright.engines.local.step_rows import RowDraw
 from turnwright.errors import BackendContractError, EngineError, ModelError
 from turnwright.types import ImageRef, MediaPlacement
 
-pytestmark = pytest.mark.usefixtures("all_ways")
+pytestmark = pytest.mark.usefixtures("both_ways")
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ MOE = model(
     Qwen3MoeConfig, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True, num_hidden_layers=2
 )
 pytestmark = [
-    pytest.mark.usefixtures("all_ways"),
+    pytest.mark.usefixtures("both_ways"),
     pytest.mark.filterwarnings("ignore:local engine. on this machine the last bits:UserWarning"),
 ]
 

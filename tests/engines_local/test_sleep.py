@@ -12,7 +12,7 @@ from local_kit import model, request, run, words
 from turnwright.engines.local import LocalEngine
 from turnwright.errors import EngineError
 
-pytestmark = pytest.mark.usefixtures("all_ways")
+pytestmark = pytest.mark.usefixtures("both_ways")
 
 
 def turns(engine: LocalEngine, seed: int) -> Any:

@@ -15,7 +15,7 @@ from turnwright.engines import Generation
 from turnwright.engines.local import LocalEngine, fingerprint
 from turnwright.errors import SyncError
 
-pytestmark = pytest.mark.usefixtures("all_ways")
+pytestmark = pytest.mark.usefixtures("both_ways")
 
 
 def weights(module: Any) -> dict[str, torch.Tensor]:
