@@ -186,7 +186,11 @@ def test_train_ends_with_what_it_came_to_and_three_commands(capsys, recipe, comm
     ]
     assert out[5] == f"report     {tmp_path}/out/report.html"
     assert [line.split()[1] for line in out[-3:]] == ["view", "eval", "train"]
+    assert out[-1] == f"  turnwright train {recipe} --seed 1"
     assert (tmp_path / "out" / "report.html").is_file()
+    assert main(["train", recipe, "--display", "none", "--train.lr", "1e-3", "--model.path", "a b", "--seed", "4"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"  turnwright train {recipe} --train.lr 1e-3 --model.path 'a b' --seed 5"
 
 
 @pytest.mark.parametrize(

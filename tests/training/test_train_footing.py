@@ -355,7 +355,7 @@ def test_few_tasks_are_played_more_often(tmp_path):
     assert sum(row["key"]["phase"] == "train" for row in rows) == 8
     names = [found.name for found in diagnose([], summary)]
     assert names == ["few held-out tasks"]
-    (line,) = [line for line in closing_lines(tmp_path / "run", None) if line.startswith("success")]
+    (line,) = [line for line in closing_lines(tmp_path / "run", "again") if line.startswith("success")]
     assert line.endswith("on 66 episodes of 3 held-out tasks")
 
 
@@ -384,7 +384,7 @@ def test_tasks_of_the_evaluation_are_trained_where_that_is_allowed_and_labeled(t
     assert phases["eval-after-sampled"] < phases["train"]
     assert len(phases["train"]) == 4
     assert "evaluated on trained tasks" in [found.name for found in diagnose([], summary)]
-    (line,) = [line for line in closing_lines(tmp_path / "run", None) if line.startswith("success")]
+    (line,) = [line for line in closing_lines(tmp_path / "run", "again") if line.startswith("success")]
     assert line.endswith("episodes of tasks that were trained too")
     with pytest.raises(UsageError, match="is in training and held out"):
         TaskPlan([as_env_spec(Both)], steps=2, groups=2, held_out=2, seed=0)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -174,12 +175,20 @@ def run_train(args: argparse.Namespace) -> int:
     with closing(ProfileListener(display, args.resume or Path(resolved.config.out)) if profiled else display) as watch:
         run_dir = commands.run_training(resolved, resume=args.resume, watch=watch, began=began)
     if is_rank_zero():
-        print("\n".join(closing_lines(Path(run_dir), resolved.recipe)))
+        again = next_run(resolved.recipe, args.overrides, resolved.config.seed)
+        print("\n".join(closing_lines(Path(run_dir), again)))
     return 0
 
 
-def closing_lines(run_dir: Path, recipe: Path | None) -> list[str]:
-    """Return the run's results, the path of its report, and three commands to try next."""
+def next_run(recipe: Path | None, overrides: Sequence[str], seed: int) -> str:
+    """Return the command that trains once more, with the same settings and the next seed."""
+    if recipe is None:
+        return "turnwright init my_env"
+    return shlex.join(["turnwright", "train", str(recipe), *overrides, "--seed", str(seed + 1)])
+
+
+def closing_lines(run_dir: Path, again: str) -> list[str]:
+    """Return the run's results, the path of its report, and three commands to try next, of which `again` is the last."""
     from turnwright.display.diagnosis import lines_of_run
     from turnwright.display.progress import duration
     from turnwright.display.reports import reports_of
@@ -213,8 +222,7 @@ def closing_lines(run_dir: Path, recipe: Path | None) -> list[str]:
         rows.append(("time", ", ".join(known)))
     rows += [("report", str(path)) for path in reports_of(run_dir, renew=False)]
     rows += [("diagnosis", line) for line in lines_of_run(run_dir)]
-    next_run = f"turnwright train {recipe} --seed 1" if recipe is not None else "turnwright init my_env"
-    following = [f"turnwright view {run_dir} --open", f"turnwright eval --run {run_dir} --samples 4", next_run]
+    following = [f"turnwright view {run_dir} --open", f"turnwright eval --run {run_dir} --samples 4", again]
     return [*(f"{label:<10} {text}" for label, text in rows), "next:", *(f"  {command}" for command in following)]
 
 

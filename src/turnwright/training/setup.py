@@ -166,9 +166,14 @@ def _check_kinds(config: RunConfig, kinds: Collection[str]) -> None:
 
 
 async def release_engine_memory(engine: Engine, config: RunConfig) -> None:
-    """Free the memory of an engine that shares the trainer's device; the next weight update wakes it."""
+    """Free the memory of an engine that shares the trainer's device; the next weight update wakes it.
+
+    In the process of a synchronous trainer an engine gives its keys and values back: the update drops them in any case.
+    """
     if (config.engine.colocate or config.schedule.hold) and isinstance(engine, SupportsSleep):
         await engine.sleep()
+    elif config.schedule.mode == "sync" and isinstance(engine, LocalEngine):
+        await engine.drop_cache()
 
 
 def make_eval_engine(

@@ -197,6 +197,11 @@ class LocalEngine:
         """Bytes allocated for keys, values and routes of all slots."""
         return self._model.cache.nbytes
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights, packed ones included."""
+        return self._model.weight_bytes
+
     def cache_bytes_of(self, sequences: int | None, length: int) -> int:
         """Return the bytes that the cache grows to with this many sequences of `length` ids; None counts all slots."""
         slots = self.slots if sequences is None else min(sequences, self.slots)
@@ -331,10 +336,21 @@ class LocalEngine:
         """Undo `sleep`, with the same weights; raises as `sleep`."""
         await asyncio.wrap_future(self._worker.ask(self._wake))
 
+    async def drop_cache(self) -> None:
+        """Release the memory of keys, values and image features unless calls are in flight; the next call computes them anew.
+
+        Later samples have the same bits. Raises `EngineError` when the engine failed or is closed.
+        """
+        await asyncio.wrap_future(self._worker.ask(self._drop_cache))
+
     async def close(self) -> None:
         """Stop; calls in flight end as aborted. May be called twice."""
         self._worker.stop()
         await asyncio.to_thread(self._worker.join)
+
+    def _drop_cache(self) -> None:
+        if not self._scheduler.running and not self._scheduler.waiting:
+            self._scheduler.clear_cache()
 
     def _sleep(self) -> None:
         self._worker.deliver(self._scheduler.abort())

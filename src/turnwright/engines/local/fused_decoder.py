@@ -112,6 +112,12 @@ class FusedDecoder:
         self.packed_names: frozenset[str] = frozenset()
         """Weights of which only a packed copy is kept, by name; all of them come with each update."""
 
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of packed weights."""
+        matrices = [m for layer in self.layers for m in (layer.qkv, layer.output, layer.both, layer.down)]
+        return sum(matrix.nbytes for matrix in [*matrices, self.head] if isinstance(matrix, PackedMatrix))
+
     def set_adapters(self, adapters: RowAdapters) -> None:
         """Add adapters of the module's layers to the products of each pass."""
         self._adapters = adapters

@@ -53,6 +53,8 @@ class PackedMatrix:
         """Pack a matrix of `round_weights`."""
         self.shape = rounded.shape
         self._packed = torch.ops.mkldnn._reorder_linear_weight(rounded, TILE)
+        self.nbytes = 2 * rounded.numel()
+        """Bytes of the weights, without padding."""
         self._rows = rows_at_once(*self.shape, torch.get_num_threads())
 
     def product(self, inputs: Tensor, out: Tensor | None = None) -> Tensor:

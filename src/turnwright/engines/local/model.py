@@ -17,7 +17,7 @@ from turnwright.engines.local.attention import ATTENTION_NAME, AttentionPlan, At
 from turnwright.engines.local.cuda_graphs import DecodeGraphs
 from turnwright.engines.local.fused_decoder import make_fused_decoder
 from turnwright.engines.local.kv_cache import KVCache
-from turnwright.engines.local.mixed_precision import pack_layers
+from turnwright.engines.local.mixed_precision import MixedLinear, pack_layers
 from turnwright.engines.local.sampler import ROWS, padded_rows, round_up_rows
 from turnwright.engines.local.step_rows import RowMedia
 from turnwright.engines.local.vision import ImageFeatures, auto_class, split_vlm
@@ -183,6 +183,14 @@ class EngineModel:
                     f"the model's rotary embedding ({rope['rope_type']}) changes for all rows after {original} positions, and "
                     f"context is {context}; set context to at most {original}"
                 )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights, packed ones included."""
+        own = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in self.module.parameters()}
+        packed = [layer.packed for layer in self.module.modules() if isinstance(layer, MixedLinear) and layer.packed]
+        in_pass = 0 if self.fused is None else self.fused.packed_bytes
+        return sum(own.values()) + sum(matrix.nbytes for matrix in packed) + in_pass
 
     @property
     def on_cpu(self) -> bool:

@@ -119,7 +119,7 @@ def estimate(
 
     in_engine = cache = 0
     if engine is not None:
-        in_engine = weights
+        in_engine = engine.weight_bytes
         cache = max(0, engine.cache_bytes_of(concurrency, longest) - engine.cache_bytes)
 
     tokens = trainer.micro_batch_limit.tokens
