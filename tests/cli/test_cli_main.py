@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from turnwright.cli.main import main
+from turnwright.cli.training import next_run
 from turnwright.errors import TaskError, TraceError
 
 HOP = '[[env]]\nuse = "hop"\n'
@@ -188,9 +189,9 @@ def test_train_ends_with_what_it_came_to_and_three_commands(capsys, recipe, comm
     assert [line.split()[1] for line in out[-3:]] == ["view", "eval", "train"]
     assert out[-1] == f"  turnwright train {recipe} --seed 1"
     assert (tmp_path / "out" / "report.html").is_file()
-    assert main(["train", recipe, "--display", "none", "--train.lr", "1e-3", "--model.path", "a b", "--seed", "4"]) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last == f"  turnwright train {recipe} --train.lr 1e-3 --model.path 'a b' --seed 5"
+    assert main(["train", recipe, "--display", "none", "--train.lr", "1e-3", "--seed", "4"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"  turnwright train {recipe} --train.lr 1e-3 --seed 5"
+    assert next_run(Path("a.toml"), ["--model.path", "my model"], 0) == "turnwright train a.toml --model.path 'my model' --seed 1"
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ from turnwright.training.model.weight_export import Transform, tied_names
 from turnwright.training.past import PastPolicy
 from turnwright.training.policies import Policies, Policy
 from turnwright.training.teachers.build import make_teachers
+from turnwright.training.trainer.heap import return_freed_memory
 from turnwright.training.trainer.leader import RankZeroTrainer, follow_rank_zero
 from turnwright.training.trainer.trainer import Trainer
 from turnwright.training.weight_transfer import GroupWeightPacker, RequestWeightPacker
@@ -215,7 +216,9 @@ def make_local_engine(
     """Build the engine of this process with copies of a model's weights, and with `adapters` of several policies."""
     model = quantize_for_sampling(model, config.quant)
     options: dict[str, Any] = {"context": config.limits.context, "speculate": config.engine.speculate, "adapters": adapters}
-    return LocalEngine(model, renderer=renderer, **options)
+    engine = LocalEngine(model, renderer=renderer, **options)
+    return_freed_memory()  # of the copy whose weights are packed now
+    return engine
 
 
 def connect_fixed_servers(config: RunConfig, renderer: Any) -> Fleet:

@@ -190,7 +190,8 @@ class EngineModel:
         own = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in self.module.parameters()}
         packed = [layer.packed for layer in self.module.modules() if isinstance(layer, MixedLinear) and layer.packed]
         in_pass = 0 if self.fused is None else self.fused.packed_bytes
-        return sum(own.values()) + sum(matrix.nbytes for matrix in packed) + in_pass
+        total: int = sum(own.values()) + sum(matrix.nbytes for matrix in packed) + in_pass
+        return total
 
     @property
     def on_cpu(self) -> bool:

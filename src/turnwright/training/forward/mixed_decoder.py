@@ -61,6 +61,10 @@ class TrainedProjection:
                 weights.append(merged.detach())
         return round_weights(*weights)
 
+    def product(self, inputs: Tensor) -> Tensor:
+        """Return the products of rows, [T, out] bfloat16."""
+        return PackedMatrix(self.rounded()).product(inputs)
+
     def slopes(self, slope: Tensor, inputs: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
         """Return the gradients of `parameters()` in float32, from that of the output and the inputs in bfloat16.
 
@@ -140,9 +144,6 @@ class TrainedLayer:
 class PassPlan:
     """Where the rows of a pass attend, and what its layers share."""
 
-    shape: tuple[int, int]
-    """(B, T) of padded rows; (1, T) of a tree."""
-    tree: PrefixTree | None
     cos: Tensor
     """[angles, head size] of the rotary embedding, as `sin`."""
     sin: Tensor
@@ -241,9 +242,17 @@ class MixedDecoder:
         capacity = -(-max(map(len, paths)) // block) * block
         keys, values = self._buffers.of_size(len(paths) * self.kv * capacity * self.size)
         starts = np.cumsum([0, *map(len, paths)], dtype=np.int64)
-        angles = [part.reshape(-1, self.size).contiguous() for part in (cos, sin)]
         return PassPlan(
-            shape, tree, *angles, turns, np.concatenate(paths), starts, owners, capacity, keys, values, self.checkpoint
+            cos=cos.reshape(-1, self.size).contiguous(),
+            sin=sin.reshape(-1, self.size).contiguous(),
+            turns=turns,
+            paths=np.concatenate(paths),
+            starts=starts,
+            owners=owners,
+            capacity=capacity,
+            keys=keys,
+            values=values,
+            checkpoint=self.checkpoint,
         )
 
     # One layer.
@@ -349,8 +358,6 @@ class _Kept:
     qkv: Tensor
     mixed: Tensor
     both: Tensor
-    weights: tuple[Tensor, ...]
-    """Rounded, of the four products."""
 
 
 def _layer_forward(
@@ -358,15 +365,13 @@ def _layer_forward(
 ) -> tuple[Tensor, _Kept]:
     """Return the stream after a layer; the same steps as `FusedDecoder._layer`."""
     normed = decoder.normed(stream, None, layer.first, layer.eps)
-    weights = [part.rounded() for part in (layer.qkv, layer.output, layer.both, layer.down)]
-    of_qkv, of_output, of_both, of_down = map(PackedMatrix, weights)
-    qkv = of_qkv.product(normed)
+    qkv = layer.qkv.product(normed)
     mixed = decoder.attention(layer, plan, qkv).bfloat16()
     middle = stream.clone()
-    normed = decoder.normed(middle, of_output.product(mixed), layer.second, layer.eps)
-    both = of_both.product(normed)
-    change = of_down.product(decoder.gated(both)).float()
-    kept = _Kept(middle, qkv, mixed, both, tuple(weights))
+    normed = decoder.normed(middle, layer.output.product(mixed), layer.second, layer.eps)
+    both = layer.both.product(normed)
+    change = layer.down.product(decoder.gated(both)).float()
+    kept = _Kept(middle, qkv, mixed, both)
     return middle + (change if extra is None else change + extra), kept
 
 
@@ -383,7 +388,7 @@ class _Layer(torch.autograd.Function):  # type: ignore[misc]
     ) -> Tensor:
         output, kept = _layer_forward(decoder, layer, plan, stream, extra)
         ctx.decoder, ctx.layer, ctx.plan = decoder, layer, plan
-        saved = () if plan.checkpoint else (kept.middle, kept.qkv, kept.mixed, kept.both, *kept.weights)
+        saved = () if plan.checkpoint else (kept.middle, kept.qkv, kept.mixed, kept.both)
         ctx.save_for_backward(stream, *saved)
         return output
 
@@ -391,7 +396,10 @@ class _Layer(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Any, ...]:
         decoder, layer, plan = ctx.decoder, ctx.layer, ctx.plan
         stream, *saved = ctx.saved_tensors
-        kept = _Kept(*saved[:4], tuple(saved[4:])) if saved else _layer_forward(decoder, layer, plan, stream, None)[1]
+        if plan.checkpoint:
+            kept = _layer_forward(decoder, layer, plan, stream, None)[1]
+        else:
+            kept = _Kept(*saved)
         return _layer_backward(decoder, layer, plan, stream, kept, slopes[0], ctx.needs_input_grad[3:])
 
 
@@ -410,25 +418,26 @@ def _layer_backward(
     to_qkv, to_output, to_both, to_down = (
         [next(to_matrices) for _ in part.parameters()] for part in (layer.qkv, layer.output, layer.both, layer.down)
     )
-    of_qkv, of_output, of_both, of_down = kept.weights
 
     # MLP.
     slope = slope.contiguous()
     rounded = slope.bfloat16()
     down = layer.down.slopes(rounded, decoder.gated(kept.both), to_down)
-    both_slope = decoder.gated_slope(kept.both, rounded @ of_down)
+    both_slope = decoder.gated_slope(kept.both, rounded @ layer.down.rounded())
     both = layer.both.slopes(both_slope, decoder.normed(kept.middle, None, layer.second, layer.eps), to_both)
     middle_slope, second = _norm_slopes(
-        decoder.kernels, kept.middle, layer.second, layer.eps, both_slope @ of_both, slope
+        decoder.kernels, kept.middle, layer.second, layer.eps, both_slope @ layer.both.rounded(), slope
     )
 
     # Attention.
     rounded = middle_slope.bfloat16()
     output = layer.output.slopes(rounded, kept.mixed, to_output)
-    qkv_slope, heads = decoder.attention_slopes(layer, plan, kept.qkv, (rounded @ of_output).float())
+    qkv_slope, heads = decoder.attention_slopes(layer, plan, kept.qkv, (rounded @ layer.output.rounded()).float())
     rounded = qkv_slope.bfloat16()
     qkv = layer.qkv.slopes(rounded, decoder.normed(stream, None, layer.first, layer.eps), to_qkv)
-    stream_slope, first = _norm_slopes(decoder.kernels, stream, layer.first, layer.eps, rounded @ of_qkv, middle_slope)
+    stream_slope, first = _norm_slopes(
+        decoder.kernels, stream, layer.first, layer.eps, rounded @ layer.qkv.rounded(), middle_slope
+    )
 
     of_heads = [one if wanted else None for one, wanted in zip(heads, to_heads, strict=True)]
     norms = first if to_first else None, second if to_second else None

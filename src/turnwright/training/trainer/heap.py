@@ -1,0 +1,21 @@
+"""The process' heap."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+
+@cache
+def _trim() -> Any:
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):  # another C library
+        return None
+
+
+def return_freed_memory() -> None:
+    """Return freed pages to the system. The allocator of glibc keeps those between blocks that are in use."""
+    if (trim := _trim()) is not None:
+        trim(0)
