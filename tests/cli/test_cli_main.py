@@ -191,7 +191,8 @@ def test_train_ends_with_what_it_came_to_and_three_commands(capsys, recipe, comm
     assert (tmp_path / "out" / "report.html").is_file()
     assert main(["train", recipe, "--display", "none", "--train.lr", "1e-3", "--seed", "4"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"  turnwright train {recipe} --train.lr 1e-3 --seed 5"
-    assert next_run(Path("a.toml"), ["--model.path", "my model"], 0) == "turnwright train a.toml --model.path 'my model' --seed 1"
+    again = next_run(Path("a.toml"), ["--model.path", "my model"], 0)
+    assert again == "turnwright train a.toml --model.path 'my model' --seed 1"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -186,8 +187,9 @@ class EngineModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights, packed ones included."""
-        own = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in self.module.parameters()}
+        """Bytes of weights and buffers, packed ones included."""
+        tensors = chain(self.module.parameters(), self.module.buffers())
+        own = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
         packed = [layer.packed for layer in self.module.modules() if isinstance(layer, MixedLinear) and layer.packed]
         in_pass = 0 if self.fused is None else self.fused.packed_bytes
         total: int = sum(own.values()) + sum(matrix.nbytes for matrix in packed) + in_pass
