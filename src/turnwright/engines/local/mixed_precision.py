@@ -184,6 +184,19 @@ def plain_products(module: nn.Module) -> Iterator[None]:
             layer.__class__ = MixedLinear
 
 
+@contextmanager
+def packed_once(layer: nn.Module) -> Iterator[None]:
+    """Pack a layer's weights once for all uses in this context, in which they do not change; nothing for another layer."""
+    if not isinstance(layer, MixedLinear) or layer.packed is not None:
+        yield
+        return
+    layer.pack()
+    try:
+        yield
+    finally:
+        layer.packed = None
+
+
 def pack_layers(module: nn.Module) -> None:
     """Keep packed copies of the weights of all layers that multiply in bfloat16."""
     for layer in module.modules():

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from turnwright.engines import Sampling
 from turnwright.engines.distribution import masked_scores
-from turnwright.engines.local.mixed_precision import MixedLinear, PackedMatrix, round_weights
+from turnwright.engines.local.mixed_precision import TILE, MixedLinear, PackedMatrix, packed_once, round_weights
 from turnwright.engines.local.vision import ImageFeatures, SplitVLM, is_video, split_vlm
 from turnwright.errors import TurnwrightError, UsageError
 from turnwright.renderers.vision import PixelCache
@@ -136,9 +136,21 @@ are kept for the backward pass. On a CPU, 2^22 took 9.0 s, 2^24 7.0 s, all at on
 151,936)."""
 
 
+MIXED_CHUNK = 10_000_000
+"""The same in mixed precision, whose products are fast with few rows: 2^24 took 100 MB more at a step's peak."""
+
+
 def chunk_numbers(device: torch.device) -> int:
     """Return the maximum number of logits at once on a device."""
     return CHUNK_NUMBERS.get(device.type, CHUNK_NUMBERS["cuda"])
+
+
+def chunk_rows(device: torch.device, head: OutputHead) -> int:
+    """Return how many targets a head is applied to at once."""
+    if isinstance(head.module, MixedLinear):
+        rows = MIXED_CHUNK // head.vocabulary
+        return max(TILE, rows // TILE * TILE)
+    return max(1, chunk_numbers(device) // head.vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +257,7 @@ def target_stats(
 ) -> TokenStats:
     """Compute statistics of M targets from the hidden states that predict them; the logprobs carry a gradient, the entropy only
     with `entropy_grad`. Without `support`, it is computed if the distribution truncates; without `entropy`, that is empty."""
-    rows = max(1, (chunk_numbers(hidden_md.device) if max_logits is None else max_logits) // head.vocabulary)
+    rows = chunk_rows(hidden_md.device, head) if max_logits is None else max(1, max_logits // head.vocabulary)
     count, wanted = len(targets_m), {"entropy": entropy, "entropy_grad": entropy_grad}
     if count <= rows:
         return distribution.stats(head.logits(hidden_md), targets_m, support, **wanted, teachers=teachers)
@@ -261,10 +273,11 @@ def target_stats(
         found = distribution.stats(head.logits(hidden_md[at]), targets_m[at], support_c, **wanted, teachers=parts)
         return found.logprobs_m, found.entropy_m, *found.divergences
 
-    chunks = [
-        checkpoint(chunk_stats, at, use_reentrant=False) if torch.is_grad_enabled() else chunk_stats(at)
-        for at in _slices(count, rows)
-    ]
+    if torch.is_grad_enabled():
+        chunks = [checkpoint(chunk_stats, at, use_reentrant=False) for at in _slices(count, rows)]
+    else:
+        with packed_once(head.module):
+            chunks = [chunk_stats(at) for at in _slices(count, rows)]
     logp_m, entropy_m, *divergences = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     return TokenStats(logp_m, entropy_m, tuple(divergences))
 
@@ -446,7 +459,7 @@ class ForwardPass:
             if self.head is None:
                 return distribution.support(self.all_logits(micro), micro.targets_m)
             hidden_md, head, targets_m = self.hidden(micro, pixels), self.head, micro.targets_m
-            slices = _slices(len(targets_m), max(1, chunk_numbers(hidden_md.device) // head.vocabulary))
+            slices = _slices(len(targets_m), chunk_rows(hidden_md.device, head))
             return SamplingSupport.join([distribution.support(head.logits(hidden_md[at]), targets_m[at]) for at in slices])
 
     def all_logits(self, micro: MicroBatch) -> Tensor:

@@ -16,7 +16,7 @@ from turnwright.engines.local import LocalEngine
 from turnwright.errors import ConfigError
 from turnwright.rollouts.garbage import resident_bytes
 from turnwright.training.forward.batch import MicroBatch
-from turnwright.training.forward.forward import chunk_numbers
+from turnwright.training.forward.forward import chunk_rows
 from turnwright.training.trainer.allocations import Allocations, carry_on, trace_pass
 from turnwright.training.trainer.trainer import Trainer
 
@@ -163,7 +163,7 @@ def _logits(trainer: Trainer, tokens: int) -> int:
     if head is None:
         width = int(getattr(getattr(trainer.model, "config", None), "vocab_size", 0))
         return 4 * 4 * tokens * width
-    width, most = head.vocabulary, chunk_numbers(trainer.device)
+    width, most = head.vocabulary, chunk_rows(trainer.device, head) * head.vocabulary
     weight = getattr(head.module, "weight", None)
     chunked = tokens * width > most
     weight_grad = 4 * weight.numel() if chunked and isinstance(weight, Tensor) and weight.requires_grad else 0
