@@ -31,6 +31,8 @@ TURNS = 4
 GROUP = 8
 PROMPT, OBSERVATION = 72, 20
 SHORTEST, LONGEST = 8, 48
+CONTEXT = 512
+"""Ids that an episode may reach; the engine's slots are sized for it."""
 FIRST_ID = 100
 """Ids below it are control tokens."""
 
@@ -175,7 +177,7 @@ class EnginePart:
         for kind in kinds:
             model, _ = load(directory, kind)
             self.vocabulary = model.config.vocab_size
-            self._add_engine(f"engine {kind}", LocalEngine(model))
+            self._add_engine(f"engine {kind}", LocalEngine(model, context=CONTEXT))
             del model
         types = [torch.float32, torch.bfloat16] if has_bfloat16() else [torch.float32]
         for dtype in types:
