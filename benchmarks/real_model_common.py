@@ -15,8 +15,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-import torch
-
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "quickstart_llm.toml"
 Kind = Literal["float32", "mixed"]
@@ -33,18 +31,17 @@ class UnavailableKind(Exception):
 
 def has_bfloat16() -> bool:
     """Return whether the processor multiplies in bfloat16."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    from turnwright.engines.local.mixed_precision import multiplies_bfloat16
+
+    return multiplies_bfloat16()
 
 
 def model_config(directory: Path, kind: Kind) -> Any:
     """Return the `[model]` of a kind: the one place that knows how mixed precision is asked for."""
     from turnwright.config import ModelConfig
-    from turnwright.config.schema import DType
 
     if kind == "mixed" and not has_bfloat16():
         raise UnavailableKind("the processor has no products in bfloat16")
-    if kind not in get_args(DType):
-        raise UnavailableKind(f"this turnwright has no model.dtype = {kind!r}")
     return ModelConfig(path=str(directory), dtype=kind)
 
 

@@ -13,8 +13,8 @@ Allowed for the engine at 64 calls: ids / max(products, memory), where
     memory   = (ids / 64 * bytes of all weights + bytes of keys and values read) / bandwidth
 
 Rows are the positions that must be computed: prompts once a group, replies, observations but for
-the last. Each sampled id reads the keys and values of its context once, in float32. Attention,
-sampling and all else are free in this bound.
+the last. Each sampled id reads the keys and values of its context once, in the type in which the
+engine keeps them. Attention, sampling and all else are free in this bound.
 
 Needed by the trainer, of which the share is what is needed by what was measured:
 
@@ -189,7 +189,7 @@ class LimitsPart:
         products_s = 2 * shape.layer_weights * rows / self.speed(kind, "engine_layers")
         products_s += 2 * shape.head_weights * ids / self.speed(kind, "engine_head")
         read = ids / ENGINE_ROWS * (shape.layer_weights + shape.head_weights) * BYTES[kind]
-        read += context_positions * shape.kv_values * BYTES["float32"]
+        read += context_positions * shape.kv_values * BYTES[kind]
         memory_s = read / statistics.median(self.bandwidths)
         text = f"{ids / products_s:.0f} ids a CPU second at 64 calls, memory {ids / memory_s:.0f}"
         print(f"engine {kind}: products allow {text}")
