@@ -78,8 +78,6 @@ ROUGH = 0.5
 """The same bound for bfloat16 and float16, where rounding alone reaches 0.2."""
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes supported by vLLM 0.32.0's CPU attention (`CPUAttentionBackend.get_supported_head_sizes`)."""
-LARGE_WEIGHTS = 2**27
-"""Bytes of weights from which freed memory goes back to the system before each step; for less it is not worth the call."""
 FirstUpdate = Callable[[], Iterable[tuple[str, Any]]]
 
 
@@ -177,8 +175,6 @@ async def release_engine_memory(engine: Engine, config: RunConfig) -> None:
         await engine.sleep()
     elif config.schedule.mode == "sync" and isinstance(engine, LocalEngine):
         await engine.drop_cache()
-        if engine.weight_bytes >= LARGE_WEIGHTS:
-            return_freed_memory()
 
 
 def make_eval_engine(
