@@ -1,4 +1,4 @@
-"""The tasks of `examples/llm`, each learned by a small language model: held-out success and cost.
+"""The tasks of `examples/llm` and `make quickstart-llm`, each learned by a small language model: held-out success and cost.
 
     python benchmarks/llm_tasks.py [--only NAME ...] [--seeds 0 1] [--control] [--steps N]
 
@@ -42,6 +42,7 @@ class LlmTask:
     """One task: its environment, its recipe, and options in which it differs from the recipe."""
 
     file: str
+    """Empty for the recipe's own environment."""
     env: str
     recipe: str = "recipe.toml"
     options: tuple[str, ...] = ()
@@ -49,7 +50,8 @@ class LlmTask:
     def words(self, *, shuffled: bool = False) -> list[str]:
         """Return the recipe and the options of `turnwright train`."""
         file = "shuffled.py" if shuffled else self.file
-        return [str(EXAMPLES / self.recipe), "--env.use", f"{EXAMPLES / file}:{self.env}", *self.options]
+        env = ["--env.use", f"{EXAMPLES / file}:{self.env}"] if file else []
+        return [str(EXAMPLES / self.recipe), *env, *self.options]
 
 
 TASKS = {
@@ -65,6 +67,7 @@ TASKS = {
     "pick_animal": LlmTask("pick_animal.py", "PickAnimal", "no_warmup_pick.toml"),
     "copy_numbers": LlmTask("copy_numbers.py", "CopyNumbers", "no_warmup_copy.toml"),
 }
+RUNS = {"quickstart": LlmTask("", "Hop", str(ROOT / "recipes" / "quickstart_llm.toml"))} | TASKS
 
 
 def train(task: LlmTask, options: Sequence[str], shuffled: bool, out: Path, keep: bool) -> dict[str, Any]:
@@ -126,7 +129,7 @@ def line(row: Mapping[str, Any]) -> str:
 def main() -> int:
     """Train all, print the table, and return 1 where a run stopped."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=tuple(TASKS), default=tuple(TASKS), metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=tuple(RUNS), default=tuple(RUNS), metavar="NAME")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--control", action="store_true", help="also with shuffled rewards")
     parser.add_argument("--steps", type=int, help="reinforcement steps in place of the recipe's")
@@ -154,7 +157,7 @@ def main() -> int:
 
                 row = {"task": name, "seed": seed, "shuffled": shuffled}
                 out = args.runs / f"{name}-{seed}{suffix}"
-                row |= train(TASKS[name], options, shuffled, out, args.keep)
+                row |= train(RUNS[name], options, shuffled, out, args.keep)
                 stopped += "error" in row
                 with results.open("a") as file:
                     file.write(json.dumps(row) + "\n")

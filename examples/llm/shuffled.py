@@ -1,4 +1,4 @@
-"""The control of each task: the rewards of a group's episodes change places.
+"""The control of each task, and of the game of `make quickstart-llm`: the rewards of a group's episodes change places.
 
 So nothing can be learned. Write `shuffled.py:Lookups` in place of `lookups.py:Lookups`: the names
 are the same, and so are the tasks, the draws and the warm-up. Held-out episodes keep their rewards.
@@ -18,6 +18,7 @@ import sums
 import word_problems
 
 import turnwright as tw
+from turnwright.envs.builtin.hop import Hop
 
 
 def change_places(trajectories):
@@ -33,6 +34,7 @@ def control(env):
     return type(env.__name__, (env,), {"group_reward": staticmethod(change_places)})
 
 
+Hop = control(Hop)
 Lookups = control(lookups.Lookups)
 HigherLower = control(higher_lower.HigherLower)
 Adventure = control(adventure.Adventure)
