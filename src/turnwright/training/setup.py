@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from turnwright.engines.remote.replica import LogprobFunction
 
 
+_log = logging.getLogger(__name__)
 TOLERANCE = {torch.float32: 1e-3}
 """Bound on |logprob of server - of trainer| by dtype, nats; correct servers in float32 are within 1e-5."""
 ROUGH = 0.5
@@ -218,6 +220,10 @@ def make_local_engine(
     options: dict[str, Any] = {"context": config.limits.context, "speculate": config.engine.speculate, "adapters": adapters}
     engine = LocalEngine(model, renderer=renderer, **options)
     return_freed_memory()  # of the copy whose weights are packed now
+    wanted = config.rollout.groups * config.rollout.group_size
+    if engine.slots < wanted:
+        text = "local engine: its memory has room for %d sequences of %d ids, and %d episodes are played at a time; set %s"
+        _log.warning(text, engine.slots, engine.context, wanted, "limits.context to the length of an episode")
     return engine
 
 
