@@ -30,14 +30,17 @@ FOREIGN = {
     # modules of torch, and configurations and models of transformers and peft
     "turnwright/engines/local/engine.py": "config",
     "turnwright/engines/local/fused_decoder.py": "q_norm rope_parameters sliding_window",
+    "turnwright/engines/local/mixed_precision.py": "_is_avx512_bf16_supported",
     "turnwright/engines/local/model.py": "rope_parameters full_tensor top_k weight",
     "turnwright/engines/local/attention.py": f"{FLASH} _attn_implementation config qkv",
     "turnwright/engines/local/vision.py": "base_model_prefix config deepstack_features get_image_features rope_parameters"
     " vision_config",
     "turnwright/training/forward/forward.py": "base_model_prefix config get_output_embeddings weight",
+    "turnwright/training/forward/mixed_decoder.py": "q_norm",
     "turnwright/training/forward/prefix_tree.py": f"{FLASH} {FLASH}_backward _attn_implementation config head_dim"
     " num_experts_per_tok num_hidden_layers",
     "turnwright_compat/trl/rollout.py": "peft_config",
+    "turnwright/training/model/low_rank.py": "lora_A",
     "turnwright/training/model/lora.py": "get_output_embeddings peft_config",
     "turnwright/training/distributed.py": "_no_split_modules full_tensor set_reduce_scatter_unused_params",
     "turnwright/training/setup.py": "head_dim",

@@ -45,7 +45,13 @@ from turnwright.training.forward.ranks import Ranks
 from turnwright.training.metrics import no_signal_reason, step_row, success_figures, summary_of, write_token_records
 from turnwright.training.policy_setup import build_policies
 from turnwright.training.run_record import RunRecord
-from turnwright.training.setup import build_components, model_directory, release_engine_memory, sampling_of
+from turnwright.training.setup import (
+    build_components,
+    model_directory,
+    release_engine_memory,
+    return_large_heap,
+    sampling_of,
+)
 from turnwright.training.task_plan import (
     TaskChoice,
     TaskPlan,
@@ -321,6 +327,7 @@ class TrainingRun:
             if step % warmup.gate_every and step != end:
                 continue
 
+            return_large_heap(self.parts.engine)
             recent = losses[-RECENT:]
             missing, played = await self._check_gate(gate, step, sum(recent) / len(recent))
             if not missing:
@@ -549,8 +556,10 @@ class TrainingRun:
         if config.schedule.mode == "async" and config.schedule.hold:
             gate.hold_new()
         await release_engine_memory(self.parts.engine, config)
+        return_large_heap(self.parts.engine)
         self.watch.waiting("optimizer step")
         row = await self._train(trajectories, step, rollout_s) | {"tools_offered": self.rollout.tools_offered}
+        return_large_heap(self.parts.engine)
         row |= {"groups_refilled": refilled} if self.policies.refill else {}
         row |= self.record.failed_plays("train", step) | self.plan.figures
         self.record.row(row)

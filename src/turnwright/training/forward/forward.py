@@ -421,7 +421,7 @@ class ForwardPass:
     def enable_checkpointing(self) -> None:
         """Compute activations again in the backward pass; raise `ConfigError` where no layer supports it."""
         if self.mixed is not None:
-            self.mixed.checkpoint = True
+            self.mixed.keep_inputs_only()
         else:
             enable_gradient_checkpointing(self.model)
 

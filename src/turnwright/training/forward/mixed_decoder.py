@@ -190,6 +190,10 @@ class MixedDecoder:
         self.checkpoint = False
         self._buffers = _Buffers()
 
+    def keep_inputs_only(self) -> None:
+        """Keep only the input of each layer for the backward pass, and compute the rest again."""
+        self.checkpoint = True
+
     def stream(
         self,
         embeds_td: Tensor,

@@ -159,6 +159,10 @@ class Trainer:
         self._reference: ReferencePolicy | None = None
         self._probe: WeightSyncProbe | None = None
 
+    def expect_rounding(self) -> None:
+        """Let logprobs differ from the engine's by the rounding of bfloat16."""
+        self.precision = torch.bfloat16
+
     def _as_policy(self) -> TaughtPolicy:
         refuse_ranks(self.ranks.size)
         head = self.forward.head
