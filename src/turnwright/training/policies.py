@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwright.engines import SupportsWeightUpdate
+from turnwright.engines.local import LocalEngine
 from turnwright.engines.local.weights import fingerprint
 from turnwright.engines.policy_engine import AgentPolicies
 from turnwright.envs.spec import EnvSpec
@@ -123,10 +124,14 @@ class Policy:
 
     def weights(self) -> Weights:
         """Return the trainer's weights in the form that the engine takes."""
-        return self.trainer.adapter_weights() if self.adapter_alone else self.trainer.weights()
+        if self.adapter_alone:
+            return self.trainer.adapter_weights()
+        # An engine of this process copies what it receives before the next step.
+        return self.trainer.weights(copy=not isinstance(self.engine, LocalEngine))
 
     async def send(self, version: int) -> None:
         """Send the weights to the engine; raise `SyncError` unless the fingerprint that it returns is theirs."""
+        self.trainer.release_gradients()  # room for the engine's copy and its cache
         weights = list(self.weights())
         arrived = await self.engine.update(weights, version)
         if arrived != fingerprint(weights) or self.engine.version != version:

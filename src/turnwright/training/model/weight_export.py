@@ -38,8 +38,15 @@ def tied_names(model: nn.Module) -> frozenset[str]:
     return frozenset(tied)
 
 
-def clone_tensors(model: nn.Module, leave_out: frozenset[str] = frozenset()) -> Weights:
-    """Yield copies of a model's tensors by name, gathered if sharded, so that later updates do not change them."""
+def clone_tensors(model: nn.Module, leave_out: frozenset[str] = frozenset(), *, copy: bool = True) -> Weights:
+    """Yield copies of a model's tensors by name, gathered if sharded, so that later updates do not change them.
+
+    Without `copy`, tensors that are not sharded are the model's own.
+    """
     for name, tensor in model.state_dict().items():
-        if name not in leave_out:
-            yield name, full_tensor(tensor.detach()) if is_sharded(tensor) else tensor.detach().clone()
+        if name in leave_out:
+            continue
+        if is_sharded(tensor):
+            yield name, full_tensor(tensor.detach())
+        else:
+            yield name, tensor.detach().clone() if copy else tensor.detach()

@@ -534,12 +534,19 @@ class Trainer:
 
     # Weights and state.
 
-    def weights(self) -> Weights:
-        """Yield copies of the model's tensors by Hugging Face name: adapters merged, `transforms` applied, tied ones once."""
-        weights = clone_tensors(self.model, self._tied)
+    def weights(self, *, copy: bool = True) -> Weights:
+        """Yield copies of the model's tensors by Hugging Face name: adapters merged, `transforms` applied, tied ones once.
+
+        Without `copy` tensors may be the model's own, for a receiver that copies them before the next step.
+        """
+        weights = clone_tensors(self.model, self._tied, copy=copy)
         for transform in self.transforms if self.adapter is None else [self.adapter.merge, *self.transforms]:
             weights = transform(weights)
         return weights
+
+    def release_gradients(self) -> None:
+        """Free the gradients of the last step."""
+        self.optimizer.zero_grad()
 
     def adapter_weights(self) -> Weights:
         """Yield copies of the LoRA matrices A and B by peft's file names, for engines that take adapters; raise
