@@ -40,7 +40,7 @@ FOREIGN = {
     "turnwright/training/forward/prefix_tree.py": f"{FLASH} {FLASH}_backward _attn_implementation config head_dim"
     " num_experts_per_tok num_hidden_layers",
     "turnwright_compat/trl/rollout.py": "peft_config",
-    "turnwright/training/model/low_rank.py": "lora_A",
+    "turnwright/training/low_rank.py": "lora_A",
     "turnwright/training/model/lora.py": "get_output_embeddings peft_config",
     "turnwright/training/distributed.py": "_no_split_modules full_tensor set_reduce_scatter_unused_params",
     "turnwright/training/setup.py": "head_dim",

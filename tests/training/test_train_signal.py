@@ -464,3 +464,23 @@ def test_the_rate_follows_the_measure_that_shows_more(tiny_dir):
     assert trainer.signal_share == trainer.signals[1].share > 0.0
     restore(trainer.signals[0], 0.4, 0.001)
     assert trainer.signal_share == trainer.signals[0].share > trainer.signals[1].share
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_large_parameter_is_compared_in_pieces(monkeypatch, steps):
+    def agreement():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(40, 30)
+        optimizer = Optimizer(model, TrainConfig(), Ranks())
+        for number in range(steps + 1):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            if number < steps:
+                optimizer.step(1e-3)
+        other = optimizer.momentum() or {p: torch.randn_like(p) for p in model.parameters()}
+        return optimizer.agreement(optimizer.gradient(), other)
+
+    whole = agreement()
+    monkeypatch.setattr("turnwright.training.trainer.optimizer.WHOLE", 100)
+    monkeypatch.setattr("turnwright.training.trainer.optimizer.PIECE", 70)
+    assert agreement() == pytest.approx(whole, rel=1e-4)

@@ -30,7 +30,7 @@ from turnwright.engines.local.mixed_precision import (
 from turnwright.engines.local.vision import SplitVLM
 from turnwright.training.forward.path_attention import paths_of
 from turnwright.training.forward.tree import PrefixTree
-from turnwright.training.model.low_rank import has_dropout, low_rank_of, merge_weight
+from turnwright.training.low_rank import has_dropout, low_rank_of, merge_weight
 
 
 @dataclass(frozen=True, slots=True)

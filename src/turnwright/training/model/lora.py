@@ -23,8 +23,8 @@ from turnwright.engines.local.adapters import AdapterShape
 from turnwright.engines.local.vision import split_vlm
 from turnwright.errors import ConfigError, ModelError
 from turnwright.training.distributed import local_shard
+from turnwright.training.low_rank import ADAPTER_NAME, merge_weight
 from turnwright.training.model.directory import ADAPTER_FILE, read_json
-from turnwright.training.model.low_rank import ADAPTER_NAME, merge_weight
 from turnwright.training.model.weight_export import Weights
 
 WEIGHTS_FILE = "adapter_model.safetensors"
