@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,10 @@ def _trim() -> Any:
 
 
 def return_freed_memory() -> None:
-    """Return freed pages to the system. The allocator of glibc keeps those between blocks that are in use."""
+    """Return freed pages to the system, those of objects in cycles too.
+
+    The allocator of glibc keeps pages between blocks that are in use.
+    """
+    gc.collect()
     if (trim := _trim()) is not None:
         trim(0)
