@@ -290,6 +290,20 @@ class SupportsPause(Protocol):
 
 
 @runtime_checkable
+class SharesMemory(Protocol):
+    """Engine in the trainer's process, whose cache can be dropped while it is not needed."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of its weights."""
+        ...
+
+    async def drop_cache(self) -> None:
+        """Release the memory of keys and values unless calls are in flight."""
+        ...
+
+
+@runtime_checkable
 class SupportsSleep(Engine, Protocol):
     """Engine that can release its memory while others need it."""
 

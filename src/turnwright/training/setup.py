@@ -26,6 +26,7 @@ from turnwright.engines import Engine, Sampling, SupportsSleep, SupportsWeightUp
 from turnwright.engines.local import LocalEngine, torch_settings
 from turnwright.engines.local.adapters import AdapterShape
 from turnwright.engines.local.mixed_precision import is_mixed
+from turnwright.engines.protocols import SharesMemory
 from turnwright.envs.datasets import read_messages, read_rows
 from turnwright.envs.spec import EnvSpec
 from turnwright.errors import ConfigError, TaskError
@@ -175,7 +176,7 @@ async def release_engine_memory(engine: Engine, config: RunConfig) -> None:
     """
     if (config.engine.colocate or config.schedule.hold) and isinstance(engine, SupportsSleep):
         await engine.sleep()
-    elif config.schedule.mode == "sync" and isinstance(engine, LocalEngine):
+    elif config.schedule.mode == "sync" and isinstance(engine, SharesMemory):
         await engine.drop_cache()
 
 
@@ -186,7 +187,7 @@ what one of them freed while the other needs its own: 1.2 GB for a model of 135 
 
 def return_large_heap(engine: Engine) -> None:
     """Return freed memory to the system, between sampling and training in one process with a large model."""
-    if isinstance(engine, LocalEngine) and engine.weight_bytes >= LARGE_WEIGHTS:
+    if isinstance(engine, SharesMemory) and engine.weight_bytes >= LARGE_WEIGHTS:
         return_freed_memory()
 
 

@@ -61,9 +61,9 @@ class FusedLayer:
     grid: WeightGrid | None
     """Grid to which the inputs of the four products are rounded; None for none."""
 
-    def multiply(self, rows: torch.Tensor, matrix: torch.Tensor | PackedMatrix, out: torch.Tensor) -> None:
-        """Write the products of rows with a matrix of the layer; inputs are rounded where the layer's modules round them."""
-        multiply(rows if self.grid is None else self.grid.round_inputs(rows), matrix, out)
+    def inputs(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the inputs of a product, rounded where the layer's modules round them."""
+        return rows if self.grid is None else self.grid.round_inputs(rows)
 
 
 def multiply(rows: torch.Tensor, matrix: torch.Tensor | PackedMatrix, out: torch.Tensor) -> None:
@@ -186,7 +186,7 @@ class FusedDecoder:
         normed, flat_normed = self._buffer("normed", count, hidden, half)
         call.add_and_norm(stream, change, rows, layer.first, layer.eps, flat_normed)
         qkv, flat_qkv = self._buffer("qkv", count, layer.qkv.shape[0])
-        layer.multiply(normed, layer.qkv, qkv)
+        multiply(layer.inputs(normed), layer.qkv, qkv)
         self._adapt(number, "qkv", normed, qkv)
         mixed, flat_mixed = self._buffer("mixed", count, self.heads * self.size)
         _, scores = self._buffer("scores", self.heads // self.kv, self.cache.capacity)
@@ -196,17 +196,17 @@ class FusedDecoder:
         stores = self.cache.blocks(number, self.kv, self.size)
         call.attend(flat_qkv, *norms, *angles, *stores, *sizes, layer.scale, scores, flat_mixed)
         added, flat_added = self._buffer("added", count, hidden, half)
-        layer.multiply(mixed, layer.output, added)
+        multiply(layer.inputs(mixed), layer.output, added)
         self._adapt(number, "output", mixed, added)
 
         # MLP.
         call.add_and_norm(stream, flat_added, rows, layer.second, layer.eps, flat_normed)
         both, flat_both = self._buffer("both", count, layer.both.shape[0], half)
-        layer.multiply(normed, layer.both, both)
+        multiply(layer.inputs(normed), layer.both, both)
         self._adapt(number, "both", normed, both)
         gated, flat_gated = self._buffer("gated", count, layer.down.shape[1], half)
         call.swiglu(flat_both, count, layer.down.shape[1], flat_gated)
-        layer.multiply(gated, layer.down, added)
+        multiply(layer.inputs(gated), layer.down, added)
         self._adapt(number, "down", gated, added)
         return flat_added
 
