@@ -50,6 +50,7 @@ def limited(words: list[str], limit: int) -> tuple[int, list[str]]:
 
             sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
             sys.stdout = os.fdopen(os.dup(1), "w")
+            sys.dont_write_bytecode = True  # Python would leave modules cut off, which no later process can import
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
             status = main(words)
         finally:

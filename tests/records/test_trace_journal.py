@@ -400,6 +400,7 @@ from rollout_kit import *
 from turnwright.cli.main import main
 from turnwright.errors import TraceError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+sys.dont_write_bytecode = True  # else modules would be cut off too
 closed = []
 class Closes(AsyncTalk):
     async def close(self):

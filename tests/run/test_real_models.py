@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,9 @@ def test_mistakes_in_one_line(mistake: str, tmp_path: Path, recipe: Path, capsys
     assert not out.exists()  # the same command works once the mistake is mended
 
 
-def test_full_disk_keeps_the_last_checkpoint(tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_disk_keeps_the_last_checkpoint(
+    tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file may not grow beyond a limit that the journal keeps to and the optimizer's state does not."""
     resource = pytest.importorskip("resource")
     model = make("Qwen3", tmp_path / "model")
@@ -174,6 +177,7 @@ def test_full_disk_keeps_the_last_checkpoint(tmp_path: Path, recipe: Path, capsy
     again = ["train", "--resume", str(out), "--display", "none"]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     capsys.readouterr()
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # else modules would be cut off too
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
         status = main(again)

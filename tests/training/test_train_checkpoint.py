@@ -7,6 +7,7 @@ import random
 import re
 import resource
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -221,6 +222,7 @@ def test_a_file_that_cannot_grow(kept, trainer, limit):
     assert sum(size < limit for size in sizes) == (limit == 300_000)
 
     def body(writer):
+        sys.dont_write_bytecode = True  # else modules would be cut off too
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         try:
             kept.save("step-2", trainer, {})
