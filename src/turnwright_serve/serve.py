@@ -8,16 +8,14 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from turnwright.config import ModelConfig
+from turnwright.config import ModelConfig, RunConfig
 from turnwright.engines.local import LocalEngine
 from turnwright.engines.scoring import IdScores, ScoreRequest
 from turnwright.engines.tokens import LOOPBACK, path_of
@@ -29,7 +27,7 @@ from turnwright.training.model.models import device_and_dtype, load
 from turnwright.training.model.packed import quant_of
 from turnwright.training.model.quantize import OnGrid, grid_of, quantize_for_sampling, quantized_names
 from turnwright.training.score_ids import score_ids
-from turnwright.training.setup import load_model_and_renderer, unique_weights
+from turnwright.training.setup import load_model_and_renderer, model_config, unique_weights
 from turnwright.training.weight_transfer import GroupWeightReceiver, Rows
 from turnwright.types import Image, MediaPlacement
 
@@ -40,13 +38,6 @@ if TYPE_CHECKING:
 
 CACHE_GIB = 4.0
 """Memory for keys and values in GiB, unless another one is given."""
-
-
-def _model_config(source: Path, device: str, *, on_grid: bool) -> ModelConfig:
-    config = ModelConfig(path=str(source), device=device)
-    if on_grid and device_and_dtype(config)[1] == torch.float32:
-        return replace(config, dtype="float32")  # values on a grid are not rounded again
-    return config
 
 
 def make_service(
@@ -67,7 +58,7 @@ def make_service(
         ) from None
     quant = quant_of(source)
     grid = grid_of(quant)
-    config = _model_config(source, device, on_grid=grid is not None)
+    config = model_config(RunConfig(model=ModelConfig(path=str(source), device=device), quant=quant))
     model, renderer = load_model_and_renderer(source, source, config)
     on_grid = None if grid is None else OnGrid(grid, quantized_names(model, quant))
     model = quantize_for_sampling(model, quant)

@@ -21,9 +21,9 @@ class LowRank:
 
 
 def low_rank_of(layer: Any) -> LowRank | None:
-    """Return the adapter's matrices of a layer; None for a layer without one."""
+    """Return the adapter's matrices of a layer; None for a layer without one, or whose adapter is switched off."""
     halves = getattr(layer, "lora_A", None)
-    if halves is None:
+    if halves is None or layer.disable_adapters:
         return None
     return LowRank(halves[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight, float(layer.scaling[ADAPTER_NAME]))
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from turnwright.engines import SupportsWeightUpdate
-from turnwright.engines.local import LocalEngine
 from turnwright.engines.local.weights import fingerprint
 from turnwright.engines.policy_engine import AgentPolicies
+from turnwright.engines.protocols import SharesMemory
 from turnwright.envs.spec import EnvSpec
 from turnwright.errors import ConfigError, SyncError, UsageError
 from turnwright.records.episode_metrics import group_by_task
@@ -127,7 +127,7 @@ class Policy:
         if self.adapter_alone:
             return self.trainer.adapter_weights()
         # An engine of this process copies what it receives before the next step.
-        return self.trainer.weights(copy=not isinstance(self.engine, LocalEngine))
+        return self.trainer.weights(copy=not isinstance(self.engine, SharesMemory))
 
     async def send(self, version: int) -> None:
         """Send the weights to the engine; raise `SyncError` unless the fingerprint that it returns is theirs."""

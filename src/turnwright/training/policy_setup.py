@@ -78,7 +78,7 @@ def build_policies(
         own = config_of(replace(config, seed=config.seed + number), policy)
         origin = Path(policy.path) if policy.path is not None else source
         saved = weights / policy.name if weights is not None and policy.learns else None
-        model, its_renderer = load_initial(own, origin, saved)
+        model, its_renderer = load_initial(own, origin, saved, on_note)
         _check_same_renderer(policy, renderer, its_renderer)
         renderer.ban(its_renderer.banned_ids)
         loaded[policy.name] = LoadedPolicy(own, origin, saved, model)

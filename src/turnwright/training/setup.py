@@ -25,6 +25,7 @@ from turnwright.config.schema import ENGINES, truncation_key
 from turnwright.engines import Engine, Sampling, SupportsSleep, SupportsWeightUpdate
 from turnwright.engines.local import LocalEngine, torch_settings
 from turnwright.engines.local.adapters import AdapterShape
+from turnwright.engines.local.engine import MAX_SLOTS
 from turnwright.engines.local.mixed_precision import is_mixed
 from turnwright.engines.protocols import SharesMemory
 from turnwright.envs.datasets import read_messages, read_rows
@@ -182,7 +183,7 @@ async def release_engine_memory(engine: Engine, config: RunConfig) -> None:
 
 LARGE_WEIGHTS = 2**27
 """Bytes of weights from which freed memory goes back to the system between sampling and training. The allocator would keep
-what one of them freed while the other needs its own: 1.2 GB for a model of 135 million weights."""
+what one of them freed while the other needs its own: about 1 GB for a model of 135 million weights."""
 
 
 def return_large_heap(engine: Engine) -> None:
@@ -233,7 +234,7 @@ def make_local_engine(
     engine = LocalEngine(model, renderer=renderer, **options)
     return_freed_memory()  # of the copy whose weights are packed now
     wanted = config.rollout.groups * config.rollout.group_size
-    if engine.slots < wanted:
+    if engine.slots < min(wanted, MAX_SLOTS):
         text = "local engine: its memory has room for %d sequences of %d ids, and %d episodes are played at a time; set %s"
         _log.warning(text, engine.slots, engine.context, wanted, "limits.context to the length of an episode")
     return engine
@@ -490,7 +491,7 @@ def build_components(
     """Load a model for the engine and the trainer, resumed from checkpoint `weights`; start the other `ranks`."""
     ranks = ranks or Ranks()
     ranks.broadcast((config, source, weights))
-    model, renderer = load_initial(config, source, weights)
+    model, renderer = load_initial(config, source, weights, on_note)
 
     def expected_logprobs(ids: Sequence[int]) -> list[float]:
         assert isinstance(trainer, RankZeroTrainer)
@@ -520,11 +521,13 @@ def run_worker_rank(ranks: ProcessRanks, run: Path) -> None:
     follow_rank_zero(ranks, begin)
 
 
-def load_initial(config: RunConfig, source: Path, weights: Path | None) -> tuple[nn.Module, ChatRenderer]:
+def load_initial(
+    config: RunConfig, source: Path, weights: Path | None, on_note: Callable[[str], None] | None = None
+) -> tuple[nn.Module, ChatRenderer]:
     """Load the model of a run, as it is in checkpoint `weights` unless that holds an adapter, and its renderer."""
     # LoRA checkpoints are adapters of the run's initial model.
     initial = weights if weights is not None and not config.lora.rank else source
-    return load_model_and_renderer(source, initial, model_config(config), config.rollout.control_text)
+    return load_model_and_renderer(source, initial, model_config(config), config.rollout.control_text, on_note)
 
 
 def model_config(config: RunConfig) -> ModelConfig:
@@ -605,9 +608,13 @@ def resolved_train_config(config: RunConfig) -> TrainConfig:
 
 
 def load_model_and_renderer(
-    source: Path, weights: Path, config: ModelConfig, control_text: ControlText = "neutralise"
+    source: Path,
+    weights: Path,
+    config: ModelConfig,
+    control_text: ControlText = "neutralise",
+    on_note: Callable[[str], None] | None = None,
 ) -> tuple[nn.Module, ChatRenderer]:
-    """Load a model and the renderer of its tokenizer.
+    """Load a model and the renderer of its tokenizer; `on_note` is told how a large model multiplies on a CPU, and why.
 
     Many models have more embedding rows than their tokenizer has ids (Qwen's are padded to a multiple of 128). Such ids have no
     text, so they are banned: never sampled and excluded from the trainer's softmax.
@@ -615,6 +622,7 @@ def load_model_and_renderer(
     renderer = renderer_of(source, config, control_text)
     device, dtype = device_and_dtype(config)
     model, meta = load(weights, device, dtype)
-    choose_products(model, config)
+    if (chosen := choose_products(model, config)) and on_note is not None:
+        on_note(f"model.dtype: {chosen}")
     renderer.ban(range(meta.tokens, meta.vocabulary))
     return model, renderer

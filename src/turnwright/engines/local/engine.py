@@ -84,6 +84,8 @@ def _reject_bool(one: Any) -> bool:
     raise TypeError(f"{one!r}")
 
 
+MAX_SLOTS = 1024
+"""Default of cached sequences, where memory allows."""
 MAX_FAILED_STEPS = 3
 """Consecutive failed steps after which the engine counts as failed; one or two may be a request's fault."""
 
@@ -511,7 +513,7 @@ class AdapterEngine:
 def _default_slots(model: EngineModel, cache_gib: float) -> int:
     """Return how many slots of a full context fit into the memory, at most 1024."""
     each = model.cache.bytes_per_position * (model.context + 1)
-    slots = int(min(1024, max(1, cache_gib * 2**30 // each)))
+    slots = int(min(MAX_SLOTS, max(1, cache_gib * 2**30 // each)))
     if slots < 8:
         text = "local engine: %g GiB of cache hold %d sequences of %d positions; reduce context or increase cache_gib"
         _log.warning(text, cache_gib, slots, model.context)

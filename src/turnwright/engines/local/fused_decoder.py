@@ -98,14 +98,14 @@ class FusedDecoder:
         self.table: torch.Tensor = body.embed_tokens.weight
         self.head: torch.Tensor | PackedMatrix = module.lm_head.weight
         self.rotary = body.rotary_emb
-        self.last, self.last_eps = _flat(body.norm.weight), float(body.norm.variance_epsilon)
+        self.last, self.last_eps = flat_view(body.norm.weight), float(body.norm.variance_epsilon)
         self.layers = [_layer(layer) for layer in body.layers]
         self.cos = self.sin = np.zeros(0, dtype=np.float32)
         self._angles = 0
         """Number of positions of `cos` and `sin`; 0 where they are per row."""
         self._buffers: dict[tuple[str, int, bool], dict[int, tuple[torch.Tensor, np.ndarray]]] = {}
         self._adapters: RowAdapters | None = None
-        self._modules = [_projections(layer) for layer in body.layers]
+        self._modules = [projections_of(layer) for layer in body.layers]
         self._names = {layer: f"{name}.weight" for name, layer in module.named_modules() if isinstance(layer, Linear)}
         self._tied = module.lm_head.weight is body.embed_tokens.weight
         self._output: Linear = module.lm_head
@@ -252,7 +252,7 @@ class FusedDecoder:
                 views.clear()
             dtype = torch.bfloat16 if half else torch.float32
             tensor = torch.zeros(rows, size, dtype=dtype) if rows > largest else views[largest][0][:rows]
-            found = views[rows] = tensor, _flat(tensor)
+            found = views[rows] = tensor, flat_view(tensor)
         return found
 
     def _rotate(self, position: np.ndarray, media: RowMedia | None) -> np.ndarray:
@@ -261,12 +261,12 @@ class FusedDecoder:
             at = torch.zeros(3, 1, round_up_rows(len(position)), dtype=torch.long)
             at[:, 0, : len(position)] = torch.tensor(media.rotary_positions)
             cos, sin = self.rotary(self.table, at)
-            self.cos, self.sin, self._angles = _flat(cos.contiguous()), _flat(sin.contiguous()), 0
+            self.cos, self.sin, self._angles = flat_view(cos.contiguous()), flat_view(sin.contiguous()), 0
             return np.arange(len(position))
         if self._angles < self.cache.capacity:
             self._angles = self.cache.capacity
             cos, sin = self.rotary(self.table, torch.arange(self._angles)[None])
-            self.cos, self.sin = _flat(cos.contiguous()), _flat(sin.contiguous())
+            self.cos, self.sin = flat_view(cos.contiguous()), flat_view(sin.contiguous())
         return position
 
 
@@ -464,8 +464,8 @@ def _join(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     return joined
 
 
-def _projections(layer: Any) -> dict[str, tuple[Linear, ...]]:
-    """Return the modules of each product, in the order of their columns."""
+def projections_of(layer: Any) -> dict[str, tuple[Linear, ...]]:
+    """Return the modules of each product of a layer, in the order of their columns."""
     attention, mlp = layer.self_attn, layer.mlp
     qkv = attention.q_proj, attention.k_proj, attention.v_proj
     return {"qkv": qkv, "output": (attention.o_proj,), "both": (mlp.gate_proj, mlp.up_proj), "down": (mlp.down_proj,)}
@@ -478,9 +478,9 @@ def _layer(layer: Any) -> FusedLayer:
     nothing = np.zeros(0, dtype=np.float32)
     bias, q_norm, k_norm, head_eps = nothing, nothing, nothing, 0.0
     if attention.q_proj.bias is not None:
-        bias = _flat(_join([module.bias for module in projections]))
+        bias = flat_view(_join([module.bias for module in projections]))
     if hasattr(attention, "q_norm"):
-        q_norm, k_norm = _flat(attention.q_norm.weight), _flat(attention.k_norm.weight)
+        q_norm, k_norm = flat_view(attention.q_norm.weight), flat_view(attention.k_norm.weight)
         head_eps = float(attention.q_norm.variance_epsilon)
     return FusedLayer(
         qkv=_join([module.weight for module in projections]),
@@ -490,8 +490,8 @@ def _layer(layer: Any) -> FusedLayer:
         output=attention.o_proj.weight,
         both=_join([mlp.gate_proj.weight, mlp.up_proj.weight]),
         down=mlp.down_proj.weight,
-        first=_flat(layer.input_layernorm.weight),
-        second=_flat(layer.post_attention_layernorm.weight),
+        first=flat_view(layer.input_layernorm.weight),
+        second=flat_view(layer.post_attention_layernorm.weight),
         eps=float(layer.input_layernorm.variance_epsilon),
         head_eps=head_eps,
         scale=float(attention.scaling),
@@ -499,7 +499,7 @@ def _layer(layer: Any) -> FusedLayer:
     )
 
 
-def _flat(tensor: torch.Tensor) -> np.ndarray:
+def flat_view(tensor: torch.Tensor) -> np.ndarray:
     """View a tensor as a flat numpy array in the same memory, of int16 for bfloat16."""
     flat = tensor.detach().view(-1)
     array: np.ndarray = (flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat).numpy()

@@ -60,29 +60,25 @@ class PackedMatrix:
     def product(self, inputs: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the products of rows [N, in] with the matrix, [N, out] bfloat16, or write them to `out` of any type."""
         inputs = inputs.bfloat16()
-        if len(inputs) <= self._rows and not len(inputs) % TILE:
-            outputs = _linear(inputs, self._packed)
+        if len(inputs) <= self._rows:
+            outputs = self._multiply(inputs)
             return outputs if out is None else out.copy_(outputs)
 
-        tiles = -(-len(inputs) // TILE)
-        parts = -(-tiles * TILE // self._rows)
-        if out is None and parts == 1:
-            return self._multiply(inputs)
-
         # Parts of one size: a short last part would read all weights for a few rows.
+        parts = -(-len(inputs) // self._rows)
+        tiles = -(-len(inputs) // TILE)
+        rows = -(-tiles // parts) * TILE
         if out is None:
             out = inputs.new_empty(len(inputs), self.shape[0])
-        rows = -(-tiles // max(parts, 1)) * TILE
         for first in range(0, len(inputs), rows):
             out[first : first + rows] = self._multiply(inputs[first : first + rows])
         return out
 
     def _multiply(self, inputs: Tensor) -> Tensor:
-        count = len(inputs)
-        missing = -count % TILE
-        tiles = pad(inputs, (0, 0, 0, missing)) if missing else inputs
-        outputs = _linear(tiles, self._packed)
-        return outputs[:count] if missing else outputs
+        missing = -len(inputs) % TILE
+        if not missing:
+            return _linear(inputs, self._packed)
+        return _linear(pad(inputs, (0, 0, 0, missing)), self._packed)[: len(inputs)]
 
 
 def round_weights(*parts: Tensor) -> Tensor:

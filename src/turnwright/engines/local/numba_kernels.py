@@ -269,11 +269,17 @@ def _turned(x, at, size, norm, eps, bias, bias_at, cos, sin, turn):  # type: ign
 
 
 @_inner
-def _keep(x, k_at, v_at, size, bias, bias_at, keys, values, origin, place):  # type: ignore[no-untyped-def]
-    """Write a key (a column of its block) and a value with its bias to the cache."""
+def _columns(x, at, size, store, origin, place):  # type: ignore[no-untyped-def]
+    """Write a vector as a column of its block, as keys are stored."""
     column = origin + place // BLOCK * BLOCK * size + place % BLOCK
     for i in range(size):
-        put(keys, column + i * BLOCK, x[k_at + i])
+        put(store, column + i * BLOCK, x[at + i])
+
+
+@_inner
+def _keep(x, k_at, v_at, size, bias, bias_at, keys, values, origin, place):  # type: ignore[no-untyped-def]
+    """Write a key (a column of its block) and a value with its bias to the cache."""
+    _columns(x, k_at, size, keys, origin, place)
     for i in range(0, size, WIDTH):
         value = load(x, v_at + i)
         if bias.size:
@@ -488,24 +494,25 @@ def attend(  # type: ignore[no-untyped-def]
 def rotate(  # type: ignore[no-untyped-def]
     qkv, bias, q_norm, k_norm, eps, cos, sin, turns, heads, kv, size
 ):
-    """Rotate the query and key heads of rows in place, as `attend` does."""
+    """Add the biases of rows and rotate their query and key heads, in place and as `attend` does."""
     for row in range(turns.size):
         at, turn = row * (heads + 2 * kv) * size, turns[row] * size
+        for i in range((heads + kv) * size, (heads + 2 * kv) * size if bias.size else 0, WIDTH):
+            store(qkv, at + i, add(load(qkv, at + i), load(bias, i)))
         for head in range(heads):
             _turned(qkv, at + head * size, size, q_norm, eps, bias, head * size, cos, sin, turn)
         for head in range(heads, heads + kv):
             _turned(qkv, at + head * size, size, k_norm, eps, bias, head * size, cos, sin, turn)
 
 
-@_kernel("aannnhhiiiifaa")
+@_kernel("annnhhiiiifaa")
 def attend_paths(  # type: ignore[no-untyped-def]
-    qkv, bias, paths, starts, owners, keys, values, capacity, heads, kv, size, scale, scores, out
+    qkv, paths, starts, owners, keys, values, capacity, heads, kv, size, scale, scores, out
 ):
     """Attend from rotated rows of training, each to the rows on its path, with the arithmetic of `attend`.
 
     Args:
-        qkv: rotated projections per row.
-        bias: of all projections; empty without one.
+        qkv: projections per row, from `rotate`.
         paths: rows on the path of each slot, one slot after the other.
         starts: where each slot's path begins, and the end of the last.
         owners: number of the slot's own rows, which are the last of its path.
@@ -516,15 +523,14 @@ def attend_paths(  # type: ignore[no-untyped-def]
         scores: buffer of capacity * heads / kv floats.
         out: [rows, heads, size].
     """
-    group, width = heads // kv, (heads + 2 * kv) * size
+    group, width, no_bias = heads // kv, (heads + 2 * kv) * size, scores[:0]
     for slot in range(owners.size):
         length = starts[slot + 1] - starts[slot]
         for place in range(length):
             at = paths[starts[slot] + place] * width
             for head in range(kv):
-                k_at, bias_at = at + (heads + head) * size, (heads + kv + head) * size
-                origin = (slot * kv + head) * capacity * size
-                _keep(qkv, k_at, k_at + kv * size, size, bias, bias_at, keys, values, origin, place)
+                k_at, origin = at + (heads + head) * size, (slot * kv + head) * capacity * size
+                _keep(qkv, k_at, k_at + kv * size, size, no_bias, 0, keys, values, origin, place)
         for place in range(length - owners[slot], length):
             row = paths[starts[slot] + place]
             for head in range(kv):
@@ -532,14 +538,6 @@ def attend_paths(  # type: ignore[no-untyped-def]
                 q_at, to, count = row * width + head * group * size, (row * heads + head * group) * size, place + 1
                 _scores(qkv, q_at, group, size, keys, origin, 0, origin, count, scale, scores, capacity, values, False)
                 _mixture(scores, capacity, group, size, values, origin, 0, origin, count, out, to, keys, 0)
-
-
-@_inner
-def _columns(x, at, size, store, origin, place):  # type: ignore[no-untyped-def]
-    """Write a vector as a column of its block, as keys are stored."""
-    column = origin + place // BLOCK * BLOCK * size + place % BLOCK
-    for i in range(size):
-        put(store, column + i * BLOCK, x[at + i])
 
 
 @_inner
@@ -554,9 +552,9 @@ def _score_slopes(weights, slopes, start, end, scale):  # type: ignore[no-untype
         store(slopes, i, multiply(change, factor))
 
 
-@_kernel("aannnhhiiiifaaaa")
+@_kernel("annnhhiiiifaaaa")
 def attend_paths_slope(  # type: ignore[no-untyped-def]
-    qkv, bias, paths, starts, owners, keys, values, capacity, heads, kv, size, scale, weights, slopes, slope, qkv_slope
+    qkv, paths, starts, owners, keys, values, capacity, heads, kv, size, scale, weights, slopes, slope, qkv_slope
 ):
     """Add the gradients of rotated rows, from that of what `attend_paths` wrote; its other arguments are the same.
 
@@ -574,15 +572,9 @@ def attend_paths_slope(  # type: ignore[no-untyped-def]
         for place in range(length):
             at = paths[starts[slot] + place] * width
             for head in range(kv):
-                k_at, bias_at = at + (heads + head) * size, (heads + kv + head) * size
-                origin = (slot * kv + head) * capacity * size
+                k_at, origin = at + (heads + head) * size, (slot * kv + head) * capacity * size
                 _columns(qkv, k_at, size, keys, origin, place)
-                if bias.size:  # a value with its bias, where nothing reads it before it is written
-                    for i in range(size):
-                        qkv_slope[i + qkv.size] = qkv[k_at + kv * size + i] + bias[bias_at + i]
-                    _columns(qkv_slope, qkv.size, size, values, origin, place)
-                else:
-                    _columns(qkv, k_at + kv * size, size, values, origin, place)
+                _columns(qkv, k_at + kv * size, size, values, origin, place)
         for place in range(length - owners[slot], length):
             row = paths[starts[slot] + place]
             for head in range(kv):

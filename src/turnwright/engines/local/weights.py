@@ -92,10 +92,12 @@ def copy_weights(module: torch.nn.Module, weights: Weights, packed: Collection[s
     Return the fingerprint of the copies where the types match, so that a failed copy is detected.
     """
     own = module.state_dict()
-    copied = {name: own[name] for name, tensor in weights if name not in packed}
+    arrived: Weights = []
     with torch.no_grad():
         for name, tensor in weights:
-            if name in copied:
-                copied[name].copy_(tensor)
-    same_type = {name: copied[name] for name, tensor in weights if name in copied and copied[name].dtype == tensor.dtype}
-    return fingerprint((name, same_type.get(name, tensor)) for name, tensor in weights)
+            if name in packed:
+                arrived.append((name, tensor))
+                continue
+            own[name].copy_(tensor)
+            arrived.append((name, own[name] if own[name].dtype == tensor.dtype else tensor))
+    return fingerprint(arrived)

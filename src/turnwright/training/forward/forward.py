@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from turnwright.engines import Sampling
 from turnwright.engines.distribution import masked_scores
-from turnwright.engines.local.mixed_precision import TILE, MixedLinear, PackedMatrix, packed_once, round_weights
+from turnwright.engines.local.mixed_precision import TILE, MixedLinear, packed_once, round_weights
 from turnwright.engines.local.vision import ImageFeatures, SplitVLM, is_video, split_vlm
 from turnwright.errors import TurnwrightError, UsageError
 from turnwright.renderers.vision import PixelCache
@@ -137,12 +137,7 @@ are kept for the backward pass. On a CPU, 2^22 took 9.0 s, 2^24 7.0 s, all at on
 
 
 MIXED_CHUNK = 10_000_000
-"""The same in mixed precision, whose products are fast with few rows: 2^24 took 100 MB more at a step's peak."""
-
-
-def chunk_numbers(device: torch.device) -> int:
-    """Return the maximum number of logits at once on a device."""
-    return CHUNK_NUMBERS.get(device.type, CHUNK_NUMBERS["cuda"])
+"""The same in mixed precision, whose products are fast with few rows: 40 MB for each of the four copies of a chunk."""
 
 
 def chunk_rows(device: torch.device, head: OutputHead) -> int:
@@ -150,7 +145,7 @@ def chunk_rows(device: torch.device, head: OutputHead) -> int:
     if isinstance(head.module, MixedLinear):
         rows = MIXED_CHUNK // head.vocabulary
         return max(TILE, rows // TILE * TILE)
-    return max(1, chunk_numbers(device) // head.vocabulary)
+    return max(1, CHUNK_NUMBERS.get(device.type, CHUNK_NUMBERS["cuda"]) // head.vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,13 +197,6 @@ class OutputHead:
         """Return the model's logits, in its own precision."""
         return self.shape(cast(Tensor, self.module(hidden)))
 
-    def with_weights(self, rounded_vd: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return `logits` in mixed precision with weights that were rounded before, packed once for several calls."""
-        matrix, bias = PackedMatrix(rounded_vd), self.module.bias
-        return lambda hidden: self.shape(
-            matrix.product(hidden).float() if bias is None else matrix.product(hidden).float() + cast(Tensor, bias)
-        )
-
     @property
     def vocabulary(self) -> int:
         """Logits per position."""
@@ -219,10 +207,8 @@ class OutputHead:
     def is_linear(self) -> bool:
         """Whether it is a plain matrix product, whose gradient can be computed here."""
         module = self.module
-        if isinstance(module, MixedLinear):
-            return True
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-        return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not any(hooks)
+        return type(module) in (nn.Linear, MixedLinear) and type(module.weight) is nn.Parameter and not any(hooks)
 
 
 @dataclass(slots=True)
@@ -330,29 +316,29 @@ class _Chunks(torch.autograd.Function):  # type: ignore[misc]
         hidden_grad = torch.empty_like(hidden_md) if to_hidden else None
         weight_grad = torch.zeros_like(weight_vd, dtype=slope_m.dtype) if to_weight else None
         bias_grad = weight_grad.new_zeros(len(weight_vd)) if to_bias and weight_grad is not None else None
-        rounded_vd = round_weights(weight_vd) if isinstance(ctx.head.module, MixedLinear) else None
-        logits = ctx.head.logits if rounded_vd is None else ctx.head.with_weights(rounded_vd)
-        for at in _slices(len(targets_m), ctx.rows):
-            logits_cv = logits(hidden_md[at])
-            entropy = None if ctx.entropy_m is None else (ctx.entropy_m[at], entropy_slope_m[at])
-            grad_cv = _slope(logits_cv, targets_m[at], slope_m[at], distribution, _part(ctx.support, at, targets_m), entropy)
-            grad_cv = shape.backward_(grad_cv, logits_cv).to(weight_vd.dtype)
-            if rounded_vd is not None:
-                grad_cv = grad_cv.bfloat16()
+        mixed = isinstance(ctx.head.module, MixedLinear)
+        matrix_vd = round_weights(weight_vd) if mixed else weight_vd
+        with packed_once(ctx.head.module):
+            for at in _slices(len(targets_m), ctx.rows):
+                logits_cv = ctx.head.logits(hidden_md[at])
+                entropy = None if ctx.entropy_m is None else (ctx.entropy_m[at], entropy_slope_m[at])
+                support = _part(ctx.support, at, targets_m)
+                grad_cv = _slope(logits_cv, targets_m[at], slope_m[at], distribution, support, entropy)
+                grad_cv = shape.backward_(grad_cv, logits_cv).to(matrix_vd.dtype)
+
+                if bias_grad is not None:
+                    bias_grad += grad_cv.sum(0, dtype=bias_grad.dtype)
                 if hidden_grad is not None:
-                    hidden_grad[at] = grad_cv @ rounded_vd
+                    if mixed:
+                        hidden_grad[at] = grad_cv @ matrix_vd
+                    else:
+                        torch.mm(grad_cv, matrix_vd, out=hidden_grad[at])
                 if weight_grad is not None:
-                    weight_grad += grad_cv.T @ hidden_md[at].bfloat16()
-                continue
-            if hidden_grad is not None:
-                torch.mm(grad_cv, weight_vd, out=hidden_grad[at])
-            if weight_grad is not None:
-                if weight_grad.dtype == weight_vd.dtype:
-                    weight_grad.addmm_(grad_cv.T, hidden_md[at])
-                else:
-                    weight_grad += grad_cv.T @ hidden_md[at]
-            if bias_grad is not None:
-                bias_grad += grad_cv.sum(0, dtype=bias_grad.dtype)
+                    inputs_cd = hidden_md[at].to(matrix_vd.dtype)
+                    if weight_grad.dtype == matrix_vd.dtype:
+                        weight_grad.addmm_(grad_cv.T, inputs_cd)
+                    else:
+                        weight_grad += grad_cv.T @ inputs_cd
         back = None if weight_grad is None else weight_grad.to(weight_vd.dtype)
         return hidden_grad, back, None if bias_grad is None else bias_grad.to(weight_vd.dtype), *[None] * 7
 

@@ -1,7 +1,7 @@
 """A decoder's pass for training in mixed precision, with the arithmetic of the engine's fused pass.
 
 Rounding to bfloat16 makes differences in the last bit of float32 grow: what two implementations
-compute differs by as much as the rounding itself, about 0.01 nats a token. Here norms, rotary
+compute differs by as much as the rounding itself, some hundredths of a nat a token. Here norms, rotary
 positions, attention and activations are the engine's own kernels, and products go through the
 same `PackedMatrix`. So a trained token has the hidden state, to the bit, that it was sampled from.
 
@@ -21,12 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from turnwright.engines.local.fused_decoder import is_supported
-from turnwright.engines.local.mixed_precision import (
-    PackedMatrix,
-    is_mixed,
-    round_weights,
-)
+from turnwright.engines.local.fused_decoder import flat_view, is_supported, projections_of
+from turnwright.engines.local.mixed_precision import PackedMatrix, is_mixed, round_weights
 from turnwright.engines.local.vision import SplitVLM
 from turnwright.training.forward.path_attention import paths_of
 from turnwright.training.forward.tree import PrefixTree
@@ -72,19 +68,18 @@ class TrainedProjection:
         """
         found: list[Tensor | None] = []
         wanted = iter(needed)
-        adapters = [low_rank_of(layer) for layer in self.layers]
-        sizes = [layer.weight.shape[0] for layer in self.layers]
-        if any(adapter is None for adapter in adapters) and any(needed):
-            of_weights = (slope.T @ inputs).split(sizes)
-        for number, (adapter, part) in enumerate(zip(adapters, slope.split(sizes, 1), strict=True)):
+        parts = slope.split([layer.weight.shape[0] for layer in self.layers], 1)
+        for layer, part in zip(self.layers, parts, strict=True):
+            adapter = low_rank_of(layer)
             if adapter is None:
-                found.append(of_weights[number].float() if next(wanted) else None)
+                found.append((part.T @ inputs).float() if next(wanted) else None)
                 continue
+
             needed_a, needed_b = next(wanted), next(wanted)
-            wide, rows = part.float(), inputs.float()
-            inner = wide @ adapter.b.float() * adapter.scale
+            part, rows = part.float(), inputs.float()
+            inner = part @ adapter.b.float() * adapter.scale
             found.append(inner.T @ rows if needed_a else None)
-            found.append(wide.T @ (rows @ adapter.a.float().T) * adapter.scale if needed_b else None)
+            found.append(part.T @ (rows @ adapter.a.float().T) * adapter.scale if needed_b else None)
         return found
 
 
@@ -111,19 +106,15 @@ class TrainedLayer:
     @classmethod
     def of(cls, layer: Any) -> TrainedLayer:
         """Find the parts of a transformers layer that the fused pass supports."""
-        attention, mlp = layer.self_attn, layer.mlp
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        normed = hasattr(attention, "q_norm")
+        attention, projections = layer.self_attn, projections_of(layer)
+        normed, biased = hasattr(attention, "q_norm"), attention.q_proj.bias is not None
         return cls(
             first=layer.input_layernorm.weight,
             second=layer.post_attention_layernorm.weight,
             q_norm=attention.q_norm.weight if normed else None,
             k_norm=attention.k_norm.weight if normed else None,
-            biases=() if attention.q_proj.bias is None else tuple(one.bias for one in projections),
-            qkv=TrainedProjection(projections),
-            output=TrainedProjection((attention.o_proj,)),
-            both=TrainedProjection((mlp.gate_proj, mlp.up_proj)),
-            down=TrainedProjection((mlp.down_proj,)),
+            biases=tuple(module.bias for module in projections["qkv"]) if biased else (),
+            **{product: TrainedProjection(modules) for product, modules in projections.items()},
             eps=float(layer.input_layernorm.variance_epsilon),
             head_eps=float(attention.q_norm.variance_epsilon) if normed else 0.0,
             scale=float(attention.scaling),
@@ -160,6 +151,10 @@ class PassPlan:
     checkpoint: bool
     """Whether a layer keeps only its input for the backward pass."""
 
+    def storage(self) -> tuple[Any, ...]:
+        """Return where rows attend, and the memory for it, as the kernels take them."""
+        return self.paths, self.starts, self.owners, self.keys, self.values, self.capacity
+
 
 @dataclass(slots=True)
 class _Buffers:
@@ -187,12 +182,12 @@ class MixedDecoder:
         self.size: int = attention.head_dim
         self.heads = attention.q_proj.out_features // self.size
         self.kv = attention.k_proj.out_features // self.size
-        self.checkpoint = False
+        self._checkpoint = False
         self._buffers = _Buffers()
 
     def keep_inputs_only(self) -> None:
         """Keep only the input of each layer for the backward pass, and compute the rest again."""
-        self.checkpoint = True
+        self._checkpoint = True
 
     def stream(
         self,
@@ -256,7 +251,7 @@ class MixedDecoder:
             capacity=capacity,
             keys=keys,
             values=values,
-            checkpoint=self.checkpoint,
+            checkpoint=self._checkpoint,
         )
 
     # One layer.
@@ -265,35 +260,17 @@ class MixedDecoder:
         """Add `change` to the stream in place, if given; return the norm in bfloat16."""
         count = len(stream)
         normed = torch.empty(stream.shape, dtype=torch.bfloat16)
-        added = np.zeros(0, dtype=np.int16) if change is None else _flat(change)
-        self.kernels.add_and_norm(_flat(stream), added, np.arange(count), _flat(weight), eps, _flat(normed))
+        added = np.zeros(0, dtype=np.int16) if change is None else flat_view(change)
+        self.kernels.add_and_norm(flat_view(stream), added, np.arange(count), flat_view(weight), eps, flat_view(normed))
         return normed
 
     def attention(self, layer: TrainedLayer, plan: PassPlan, qkv: Tensor) -> Tensor:
         """Return what the rows attend to, [T, heads * head size], from their projections in bfloat16."""
-        kernels, count = self.kernels, len(qkv)
-        rotated = _flat(qkv.float())
-        bias = _flat(torch.cat([one.detach() for one in layer.biases])) if layer.biases else _NOTHING
-        q_norm, k_norm = (_NOTHING if one is None else _flat(one) for one in (layer.q_norm, layer.k_norm))
-        sizes = self.heads, self.kv, self.size
-        kernels.rotate(
-            rotated, bias, q_norm, k_norm, layer.head_eps, _flat(plan.cos), _flat(plan.sin), plan.turns, *sizes
-        )
-        mixed = torch.empty(count, self.heads * self.size)
-        scores = np.empty(plan.capacity * (self.heads // self.kv), dtype=np.float32)
-        kernels.attend_paths(
-            rotated,
-            bias,
-            plan.paths,
-            plan.starts,
-            plan.owners,
-            plan.keys,
-            plan.values,
-            plan.capacity,
-            *sizes,
-            layer.scale,
-            scores,
-            _flat(mixed),
+        rotated = self._rotated(layer, plan, qkv)
+        mixed = torch.empty(len(qkv), self.heads * self.size)
+        (scores,) = self._scratch(plan, 1)
+        self.kernels.attend_paths(
+            flat_view(rotated), *plan.storage(), self.heads, self.kv, self.size, layer.scale, scores, flat_view(mixed)
         )
         return mixed
 
@@ -301,55 +278,50 @@ class MixedDecoder:
         self, layer: TrainedLayer, plan: PassPlan, qkv: Tensor, slope: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the gradients of the projections, in float32, and of the head parameters, from that of `attention`."""
-        kernels, sizes = self.kernels, (self.heads, self.kv, self.size)
-        bias = torch.cat([one.detach() for one in layer.biases]) if layer.biases else torch.zeros(0)
-        q_norm, k_norm = (_NOTHING if one is None else _flat(one) for one in (layer.q_norm, layer.k_norm))
-        angles = _flat(plan.cos), _flat(plan.sin), plan.turns
-        raw = qkv.float()
-        rotated = raw.clone()
-        kernels.rotate(_flat(rotated), _flat(bias), q_norm, k_norm, layer.head_eps, *angles, *sizes)
-
-        # One more value's size at the end is scratch.
-        padded = torch.zeros(raw.numel() + self.size)
-        weights, slopes = np.empty((2, plan.capacity * (self.heads // self.kv)), dtype=np.float32)
-        kernels.attend_paths_slope(
-            _flat(rotated),
-            _flat(bias),
-            plan.paths,
-            plan.starts,
-            plan.owners,
-            plan.keys,
-            plan.values,
-            plan.capacity,
-            *sizes,
-            layer.scale,
-            weights,
-            slopes,
-            _flat(slope),
-            _flat(padded),
+        rotated, qkv_slope = self._rotated(layer, plan, qkv), torch.zeros(qkv.shape)
+        given = flat_view(slope), flat_view(qkv_slope)
+        sizes = self.heads, self.kv, self.size
+        self.kernels.attend_paths_slope(
+            flat_view(rotated), *plan.storage(), *sizes, layer.scale, *self._scratch(plan, 2), *given
         )
-        qkv_slope = padded[: raw.numel()].view_as(raw)
 
-        biased = raw + bias if layer.biases else raw
-        norms = [torch.zeros_like(one) for one in (layer.q_norm, layer.k_norm) if one is not None]
-        into = [_flat(one) for one in norms] or [_NOTHING, _NOTHING]
-        kernels.rotate_slope(
-            _flat(biased), q_norm, k_norm, layer.head_eps, *angles, *sizes, _flat(qkv_slope), *into
-        )
-        biases = qkv_slope.sum(0).split([len(one) for one in layer.biases]) if layer.biases else ()
+        biased = qkv.float()
+        if layer.biases:
+            biased += torch.cat([bias.detach() for bias in layer.biases])
+        norms = [torch.zeros_like(norm) for norm in (layer.q_norm, layer.k_norm) if norm is not None]
+        into = [flat_view(norm) for norm in norms] or [_NOTHING, _NOTHING]
+        self.kernels.rotate_slope(flat_view(biased), *self._head_settings(layer, plan), given[1], *into)
+        biases = qkv_slope.sum(0).split([len(bias) for bias in layer.biases]) if layer.biases else ()
         return qkv_slope, [*norms, *biases]
+
+    def _rotated(self, layer: TrainedLayer, plan: PassPlan, qkv: Tensor) -> Tensor:
+        """Return projections in float32 with their biases, queries and keys normed and rotated."""
+        rotated = qkv.float()
+        bias = flat_view(torch.cat([bias.detach() for bias in layer.biases])) if layer.biases else _NOTHING
+        self.kernels.rotate(flat_view(rotated), bias, *self._head_settings(layer, plan))
+        return rotated
+
+    def _head_settings(self, layer: TrainedLayer, plan: PassPlan) -> tuple[Any, ...]:
+        """Return what `rotate` and `rotate_slope` take alike: head norms, angles and sizes."""
+        norms = (_NOTHING if norm is None else flat_view(norm) for norm in (layer.q_norm, layer.k_norm))
+        angles = flat_view(plan.cos), flat_view(plan.sin), plan.turns
+        return *norms, layer.head_eps, *angles, self.heads, self.kv, self.size
+
+    def _scratch(self, plan: PassPlan, count: int) -> np.ndarray:
+        """Return buffers for the scores of the query heads of a key head."""
+        return np.empty((count, plan.capacity * (self.heads // self.kv)), dtype=np.float32)
 
     def gated(self, both: Tensor) -> Tensor:
         """Return SwiGLU of gates and values, all bfloat16."""
         rows, size = len(both), both.shape[1] // 2
         out = both.new_empty(rows, size)
-        self.kernels.swiglu(_flat(both), rows, size, _flat(out))
+        self.kernels.swiglu(flat_view(both), rows, size, flat_view(out))
         return out
 
     def gated_slope(self, both: Tensor, slope: Tensor) -> Tensor:
         """Return the gradient of gates and values from that of `gated`, all bfloat16."""
         out = torch.empty_like(both)
-        self.kernels.swiglu_slope(_flat(both), len(both), both.shape[1] // 2, _flat(slope), _flat(out))
+        self.kernels.swiglu_slope(flat_view(both), len(both), both.shape[1] // 2, flat_view(slope), flat_view(out))
         return out
 
 
@@ -453,9 +425,8 @@ def _norm_slopes(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the rows of a norm and of its weight; `beside` reaches the rows around the norm, if not empty."""
     hidden_slope, of_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-    kernels.norm_slope(
-        _flat(hidden), _flat(weight), eps, _flat(slope), _flat(beside), _flat(hidden_slope), _flat(of_weight)
-    )
+    given = flat_view(slope), flat_view(beside)
+    kernels.norm_slope(flat_view(hidden), flat_view(weight), eps, *given, flat_view(hidden_slope), flat_view(of_weight))
     return hidden_slope, of_weight
 
 
@@ -464,7 +435,7 @@ class _Norm(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: Any, kernels: Any, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = rows.contiguous()
         normed, nothing = torch.empty_like(rows), np.zeros(0, dtype=np.float32)
-        kernels.add_and_norm(_flat(rows), nothing, np.arange(len(rows)), _flat(weight), eps, _flat(normed))
+        kernels.add_and_norm(flat_view(rows), nothing, np.arange(len(rows)), flat_view(weight), eps, flat_view(normed))
         ctx.save_for_backward(rows, weight)
         ctx.kernels, ctx.eps = kernels, eps
         return normed
@@ -477,13 +448,6 @@ class _Norm(torch.autograd.Function):  # type: ignore[misc]
 
 
 _NOTHING = np.zeros(0, dtype=np.float32)
-
-
-def _flat(tensor: Tensor) -> np.ndarray:
-    """View a tensor as a flat array in the same memory, of int16 for bfloat16."""
-    flat = tensor.detach().view(-1)
-    array: np.ndarray = (flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat).numpy()
-    return array
 
 
 def mixed_decoder(model: Any, tower: SplitVLM | None) -> MixedDecoder | None:

@@ -433,26 +433,20 @@ def attend(
     for name in REFUSED:
         if kwargs.get(name) is not None:
             raise ModelError(f"{type(module).__name__} uses '{name}'")
-    tree, width = turnwright_tree, value.shape[3]
+    tree, heads, width = turnwright_tree, key.shape[1], value.shape[3]
     if width != key.shape[3]:
         raise ModelError(f"{type(module).__name__} has key size {key.shape[3]} and value size {width}")
     tree.cache["layers"] = tree.cache.get("layers", 0) + 1
     if query.device.type != "cpu":
         return flex_attend(query, key, value, tree, scaling).transpose(1, 2), None
-    return attend_tree(query, key, value, tree, scaling), None
-
-
-def attend_tree(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scaling: float | None) -> Tensor:
-    """Attend to ancestors on a CPU, from [1, their heads, T, D] to [1, T, query heads, D]."""
-    heads, width = key.shape[1], value.shape[3]
     if "paths" not in tree.cache:
         pair = PAIR * 2 * query.shape[1] * width
         tree.cache["paths"] = plan_paths(tree, pair=pair, call=CALL, width=2 * heads * width)
     if tree.cache["paths"] is not None:
-        return attend_paths(query, key, value, tree.cache["paths"], scaling)
+        return attend_paths(query, key, value, tree.cache["paths"], scaling), None
     grouped = query.view(heads, -1, *query.shape[2:]).transpose(0, 1)
     out = TreeAttention.apply(grouped, key, value, tree, scaling)
-    return out.permute(2, 1, 0, 3).reshape(1, tree.size, -1, width)
+    return out.permute(2, 1, 0, 3).reshape(1, tree.size, -1, width), None
 
 
 AttentionInterface.register(NAME, attend)
