@@ -35,8 +35,8 @@ ROUNDED_TOLERANCE, ROUNDED_ROWS = 0.25, 3
 """Maximum mean difference of logits with rounded inputs, relative to what rounding changes, and number of rows of ids of which
 one must be within it. In 1 of 150 random models a row exceeded it; a product without rounding has over 0.44."""
 MIXED_TOLERANCE = 0.25
-"""Maximum mean difference of logits with products in bfloat16, relative to their mean size. Rounding alone gave 0.01 to 0.04; a
-matrix in the wrong place gives about 1."""
+"""Maximum mean difference of logits with products in bfloat16, relative to their mean size. In 90 random models rounding alone
+gave 0.005 to 0.039, and matrices in the wrong place 1.0 to 1.5."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -308,7 +308,12 @@ def device_and_dtype(config: ModelConfig) -> tuple[str, torch.dtype]:
 
 
 MIXED_WEIGHTS = 20_000_000
-"""Weights from which a model on a CPU multiplies in bfloat16 by default."""
+"""Weights from which a model on a CPU multiplies in bfloat16 by default.
+
+On a core with AMX random models of 0.3, 0.9, 5, 17, 34 and 67 million weights sampled 0.7, 1.2, 2.2, 2.8, 2.7 and 2.6 times as
+fast as in float32, and trained 1.1, 1.7, 2.2, 1.9, 1.7 and 2.0 times as fast (32 calls; 16 rows of 96 ids). It would pay from 1
+million; models that the recipes make are smaller than 20 and keep the bits of float32.
+"""
 
 
 def choose_products(model: nn.Module, config: ModelConfig) -> str:
