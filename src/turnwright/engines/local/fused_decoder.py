@@ -415,9 +415,7 @@ def _both_logits(
     return expected, _pass_logits(made, ids, media)
 
 
-def _random_ids(
-    made: FusedDecoder, count: int, tower: SplitVLM | None, seed: int = 0
-) -> tuple[torch.Tensor, RowMedia | None]:
+def _random_ids(made: FusedDecoder, count: int, tower: SplitVLM | None, seed: int = 0) -> tuple[torch.Tensor, RowMedia | None]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(made.table.shape[0], (count,), generator=generator)
     return ids, None if tower is None else _random_media(tower, made, count, generator)

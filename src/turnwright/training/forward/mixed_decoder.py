@@ -274,9 +274,7 @@ class MixedDecoder:
         )
         return mixed
 
-    def attention_slopes(
-        self, layer: TrainedLayer, plan: PassPlan, qkv: Tensor, slope: Tensor
-    ) -> tuple[Tensor, list[Tensor]]:
+    def attention_slopes(self, layer: TrainedLayer, plan: PassPlan, qkv: Tensor, slope: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the gradients of the projections, in float32, and of the head parameters, from that of `attention`."""
         rotated, qkv_slope = self._rotated(layer, plan, qkv), torch.zeros(qkv.shape)
         given = flat_view(slope), flat_view(qkv_slope)
