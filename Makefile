@@ -90,7 +90,7 @@ test-ray: $(READY)
 	$$pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'; }
 	@$(BIN)/python -m pytest -m ray -n0 $(ARGS) tests/scale
 
-test-gpu: $(READY)
+test-gpu: $(READY) $(SMOLLM2)
 	@$(BIN)/python -m pytest -m gpu -n0 $(ARGS) tests/gpu
 
 test-browser: $(READY)

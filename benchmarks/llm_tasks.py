@@ -1,6 +1,6 @@
 """The tasks of `examples/llm` and `make quickstart-llm`, each learned by a small language model: held-out success and cost.
 
-    python benchmarks/llm_tasks.py [--only NAME ...] [--seeds 0 1] [--control] [--steps N]
+    python benchmarks/llm_tasks.py [--only NAME ...] [--seeds 0 1] [--control] [--steps N] [--device cuda]
 
 Each run is `turnwright train` in a process of its own. With `--control` each task is also trained
 from the same warm-up with rewards shuffled within its groups. A row is printed and appended to the
@@ -79,7 +79,8 @@ def train(task: LlmTask, options: Sequence[str], shuffled: bool, out: Path, keep
         else:
             words += [*task.words(shuffled=shuffled), *options, "--out", str(out)]
         words += ["--display", "none"]
-        env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+        paths = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+        env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
 
         done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -134,6 +135,7 @@ def main() -> int:
     parser.add_argument("--control", action="store_true", help="also with shuffled rewards")
     parser.add_argument("--steps", type=int, help="reinforcement steps in place of the recipe's")
     parser.add_argument("--model", type=Path, default=MODEL, help="a GGUF file, or a model directory")
+    parser.add_argument("--device", default="auto", help="model.device of all runs: auto, cpu, cuda")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "llm-tasks", help="directory of the runs")
     parser.add_argument("--results", type=Path, help="JSON lines are appended here; default RUNS/results.jsonl")
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints of finished runs")
@@ -149,7 +151,7 @@ def main() -> int:
     for seed in args.seeds:
         for name in args.only:
             for shuffled in kinds:
-                options = ["--seed", str(seed), "--model.path", str(args.model)]
+                options = ["--seed", str(seed), "--model.path", str(args.model), "--model.device", args.device]
                 suffix = "-shuffled" if shuffled else ""
                 if args.steps is not None:
                     options += ["--train.steps", str(args.steps)]

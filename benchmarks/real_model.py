@@ -70,6 +70,7 @@ def parse_options() -> argparse.Namespace:
         default=["float32", "autocast", "bfloat16"],
         help="types of TRL's side; the fastest counts",
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where part trl trains; cuda measures seconds")
     parser.add_argument("--patience", type=float, default=1800, help="seconds of silence after which a side has hung")
     parser.add_argument("--model", type=Path, default=smollm2.FILE, help="GGUF file or model directory")
     parser.add_argument(
@@ -79,6 +80,8 @@ def parse_options() -> argparse.Namespace:
         help="directory of the warmed weights, made if it is not there",
     )
     options = parser.parse_args()
+    if options.device == "cuda" and set(options.only) != {"trl"}:
+        parser.error("only part trl runs on a GPU: --only trl")
     if "trl" in options.only and options.trl_python is None:
         parser.error("part trl needs --trl-python; leave it out by --only engine trainer roofline")
     if not options.model.exists():
@@ -134,8 +137,8 @@ def compare_with_limits(
 
 def measure_trl(options: argparse.Namespace, model: Path, kinds: list[Kind]) -> Figures:
     """Train our sides and TRL's in turn."""
-    warmed = make_warmed(model, options.warmed)
-    settings = Settings(warmed, options.steps, options.seed, options.patience)
+    warmed = make_warmed(model, options.warmed, options.device)
+    settings = Settings(warmed, options.device, options.steps, options.seed, options.patience)
     with tempfile.TemporaryDirectory() as folder:
         sides = make_sides(settings, kinds, options.trl_python, options.trl_kinds, Path(folder))
         part = TrlPart(sides, settings)
@@ -148,7 +151,7 @@ def main() -> None:
     options = parse_options()
     torch.set_num_threads(1)
     model = local_model(options.model)
-    kinds = usable_kinds(model)
+    kinds = usable_kinds(model, options.device)
 
     figures: Figures = dict.fromkeys(MINIMUMS)
     if set(options.only) != {"trl"}:

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "quickstart_llm.toml"
-Kind = Literal["float32", "mixed"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+Kind = Literal["float32", "mixed", "bfloat16"]
+KINDS: dict[str, tuple[Kind, ...]] = {"cpu": ("float32", "mixed"), "cuda": ("float32", "bfloat16")}
+"""Kinds that a device is measured with."""
 T = TypeVar("T")
 
 
@@ -36,13 +37,13 @@ def has_bfloat16() -> bool:
     return multiplies_bfloat16()
 
 
-def model_config(directory: Path, kind: Kind) -> Any:
+def model_config(directory: Path, kind: Kind, device: str = "cpu") -> Any:
     """Return the `[model]` of a kind: the one place that knows how mixed precision is asked for."""
     from turnwright.config import ModelConfig
 
     if kind == "mixed" and not has_bfloat16():
         raise UnavailableKind("the processor has no products in bfloat16")
-    return ModelConfig(path=str(directory), dtype=kind)
+    return ModelConfig(path=str(directory), dtype=kind, device=device)
 
 
 def load(directory: Path, kind: Kind) -> tuple[Any, Any]:
@@ -52,12 +53,12 @@ def load(directory: Path, kind: Kind) -> tuple[Any, Any]:
     return load_model_and_renderer(directory, directory, model_config(directory, kind))
 
 
-def usable_kinds(directory: Path) -> list[Kind]:
+def usable_kinds(directory: Path, device: str) -> list[Kind]:
     """Return the kinds that can be measured here, and print why others cannot."""
     usable = []
-    for kind in KINDS:
+    for kind in KINDS[device]:
         try:
-            model_config(directory, kind)
+            model_config(directory, kind, device)
         except UnavailableKind as missing:
             print(f"{kind}: skipped, for {missing}", flush=True)
         else:
@@ -65,7 +66,7 @@ def usable_kinds(directory: Path) -> list[Kind]:
     return usable
 
 
-def make_warmed(model: Path, directory: Path) -> Path:
+def make_warmed(model: Path, directory: Path, device: str = "cpu") -> Path:
     """Return the weights that training starts from: those after the recipe's warm-up, made once."""
     if directory.is_dir():
         return directory
@@ -73,6 +74,7 @@ def make_warmed(model: Path, directory: Path) -> Path:
     print(f"warming up once, into {directory} ...", flush=True)
     run = directory.with_name(f"{directory.name}-run")
     words = ["--model.path", model, "--out", run, "--train.steps", 0, "--eval.tasks", 1]
+    words += ["--model.device", device]
     command = [sys.executable, "-m", "turnwright", "train", RECIPE, *words, "--display", "none"]
     done = subprocess.run(
         [str(word) for word in command],
@@ -86,7 +88,7 @@ def make_warmed(model: Path, directory: Path) -> Path:
     return directory
 
 
-# CPU seconds
+# Seconds
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,25 @@ def cpu_seconds() -> float:
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
+def device_seconds(device: str) -> float:
+    """Return what a side is charged by: CPU seconds, or on a GPU seconds, until all that was asked of it is done."""
+    if device == "cpu":
+        return cpu_seconds()
+    import torch
+
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def peak_gib(device: str) -> float:
+    """Return the largest memory that this process had of the device so far, in GiB."""
+    if device == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    import torch
+
+    return float(torch.cuda.max_memory_reserved() / 2**30)
+
+
 def timed(work: Callable[[], T]) -> tuple[T, float]:
     """Return the result of some work, and its CPU seconds."""
     began = cpu_seconds()
@@ -121,22 +142,24 @@ def timed(work: Callable[[], T]) -> tuple[T, float]:
 def one_thread_environment() -> dict[str, str]:
     """Return the environment of a process that computes with one thread and fetches nothing."""
     own = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return os.environ | own | {"PYTHONPATH": str(ROOT / "src"), "TOKENIZERS_PARALLELISM": "false"}
+    paths = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    return os.environ | own | {"PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"}
 
 
 @dataclass(frozen=True)
 class TrainingStep:
     """One training step of a side, as its process measured it."""
 
-    cpu_s: float
+    total_s: float
+    """CPU seconds, or seconds on a GPU."""
     rollout_s: float
-    """Share of `cpu_s` that sampling took."""
+    """Share of `total_s` that sampling took."""
     success: float
     """Mean success of the episodes that the step sampled."""
     sampled: int
     """Ids that the step sampled."""
     peak_gib: float
-    """Largest memory of the process so far."""
+    """Largest memory of the device that the process had so far."""
 
 
 READY, GO = "ready", "go"
@@ -145,7 +168,8 @@ READY, GO = "ready", "go"
 class OwnTurns:
     """A process's end: it waits for its turn before each step, and reports the step after it."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, device: str) -> None:
+        self.device = device
         self._connection = Connection(descriptor)
         self._ready = False
 
@@ -159,10 +183,13 @@ class OwnTurns:
         except EOFError:
             os._exit(0)
 
-    def report(self, *, cpu_s: float, rollout_s: float, success: float, sampled: int) -> None:
+    def seconds(self) -> float:
+        """Return what a step is charged by (`device_seconds`)."""
+        return device_seconds(self.device)
+
+    def report(self, *, total_s: float, rollout_s: float, success: float, sampled: int) -> None:
         """Report the step that just ended."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        self._connection.send(json.dumps([cpu_s, rollout_s, success, sampled, peak]))
+        self._connection.send(json.dumps([total_s, rollout_s, success, sampled, peak_gib(self.device)]))
 
 
 class Side:

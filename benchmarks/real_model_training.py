@@ -9,9 +9,10 @@ for a constant learning rate: 8 groups of 8 on the same tasks, 6 turns, 12 ids a
 reply does not end the episode, temperature 1, full fine-tuning, no KL. Ours is a run of `turnwright
 train` with all that it records; TRL's is `real_model_trl.py`, in a Python that has TRL. Each side is
 a process of one thread that waits while another makes its step; a step's CPU is all that its process
-spends from one step's end to the next.
+spends from one step's end to the next. On a GPU (`--device cuda`) it is the time of a step, until
+all that was launched is done.
 
-    python benchmarks/real_model_training.py DIRECTORY KIND STEPS SEED OUT DESCRIPTOR
+    python benchmarks/real_model_training.py DIRECTORY KIND DEVICE STEPS SEED OUT DESCRIPTOR
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from real_model_common import (
     Side,
     Spent,
     TrainingStep,
-    cpu_seconds,
     load,
     model_config,
     timed,
@@ -167,11 +167,11 @@ class StepByStep(ProgressListener):
         """Report a step, and wait for the next turn."""
         if not self._training:
             return
-        cpu_s = cpu_seconds() - self._began
+        total_s = self.turns.seconds() - self._began
         rollout_share = metrics["rollout_s"] / (metrics["rollout_s"] + metrics["train_s"])
         self.turns.report(
-            cpu_s=cpu_s,
-            rollout_s=rollout_share * cpu_s,
+            total_s=total_s,
+            rollout_s=rollout_share * total_s,
             success=metrics["success"],
             sampled=metrics["sampled_tokens"],
         )
@@ -179,7 +179,7 @@ class StepByStep(ProgressListener):
 
     def _wait(self) -> None:
         self.turns.wait()
-        self._began = cpu_seconds()
+        self._began = self.turns.seconds()
 
 
 def train_ours(directory: Path, kind: Kind, steps: int, seed: int, out: Path, turns: OwnTurns) -> None:
@@ -190,7 +190,7 @@ def train_ours(directory: Path, kind: Kind, steps: int, seed: int, out: Path, tu
     words += ["--train.steps", steps, "--train.schedule", "constant"]
     words += ["--eval.tasks", 1, "--checkpoint.every", steps]
     resolved = load_recipe(RECIPE, [str(word) for word in words])
-    config = replace(resolved.config, model=model_config(directory, kind))
+    config = replace(resolved.config, model=model_config(directory, kind, turns.device))
     run_training(replace(resolved, config=config), watch=StepByStep(turns))
 
 
@@ -203,6 +203,8 @@ class Settings:
 
     directory: Path
     """Warmed weights."""
+    device: str
+    """`cpu` or `cuda`."""
     steps: int
     seed: int
     patience_s: float
@@ -225,7 +227,7 @@ def make_sides(
     sides = []
     for name, python, program, kind in programs:
         out = folder / f"{name}-{kind}"
-        command = [python, program, settings.directory, kind, settings.steps, settings.seed, out]
+        command = [python, program, settings.directory, kind, settings.device, settings.steps, settings.seed, out]
         words = [str(word) for word in command]
         log = folder / f"{name}-{kind}.log"
         sides.append(Side(f"{name} {kind}", words, log, settings.patience_s))
@@ -247,6 +249,7 @@ class TrlPart:
 
     def __init__(self, sides: Sequence[Side], settings: Settings) -> None:
         self.sides, self.settings = sides, settings
+        self.unit = "CPU s" if settings.device == "cpu" else "s"
 
     def play(self) -> None:
         """Train all sides; one that fails takes no more turns."""
@@ -258,7 +261,7 @@ class TrlPart:
                 if step is None:
                     print(f"step {number + 1}: {side.name:20s} failed: {side.failure}", flush=True)
                     continue
-                cost = f"{step.cpu_s:6.1f} s of CPU, {step.rollout_s:5.1f} of it sampling {step.sampled} ids"
+                cost = f"{step.total_s:6.2f} {self.unit}, {step.rollout_s:5.2f} of it sampling {step.sampled} ids"
                 rest = f"success {step.success:.0%}, peak {step.peak_gib:.1f} GiB"
                 print(f"step {number + 1}: {side.name:20s} {cost}, {rest}", flush=True)
             going = [side for side in self.sides if not side.failure]
@@ -268,13 +271,13 @@ class TrlPart:
             side.close()
 
     def step_s(self, side: Side) -> float:
-        """Return the median CPU seconds of a step."""
-        return statistics.median(step.cpu_s for step in side.steps)
+        """Return the median of the seconds of a step."""
+        return statistics.median(step.total_s for step in side.steps)
 
     def goal_s(self, side: Side) -> float | None:
-        """Return the CPU seconds to the goal; None if it was not reached."""
+        """Return the seconds to the goal; None if it was not reached."""
         reached = steps_to_goal(side.steps)
-        return None if reached is None else sum(step.cpu_s for step in side.steps[:reached])
+        return None if reached is None else sum(step.total_s for step in side.steps[:reached])
 
     def figures(self) -> dict[str, float | None]:
         """Print what each side took, and return the ratios: TRL's fastest side over our fastest.
@@ -282,7 +285,7 @@ class TrlPart:
         Steps of sides that reached the goal are compared, where both have one: a side that does not
         learn plays shorter episodes, so its steps cost less.
         """
-        columns = ["", "CPU s a step", "sampling", "ms a sampled id", "steps to 80%", "CPU s to 80%"]
+        columns = ["", f"{self.unit} a step", "sampling", "ms a sampled id", "steps to 80%", f"{self.unit} to 80%"]
         columns += ["success, first and last", "peak GiB"]
         print(f"| {' | '.join(columns)} |")
         print("|---" * len(columns) + "|")
@@ -292,9 +295,9 @@ class TrlPart:
                 continue
             goal_s = self.goal_s(side)
             sampling = statistics.median(step.rollout_s for step in side.steps)
-            each = 1000 * sum(step.cpu_s for step in side.steps) / sum(step.sampled for step in side.steps)
-            cells = [f"{self.step_s(side):.1f}", f"{sampling:.1f}", f"{each:.1f}"]
-            cells += [str(steps_to_goal(side.steps)), "-" if goal_s is None else f"{goal_s:.0f}"]
+            each = 1000 * sum(step.total_s for step in side.steps) / sum(step.sampled for step in side.steps)
+            cells = [f"{self.step_s(side):.2f}", f"{sampling:.2f}", f"{each:.2f}"]
+            cells += [str(steps_to_goal(side.steps)), "-" if goal_s is None else f"{goal_s:.1f}"]
             cells += [f"{side.steps[0].success:.0%}, {side.steps[-1].success:.0%}", f"{side.steps[-1].peak_gib:.1f}"]
             print(f"| {side.name} | {' | '.join(cells)} |")
 
@@ -314,5 +317,6 @@ class TrlPart:
 
 
 if __name__ == "__main__":
-    directory, kind, steps, seed, out, descriptor = sys.argv[1:]
-    train_ours(Path(directory), kind, int(steps), int(seed), Path(out), OwnTurns(int(descriptor)))  # type: ignore[arg-type]
+    directory, kind, device, steps, seed, out, descriptor = sys.argv[1:]
+    turns = OwnTurns(int(descriptor), device)
+    train_ours(Path(directory), kind, int(steps), int(seed), Path(out), turns)  # type: ignore[arg-type]

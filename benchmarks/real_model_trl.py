@@ -1,11 +1,11 @@
 """TRL's side of `real_model.py`: `GRPOTrainer` on `hop`, as its users write it, in a Python that has TRL and torch.
 
-    python benchmarks/real_model_trl.py DIRECTORY KIND STEPS SEED OUT DESCRIPTOR
+    python benchmarks/real_model_trl.py DIRECTORY KIND DEVICE STEPS SEED OUT DESCRIPTOR
 
 TRL's `environment_factory` plays by tool calls, and SmolLM2's template has none, so the episodes are
 played by a `rollout_func`: all episodes that still go on are one batch of `generate` in each turn,
 contexts are kept as ids, and what the environment says is masked. Logprobs are left out, for TRL
-reads them with vLLM alone. A step of 64 episodes is one batch of sampling and eight of training.
+reads them with vLLM alone. A step of 64 episodes is one batch of sampling, and on a CPU eight of training.
 
 KIND is `float32`; `autocast`, weights in float32 under `bf16=True`; or `bfloat16`, weights too.
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from real_model_common import RECIPE, ROOT, OwnTurns, cpu_seconds
+from real_model_common import RECIPE, ROOT, OwnTurns
 
 sys.path.insert(0, str(ROOT / "src"))
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
@@ -34,8 +34,8 @@ from turnwright.envs.builtin.hop import Hop
 from turnwright.envs.env import Action
 from turnwright.types import Message, Task
 
-ROWS = 8
-"""Episodes of one forward and backward pass: TRL's default, which took less CPU than 16."""
+ROWS = {"cpu": 8, "cuda": 64}
+"""Episodes of one forward and backward pass: TRL's default, which took less CPU than 16; on a GPU all of a step."""
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Player:
         return Episode(env, self.tokenizer.apply_chat_template(opening, add_generation_prompt=True)["input_ids"])
 
     def _sample(self, model: Any, contexts: Sequence[Sequence[int]]) -> list[list[int]]:
-        batch = self.tokenizer.pad([{"input_ids": context} for context in contexts], return_tensors="pt")
+        batch = self.tokenizer.pad([{"input_ids": context} for context in contexts], return_tensors="pt").to(model.device)
         with torch.inference_mode():
             sequences = model.generate(
                 **batch,
@@ -143,11 +143,11 @@ def train(directory: Path, kind: str, steps: int, seed: int, out: Path, turns: O
 
     def begin_step() -> None:
         turns.wait()
-        progress.began = cpu_seconds()
+        progress.began = turns.seconds()
 
     def end_step() -> None:
         turns.report(
-            cpu_s=cpu_seconds() - progress.began,
+            total_s=turns.seconds() - progress.began,
             rollout_s=progress.rollout_s,
             success=progress.success,
             sampled=progress.sampled,
@@ -161,7 +161,7 @@ def train(directory: Path, kind: str, steps: int, seed: int, out: Path, turns: O
         unwrapped = trainer.accelerator.unwrap_model(trainer.model)
         with trainer.accelerator.autocast():
             episodes = player.play(unwrapped, [tasks[int(prompt[-1]["number"])] for prompt in prompts])
-        progress.rollout_s = cpu_seconds() - progress.began
+        progress.rollout_s = turns.seconds() - progress.began
         progress.success = sum(episode.reward for episode in episodes) / len(episodes)
         progress.sampled = sum(sum(episode.sampled) for episode in episodes)
         return {
@@ -174,8 +174,8 @@ def train(directory: Path, kind: str, steps: int, seed: int, out: Path, turns: O
 
     config = GRPOConfig(
         output_dir=str(out),
-        per_device_train_batch_size=ROWS,
-        gradient_accumulation_steps=groups * group_size // ROWS,
+        per_device_train_batch_size=ROWS[turns.device],
+        gradient_accumulation_steps=groups * group_size // ROWS[turns.device],
         num_generations=group_size,
         max_steps=steps,
         learning_rate=recipe.train.lr,
@@ -183,7 +183,7 @@ def train(directory: Path, kind: str, steps: int, seed: int, out: Path, turns: O
         temperature=1.0,
         beta=0.0,
         bf16=kind == "autocast",
-        use_cpu=True,
+        use_cpu=turns.device == "cpu",
         gradient_checkpointing=False,  # it would cost time, and it turns off the cache of `generate`
         report_to=[],
         save_strategy="no",
@@ -208,5 +208,6 @@ def train(directory: Path, kind: str, steps: int, seed: int, out: Path, turns: O
 
 
 if __name__ == "__main__":
-    directory, kind, steps, seed, out, descriptor = sys.argv[1:]
-    train(Path(directory), kind, int(steps), int(seed), Path(out), OwnTurns(int(descriptor)))
+    directory, kind, device, steps, seed, out, descriptor = sys.argv[1:]
+    turns = OwnTurns(int(descriptor), device)
+    train(Path(directory), kind, int(steps), int(seed), Path(out), turns)

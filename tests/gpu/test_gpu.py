@@ -245,3 +245,24 @@ def test_a_shipped_recipe(recipe: str, tmp_path: Path, capsys: pytest.CaptureFix
         short |= {"lora.rank": 4}
     words = [word for key, value in short.items() for word in (f"--{key}", str(value))]
     assert main(["train", str(ROOT / "recipes" / f"{recipe}.toml"), *words]) == 0, capsys.readouterr()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="minutes on a CPU, where make quickstart-llm shows it")
+def test_a_language_model_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`make quickstart-llm` in bfloat16; prints what a step costs."""
+    model_file = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert model_file.is_file(), "python contrib/smollm2.py fetches it"
+    out = tmp_path / "run"
+    words = ["--model.path", str(model_file), "--model.device", DEVICE, "--out", str(out), "--display", "none"]
+    assert main(["train", str(ROOT / "recipes" / "quickstart_llm.toml"), *words]) == 0, capsys.readouterr()
+
+    summary = json.loads((out / "summary.json").read_text())
+    steps = steps_of(out)
+    sampled = sum(step["sampled_tokens"] for step in steps) / sum(step["rollout_s"] for step in steps)
+    step_s = sorted(step["rollout_s"] + step["train_s"] for step in steps)[len(steps) // 2]
+    before, after = summary["success_before"], summary["success_after"]
+    mean = max(step["mismatch_mean"] for step in steps)
+    with capsys.disabled():
+        print(f"\n{before:.1%} to {after:.1%}; {step_s:.2f} s a step, {sampled:.0f} sampled ids a second, mismatch {mean:.1e}")
+    assert after >= before + 0.4
+    assert mean < 0.05
