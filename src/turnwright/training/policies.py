@@ -132,7 +132,9 @@ class Policy:
     async def send(self, version: int) -> None:
         """Send the weights to the engine; raise `SyncError` unless the fingerprint that it returns is theirs."""
         self.trainer.release_gradients()  # room for the engine's copy and its cache
-        weights = list(self.weights())
+        merged = self.trainer.adapter is not None and not self.adapter_alone
+        at_once = not merged or not isinstance(self.engine, SharesMemory)
+        weights = list(self.weights()) if at_once else MadeAnew(self.weights)
         arrived = await self.engine.update(weights, version)
         if arrived != fingerprint(weights) or self.engine.version != version:
             whose = f" for policy {self.name}" if self.name else ""
@@ -140,6 +142,17 @@ class Policy:
                 f"the engine holds other weights than the trainer sent{whose} (policy {version}, the engine reports "
                 f"{self.engine.version}): it would sample from a policy that is not being trained"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class MadeAnew:
+    """Weights that are made one at a time, each time that they are iterated over: adapters are merged, and no copy of all
+    merged weights is kept."""
+
+    make: Callable[[], Weights]
+
+    def __iter__(self) -> Weights:
+        return self.make()
 
 
 class Policies:

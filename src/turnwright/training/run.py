@@ -49,7 +49,6 @@ from turnwright.training.setup import (
     build_components,
     model_directory,
     release_engine_memory,
-    return_large_heap,
     sampling_of,
 )
 from turnwright.training.task_plan import (
@@ -59,6 +58,7 @@ from turnwright.training.task_plan import (
     eval_samples,
     planned_steps,
 )
+from turnwright.training.trainer.heap import return_large_heap
 from turnwright.training.trainer.memory import report_memory
 from turnwright.training.warmup import cut_note, demonstrations, sample_demos
 from turnwright.training.warmup_gate import (
@@ -315,8 +315,8 @@ class TrainingRun:
 
         missing, played = "the gate was not evaluated yet", list[Trajectory]()
         losses: list[float] = list(self.cursor.get("losses", ()))  # of this round
+        await release_engine_memory(self.parts.engine, config)
         while step < self._round_ends[-1]:
-            await release_engine_memory(self.parts.engine, config)
             end = planned_steps(self._round_ends, step)
             figures = self.policies.supervised(sample_demos(demos, config, step), lr=learning_rate(warmup.lr, step, end))
             losses.append(figures["loss"])
@@ -330,6 +330,8 @@ class TrainingRun:
             return_large_heap(self.parts.engine)
             recent = losses[-RECENT:]
             missing, played = await self._check_gate(gate, step, sum(recent) / len(recent))
+            await release_engine_memory(self.parts.engine, config)
+            return_large_heap(self.parts.engine)
             if not missing:
                 break
             if step == end:

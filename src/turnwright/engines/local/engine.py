@@ -309,8 +309,8 @@ class LocalEngine:
     async def update(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
         """Replace the weights, given by Hugging Face name; calls in flight first end as aborted, and the cache is cleared.
 
-        All weights are checked before the first is copied: on an error, engine, calls and cache are unchanged. The iterable is
-        consumed where the engine computes.
+        All weights are checked before the first is copied: on an error, engine, calls and cache are unchanged. The weights are
+        iterated over where the engine computes, twice unless they are an iterator.
 
         Returns:
             `fingerprint` of the weights as received.
@@ -353,6 +353,7 @@ class LocalEngine:
     def _drop_cache(self) -> None:
         if not self._scheduler.running and not self._scheduler.waiting:
             self._scheduler.clear_cache()
+            self._model.release_cache()
 
     def _sleep(self) -> None:
         self._worker.deliver(self._scheduler.abort())

@@ -8,7 +8,7 @@ name, and only after the pass reproduced the module's logits.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -72,6 +72,29 @@ def multiply(rows: torch.Tensor, matrix: torch.Tensor | PackedMatrix, out: torch
         matrix.product(rows, out)
     else:
         torch.mm(rows, matrix.T, out=out)
+
+
+Place = tuple[int, str]
+"""Number of a layer and name of one of its products."""
+HEAD: Place = (-1, "head")
+
+
+class WeightPacking:
+    """Packs weights as they come, those of a product once its last one is there: there is never a second copy of all."""
+
+    def __init__(self, places: Mapping[Place, tuple[str, ...]], pack: Callable[[Place, PackedMatrix], None]) -> None:
+        """`places` are the names of the weights that each product joins."""
+        self._places, self._pack = places, pack
+        self._place_of = {name: place for place, names in places.items() for name in names}
+        self._waiting: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, weight: torch.Tensor) -> None:
+        """Take the next weight."""
+        self._waiting[name] = weight
+        place = self._place_of[name]
+        names = self._places[place]
+        if all(one in self._waiting for one in names):
+            self._pack(place, PackedMatrix(round_weights(*(self._waiting.pop(one) for one in names))))
 
 
 class FusedDecoder:
@@ -211,28 +234,40 @@ class FusedDecoder:
         return flat_added
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def pack(self, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Multiply in bfloat16 from now on: pack the weights given by name, at first the module's own.
+    def pack(self) -> None:
+        """Multiply in bfloat16 from now on. The module then holds the packed weights no more, only their names and shapes."""
+        packing = self.packing()
+        modules = [module for projections in self._modules for product in projections.values() for module in product]
+        modules += [] if self._tied else [self._output]
+        for module in modules:
+            packing.add(self._names[module], module.weight)
+            module.weight = Parameter(module.weight.new_zeros(()).expand(module.weight.shape), requires_grad=False)
+        self.packed_names = frozenset(self._names[module] for module in modules)
+        self.pack_tied_head()
+        self.cache.half = True
 
-        The module then holds the packed weights no more, only their names and shapes.
-        """
+    def packing(self) -> WeightPacking:
+        """Return what packs new weights, those of `packed_names`."""
+        places: dict[Place, tuple[str, ...]] = {
+            (number, product): tuple(self._names[module] for module in modules)
+            for number, projections in enumerate(self._modules)
+            for product, modules in projections.items()
+        }
+        if not self._tied:
+            places[HEAD] = (self._names[self._output],)
+        return WeightPacking(places, self._set_packed)
 
-        def of(*layers: Linear) -> PackedMatrix:
-            parts = (layer.weight if weights is None else weights[self._names[layer]] for layer in layers)
-            return PackedMatrix(round_weights(*parts))
+    def pack_tied_head(self) -> None:
+        """Pack the embedding as the output matrix, where it is that."""
+        if self._tied:
+            self.head = PackedMatrix(round_weights(self.table))
 
-        self.layers = [
-            replace(layer, **{product: of(*modules) for product, modules in projections.items()})
-            for layer, projections in zip(self.layers, self._modules, strict=True)
-        ]
-        self.head = PackedMatrix(round_weights(self.table)) if self._tied else of(self._output)
-        if weights is None:
-            packed = [module for projections in self._modules for modules in projections.values() for module in modules]
-            packed += [] if self._tied else [self._output]
-            for module in packed:
-                module.weight = Parameter(module.weight.new_zeros(()).expand(module.weight.shape), requires_grad=False)
-            self.packed_names = frozenset(self._names[module] for module in packed)
-            self.cache.half = True
+    def _set_packed(self, place: Place, matrix: PackedMatrix) -> None:
+        number, product = place
+        if place == HEAD:
+            self.head = matrix
+        else:
+            self.layers[number] = replace(self.layers[number], **{product: matrix})
 
     def _adapt(self, number: int, product: str, inputs: torch.Tensor, output: torch.Tensor) -> None:
         """Add the adapters of a layer to one of its four products, each module's to its columns."""

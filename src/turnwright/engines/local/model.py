@@ -118,6 +118,8 @@ STEP_ROWS = 2048
 """Rows of one forward pass, unless more decode at once."""
 INITIAL_POSITIONS = 256
 """Positions initially allocated per slot; doubled when a context needs more."""
+LARGE_CACHE = 2**26
+"""Bytes of keys and values from which a cache without content gives its memory back."""
 CHUNK = 256
 """Keys per attention call. Longer calls were seen to split their sums depending on the length."""
 SLOTS_PER_CALL = 16
@@ -225,13 +227,19 @@ class EngineModel:
 
     def copy_weights(self, weights: Weights) -> str:
         """Replace the weights by checked ones; return their fingerprint."""
-        packed = frozenset[str]() if self.fused is None else self.fused.packed_names
-        digest = copy_weights(self.module, weights, packed)
-        if packed and self.fused is not None:
-            self.fused.pack(dict(weights))
-        else:
-            pack_layers(self.module)
+        if self.fused is not None and self.fused.packed_names:
+            packing = self.fused.packing()
+            digest = copy_weights(self.module, weights, self.fused.packed_names, packing.add)
+            self.fused.pack_tied_head()
+            return digest
+        digest = copy_weights(self.module, weights)
+        pack_layers(self.module)
         return digest
+
+    def release_cache(self) -> None:
+        """Release the memory of a large cache without content on a CPU; it grows again on use."""
+        if self.on_cpu and self.cache.nbytes >= LARGE_CACHE:
+            self.cache.clear()
 
     def offload(self) -> None:
         """Release the cache's memory and move weights from a GPU to host memory."""

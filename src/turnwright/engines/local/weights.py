@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -53,16 +53,24 @@ def _keys(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(keys).to(device)
 
 
-Weights = list[tuple[str, torch.Tensor]]
+Weights = Iterable[tuple[str, torch.Tensor]]
+"""Named tensors that can be iterated over more than once."""
 
 
-def check_weights(module: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Weights:
-    """Return the weights as a list; raise `SyncError` where names, shapes or tied values do not match the module's.
+def check_weights(module: torch.nn.Module, weights: Weights) -> Weights:
+    """Return the weights, as a list if they are an iterator; raise `SyncError` where names, shapes or tied values do not match
+    the module's.
 
     A tied weight may be given under one of its names or all of them.
     """
+    weights = list(weights) if isinstance(weights, Iterator) else weights
     own = module.state_dict()
-    given: dict[str, torch.Tensor] = {}
+    places: dict[tuple[int, torch.Size], list[str]] = {}
+    for name, tensor in own.items():
+        places.setdefault((tensor.data_ptr(), tensor.shape), []).append(name)
+    tied = {name for names in places.values() if len(names) > 1 for name in names}
+
+    given: dict[str, torch.Tensor | None] = {}
     for name, tensor in weights:
         if name in given:
             raise SyncError(f"weight {name!r} was given twice; send each name once")
@@ -72,32 +80,36 @@ def check_weights(module: torch.nn.Module, weights: Iterable[tuple[str, torch.Te
             )
         if tensor.shape != own[name].shape:
             raise SyncError(f"weight {name!r} has shape {tuple(tensor.shape)}, the engine's has {tuple(own[name].shape)}")
-        given[name] = tensor
-    places: dict[tuple[int, torch.Size], list[str]] = {}
-    for name, tensor in own.items():
-        places.setdefault((tensor.data_ptr(), tensor.shape), []).append(name)
+        given[name] = tensor if name in tied else None  # weights may be made one at a time
     missing = [names[0] for names in places.values() if not any(name in given for name in names)]
     if missing:
         raise SyncError(f"{len(missing)} weights are missing, first {missing[0]!r}; an update must contain all of them")
     for names in places.values():
-        first, *rest = [given[name] for name in names if name in given]
+        first, *rest = [tensor for name in names if (tensor := given.get(name)) is not None] or [None]
         if not all(torch.equal(first, other.to(first.device)) for other in rest):
             raise SyncError(f"{' and '.join(names)} are one weight in the engine but were given different values")
-    return list(given.items())
+    return weights
 
 
-def copy_weights(module: torch.nn.Module, weights: Weights, packed: Collection[str] = ()) -> str:
-    """Copy checked weights, except those named in `packed`, which the caller packs.
+Take = Callable[[str, torch.Tensor], None]
+
+
+def copy_weights(module: torch.nn.Module, weights: Weights, packed: Collection[str] = (), pack: Take | None = None) -> str:
+    """Copy checked weights, but give those named in `packed` to `pack`.
 
     Return the fingerprint of the copies where the types match, so that a failed copy is detected.
     """
     own = module.state_dict()
-    arrived: Weights = []
-    with torch.no_grad():
+
+    def arrived() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             if name in packed:
-                arrived.append((name, tensor))
+                assert pack is not None
+                pack(name, tensor)
+                yield name, tensor
                 continue
             own[name].copy_(tensor)
-            arrived.append((name, own[name] if own[name].dtype == tensor.dtype else tensor))
-    return fingerprint(arrived)
+            yield name, own[name] if own[name].dtype == tensor.dtype else tensor
+
+    with torch.no_grad():
+        return fingerprint(arrived())

@@ -7,6 +7,12 @@ import gc
 from functools import cache
 from typing import Any
 
+from turnwright.engines.protocols import Engine, SharesMemory, SupportsWeightUpdate
+
+LARGE_WEIGHTS = 2**27
+"""Bytes of weights from which freed memory goes back to the system between sampling and training. The allocator would keep
+what one of them freed while the other needs its own: about 1 GB for a model of 135 million weights."""
+
 
 @cache
 def _trim() -> Any:
@@ -24,3 +30,9 @@ def return_freed_memory() -> None:
     gc.collect()
     if (trim := _trim()) is not None:
         trim(0)
+
+
+def return_large_heap(engine: Engine | SupportsWeightUpdate) -> None:
+    """Return freed memory to the system, between sampling and training in one process with a large model."""
+    if isinstance(engine, SharesMemory) and engine.weight_bytes >= LARGE_WEIGHTS:
+        return_freed_memory()
