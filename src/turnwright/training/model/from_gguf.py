@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from turnwright.training.model.gguf_files import HEADER, copy_header
+
 DIGITS = {"type": "Digits", "individual_digits": True}
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -73,6 +75,7 @@ def convert(file: Path, directory: Path) -> None:
         content = json.loads(path.read_text(encoding="utf-8"))
         content["pre_tokenizer"] = SPLITS[name]
         path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    copy_header(file, directory / HEADER)
 
 
 def _text(fields: Any, key: str) -> str:
