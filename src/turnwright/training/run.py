@@ -75,6 +75,9 @@ from turnwright.types import ROUTES, Trajectory
 if TYPE_CHECKING:
     from turnwright.engines.remote.placed import ServerPlacer
 
+HEAP_STEPS = 8
+"""Warm-up steps after which the freed memory of a large model goes back to the system. At each step it would cost as much
+as the step."""
 RECENT = 20
 """Last warm-up steps, whose mean loss `warmup.gate_loss` bounds."""
 STOP_STEPS = 5
@@ -324,6 +327,8 @@ class TrainingRun:
             self.record.row({"phase": "warmup", "step": step, "demo_reward": demo_reward} | figures | failed_plays)
             failed_plays = {}
             self.watch.progress(step, figures)
+            if step % HEAP_STEPS == 0:
+                return_large_heap(self.parts.engine)
             if step % warmup.gate_every and step != end:
                 continue
 
