@@ -63,7 +63,7 @@ test: $(READY)
 test-core: $(READY)
 	@$(BIN)/python tests/tools/core_alone.py --numprocesses auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ARGS)
 
-test-engines: $(READY)
+test-engines: $(READY) $(SMOLLM2)
 	@home="$${TURNWRIGHT_ENGINES:-$$HOME/.cache/turnwright/engines}"; for kind in vllm sglang; do \
 	[ -e "$$home/$$kind" ] || $(BIN)/python contrib/cpu_servers.py install $$kind --home "$$home" || exit 1; done; \
 	[ -e "$$home/llamacpp" ] || $(BIN)/turnwright engines install llamacpp --home "$$home"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from test_sight import TEXTS, engine_of, look
 
 from turnwright.config import ModelConfig
 from turnwright.engines import Generation
-from turnwright.engines.local import LocalEngine
+from turnwright.engines.local import LocalEngine, fingerprint
 from turnwright.engines.local.mixed_precision import (
     MOST_ROWS,
     OFF,
@@ -34,6 +36,7 @@ from turnwright.engines.local.mixed_precision import (
 from turnwright.errors import ConfigError, SyncError
 from turnwright.training.model import models
 from turnwright.training.model.models import choose_products, device_and_dtype
+from turnwright.training.setup import unique_weights
 
 pytestmark = pytest.mark.skipif(not multiplies_bfloat16(), reason="this processor has no products in bfloat16")
 
@@ -188,6 +191,34 @@ def test_an_update_gives_the_bits_of_a_new_engine(tied: bool, fused_or_not: bool
 
     found = run(LocalEngine(old, context=256), updated)
     assert [one[:2] for one in found] == [one[:2] for one in bits(run(LocalEngine(new, context=256), lambda e: talk(e, 2)))]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_that_are_made_one_at_a_time_are_never_all_there(tied: bool) -> None:
+    """Merged adapters are such; the engine joins three matrices at most."""
+    given = list(unique_weights(mixed(seed=1, tie_word_embeddings=tied)))
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = 0
+
+    class OneAtATime:
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal most
+            for name, tensor in given:
+                made = tensor.clone()
+                alive.add(made)
+                most = max(most, len(alive))
+                yield name, made
+
+    async def updated(engine: LocalEngine, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        assert await engine.update(weights, 1) == fingerprint(given)
+        return bits(await talk(engine, 2))
+
+    found, expected = (
+        run(LocalEngine(mixed(tie_word_embeddings=tied), context=256), lambda engine, weights=weights: updated(engine, weights))
+        for weights in (OneAtATime(), given)
+    )
+    assert found == expected
+    assert 3 <= most <= 5
 
 
 def test_a_wrong_update_changes_nothing() -> None:

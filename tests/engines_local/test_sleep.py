@@ -89,3 +89,27 @@ def test_calls_in_flight_end_as_aborted() -> None:
     found = run(LocalEngine(model()), work)
     assert [generation.finish for generation in found] == ["abort", "abort"]
     assert len(found[0].ids) < 400
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_a_large_cache_is_dropped_with_its_memory(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small one keeps its memory, which would have to be taken again; not while calls are in flight."""
+    monkeypatch.setattr("turnwright.engines.local.model.LARGE_CACHE", 1 if large else 2**40)
+    module = model()
+
+    async def dropped(engine: LocalEngine) -> Any:
+        found, held = [await turns(engine, 1)], engine.cache_bytes
+        flying = asyncio.ensure_future(engine.generate(request(words(20, 9), "long", max_tokens=200)))
+        await asyncio.sleep(0.02)
+        await engine.drop_cache()
+        assert flying.done() or engine.cache_bytes > 0
+        await flying
+        await engine.drop_cache()
+        assert (engine.cache_bytes == 0) is large
+        assert held > 0
+        return [*found, await turns(engine, 2)]
+
+    async def plain(engine: LocalEngine) -> Any:
+        return [await turns(engine, seed) for seed in (1, 2)]
+
+    assert run(LocalEngine(module), dropped) == run(LocalEngine(module), plain)

@@ -94,3 +94,31 @@ def test_a_lora_goes_out_alone_and_comes_back_to_a_server_that_died(kind, tmp_pa
     for way in ("lora", "disk"):  # the checkpoint is an adapter; it is played as one, or merged
         said = ["eval", "--run", str(run), "--engine.update", way, "--tasks", "4", "--samples", "1"]
         assert main(said) == 0, capsys.readouterr().err
+
+
+LLM_RECIPE = RECIPE.with_name("quickstart_llm.toml")
+LLM = RECIPE.parents[1] / ".cache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.mark.parametrize("kind", ["vllm", "llamacpp"])
+def test_a_language_model_learns_through_a_server(kind, tmp_path):
+    """`make quickstart-llm` in ten steps, with the real weights; llama.cpp is started again with each policy."""
+    if not (kit.PLACE / kind).is_dir():
+        pytest.skip(f"{kit.PLACE / kind}: not installed; `{how_to_install(kind, gpu=False)}`")
+    if not LLM.is_file():
+        pytest.skip(f"{LLM} is not there; `python contrib/smollm2.py` fetches it")
+    run = tmp_path / "run"
+    words = ["--model.path", str(LLM), "--train.steps", "10", "--out", str(run), "--display", "none"]
+    words += ["--engine.kind", kind, "--engine.install-dir", str(kit.PLACE)]
+    words += ["--engine.missing-logprobs", "mask"] if kind == "llamacpp" else []
+    assert main(["train", str(LLM_RECIPE), *words]) == 0
+
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["phase"] == "train"]
+    gap = max(row["mismatch_max"] for row in steps)
+    summary = json.loads((run / "summary.json").read_text())
+    before, after = summary["success_before"], summary["success_after"]
+    print(f"{kind}: {before:.1%} to {after:.1%}, max |dlogp| {gap}, cpu {summary['cpu_s']:.0f} s")
+    assert len(steps) == 10
+    assert gap < 1e-2
+    assert after >= before + 0.4

@@ -291,6 +291,8 @@ def _llamacpp_command(place: Path, model: Path, where: Sequence[str], context: i
     positions = context * LLAMACPP_SLOTS if context else 32768
     command = [server, "-m", str(file), *where, "-c", str(positions), "-np", str(LLAMACPP_SLOTS), "--no-webui"]
     plan = ServerCommand([command])
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        plan.add(f"-t {threads}", "OMP_NUM_THREADS: threads that share a core wait for each other at every operation")
     reason = "keys and values in full precision: in half precision, logprobs differ by 2e-3 to 4e-3"
     plan.add("-ctk f32 -ctv f32 -fa off", reason)
     if Path(server).parent == built:  # the server does not search its own directory for libraries
