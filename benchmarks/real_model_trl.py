@@ -34,6 +34,8 @@ from turnwright.envs.builtin.hop import Hop
 from turnwright.envs.env import Action
 from turnwright.types import Message, Task
 
+TURN_END = "<|im_end|>"
+"""Not the tokenizer's end of a text, which need not be that of a turn."""
 ROWS = {"cpu": 8, "cuda": 64}
 """Episodes of one forward and backward pass: TRL's default, which took less CPU than 16; on a GPU all of a step."""
 
@@ -79,7 +81,7 @@ class Player:
 
     def __init__(self, tokenizer: Any, turns: int, turn_tokens: int, rules: bool) -> None:
         self.tokenizer, self.turns, self.turn_tokens, self.rules = tokenizer, turns, turn_tokens, rules
-        self.end = tokenizer.eos_token_id
+        self.end = tokenizer.convert_tokens_to_ids(TURN_END)
 
     def play(self, model: Any, tasks: Sequence[Task]) -> list[Episode]:
         """Play an episode of each task."""
@@ -123,8 +125,8 @@ class Player:
         if episode.done:
             return
 
-        closing = "" if reply[-1] == self.end else "<|im_end|>"
-        following = f"{closing}\n<|im_start|>user\n{step.observation}<|im_end|>\n<|im_start|>assistant\n"
+        closing = "" if reply[-1] == self.end else TURN_END
+        following = f"{closing}\n<|im_start|>user\n{step.observation}{TURN_END}\n<|im_start|>assistant\n"
         episode.add(self.tokenizer.encode(following, add_special_tokens=False), sampled=False)
 
 
