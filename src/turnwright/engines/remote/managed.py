@@ -291,7 +291,7 @@ def _llamacpp_command(place: Path, model: Path, where: Sequence[str], context: i
     positions = context * LLAMACPP_SLOTS if context else 32768
     command = [server, "-m", str(file), *where, "-c", str(positions), "-np", str(LLAMACPP_SLOTS), "--no-webui"]
     plan = ServerCommand([command])
-    if threads := os.environ.get("OMP_NUM_THREADS"):
+    if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
         plan.add(f"-t {threads}", "OMP_NUM_THREADS: threads that share a core wait for each other at every operation")
     reason = "keys and values in full precision: in half precision, logprobs differ by 2e-3 to 4e-3"
     plan.add("-ctk f32 -ctv f32 -fa off", reason)
@@ -547,9 +547,8 @@ class ManagedFleet(Fleet):
     async def _restart_with(self, server: ServerProcess, engine: RemoteEngine, directory: Path) -> None:
         """Start a server that takes no new weights with those of a directory, unless it has them already."""
         if server.directory != directory or server.ended:
-            await asyncio.to_thread(server.stop)
             server.starts = 0  # it did not exit by itself
-            server.start(directory)
+            server.start(directory)  # at once, so that no check finds it ended meanwhile
         await wait_until_up(server, engine, self.start_s)
 
     async def _wait_until_up(self, server: ServerProcess) -> None:
