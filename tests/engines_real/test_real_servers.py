@@ -201,6 +201,25 @@ def test_llamacpp_gives_ids_and_what_logprobs_it_has(llama):
     assert max(known) < CLOSE
 
 
+def test_llamacpp_is_greedy_at_temperature_zero(llama):
+    model, server = llama
+
+    async def work():
+        client = kit.CLIENTS["llamacpp"](server.url, renderer=model.renderer, missing_logprobs="mask")
+        greedy = Sampling(temperature=0.0)
+        asked = [Request(PROMPT, 24, frozenset(), seed, f"s{seed}", sampling=greedy) for seed in range(3)]
+        found = [await client.generate(request) for request in asked]
+        await client.close()
+        return found
+
+    found = asyncio.run(work())
+    assert len({tuple(generation.ids) for generation in found}) == 1
+    for place, token in enumerate(found[0].ids[:8]):
+        likeliest = model.forward([*PROMPT, *found[0].ids[:place], token], len(PROMPT) + place)[0]
+        others = [model.forward([*PROMPT, *found[0].ids[:place], other], len(PROMPT) + place)[0] for other in range(20, 40)]
+        assert likeliest >= max(others) - CLOSE
+
+
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_an_adapter_answers_and_its_versions_are_told_apart(kind, tmp_path):
     model = kit.Model(tmp_path)

@@ -261,6 +261,7 @@ def test_llamacpps_logprobs_are_behind_the_samplers_only_where_that_differs(runn
     ask(LlamaCppEngine, server, question(sampling=Sampling(0.0)))
     asked = [row["body"] for row in server.seen("/completion")][-4:]
     assert [body["post_sampling_probs"] for body in asked] == [False, True, True, False]
+    assert all("temperature" in body["samplers"] for body in asked)  # else llama.cpp draws at temperature 1, greedy or not
     assert asked[2]["logit_bias"] == [[1, False]]
 
 

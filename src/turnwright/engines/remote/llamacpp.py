@@ -63,7 +63,7 @@ class LlamaCppEngine(RemoteEngine):
         changed = sampling.temperature != 1.0 or not sampling.is_unmodified or bool(request.banned_ids)
         post_sampling = bool(sampling.temperature) and changed
         samplers = ["top_k"] if sampling.top_k else []
-        samplers += ["temperature"] if sampling.temperature else []
+        samplers += ["temperature"]  # without it llama.cpp draws at temperature 1 whatever the temperature is
         samplers += ["min_p"] if sampling.min_p else []
         samplers += ["top_p"] if sampling.top_p < 1.0 else []
         body: dict[str, Any] = {
