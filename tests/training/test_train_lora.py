@@ -18,6 +18,7 @@ from turnwright.training import Checkpoints, Trainer, add_lora
 from turnwright.training.model import models
 from turnwright.training.model.lora import adapter_of, linear_layers, load_adapter
 from turnwright.training.model.weight_export import cast
+from turnwright.training.trainer.trainer import FEW_MICRO_TOKENS, MICRO_TOKENS
 
 peft = pytest.importorskip("peft")
 LORA = LoraConfig(rank=4)
@@ -300,3 +301,19 @@ def test_a_right_engine_has_no_mismatch(tiny_dir, tiny_model):
     sampler.tie_weights()
     figures = Trainer(tiny_model, TrainConfig()).step(with_logprobs(sampler, random_groups(3)), step=0, steps=2).metrics
     assert figures["mismatch_max"] < 1e-4
+
+
+def test_a_large_models_adapter_is_trained_in_small_passes(tiny_dir, monkeypatch):
+    """By default, and on a CPU; a step of all weights has gradients beside any pass."""
+
+    def limit(**settings):
+        model, _ = models.load(tiny_dir)
+        if settings.pop("lora", False):
+            add_lora(model, LORA, seed=0)
+        return Trainer(model, TrainConfig(**settings)).micro_batch_limit.tokens
+
+    assert limit(lora=True) == limit() == MICRO_TOKENS
+    monkeypatch.setattr("turnwright.training.trainer.trainer.LARGE_WEIGHTS", 1)
+    assert limit(lora=True) == FEW_MICRO_TOKENS
+    assert limit() == MICRO_TOKENS
+    assert limit(lora=True, micro_tokens=2048) == 2048

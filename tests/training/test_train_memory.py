@@ -227,7 +227,7 @@ def test_the_parts_of_an_estimate(tiny_dir):
     few = estimate(trainer, longest=100, engine=engine, sequences=4, concurrency=4)
     many = estimate(trainer, longest=500, engine=engine, sequences=40, concurrency=200)
     assert few.weights == few.engine < many.engine  # an engine begins with a cache for so few
-    assert (few.tokens, many.tokens) == (400, trainer.config.micro_tokens)
+    assert (few.tokens, many.tokens) == (400, trainer.micro_batch_limit.tokens)
 
 
 def test_the_cache_grows_as_estimated(tiny_dir):

@@ -554,8 +554,9 @@ class TrainConfig:
     """Maximum passes over each step's groups; with `gradient_signal_steps`, as few as move the policy as far."""
     minibatches: PositiveInt = 1
     """Optimizer steps per epoch."""
-    micro_tokens: PositiveInt = 4096
-    """Maximum tokens per forward pass; results do not depend on it."""
+    micro_tokens: PositiveInt | None = None
+    """Maximum tokens per forward pass; results do not depend on it. None is 4096, and 512 for an adapter of a large model on a
+    CPU, whose step takes little more than a pass does."""
     batching: Batching = "auto"
     """Computation of shared prefixes: `tree` computes them once, `rows` in each row, `auto` selects the cheaper one by
     estimate."""
