@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_train_trainer import ANY, fingerprint
 from torch import nn
@@ -15,6 +15,7 @@ from train_kit import distance, gradient, random_groups
 from turnwright.config import TrainConfig
 from turnwright.training import Ranks, Trainer
 from turnwright.training.model import models
+from turnwright.training.trainer.dot_products import dot_products
 from turnwright.training.trainer.optimizer import YOUNG, GradientSignal, Optimizer, signal_share, standard_errors
 from turnwright.types import Group, Task
 
@@ -484,3 +485,50 @@ def test_a_large_parameter_is_compared_in_pieces(monkeypatch, steps):
     monkeypatch.setattr("turnwright.training.trainer.optimizer.WHOLE", 100)
     monkeypatch.setattr("turnwright.training.trainer.optimizer.PIECE", 70)
     assert agreement() == pytest.approx(whole, rel=1e-4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.integers(1, 20_000),
+    without=st.booleans(),
+    has_past=st.booleans(),
+    scale=st.sampled_from((1e-6, 1.0, 100.0)),
+    seed=st.integers(0, 999),
+)
+def test_the_kernel_for_large_models_has_the_agreement_of_tensors(size, without, has_past, scale, seed):
+    """Each sum within rounding of the one in float64."""
+    torch.manual_seed(seed)
+    gradient, other = scale * torch.randn(size), scale * torch.randn(size)
+    past = (scale * torch.randn(size)) ** 2 if has_past else torch.zeros(0)
+    found = dot_products(gradient.numpy(), other.numpy(), past.numpy(), without, 0.99, 1e-16)
+
+    o = other.double()
+    g = gradient.double() - o if without else gradient.double()
+    mean = (0.99 * past.double() + 0.01 * g * g if has_past else g * g + o * o) + 1e-16
+    pairs = (g, o), (g, g), (o, o), (g / mean, o), (g / mean, g), (o / mean, o)
+    for value, (one, two) in zip(found, pairs, strict=True):
+        size_of_terms = float((one * two).abs().sum())
+        assert abs(value - float((one * two).sum())) <= 1e-4 * size_of_terms
+
+
+def test_a_large_models_agreement_is_that_of_a_small_one(monkeypatch):
+    def agreements():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(300, 200)
+        optimizer, found = Optimizer(model, TrainConfig(), Ranks()), []
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 300)).square().mean().backward()
+            found.append(optimizer.agreement(optimizer.gradient(), optimizer.momentum()))
+            optimizer.grad_norm()
+            optimizer.step(1e-3)
+        return optimizer.one_pass, found
+
+    kernel, expected = agreements()
+    assert not kernel
+    monkeypatch.setattr("turnwright.training.trainer.optimizer.LARGE_WEIGHTS", 1)
+    kernel, found = agreements()
+    assert kernel
+    assert found[0] is expected[0] is None
+    for one, other in zip(found[1:], expected[1:], strict=True):
+        assert one == pytest.approx(other, rel=1e-4)

@@ -15,6 +15,8 @@ from turnwright.config import TrainConfig
 from turnwright.errors import ModelError
 from turnwright.training.distributed import full_tensor, shard_like
 from turnwright.training.forward.ranks import Ranks
+from turnwright.training.trainer.dot_products import dot_products
+from turnwright.training.trainer.heap import LARGE_WEIGHTS
 
 _SLOTS = ("exp_avg", "exp_avg_sq")
 Direction = dict[Tensor, Tensor]
@@ -66,6 +68,9 @@ class Optimizer:
             fused=fused,
         )
         self.max_grad_norm = config.max_grad_norm
+        plain = all(type(p.data) is Tensor and p.device.type == "cpu" and p.dtype == torch.float32 for p in self.masters)
+        self.one_pass = plain and ranks.size == 1 and 4 * sum(p.numel() for p in self.masters) >= LARGE_WEIGHTS
+        """Whether gradients are compared by a kernel, for a large model on a CPU."""
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
@@ -106,6 +111,10 @@ class Optimizer:
         o, g = self.ranks.local(other).flatten(), self.ranks.local(gradient).flatten()
         state = self.adamw.state.get(p)
         past = self.ranks.local(state["exp_avg_sq"]).flatten() if state else None
+        if self.one_pass:
+            beta, eps = self.adamw.defaults["betas"][1], self.adamw.defaults["eps"]
+            numbers = [one.float().numpy() for one in (g, o, o[:0] if past is None else past)]
+            return torch.from_numpy(dot_products(*numbers, without, beta, eps**2))
         size = len(g) if len(g) <= WHOLE else PIECE
         parts = zip(g.split(size), o.split(size), repeat(None) if past is None else past.split(size), strict=False)
         dots = [self._dots_of_part(*part, without) for part in parts]
