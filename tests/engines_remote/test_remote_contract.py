@@ -9,9 +9,11 @@ import time
 
 import pytest
 import remote_kit as kit
+import test_remote_liars as liars
 
 from turnwright.engines import Engine, Request, Sampling, StopText, check_generation
 from turnwright.engines.remote import ChatEngine, LlamaCppEngine, SglangEngine, VllmEngine, connect, probe_server
+from turnwright.engines.remote.remote_engine import CANARY, KNOWN_TEXT
 from turnwright.errors import (
     BackendContractError,
     ConfigError,
@@ -390,3 +392,13 @@ def test_the_last_id_of_a_vocabulary_is_scored_whatever_sglang_calls_it():
     with kit.servers("sglang") as server:
         rows = kit.table(1)
         assert kit.run(work(server.url)) == [rows[3][kit.IDS - 1], rows[kit.IDS - 1][4]]
+
+
+def test_weights_are_told_apart_by_a_text_where_the_tokenizer_is_known():
+    """And by the same ids for the life of a client, whose scores are compared with earlier ones."""
+    known, unknown = VllmEngine("http://localhost:1", renderer=liars.renderer()), VllmEngine("http://localhost:1")
+    expected = tuple(liars.renderer().codec.encode_plain(KNOWN_TEXT))[: len(CANARY)]
+    assert known.known_ids == expected != CANARY
+    assert unknown.known_ids == CANARY
+    unknown.set_renderer(liars.renderer())
+    assert unknown.known_ids == CANARY

@@ -15,7 +15,7 @@ from typing import Any
 from turnwright.engines.protocols import Generation, Request
 from turnwright.engines.remote.chat import ChatEngine
 from turnwright.engines.remote.engine_list import EngineList
-from turnwright.engines.remote.remote_engine import CANARY, RemoteEngine
+from turnwright.engines.remote.remote_engine import RemoteEngine
 from turnwright.engines.remote.replica import ExpectedScores, LatestWeights, LogprobFunction, Replica
 from turnwright.engines.remote.response import WeightsLabel
 from turnwright.engines.remote.weight_files import WeightDirectories
@@ -563,10 +563,10 @@ class Fleet:
         return LatestWeights(self._latest, scores, self.tolerance)
 
     async def _expected_scores(self) -> ExpectedScores | None:
-        """Return the trainer's current scores of `CANARY`."""
-        if self._expected_logprobs is None:
+        """Return the trainer's current scores of the servers' known ids."""
+        if self._expected_logprobs is None or not self.members:
             return None
-        scores = tuple(await asyncio.to_thread(self._expected_logprobs, CANARY))
+        scores = tuple(await asyncio.to_thread(self._expected_logprobs, self.members[0].engine.known_ids))
         before, self._trainer_label = self._trainer_label, WeightsLabel(None, scores)
         return ExpectedScores(self._trainer_label, self._trainer_label.max_difference(before) if before is not None else 0.0)
 

@@ -44,14 +44,14 @@ class WeightsProof:
 
 
 async def score_canary(engine: RemoteEngine, noise: float | None = None) -> WeightsProof:
-    """Score `CANARY` on a server; twice unless the noise of its scores is known."""
+    """Score the known ids on a server; twice unless the noise of its scores is known."""
     label = await engine.weights_label()
     return WeightsProof(label, label.max_difference(await engine.weights_label()) if noise is None else noise)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedScores:
-    """The trainer's own scores of `CANARY` for its new weights."""
+    """The trainer's own scores of the known ids for its new weights."""
 
     label: WeightsLabel
     moved: float
@@ -65,7 +65,7 @@ class LatestWeights:
     source: WeightsSource | None
     """None before the first update."""
     scores: WeightsLabel | None = None
-    """Scores of `CANARY` that prove them: the trainer's, or a proven server's of the same kind."""
+    """Scores of the known ids that prove them: the trainer's, or a proven server's of the same kind."""
     tolerance: float = 1e-3
     """Maximum difference from those, in nats."""
 

@@ -225,7 +225,7 @@ class WeightsLabel(NamedTuple):
     name: str | None
     """The server's name for its weights; None when it has none."""
     scores: tuple[float, ...]
-    """The server's logprobs of `CANARY`."""
+    """The server's logprobs of the known ids."""
 
     def max_difference(self, other: WeightsLabel) -> float:
         """Return the largest difference of the scores in nats; infinite when not comparable."""
