@@ -45,6 +45,8 @@ from turnwright.records import ProgressListener
 
 OURS, THEIRS = "turnwright", "TRL"
 GOAL, IN_A_ROW = 0.8, 2
+FIRST_STEP = 2
+"""Number of the first measured step: in two of twenty, the first two, a trainer also records what an engine must sample."""
 STILL = 1e-12
 """Learning rate that changes no weight by more than rounding."""
 
@@ -119,7 +121,8 @@ class TrainerPart:
     def play_round(self, number: int) -> None:
         """Measure a step of each kind."""
         for kind, trainer in self.trainers.items():
-            result, cpu_s = timed(partial(trainer.step, self.groups[kind], step=0, steps=1))
+            step = FIRST_STEP + number
+            result, cpu_s = timed(partial(trainer.step, self.groups[kind], step=step, steps=step + 1))
             _, batches = result.token_records
             trained = sum(batch.size for batch in batches)
             self.passes[kind] = PassSize.of([micro for batch in batches for micro in batch.micros])
