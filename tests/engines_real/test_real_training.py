@@ -115,7 +115,7 @@ def test_a_language_model_learns_through_a_server(kind, tmp_path):
 
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["phase"] == "train"]
-    gap = max(row["mismatch_max"] for row in steps)
+    gap = max(row["mismatch_max"] for row in steps if "mismatch_max" in row)  # a step that all solve trains nothing
     summary = json.loads((run / "summary.json").read_text())
     before, after = summary["success_before"], summary["success_after"]
     print(f"{kind}: {before:.1%} to {after:.1%}, max |dlogp| {gap}, cpu {summary['cpu_s']:.0f} s")
