@@ -31,7 +31,7 @@ class LlamaCppEngine(RemoteEngine):
 
     It differs from the others in three ways. Ids that end inside a character have no logprob, so training needs
     `missing_logprobs`. It takes no stop ids: ids after one are dropped and counted as `ids_left_out`. It takes no new weights:
-    a run that started it starts it again with them (`restart`).
+    a run that started it starts it again with them (`set_restart`).
 
     Its plain logprobs are the model's, before any sampler. They are requested when the sampling distribution is the model's own
     (temperature 1, nothing banned) or greedy; otherwise those after the samplers are. Keys and values are half precision
@@ -39,14 +39,17 @@ class LlamaCppEngine(RemoteEngine):
     """
 
     kind = "llama.cpp"
-    restart: Callable[[Path], Awaitable[None]] | None = None
-    """Starts the server again with the weights of a directory; None for a server that the run did not start."""
+    _restart: Callable[[Path], Awaitable[None]] | None = None
+
+    def set_restart(self, restart: Callable[[Path], Awaitable[None]]) -> None:
+        """Take new weights by a function that starts the server again with those of a directory."""
+        self._restart = restart
 
     async def _load_from_disk(self, directory: Path, version: int) -> None:
-        if self.restart is None:
+        if self._restart is None:
             await super()._load_from_disk(directory, version)
         else:
-            await self.restart(directory)
+            await self._restart(directory)
 
     async def _identify(self) -> None:
         props = await self.http.page("/props", CONTROL_S)

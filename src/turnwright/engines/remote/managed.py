@@ -474,7 +474,7 @@ class ManagedFleet(Fleet):
         self.started, self.start_s, self._directory, self._owner = list(started), start_s, base, owner
         for engine, server in zip(engines, self.started, strict=True):
             if isinstance(engine, LlamaCppEngine):
-                engine.restart = partial(self._restart_with, server, engine)
+                engine.set_restart(partial(self._restart_with, server, engine))
 
     async def sleep(self) -> None:
         """Make the servers release their memory, if they were started."""
