@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,10 +56,8 @@ def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write(
-    path: Path, model: LlamaForCausalLM, tokenizer: Tokenizer, *, split: str = "smollm", architecture: str = "llama"
-) -> Path:
-    config, file = model.config, GGUFWriter(path, architecture)
+def add_sizes(file: GGUFWriter, config: Any) -> None:
+    """Add the key-values that say how large a model is."""
     file.add_context_length(config.max_position_embeddings)
     file.add_embedding_length(config.hidden_size)
     file.add_block_count(config.num_hidden_layers)
@@ -68,6 +67,13 @@ def write(
     file.add_layer_norm_rms_eps(config.rms_norm_eps)
     file.add_rope_freq_base(10000.0)
     file.add_vocab_size(config.vocab_size)
+
+
+def write(
+    path: Path, model: LlamaForCausalLM, tokenizer: Tokenizer, *, split: str = "smollm", architecture: str = "llama"
+) -> Path:
+    config, file = model.config, GGUFWriter(path, architecture)
+    add_sizes(file, config)
     file.add_tokenizer_model("gpt2")
     file.add_tokenizer_pre(split)
     ids = range(tokenizer.get_vocab_size())

@@ -11,6 +11,7 @@ import torch
 from gguf import GGUFReader, GGUFWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_from_gguf import add_sizes
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from turnwright.errors import ConfigError
@@ -38,16 +39,8 @@ def header_of(model: Any, architecture: str, folder: Path) -> Path:
     """Write the key-values of a model, as `turnwright.training.model.from_gguf` leaves them in its directory."""
     config, source = model.config, folder / "source.gguf"
     file = GGUFWriter(source, architecture)
-    file.add_context_length(config.max_position_embeddings)
-    file.add_embedding_length(config.hidden_size)
-    file.add_block_count(config.num_hidden_layers)
-    file.add_feed_forward_length(config.intermediate_size)
-    file.add_head_count(config.num_attention_heads)
-    file.add_head_count_kv(config.num_key_value_heads)
+    add_sizes(file, config)
     file.add_key_length(config.head_dim if architecture != "qwen2" else 8)
-    file.add_layer_norm_rms_eps(config.rms_norm_eps)
-    file.add_rope_freq_base(10000.0)
-    file.add_vocab_size(config.vocab_size)
     file.add_tokenizer_model("gpt2")
     file.add_tokenizer_pre("default")
     file.add_token_list(WORDS)

@@ -263,13 +263,11 @@ def _fleet(
     gpu = weight.is_cuda if placer is None else config.scale.ray_engine_gpus > 0
     untie = not engine.attached and not gpu
     directories = _weight_directories(config, weights_directory, source, model, adapter, untie=untie)
-    if engine.kind == "llamacpp":
-        expected_logprobs = likeliest_with_model(model)
     options: dict[str, Any] = {
         "directories": directories,
         "most": engine.concurrency,
         "patience_s": engine.unavailable_timeout_s,
-        "expected_logprobs": expected_logprobs or score_with_model(model),
+        "expected_logprobs": _expected_scores(config, model, expected_logprobs),
         "tolerance": engine.weight_check_tolerance or TOLERANCE.get(weight.dtype, ROUGH),
         "first": first,
     }
@@ -317,6 +315,16 @@ def _fleet(
         started = [ServerProcess(engine.kind, home, logs / name, **options_of) for name in names]
     clients = make_clients(engine, [server.url for server in started], renderer, context)
     return ManagedFleet(clients, started, start_s=engine.start_s, **options)
+
+
+def _expected_scores(config: RunConfig, model: nn.Module, of_ranks: LogprobFunction | None) -> LogprobFunction:
+    """Return what computes the scores that servers must have; `of_ranks` does where each of several ranks has a part of the
+    model."""
+    if config.engine.kind != "llamacpp":
+        return of_ranks or score_with_model(model)
+    if of_ranks is not None:
+        raise ConfigError('engine.kind = "llamacpp" is for a trainer of one process; use "vllm" or "sglang" with several')
+    return likeliest_with_model(model)
 
 
 def _weight_directories(
@@ -403,29 +411,31 @@ def _list_of(engine: EngineConfig, renderer: Any, context: int | None, file: str
     return {"listed": EngineList(file), "connect": lambda url: connect(url=url)}
 
 
-def score_with_model(model: nn.Module) -> Any:
-    """Return a function that computes log p(ids[i] | ids[:i]) for i >= 1, at temperature 1 with nothing banned."""
+def _next_logprobs(model: nn.Module, ids: Sequence[int]) -> torch.Tensor:
+    """Return the model's log-probabilities (T, vocabulary) after each of T ids, at temperature 1 with nothing banned."""
+    ids_bt = torch.tensor([list(ids)], device=next(model.parameters()).device)
+    with torch.no_grad():
+        logits_tv: torch.Tensor = model(input_ids=ids_bt, use_cache=False).logits[0]
+        return logits_tv.float().log_softmax(-1)
+
+
+def score_with_model(model: nn.Module) -> LogprobFunction:
+    """Return a function that computes log p(ids[i] | ids[:i]) for i >= 1."""
 
     def score(ids: Sequence[int]) -> list[float]:
-        first = next(model.parameters())
-        ids_bt = torch.tensor([list(ids)], device=first.device)
-        with torch.no_grad():
-            logits_tv = model(input_ids=ids_bt, use_cache=False).logits[0, :-1].float()
-            logp_t = logits_tv.log_softmax(-1).gather(1, ids_bt[0, 1:, None])[:, 0]
-        return [float(value) for value in logp_t]
+        logp_tv = _next_logprobs(model, ids)
+        following_t = torch.tensor(list(ids)[1:], device=logp_tv.device)
+        return [float(value) for value in logp_tv[:-1].gather(1, following_t[:, None])[:, 0]]
 
     return score
 
 
-def likeliest_with_model(model: nn.Module) -> Any:
+def likeliest_with_model(model: nn.Module) -> LogprobFunction:
     """Return a function that computes the likeliest next ids and their logprobs as `LlamaCppEngine.score` returns them."""
     from turnwright.engines.remote.llamacpp import LIKELIEST
 
     def score(ids: Sequence[int]) -> list[float]:
-        ids_bt = torch.tensor([list(ids)], device=next(model.parameters()).device)
-        with torch.no_grad():
-            logp_v = model(input_ids=ids_bt, use_cache=False).logits[0, -1].float().log_softmax(-1)
-        top = logp_v.topk(LIKELIEST)
+        top = _next_logprobs(model, ids)[-1].topk(LIKELIEST)
         rows = sorted(zip(top.indices.tolist(), top.values.tolist(), strict=True))
         return [float(value) for row in rows for value in row]
 

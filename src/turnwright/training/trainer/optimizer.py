@@ -15,7 +15,6 @@ from turnwright.config import TrainConfig
 from turnwright.errors import ModelError
 from turnwright.training.distributed import full_tensor, shard_like
 from turnwright.training.forward.ranks import Ranks
-from turnwright.training.trainer.dot_products import dot_products
 from turnwright.training.trainer.heap import LARGE_WEIGHTS
 
 _SLOTS = ("exp_avg", "exp_avg_sq")
@@ -112,6 +111,8 @@ class Optimizer:
         state = self.adamw.state.get(p)
         past = self.ranks.local(state["exp_avg_sq"]).flatten() if state else None
         if self.one_pass:
+            from turnwright.training.trainer.dot_products import dot_products  # numba takes a while to import
+
             beta, eps = self.adamw.defaults["betas"][1], self.adamw.defaults["eps"]
             numbers = [one.float().numpy() for one in (g, o, o[:0] if past is None else past)]
             return torch.from_numpy(dot_products(*numbers, without, beta, eps**2))
