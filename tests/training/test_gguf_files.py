@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from test_from_gguf import add_sizes
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+from turnwright.config import EngineConfig, EnvConfig, RunConfig
+from turnwright.engines.remote.llamacpp import LIKELIEST
 from turnwright.errors import ConfigError
 from turnwright.training.model.gguf_files import HEADER, GgufDirectories, copy_header
-from turnwright.training.setup import unique_weights
+from turnwright.training.setup import _expected_scores, unique_weights
 
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 WORDS = [f"w{number}" for number in range(64)]
@@ -123,3 +125,12 @@ def test_an_architecture_that_is_not_known_is_refused(tmp_path: Path) -> None:
     source = header_of(model, "gemma2", tmp_path)
     with pytest.raises(ConfigError, match="gemma2 models are not written"):
         GgufDirectories(tmp_path, source)
+
+
+def test_llamacpp_is_for_a_trainer_of_one_process() -> None:
+    """Its expected scores are those of the whole model, and several ranks have a part of it each."""
+    config = RunConfig(env=(EnvConfig(use="hop"),), engine=EngineConfig(kind="llamacpp", missing_logprobs="mask"))
+    model = made("llama", 2, 1, tied=True, seed=0)
+    assert len(_expected_scores(config, model, None)([1, 2, 3])) == 2 * LIKELIEST
+    with pytest.raises(ConfigError, match="a trainer of one process"):
+        _expected_scores(config, model, lambda ids: [0.0 for _ in ids])
