@@ -94,7 +94,7 @@ def measure_rounds(options: argparse.Namespace, model: Path, kinds: list[Kind]) 
     engine = EnginePart(model, kinds, options.calls) if "engine" in options.only else None
     trainer = None
     if "trainer" in options.only:
-        trainer = TrainerPart(make_warmed(model, options.warmed), kinds)
+        trainer = TrainerPart({"story": model, "hop": make_warmed(model, options.warmed)}, kinds)
     limits = LimitsPart(model, kinds) if "roofline" in options.only else None
 
     for part in (engine, trainer):
@@ -128,10 +128,10 @@ def compare_with_limits(
     if trainer is not None:
         needed = {}
         for kind in kinds:
-            size = trainer.passes[kind]
+            size = trainer.passes["story", kind]
             needed[kind] = limits.trainer_seconds_needed(kind, size.positions, size.predicting)
-        best = max(kinds, key=trainer.rate)
-        figures["of_roofline_trainer"] = needed[best] / trainer.step_s(best)
+        best = max(kinds, key=lambda kind: trainer.rate("story", kind))
+        figures["of_roofline_trainer"] = needed[best] / trainer.step_s("story", best)
     return figures
 
 

@@ -1,8 +1,11 @@
 """Parts `trainer` and `trl` of `real_model.py`: the trainer's step, and training against TRL's `GRPOTrainer`.
 
-`trainer`: 64 episodes of `hop`, 8 groups of 8 whose rewards differ, are sampled once by the engine
-of each kind, and trained on again and again at a learning rate of 1e-12, so that the weights stay
-those that sampled them.
+`trainer`: groups of 8 episodes whose rewards differ are sampled once, and trained on again and again
+by each kind at a learning rate of 1e-12, so that the weights stay those that sampled them. They are
+of two kinds of work: 2 groups of a `story` that the model tells in four turns with replies of up to
+48 ids (`real_model_story.py`), by which kinds are compared, and 8 groups of the recipe's own task `hop`
+by the warmed model, whose step is so short that what does not depend on its size, such as Adam's
+update, is most of it.
 
 `trl`: all sides train `hop` from the same warmed weights, as `recipes/quickstart_llm.toml` says but
 for a constant learning rate: 8 groups of 8 on the same tasks, 6 turns, 12 ids a turn where a cut
@@ -20,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,6 +44,7 @@ from real_model_common import (
 )
 
 sys.path.insert(0, str(ROOT / "src"))
+from turnwright.config import EnvConfig, Limits, RunConfig
 from turnwright.config import load as load_recipe
 from turnwright.records import ProgressListener
 
@@ -54,14 +59,25 @@ STILL = 1e-12
 # Part trainer
 
 
-async def sample_groups(directory: Path, kind: Kind, count: int) -> list[Any]:
-    """Return groups of the recipe's size, sampled by the engine, whose rewards differ within each."""
+def training_work() -> dict[str, RunConfig]:
+    """Return the settings of each kind of work."""
+    recipe = load_recipe(RECIPE).config
+    # Kinds differ by more than an engine and a trainer of one kind may.
+    recipe = replace(recipe, train=replace(recipe.train, lr=STILL, schedule="constant", max_mismatch=1.0))
+    story = EnvConfig(use=str(Path(__file__).with_name("real_model_story.py")) + ":Story")
+    limits = Limits(context=1024, turns=4, turn_tokens=48, on_turn_length="continue")
+    rollout = replace(recipe.rollout, groups=2)
+    return {"story": replace(recipe, env=(story,), limits=limits, rollout=rollout), "hop": recipe}
+
+
+async def sample_groups(directory: Path, kind: Kind, config: RunConfig) -> list[Any]:
+    """Return a step's groups, sampled by the engine, whose rewards differ within each."""
     from turnwright.engines.local import LocalEngine
     from turnwright.envs.resolve import resolve_env
     from turnwright.rollouts import EpisodeSpec, Rollout, group_by_task
     from turnwright.types import EpisodeKey
 
-    config = load_recipe(RECIPE).config
+    count = config.rollout.groups
     env_spec = resolve_env(config.env[0])
     model, renderer = load(directory, kind)
     engine = LocalEngine(model, renderer=renderer)
@@ -96,57 +112,68 @@ class PassSize:
 
 
 class TrainerPart:
-    """The trainer of each kind, which trains on the episodes of its engine."""
+    """The trainers of each kind of work and of computation; those of the same work train on the same episodes.
 
-    def __init__(self, directory: Path, kinds: Sequence[Kind]) -> None:
+    Args:
+        directories: weights of each kind of work, by its name.
+        kinds: kinds of computation.
+    """
+
+    def __init__(self, directories: Mapping[str, Path], kinds: Sequence[Kind]) -> None:
         from turnwright.training.forward.ranks import Ranks
         from turnwright.training.setup import make_trainer
 
-        recipe = load_recipe(RECIPE).config
-        config = replace(recipe, train=replace(recipe.train, lr=STILL, schedule="constant"))
-        self.trainers: dict[Kind, Any] = {}
-        self.groups: dict[Kind, list[Any]] = {}
-        self.spent: dict[Kind, list[Spent]] = {kind: [] for kind in kinds}
-        self.passes: dict[Kind, PassSize] = {}
-        for kind in kinds:
-            self.groups[kind] = asyncio.run(sample_groups(directory, kind, config.rollout.groups))
-            model, renderer = load(directory, kind)
-            self.trainers[kind] = make_trainer(config, model, renderer, None, Ranks(), None)
+        self.work, self.kinds = training_work(), kinds
+        self.groups: dict[str, list[Any]] = {}
+        self.trainers: dict[tuple[str, Kind], Any] = {}
+        self.spent: defaultdict[tuple[str, Kind], list[Spent]] = defaultdict(list)
+        self.passes: dict[tuple[str, Kind], PassSize] = {}
+        for name, config in self.work.items():
+            self.groups[name] = asyncio.run(sample_groups(directories[name], kinds[-1], config))
+            for kind in kinds:
+                model, renderer = load(directories[name], kind)
+                self.trainers[name, kind] = make_trainer(config, model, renderer, None, Ranks(), None)
 
     def warm_up(self) -> None:
         """Let each trainer allocate its gradients and moments."""
-        for kind, trainer in self.trainers.items():
-            trainer.step(self.groups[kind][:1], step=0, steps=1)
+        for (name, _), trainer in self.trainers.items():
+            trainer.step(self.groups[name][:1], step=0, steps=1)
 
     def play_round(self, number: int) -> None:
-        """Measure a step of each kind."""
-        for kind, trainer in self.trainers.items():
-            step = FIRST_STEP + number
-            result, cpu_s = timed(partial(trainer.step, self.groups[kind], step=step, steps=step + 1))
-            _, batches = result.token_records
-            trained = sum(batch.size for batch in batches)
-            self.passes[kind] = PassSize.of([micro for batch in batches for micro in batch.micros])
-            self.spent[kind].append(Spent(cpu_s, trained))
-            text = f"{trained} ids in {cpu_s:.1f} s, {trained / cpu_s:.1f} trained ids a CPU second"
-            print(f"round {number + 1}: trainer {kind:8s} {text}", flush=True)
+        """Measure a step of each kind of work and of computation."""
+        for name, kind in self.trainers:
+            self._measure(name, kind, number)
 
-    def step_s(self, kind: Kind) -> float:
+    def _measure(self, name: str, kind: Kind, number: int) -> None:
+        step, trainer = FIRST_STEP + number, self.trainers[name, kind]
+        result, cpu_s = timed(partial(trainer.step, self.groups[name], step=step, steps=step + 1))
+        _, batches = result.token_records
+        trained = sum(batch.size for batch in batches)
+        self.passes[name, kind] = PassSize.of([micro for batch in batches for micro in batch.micros])
+        self.spent[name, kind].append(Spent(cpu_s, trained))
+        text = f"{trained} ids in {cpu_s:.1f} s, {trained / cpu_s:.1f} trained ids a CPU second"
+        print(f"round {number + 1}: trainer {kind:8s} {name:5s} {text}", flush=True)
+
+    def step_s(self, name: str, kind: Kind) -> float:
         """Return the median CPU seconds of a step."""
-        return statistics.median(spent.cpu_s for spent in self.spent[kind])
+        return statistics.median(spent.cpu_s for spent in self.spent[name, kind])
 
-    def rate(self, kind: Kind) -> float:
+    def rate(self, name: str, kind: Kind) -> float:
         """Return the median of trained ids in a CPU second."""
-        return statistics.median(spent.rate for spent in self.spent[kind])
+        return statistics.median(spent.rate for spent in self.spent[name, kind])
 
     def figures(self) -> dict[str, float | None]:
         """Print the medians, and return the ratio."""
-        for kind in self.trainers:
-            speed = f"{self.rate(kind):.1f} trained ids a CPU second, {self.step_s(kind):.1f} s a step"
-            size = f"{self.spent[kind][0].amount} trained ids in {self.passes[kind].positions} positions"
-            print(f"trainer {kind}: {speed}, {size}")
-        if "mixed" not in self.trainers:
+        for name, kind in self.spent:
+            speed = f"{self.rate(name, kind):.1f} trained ids a CPU second, {self.step_s(name, kind):.1f} s a step"
+            size = f"{self.spent[name, kind][0].amount} trained ids in {self.passes[name, kind].positions} positions"
+            print(f"trainer {kind}, {name}: {speed}, {size}")
+        if "mixed" not in self.kinds:
             return {}
-        return {"trainer_bf16_vs_fp32": self.rate("mixed") / self.rate("float32")}
+        for name in self.work:
+            ratio = self.rate(name, "mixed") / self.rate(name, "float32")
+            print(f"trainer mixed, {name}: {ratio:.2f} times float32's trained ids a CPU second")
+        return {"trainer_bf16_vs_fp32": self.rate("story", "mixed") / self.rate("story", "float32")}
 
 
 # Part trl: our side

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -19,7 +20,7 @@ from test_sight import TEXTS, engine_of, look
 
 from turnwright.config import ModelConfig
 from turnwright.engines import Generation
-from turnwright.engines.local import LocalEngine, fingerprint
+from turnwright.engines.local import LocalEngine, few_rows, fingerprint
 from turnwright.engines.local.mixed_precision import (
     MOST_ROWS,
     OFF,
@@ -31,6 +32,7 @@ from turnwright.engines.local.mixed_precision import (
     plain_products,
     round_weights,
     rows_at_once,
+    summed_at_once,
     use_mixed_products,
 )
 from turnwright.errors import ConfigError, SyncError
@@ -73,6 +75,56 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(data: st.DataObject) -
     assert torch.equal(matrix.product(rows[:part]), together[:part])
     into = torch.empty(count, out)
     assert torch.equal(matrix.product(rows, into), together.float())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_few_rows_have_the_bits_that_they_have_among_many(data: st.DataObject) -> None:
+    inner, out = 32 * data.draw(st.integers(1, 50)), 32 * data.draw(st.integers(1, 30))
+    # Sums that nearly cancel, and some that are too small for float32's exponent.
+    scale = data.draw(st.sampled_from([1.0, 1e-19, 1e-37]))
+    draw = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))
+    rows, weight = torch.randn(TILE, inner, generator=draw), torch.randn(out, inner, generator=draw)
+    half = inner // 2
+    rows[:, half:] = rows[:, :half]
+    weight[:, half:] = -weight[:, :half] + 1e-3 * weight[:, half:]
+    matrix = PackedMatrix(round_weights(weight * scale))
+    rows = rows * min(1.0, scale * 1e18)
+
+    together = matrix.product(rows)
+    count, first = data.draw(st.integers(1, few_rows.MOST)), data.draw(st.integers(0, TILE - few_rows.MOST))
+    some = slice(first, first + count)
+    assert torch.equal(matrix.product(rows[some]), together[some])
+    assert torch.equal(matrix.product(rows[some], torch.empty(count, out)), together[some].float())
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this processor has no matrix unit")
+def test_few_rows_go_through_a_kernel_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < summed_at_once(576, 1536, 1) <= 1536
+    multiplied = []
+    kernel = few_rows.FewRows.product
+    monkeypatch.setattr(few_rows.FewRows, "product", lambda self, rows: multiplied.append(len(rows)) or kernel(self, rows))
+    matrix = PackedMatrix(round_weights(torch.randn(576, 1536)))
+    for count in (1, few_rows.MOST, few_rows.MOST + 1):
+        matrix.product(torch.randn(count, 1536))
+    assert multiplied == [1, few_rows.MOST]
+
+
+@pytest.mark.parametrize("missing", ["the memory", "the kernel"])
+def test_without_the_kernel_few_rows_are_a_tile(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    summed_at_once.cache_clear()
+    if missing == "the memory":
+        monkeypatch.setattr(few_rows, "_is_readable", lambda *given: False)
+    else:
+        monkeypatch.setitem(sys.modules, "turnwright.engines.local.numba_kernels", None)
+        monkeypatch.delattr("turnwright.engines.local.numba_kernels", raising=False)
+    matrix = PackedMatrix(round_weights(torch.randn(64, 96)))
+    rows = torch.randn(2, 96)
+    try:
+        assert torch.equal(matrix.product(rows), matrix.product(torch.cat([rows] * TILE))[:2])
+        assert summed_at_once(64, 96, torch.get_num_threads()) == 0
+    finally:
+        summed_at_once.cache_clear()
 
 
 def test_products_are_those_of_the_rounded_numbers() -> None:

@@ -155,7 +155,7 @@ class FusedDecoder:
         """
         if not keep:
             keep = [0]
-        count, hidden = round_up_rows(len(tokens)), self.table.shape[1]
+        count, hidden = self._rows(len(tokens)), self.table.shape[1]
         stream, flat = self._buffer("stream", count, hidden)
         index = torch.tensor(tokens + [0] * (count - len(tokens)))
         torch.index_select(self.table, 0, index, out=stream)
@@ -182,11 +182,17 @@ class FusedDecoder:
             change = self._layer(number, layer, flat, change, where, half)
             if number < len(deep):
                 torch.from_numpy(change).view(count, hidden).index_add_(0, media_rows, deep[number])
-        normed, flat_normed = self._buffer("kept", round_up_rows(len(keep)), hidden, half)
+        kept = self._rows(len(keep))
+        normed, flat_normed = self._buffer("kept", kept, hidden, half)
         self.kernels.add_and_norm(flat, change, np.array(keep), self.last, self.last_eps, flat_normed)
-        logits, _ = self._buffer("logits", len(normed), self.head.shape[0])
-        multiply(normed, self.head, logits)
+        logits, _ = self._buffer("logits", round_up_rows(kept), self.head.shape[0])
+        multiply(normed, self.head, logits[:kept])
         return logits
+
+    def _rows(self, count: int) -> int:
+        """Return how many rows are computed for so many: products of packed weights need no padding, others do."""
+        plain = not self.packed_names or self._adapters is not None
+        return round_up_rows(count) if plain else count
 
     def _layer(
         self,

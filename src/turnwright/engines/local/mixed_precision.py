@@ -9,6 +9,9 @@ engine and for the trainer alike.
 A library adds up a row's products in an order that depends on how many rows are multiplied at once.
 So rows go in tiles of `TILE`, the last one padded, or in several tiles at once where a probe found
 that this gives the same bits. A row's result then depends on no other row.
+
+Few rows would pay for a whole tile. They go through a kernel that reads the packed weights once and
+adds up in the tile's order (`few_rows`), where a probe found that this gives the same bits, too.
 """
 
 from __future__ import annotations
@@ -23,9 +26,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from turnwright.engines.local.few_rows import FewRows, few_rows_at_most, find_order
+
 TILE = 64
-"""Rows of a product. Fewer take as long: the weights have to be read (30 layers of width 576 took 30 ms
-for 1 row and 42 ms for 64, in float32 45 and 182)."""
+"""Rows of a product of the library."""
 MOST_ROWS = 256
 """Rows of a product at most, a multiple of `TILE`; larger products gain little more."""
 OFF = "TURNWRIGHT_NO_BFLOAT16"
@@ -55,13 +59,17 @@ class PackedMatrix:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(rounded, TILE)
         self.nbytes = 2 * rounded.numel()
         """Bytes of the weights, without padding."""
-        self._rows = rows_at_once(*self.shape, torch.get_num_threads())
+        self._threads = torch.get_num_threads()
+        self._rows = rows_at_once(*self.shape, self._threads)
+        self._few: FewRows | None = None
 
     def product(self, inputs: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the products of rows [N, in] with the matrix, [N, out] bfloat16, or write them to `out` of any type."""
         inputs = inputs.bfloat16()
         if len(inputs) <= self._rows:
-            outputs = self._multiply(inputs)
+            outputs = self._multiply_few(inputs)
+            if outputs is None:
+                outputs = self._multiply(inputs)
             return outputs if out is None else out.copy_(outputs)
 
         # Parts of one size: a short last part would read all weights for a few rows.
@@ -73,6 +81,17 @@ class PackedMatrix:
         for first in range(0, len(inputs), rows):
             out[first : first + rows] = self._multiply(inputs[first : first + rows])
         return out
+
+    def _multiply_few(self, inputs: Tensor) -> Tensor | None:
+        """Return the products of few rows by the kernel for them; None for more rows, or where it has other bits."""
+        if len(inputs) > few_rows_at_most(self._threads):
+            return None
+        part = summed_at_once(*self.shape, self._threads)
+        if not part:
+            return None
+        if self._few is None:
+            self._few = FewRows(self._packed, self.shape, part)
+        return self._few.product(inputs)
 
     def _multiply(self, inputs: Tensor) -> Tensor:
         missing = -len(inputs) % TILE
@@ -100,21 +119,34 @@ def _linear(inputs: Tensor, packed: Tensor) -> Tensor:
 def rows_at_once(out: int, inner: int, threads: int) -> int:
     """Return the most rows, up to `MOST_ROWS`, for which products of any number of tiles have the bits of single tiles.
 
-    The sums of the probe nearly cancel, so another order of additions shows in the rounded result.
     `threads` is part of the key: a library divides a product among threads.
+    """
+    inputs, packed, in_tiles = _probe(out, inner, MOST_ROWS)
+    for rows in range(2 * TILE, MOST_ROWS + 1, TILE):
+        if not torch.equal(_linear(inputs[:rows], packed), in_tiles[:rows]):
+            return rows - TILE
+    return MOST_ROWS
+
+
+@lru_cache(maxsize=256)
+def summed_at_once(out: int, inner: int, threads: int) -> int:
+    """Return how many inputs a tile sums up before it adds them to those before; 0 where no kernel repeats its bits."""
+    inputs, packed, in_tiles = _probe(out, inner, TILE)
+    return find_order(packed, inputs, in_tiles)
+
+
+def _probe(out: int, inner: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows, a packed matrix and their products in tiles.
+
+    The sums nearly cancel, so another order of additions shows in the rounded result.
     """
     draw = torch.Generator().manual_seed(out * 1_000_003 + inner)
     half = inner // 2
-    inputs, weight = torch.randn(MOST_ROWS, inner, generator=draw), torch.randn(out, inner, generator=draw)
+    inputs, weight = torch.randn(rows, inner, generator=draw), torch.randn(out, inner, generator=draw)
     inputs[:, half : 2 * half] = inputs[:, :half].flip(1)
     weight[:, half : 2 * half] = -weight[:, :half].flip(1) + 1e-3 * weight[:, half : 2 * half]
     rounded, packed = inputs.bfloat16(), torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), TILE)
-
-    in_tiles = torch.cat([_linear(tile, packed) for tile in rounded.split(TILE)])
-    for rows in range(2 * TILE, MOST_ROWS + 1, TILE):
-        if not torch.equal(_linear(rounded[:rows], packed), in_tiles[:rows]):
-            return rows - TILE
-    return MOST_ROWS
+    return rounded, packed, torch.cat([_linear(tile, packed) for tile in rounded.split(TILE)])
 
 
 class MixedLinear(nn.Linear):  # type: ignore[misc]
@@ -132,9 +164,9 @@ class MixedLinear(nn.Linear):  # type: ignore[misc]
             outputs = outputs + self.bias
         return outputs.view(*inputs.shape[:-1], -1)
 
-    def pack(self) -> None:
-        """Keep a packed copy of the weights as they are now."""
-        self.packed = PackedMatrix(round_weights(self.weight))
+    def pack(self, rounded: Tensor | None = None) -> None:
+        """Keep a packed copy of the weights as they are now; `rounded` are those of `round_weights`, if they are there."""
+        self.packed = PackedMatrix(round_weights(self.weight) if rounded is None else rounded)
 
 
 class _MixedProduct(torch.autograd.Function):  # type: ignore[misc]
@@ -181,12 +213,12 @@ def plain_products(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def packed_once(layer: nn.Module) -> Iterator[None]:
+def packed_once(layer: nn.Module, rounded: Tensor | None = None) -> Iterator[None]:
     """Pack a layer's weights once for all uses in this context, in which they do not change; nothing for another layer."""
     if not isinstance(layer, MixedLinear) or layer.packed is not None:
         yield
         return
-    layer.pack()
+    layer.pack(rounded)
     try:
         yield
     finally:

@@ -318,7 +318,7 @@ class _Chunks(torch.autograd.Function):  # type: ignore[misc]
         bias_grad = weight_grad.new_zeros(len(weight_vd)) if to_bias and weight_grad is not None else None
         mixed = isinstance(ctx.head.module, MixedLinear)
         matrix_vd = round_weights(weight_vd) if mixed else weight_vd
-        with packed_once(ctx.head.module):
+        with packed_once(ctx.head.module, matrix_vd):
             for at in _slices(len(targets_m), ctx.rows):
                 logits_cv = ctx.head.logits(hidden_md[at])
                 entropy = None if ctx.entropy_m is None else (ctx.entropy_m[at], entropy_slope_m[at])

@@ -6,7 +6,8 @@ positions, attention and activations are the engine's own kernels, and products 
 same `PackedMatrix`. So a trained token has the hidden state, to the bit, that it was sampled from.
 
 A layer is one function of autograd with its backward pass written out. It keeps the residual stream
-before attention and before the MLP, and what products returned; the rest is computed again.
+before attention and before the MLP, what products returned, and the rounded weights; the rest is
+computed again.
 Everything is laid out as T rows: the unique tokens of a prefix tree, or padded rows one after the
 other. Gradients of products are products in bfloat16, all other gradients are in float32.
 """
@@ -56,10 +57,6 @@ class TrainedProjection:
                 merged = merge_weight(layer.base_layer.weight, adapter.a, adapter.b, adapter.scale)
                 weights.append(merged.detach())
         return round_weights(*weights)
-
-    def product(self, inputs: Tensor) -> Tensor:
-        """Return the products of rows, [T, out] bfloat16."""
-        return PackedMatrix(self.rounded()).product(inputs)
 
     def slopes(self, slope: Tensor, inputs: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
         """Return the gradients of `parameters()` in float32, from that of the output and the inputs in bfloat16.
@@ -323,6 +320,23 @@ class MixedDecoder:
         return out
 
 
+@dataclass(frozen=True, slots=True)
+class _Rounded:
+    """A layer's weights in bfloat16, rounded once for both passes."""
+
+    qkv: Tensor
+    output: Tensor
+    both: Tensor
+    down: Tensor
+
+    @classmethod
+    def of(cls, layer: TrainedLayer) -> _Rounded:
+        return cls(layer.qkv.rounded(), layer.output.rounded(), layer.both.rounded(), layer.down.rounded())
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.qkv, self.output, self.both, self.down
+
+
 @dataclass(slots=True)
 class _Kept:
     """What a layer's forward pass computed and its backward pass needs."""
@@ -332,20 +346,27 @@ class _Kept:
     qkv: Tensor
     mixed: Tensor
     both: Tensor
+    weights: _Rounded
+
+
+def _product(weight: Tensor, inputs: Tensor) -> Tensor:
+    """Return the products of rows with a rounded weight, [T, out] bfloat16."""
+    return PackedMatrix(weight).product(inputs)
 
 
 def _layer_forward(
     decoder: MixedDecoder, layer: TrainedLayer, plan: PassPlan, stream: Tensor, extra: Tensor | None
 ) -> tuple[Tensor, _Kept]:
     """Return the stream after a layer; the same steps as `FusedDecoder._layer`."""
+    weights = _Rounded.of(layer)
     normed = decoder.normed(stream, None, layer.first, layer.eps)
-    qkv = layer.qkv.product(normed)
+    qkv = _product(weights.qkv, normed)
     mixed = decoder.attention(layer, plan, qkv).bfloat16()
     middle = stream.clone()
-    normed = decoder.normed(middle, layer.output.product(mixed), layer.second, layer.eps)
-    both = layer.both.product(normed)
-    change = layer.down.product(decoder.gated(both)).float()
-    kept = _Kept(middle, qkv, mixed, both)
+    normed = decoder.normed(middle, _product(weights.output, mixed), layer.second, layer.eps)
+    both = _product(weights.both, normed)
+    change = _product(weights.down, decoder.gated(both)).float()
+    kept = _Kept(middle, qkv, mixed, both, weights)
     return middle + (change if extra is None else change + extra), kept
 
 
@@ -362,7 +383,7 @@ class _Layer(torch.autograd.Function):  # type: ignore[misc]
     ) -> Tensor:
         output, kept = _layer_forward(decoder, layer, plan, stream, extra)
         ctx.decoder, ctx.layer, ctx.plan = decoder, layer, plan
-        saved = () if plan.checkpoint else (kept.middle, kept.qkv, kept.mixed, kept.both)
+        saved = () if plan.checkpoint else (kept.middle, kept.qkv, kept.mixed, kept.both, *kept.weights.tensors())
         ctx.save_for_backward(stream, *saved)
         return output
 
@@ -373,7 +394,8 @@ class _Layer(torch.autograd.Function):  # type: ignore[misc]
         if plan.checkpoint:
             kept = _layer_forward(decoder, layer, plan, stream, None)[1]
         else:
-            kept = _Kept(*saved)
+            middle, qkv, mixed, both, *weights = saved
+            kept = _Kept(middle, qkv, mixed, both, _Rounded(*weights))
         return _layer_backward(decoder, layer, plan, stream, kept, slopes[0], ctx.needs_input_grad[3:])
 
 
@@ -397,20 +419,20 @@ def _layer_backward(
     slope = slope.contiguous()
     rounded = slope.bfloat16()
     down = layer.down.slopes(rounded, decoder.gated(kept.both), to_down)
-    both_slope = decoder.gated_slope(kept.both, rounded @ layer.down.rounded())
+    both_slope = decoder.gated_slope(kept.both, rounded @ kept.weights.down)
     both = layer.both.slopes(both_slope, decoder.normed(kept.middle, None, layer.second, layer.eps), to_both)
     middle_slope, second = _norm_slopes(
-        decoder.kernels, kept.middle, layer.second, layer.eps, both_slope @ layer.both.rounded(), slope
+        decoder.kernels, kept.middle, layer.second, layer.eps, both_slope @ kept.weights.both, slope
     )
 
     # Attention.
     rounded = middle_slope.bfloat16()
     output = layer.output.slopes(rounded, kept.mixed, to_output)
-    qkv_slope, heads = decoder.attention_slopes(layer, plan, kept.qkv, (rounded @ layer.output.rounded()).float())
+    qkv_slope, heads = decoder.attention_slopes(layer, plan, kept.qkv, (rounded @ kept.weights.output).float())
     rounded = qkv_slope.bfloat16()
     qkv = layer.qkv.slopes(rounded, decoder.normed(stream, None, layer.first, layer.eps), to_qkv)
     stream_slope, first = _norm_slopes(
-        decoder.kernels, stream, layer.first, layer.eps, rounded @ layer.qkv.rounded(), middle_slope
+        decoder.kernels, stream, layer.first, layer.eps, rounded @ kept.weights.qkv, middle_slope
     )
 
     of_heads = [one if wanted else None for one, wanted in zip(heads, to_heads, strict=True)]
