@@ -638,9 +638,26 @@ def _score_slopes(weights, slopes, start, end, scale):  # type: ignore[no-untype
         store(slopes, i, multiply(change, factor))
 
 
-@_kernel("annnhhiiiifaaaa")
+@_inner
+def _gather(rows, paths, start, length, width, column, size, into, to):  # type: ignore[no-untyped-def]
+    """Copy a vector of each row of a path to `into` from `to` on, `WIDTH` numbers of all rows after the other."""
+    for part in range(0, size, WIDTH):
+        for place in range(length):
+            store(into, to + (part * length + place * WIDTH), load(rows, paths[start + place] * width + column + part))
+
+
+@_inner
+def _scatter(rows, paths, start, length, width, column, size, given, origin):  # type: ignore[no-untyped-def]
+    """Copy back what `_gather` copied."""
+    for part in range(0, size, WIDTH):
+        for place in range(length):
+            value = load(given, origin + (part * length + place * WIDTH))
+            store(rows, paths[start + place] * width + column + part, value)
+
+
+@_kernel("annnhhiiiifaaaaa")
 def attend_paths_slope(  # type: ignore[no-untyped-def]
-    qkv, paths, starts, owners, keys, values, capacity, heads, kv, size, scale, weights, slopes, slope, qkv_slope
+    qkv, paths, starts, owners, keys, values, capacity, heads, kv, size, scale, weights, slopes, gathered, slope, qkv_slope
 ):
     """Add the gradients of rotated rows, from that of what `attend_paths` wrote; its other arguments are the same.
 
@@ -649,43 +666,47 @@ def attend_paths_slope(  # type: ignore[no-untyped-def]
 
     Args:
         weights, slopes: two buffers as `scores`.
+        gathered: buffer of 3 * capacity * size floats, for the keys of a path and the gradients of its keys and values.
         slope: [rows, heads, size], gradient of the output.
         qkv_slope: like `qkv`.
     """
-    group, width = heads // kv, (heads + 2 * kv) * size
+    group, width, one = heads // kv, (heads + 2 * kv) * size, np.float32(1)
     for slot in range(owners.size):
-        length = starts[slot + 1] - starts[slot]
-        for place in range(length):
-            at = paths[starts[slot] + place] * width
-            for head in range(kv):
-                k_at, origin = at + (heads + head) * size, (slot * kv + head) * capacity * size
-                _columns(qkv, k_at, size, keys, origin, place)
-                _columns(qkv, k_at + kv * size, size, values, origin, place)
-        for place in range(length - owners[slot], length):
-            row = paths[starts[slot] + place]
-            for head in range(kv):
-                origin = (slot * kv + head) * capacity * size
-                q_at, at, count = row * width + head * group * size, (row * heads + head * group) * size, place + 1
+        start, length = starts[slot], starts[slot + 1] - starts[slot]
+        for head in range(kv):
+            origin, k_column, v_column = (slot * kv + head) * capacity * size, (heads + head) * size, (heads + kv + head) * size
+            for place in range(length):
+                at = paths[start + place] * width
+                _columns(qkv, at + k_column, size, keys, origin, place)
+                _columns(qkv, at + v_column, size, values, origin, place)
+            to_k, to_v = length * size, 2 * length * size
+            _gather(qkv, paths, start, length, width, k_column, size, gathered, 0)
+            _gather(qkv_slope, paths, start, length, width, k_column, size, gathered, to_k)
+            _gather(qkv_slope, paths, start, length, width, v_column, size, gathered, to_v)
+
+            for place in range(length - owners[slot], length):
+                row, count = paths[start + place], place + 1
+                q_at, at = row * width + head * group * size, (row * heads + head * group) * size
                 end = (count + BLOCK - 1) // BLOCK * BLOCK
                 _scores(qkv, q_at, group, size, keys, origin, 0, origin, count, scale, weights, capacity, values, False)
-                one = np.float32(1)
                 _dots(slope, at, group, size, values, origin, 0, origin, count, one, slopes, capacity, values, False)
                 for query in range(group):
-                    for i in range(query * capacity + count, query * capacity + end):
+                    first = query * capacity
+                    for i in range(first + count, first + end):
                         slopes[i] = 0.0  # what is stored there may be anything
-                    _score_slopes(weights, slopes, query * capacity, end, scale)
+                    _score_slopes(weights, slopes, first, end, scale)
                     for part in range(0, size, WIDTH):
-                        mine, given = q_at + query * size + part, at + query * size + part
-                        q, g, back = load(qkv, mine), load(slope, given), load(qkv_slope, mine)
+                        mine = q_at + query * size + part
+                        q, g, back = load(qkv, mine), load(slope, at + query * size + part), load(qkv_slope, mine)
                         for key in range(count):
-                            k_at = paths[starts[slot] + key] * width + (heads + head) * size + part
-                            v_at = k_at + kv * size
-                            change = repeat(slopes, query * capacity + key)
-                            back = fused(change, load(qkv, k_at), back)
-                            store(qkv_slope, k_at, fused(change, q, load(qkv_slope, k_at)))
-                            share = repeat(weights, query * capacity + key)
-                            store(qkv_slope, v_at, fused(share, g, load(qkv_slope, v_at)))
+                            place_at = part * length + key * WIDTH
+                            change, share = repeat(slopes, first + key), repeat(weights, first + key)
+                            back = fused(change, load(gathered, place_at), back)
+                            store(gathered, to_k + place_at, fused(change, q, load(gathered, to_k + place_at)))
+                            store(gathered, to_v + place_at, fused(share, g, load(gathered, to_v + place_at)))
                         store(qkv_slope, mine, back)
+            _scatter(qkv_slope, paths, start, length, width, k_column, size, gathered, to_k)
+            _scatter(qkv_slope, paths, start, length, width, v_column, size, gathered, to_v)
 
 
 @_inner

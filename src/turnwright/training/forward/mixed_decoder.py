@@ -117,6 +117,12 @@ class TrainedLayer:
             scale=float(attention.scaling),
         )
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained in place of a projection's weights."""
+        parts = self.qkv, self.output, self.both, self.down
+        return any(low_rank_of(module) is not None for part in parts for module in part.layers)
+
     def head_parameters(self) -> list[Tensor]:
         """Return what acts on the heads between projection and attention: norms, then biases."""
         norms = [] if self.q_norm is None or self.k_norm is None else [self.q_norm, self.k_norm]
@@ -276,8 +282,9 @@ class MixedDecoder:
         rotated, qkv_slope = self._rotated(layer, plan, qkv), torch.zeros(qkv.shape)
         given = flat_view(slope), flat_view(qkv_slope)
         sizes = self.heads, self.kv, self.size
+        gathered = np.empty(3 * plan.capacity * self.size, dtype=np.float32)
         self.kernels.attend_paths_slope(
-            flat_view(rotated), *plan.storage(), *sizes, layer.scale, *self._scratch(plan, 2), *given
+            flat_view(rotated), *plan.storage(), *sizes, layer.scale, *self._scratch(plan, 2), gathered, *given
         )
 
         biased = qkv.float()
@@ -383,8 +390,10 @@ class _Layer(torch.autograd.Function):  # type: ignore[misc]
     ) -> Tensor:
         output, kept = _layer_forward(decoder, layer, plan, stream, extra)
         ctx.decoder, ctx.layer, ctx.plan = decoder, layer, plan
-        saved = () if plan.checkpoint else (kept.middle, kept.qkv, kept.mixed, kept.both, *kept.weights.tensors())
-        ctx.save_for_backward(stream, *saved)
+        saved = () if plan.checkpoint else (kept.middle, kept.qkv, kept.mixed, kept.both)
+        # The gradients of whole weights will take more memory than these; an adapter's will not.
+        weights = () if plan.checkpoint or layer.has_adapters else kept.weights.tensors()
+        ctx.save_for_backward(stream, *saved, *weights)
         return output
 
     @staticmethod
@@ -395,7 +404,7 @@ class _Layer(torch.autograd.Function):  # type: ignore[misc]
             kept = _layer_forward(decoder, layer, plan, stream, None)[1]
         else:
             middle, qkv, mixed, both, *weights = saved
-            kept = _Kept(middle, qkv, mixed, both, _Rounded(*weights))
+            kept = _Kept(middle, qkv, mixed, both, _Rounded(*weights) if weights else _Rounded.of(layer))
         return _layer_backward(decoder, layer, plan, stream, kept, slopes[0], ctx.needs_input_grad[3:])
 
 
