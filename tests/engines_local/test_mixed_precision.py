@@ -29,10 +29,13 @@ from turnwright.engines.local.mixed_precision import (
     PackedMatrix,
     is_mixed,
     multiplies_bfloat16,
+    pad_rows,
     plain_products,
     round_weights,
     rows_at_once,
     summed_at_once,
+    times_inputs,
+    times_weight,
     use_mixed_products,
 )
 from turnwright.errors import ConfigError, SyncError
@@ -125,6 +128,18 @@ def test_without_the_kernel_few_rows_are_a_tile(missing: str, monkeypatch: pytes
         assert summed_at_once(64, 96, torch.get_num_threads()) == 0
     finally:
         summed_at_once.cache_clear()
+
+
+def test_gradients_are_multiplied_in_few_sizes() -> None:
+    counts = range(1, 4097)
+    padded = [len(pad_rows(torch.ones(count, 1))) for count in counts]
+    assert len(set(padded)) == 32
+    assert all(count <= size <= max(count * 9 / 8, count + TILE - 1) for count, size in zip(counts, padded, strict=True))
+
+    draw = torch.Generator().manual_seed(0)
+    slope, inputs, weight = (torch.randn(*shape, generator=draw).bfloat16() for shape in ((70, 48), (70, 32), (48, 32)))
+    assert torch.equal(times_weight(slope, weight), (slope.float() @ weight.float()).bfloat16())
+    assert torch.equal(times_inputs(slope, inputs), (slope.float().T @ inputs.float()).bfloat16())
 
 
 def test_products_are_those_of_the_rounded_numbers() -> None:

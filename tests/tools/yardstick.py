@@ -65,6 +65,8 @@ NAMES = {
 """Names in records before issue 53 -> after it."""
 PREFIXES = {"template_breaks_": "render_mismatch_", "template_check_failed_": "render_check_failed_"}
 VALUES = {"ask_again": "resample"}
+UNSET = {"micro_tokens": 4096}
+"""What settings of None come to in the recipes; their default was this number before issue 54."""
 PACKAGES = "turnwright", "turnwise"
 """The package's name, and the one before issue 53."""
 CLOCK = re.compile(r".*_s|seconds|tool_seconds|rollout_over_train|peak_(gpu_)?memory_mib|crc|time")
@@ -116,7 +118,7 @@ def renamed(value: Any) -> Any:
     if isinstance(value, list):
         return [renamed(one) for one in value]
     if isinstance(value, dict):
-        return {present_name(name): renamed(one) for name, one in value.items()}
+        return {present_name(name): UNSET.get(name) if one is None else renamed(one) for name, one in value.items()}
     return VALUES.get(value, value.replace(PACKAGES[1], PACKAGES[0])) if isinstance(value, str) else value
 
 

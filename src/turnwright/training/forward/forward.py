@@ -20,7 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 from turnwright.engines import Sampling
 from turnwright.engines.distribution import masked_scores
-from turnwright.engines.local.mixed_precision import TILE, MixedLinear, packed_once, round_weights
+from turnwright.engines.local.mixed_precision import (
+    TILE,
+    MixedLinear,
+    packed_once,
+    round_weights,
+    times_inputs,
+    times_weight,
+)
 from turnwright.engines.local.vision import ImageFeatures, SplitVLM, is_video, split_vlm
 from turnwright.errors import TurnwrightError, UsageError
 from turnwright.renderers.vision import PixelCache
@@ -330,13 +337,15 @@ class _Chunks(torch.autograd.Function):  # type: ignore[misc]
                     bias_grad += grad_cv.sum(0, dtype=bias_grad.dtype)
                 if hidden_grad is not None:
                     if mixed:
-                        hidden_grad[at] = grad_cv @ matrix_vd
+                        hidden_grad[at] = times_weight(grad_cv, matrix_vd)
                     else:
                         torch.mm(grad_cv, matrix_vd, out=hidden_grad[at])
                 if weight_grad is not None:
                     inputs_cd = hidden_md[at].to(matrix_vd.dtype)
                     if weight_grad.dtype == matrix_vd.dtype:
                         weight_grad.addmm_(grad_cv.T, inputs_cd)
+                    elif mixed:
+                        weight_grad += times_inputs(grad_cv, inputs_cd)
                     else:
                         weight_grad += grad_cv.T @ inputs_cd
         back = None if weight_grad is None else weight_grad.to(weight_vd.dtype)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from turnwright.engines.local.fused_decoder import flat_view, is_supported, projections_of
-from turnwright.engines.local.mixed_precision import PackedMatrix, is_mixed, round_weights
+from turnwright.engines.local.mixed_precision import PackedMatrix, is_mixed, pad_rows, round_weights, times_weight
 from turnwright.engines.local.vision import SplitVLM
 from turnwright.training.forward.path_attention import paths_of
 from turnwright.training.forward.tree import PrefixTree
@@ -65,6 +65,7 @@ class TrainedProjection:
         """
         found: list[Tensor | None] = []
         wanted = iter(needed)
+        slope, inputs = pad_rows(slope), pad_rows(inputs)
         parts = slope.split([layer.weight.shape[0] for layer in self.layers], 1)
         for layer, part in zip(self.layers, parts, strict=True):
             adapter = low_rank_of(layer)
@@ -428,20 +429,20 @@ def _layer_backward(
     slope = slope.contiguous()
     rounded = slope.bfloat16()
     down = layer.down.slopes(rounded, decoder.gated(kept.both), to_down)
-    both_slope = decoder.gated_slope(kept.both, rounded @ kept.weights.down)
+    both_slope = decoder.gated_slope(kept.both, times_weight(rounded, kept.weights.down))
     both = layer.both.slopes(both_slope, decoder.normed(kept.middle, None, layer.second, layer.eps), to_both)
     middle_slope, second = _norm_slopes(
-        decoder.kernels, kept.middle, layer.second, layer.eps, both_slope @ kept.weights.both, slope
+        decoder.kernels, kept.middle, layer.second, layer.eps, times_weight(both_slope, kept.weights.both), slope
     )
 
     # Attention.
     rounded = middle_slope.bfloat16()
     output = layer.output.slopes(rounded, kept.mixed, to_output)
-    qkv_slope, heads = decoder.attention_slopes(layer, plan, kept.qkv, (rounded @ kept.weights.output).float())
+    qkv_slope, heads = decoder.attention_slopes(layer, plan, kept.qkv, times_weight(rounded, kept.weights.output).float())
     rounded = qkv_slope.bfloat16()
     qkv = layer.qkv.slopes(rounded, decoder.normed(stream, None, layer.first, layer.eps), to_qkv)
     stream_slope, first = _norm_slopes(
-        decoder.kernels, stream, layer.first, layer.eps, rounded @ kept.weights.qkv, middle_slope
+        decoder.kernels, stream, layer.first, layer.eps, times_weight(rounded, kept.weights.qkv), middle_slope
     )
 
     of_heads = [one if wanted else None for one, wanted in zip(heads, to_heads, strict=True)]
