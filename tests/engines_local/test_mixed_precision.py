@@ -29,11 +29,10 @@ from turnwright.engines.local.mixed_precision import (
     PackedMatrix,
     is_mixed,
     multiplies_bfloat16,
+    order_of,
     pad_rows,
     plain_products,
     round_weights,
-    rows_at_once,
-    summed_at_once,
     times_inputs,
     times_weight,
     use_mixed_products,
@@ -103,7 +102,7 @@ def test_few_rows_have_the_bits_that_they_have_among_many(data: st.DataObject) -
 
 @pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this processor has no matrix unit")
 def test_few_rows_go_through_a_kernel_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 0 < summed_at_once(576, 1536, 1) <= 1536
+    assert 0 < order_of(576, 1536, 1).part <= 1536
     multiplied = []
     kernel = few_rows.FewRows.product
     monkeypatch.setattr(few_rows.FewRows, "product", lambda self, rows: multiplied.append(len(rows)) or kernel(self, rows))
@@ -115,7 +114,7 @@ def test_few_rows_go_through_a_kernel_of_their_own(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("missing", ["the memory", "the kernel"])
 def test_without_the_kernel_few_rows_are_a_tile(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    summed_at_once.cache_clear()
+    order_of.cache_clear()
     if missing == "the memory":
         monkeypatch.setattr(few_rows, "_is_readable", lambda *given: False)
     else:
@@ -125,9 +124,9 @@ def test_without_the_kernel_few_rows_are_a_tile(missing: str, monkeypatch: pytes
     rows = torch.randn(2, 96)
     try:
         assert torch.equal(matrix.product(rows), matrix.product(torch.cat([rows] * TILE))[:2])
-        assert summed_at_once(64, 96, torch.get_num_threads()) == 0
+        assert order_of(64, 96, torch.get_num_threads()).part == 0
     finally:
-        summed_at_once.cache_clear()
+        order_of.cache_clear()
 
 
 def test_gradients_are_multiplied_in_few_sizes() -> None:
@@ -154,7 +153,7 @@ def test_products_are_those_of_the_rounded_numbers() -> None:
 
 def test_the_rows_at_once_are_whole_tiles() -> None:
     for out, inner in ((576, 1536), (7, 5), (1, 1)):
-        rows = rows_at_once(out, inner, torch.get_num_threads())
+        rows = order_of(out, inner, torch.get_num_threads()).rows
         assert rows % TILE == 0
         assert TILE <= rows <= MOST_ROWS
 

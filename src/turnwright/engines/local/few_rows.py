@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-MOST = 4
-"""Rows up to which the kernel is faster than a tile of 64 on one thread. On more threads the library divides its work, and
-the kernel does not."""
+MOST = 8
+"""Rows up to which the kernel is faster than a tile of 64 on one thread: 30 layers took 69 and 126 ms for one row, 99 and
+130 for 8, 102 and 100 for 12. On two threads, among which only the library divides its work, they took 79 and 98 for 4 rows,
+103 and 81 for 6."""
 
 
 def few_rows_at_most(threads: int) -> int:
@@ -35,7 +36,7 @@ class FewRows:
         part: number of inputs that are summed up before they are added to those before.
     """
 
-    def __init__(self, packed: Tensor, shape: torch.Size, part: int) -> None:
+    def __init__(self, packed: Tensor, shape: tuple[int, ...], part: int) -> None:
         from turnwright.engines.local import numba_kernels
 
         self._kernel: Any = numba_kernels.multiply_few
@@ -79,7 +80,7 @@ def find_order(packed: Tensor, inputs: Tensor, outputs: Tensor) -> int:
     some = slice(None, None, max(1, len(inputs) // MOST))
     blocks = inner // PANEL
     for part in sorted({-(-blocks // parts) * PANEL for parts in range(1, blocks + 1)}, reverse=True):
-        few = FewRows(packed, torch.Size((out, inner)), part)
+        few = FewRows(packed, (out, inner), part)
         if torch.equal(few.product(inputs[some]), outputs[some]):
             return part
     return 0

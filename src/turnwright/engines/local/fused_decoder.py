@@ -190,9 +190,9 @@ class FusedDecoder:
         return logits
 
     def _rows(self, count: int) -> int:
-        """Return how many rows are computed for so many: products of packed weights need no padding, others do."""
-        plain = not self.packed_names or self._adapters is not None
-        return round_up_rows(count) if plain else count
+        """Return how many rows are computed for so many: those of adapters and of other weights than packed ones are padded."""
+        packed_only = bool(self.packed_names) and self._adapters is None
+        return count if packed_only else round_up_rows(count)
 
     def _layer(
         self,

@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -59,16 +60,18 @@ class PackedMatrix:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(rounded, TILE)
         self.nbytes = 2 * rounded.numel()
         """Bytes of the weights, without padding."""
-        self._threads = torch.get_num_threads()
-        self._rows = rows_at_once(*self.shape, self._threads)
-        self._few: FewRows | None = None
+        threads = torch.get_num_threads()
+        order = order_of(*self.shape, threads)
+        self._rows, self._few_rows = order.rows, few_rows_at_most(threads)
+        self._few = FewRows(self._packed, self.shape, order.part) if order.part else None
 
     def product(self, inputs: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the products of rows [N, in] with the matrix, [N, out] bfloat16, or write them to `out` of any type."""
         inputs = inputs.bfloat16()
         if len(inputs) <= self._rows:
-            outputs = self._multiply_few(inputs)
-            if outputs is None:
+            if self._few is not None and len(inputs) <= self._few_rows:
+                outputs = self._few.product(inputs)
+            else:
                 outputs = self._multiply(inputs)
             return outputs if out is None else out.copy_(outputs)
 
@@ -81,17 +84,6 @@ class PackedMatrix:
         for first in range(0, len(inputs), rows):
             out[first : first + rows] = self._multiply(inputs[first : first + rows])
         return out
-
-    def _multiply_few(self, inputs: Tensor) -> Tensor | None:
-        """Return the products of few rows by the kernel for them; None for more rows, or where it has other bits."""
-        if len(inputs) > few_rows_at_most(self._threads):
-            return None
-        part = summed_at_once(*self.shape, self._threads)
-        if not part:
-            return None
-        if self._few is None:
-            self._few = FewRows(self._packed, self.shape, part)
-        return self._few.product(inputs)
 
     def _multiply(self, inputs: Tensor) -> Tensor:
         missing = -len(inputs) % TILE
@@ -136,38 +128,35 @@ def _linear(inputs: Tensor, packed: Tensor) -> Tensor:
     return outputs
 
 
-@lru_cache(maxsize=256)
-def rows_at_once(out: int, inner: int, threads: int) -> int:
-    """Return the most rows, up to `MOST_ROWS`, for which products of any number of tiles have the bits of single tiles.
+@dataclass(frozen=True, slots=True)
+class Order:
+    """How products of a shape are computed so that all have the bits of a single tile."""
 
-    `threads` is part of the key: a library divides a product among threads.
-    """
-    inputs, packed, in_tiles = _probe(out, inner, MOST_ROWS)
-    for rows in range(2 * TILE, MOST_ROWS + 1, TILE):
-        if not torch.equal(_linear(inputs[:rows], packed), in_tiles[:rows]):
-            return rows - TILE
-    return MOST_ROWS
+    rows: int
+    """Most rows at once, whole tiles up to `MOST_ROWS`."""
+    part: int
+    """Inputs that a tile sums up before it adds them to those before, for `FewRows`; 0 where no kernel repeats its bits."""
 
 
 @lru_cache(maxsize=256)
-def summed_at_once(out: int, inner: int, threads: int) -> int:
-    """Return how many inputs a tile sums up before it adds them to those before; 0 where no kernel repeats its bits."""
-    inputs, packed, in_tiles = _probe(out, inner, TILE)
-    return find_order(packed, inputs, in_tiles)
+def order_of(out: int, inner: int, threads: int) -> Order:
+    """Find the order of additions of a library's products with a matrix [out, inner].
 
-
-def _probe(out: int, inner: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows, a packed matrix and their products in tiles.
-
-    The sums nearly cancel, so another order of additions shows in the rounded result.
+    `threads` is part of the key: a library divides a product among threads. The sums of the probe nearly
+    cancel, so another order shows in the rounded result.
     """
     draw = torch.Generator().manual_seed(out * 1_000_003 + inner)
     half = inner // 2
-    inputs, weight = torch.randn(rows, inner, generator=draw), torch.randn(out, inner, generator=draw)
+    inputs, weight = torch.randn(MOST_ROWS, inner, generator=draw), torch.randn(out, inner, generator=draw)
     inputs[:, half : 2 * half] = inputs[:, :half].flip(1)
     weight[:, half : 2 * half] = -weight[:, :half].flip(1) + 1e-3 * weight[:, half : 2 * half]
     rounded, packed = inputs.bfloat16(), torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), TILE)
-    return rounded, packed, torch.cat([_linear(tile, packed) for tile in rounded.split(TILE)])
+    in_tiles = torch.cat([_linear(tile, packed) for tile in rounded.split(TILE)])
+
+    most = TILE
+    while most < MOST_ROWS and torch.equal(_linear(rounded[: most + TILE], packed), in_tiles[: most + TILE]):
+        most += TILE
+    return Order(most, find_order(packed, rounded[:TILE], in_tiles[:TILE]))
 
 
 class MixedLinear(nn.Linear):  # type: ignore[misc]

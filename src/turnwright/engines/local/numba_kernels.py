@@ -126,6 +126,7 @@ def _repeat(builder: Any, data: Any, index: Any) -> Any:
 
 
 def _swap_control(builder: Any, after: Any) -> Any:
+    """Exchange the register; on other processors there is none, and nothing is done."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return after
     byte = ir.IntType(8).as_pointer()
@@ -213,9 +214,9 @@ put = _operation("aif", _put, types.int64)
 broadcast = _operation("f", _spread)
 repeat = _operation("ai", _repeat)
 """One number of an array, broadcast to a vector."""
-firsts = _operation("ai", partial(_half_of_pairs, second=False))
-"""The first numbers of pairs of bfloat16; `seconds` their second ones."""
-seconds = _operation("ai", partial(_half_of_pairs, second=True))
+evens = _operation("ai", partial(_half_of_pairs, second=False))
+"""The first numbers of pairs of bfloat16; `odds` their second ones."""
+odds = _operation("ai", partial(_half_of_pairs, second=True))
 swap_control = _operation("i", _swap_control, types.int64)
 """Set the control register of float arithmetic on x86; return what it was."""
 prefetch = _operation("ai", _fetch, types.int64)
@@ -303,6 +304,29 @@ AHEAD = 4096
 """How many numbers before their use weights are fetched; 30 layers took 89 ms with it and 138 without."""
 
 
+@_inner
+def _multiply_panel(inputs, row_at, inner, part, packed, panel_at, ahead, out, to):  # type: ignore[no-untyped-def]
+    """Multiply one row with the weights of 32 outputs, and fetch weights for later if `ahead`."""
+    zero = broadcast(np.float32(0))
+    left, right = zero, zero
+    for start in range(0, inner, part):
+        left_part, right_part = zero, zero
+        for block in range(start, min(start + part, inner), PANEL):
+            a, b, c, d = zero, zero, zero, zero
+            for i in range(block, block + PANEL, 2):
+                even, odd = repeat(inputs, row_at + i), repeat(inputs, row_at + i + 1)
+                at = panel_at + i * PANEL
+                if ahead:
+                    prefetch(packed, at + AHEAD)
+                    prefetch(packed, at + AHEAD + PANEL)
+                a, b = fused(even, evens(packed, at), a), fused(odd, odds(packed, at), b)
+                c, d = fused(even, evens(packed, at + PANEL), c), fused(odd, odds(packed, at + PANEL), d)
+            left_part, right_part = add(left_part, add(a, b)), add(right_part, add(c, d))
+        left, right = add(left, left_part), add(right, right_part)
+    store(out, to, left)
+    store(out, to + WIDTH, right)
+
+
 @_kernel("hiihiih")
 def multiply_few(inputs, rows, inner, packed, outs, part, out):  # type: ignore[no-untyped-def]
     """Multiply rows of bfloat16 with a packed matrix, in the order in which a matrix unit adds up.
@@ -313,29 +337,10 @@ def multiply_few(inputs, rows, inner, packed, outs, part, out):  # type: ignore[
     are added to those before them. `inner`, `outs` and `part` are multiples of 32.
     """
     before = swap_control(FLUSHING)
-    zero = broadcast(np.float32(0))
     for panel in range(0, outs, PANEL):
         for row in range(rows):
-            left, right = zero, zero
-            for start in range(0, inner, part):
-                left_part, right_part = zero, zero
-                for block in range(start, min(start + part, inner), PANEL):
-                    a, b, c, d = zero, zero, zero, zero
-                    for i in range(block, block + PANEL, 2):
-                        first, second = repeat(inputs, row * inner + i), repeat(inputs, row * inner + i + 1)
-                        at = panel * inner + i * PANEL
-                        if row == 0:
-                            prefetch(packed, at + AHEAD)
-                            prefetch(packed, at + AHEAD + PANEL)
-                        a = fused(first, firsts(packed, at), a)
-                        b = fused(second, seconds(packed, at), b)
-                        c = fused(first, firsts(packed, at + PANEL), c)
-                        d = fused(second, seconds(packed, at + PANEL), d)
-                    left_part = add(left_part, add(a, b))
-                    right_part = add(right_part, add(c, d))
-                left, right = add(left, left_part), add(right, right_part)
-            store(out, row * outs + panel, left)
-            store(out, row * outs + panel + WIDTH, right)
+            to = row * outs + panel
+            _multiply_panel(inputs, row * inner, inner, part, packed, panel * inner, row == 0, out, to)
     swap_control(before)
 
 
@@ -655,6 +660,23 @@ def _scatter(rows, paths, start, length, width, column, size, given, origin):  #
             store(rows, paths[start + place] * width + column + part, value)
 
 
+@_inner
+def _query_slopes(  # type: ignore[no-untyped-def]
+    qkv, q_at, slope, s_at, size, length, count, weights, slopes, first, gathered, qkv_slope
+):
+    """Add the gradients of one query, and of the `count` keys and values that it attends to, which are in `gathered`."""
+    to_k, to_v = length * size, 2 * length * size
+    for part in range(0, size, WIDTH):
+        q, g, back = load(qkv, q_at + part), load(slope, s_at + part), load(qkv_slope, q_at + part)
+        for key in range(count):
+            at = part * length + key * WIDTH
+            change, share = repeat(slopes, first + key), repeat(weights, first + key)
+            back = fused(change, load(gathered, at), back)
+            store(gathered, to_k + at, fused(change, q, load(gathered, to_k + at)))
+            store(gathered, to_v + at, fused(share, g, load(gathered, to_v + at)))
+        store(qkv_slope, q_at + part, back)
+
+
 @_kernel("annnhhiiiifaaaaa")
 def attend_paths_slope(  # type: ignore[no-untyped-def]
     qkv, paths, starts, owners, keys, values, capacity, heads, kv, size, scale, weights, slopes, gathered, slope, qkv_slope
@@ -691,20 +713,13 @@ def attend_paths_slope(  # type: ignore[no-untyped-def]
                 _scores(qkv, q_at, group, size, keys, origin, 0, origin, count, scale, weights, capacity, values, False)
                 _dots(slope, at, group, size, values, origin, 0, origin, count, one, slopes, capacity, values, False)
                 for query in range(group):
-                    first = query * capacity
+                    first, mine = query * capacity, query * size
                     for i in range(first + count, first + end):
                         slopes[i] = 0.0  # what is stored there may be anything
                     _score_slopes(weights, slopes, first, end, scale)
-                    for part in range(0, size, WIDTH):
-                        mine = q_at + query * size + part
-                        q, g, back = load(qkv, mine), load(slope, at + query * size + part), load(qkv_slope, mine)
-                        for key in range(count):
-                            place_at = part * length + key * WIDTH
-                            change, share = repeat(slopes, first + key), repeat(weights, first + key)
-                            back = fused(change, load(gathered, place_at), back)
-                            store(gathered, to_k + place_at, fused(change, q, load(gathered, to_k + place_at)))
-                            store(gathered, to_v + place_at, fused(share, g, load(gathered, to_v + place_at)))
-                        store(qkv_slope, mine, back)
+                    _query_slopes(
+                        qkv, q_at + mine, slope, at + mine, size, length, count, weights, slopes, first, gathered, qkv_slope
+                    )
             _scatter(qkv_slope, paths, start, length, width, k_column, size, gathered, to_k)
             _scatter(qkv_slope, paths, start, length, width, v_column, size, gathered, to_v)
 

@@ -392,7 +392,7 @@ class _Layer(torch.autograd.Function):  # type: ignore[misc]
         output, kept = _layer_forward(decoder, layer, plan, stream, extra)
         ctx.decoder, ctx.layer, ctx.plan = decoder, layer, plan
         saved = () if plan.checkpoint else (kept.middle, kept.qkv, kept.mixed, kept.both)
-        # The gradients of whole weights will take more memory than these; an adapter's will not.
+        # In a step's first pass, gradients of whole weights will take more memory than these; an adapter's will not.
         weights = () if plan.checkpoint or layer.has_adapters else kept.weights.tensors()
         ctx.save_for_backward(stream, *saved, *weights)
         return output
