@@ -77,8 +77,7 @@ if TYPE_CHECKING:
 
 HEAP_STEPS = 8
 """Warm-up steps after which the freed memory of a large model goes back to the system. At each step it would cost as much
-as the step, but where adapters are trained: their gradients are small, and their short passes leave gaps in the heap (with 135
-million weights 100 MB more after each eighth step)."""
+as the step."""
 RECENT = 20
 """Last warm-up steps, whose mean loss `warmup.gate_loss` bounds."""
 STOP_STEPS = 5
@@ -328,7 +327,7 @@ class TrainingRun:
             self.record.row({"phase": "warmup", "step": step, "demo_reward": demo_reward} | figures | failed_plays)
             failed_plays = {}
             self.watch.progress(step, figures)
-            if config.lora.rank or step % HEAP_STEPS == 0:
+            if step % HEAP_STEPS == 0:
                 return_large_heap(self.parts.engine)
             if step % warmup.gate_every and step != end:
                 continue
