@@ -555,8 +555,8 @@ class TrainConfig:
     minibatches: PositiveInt = 1
     """Optimizer steps per epoch."""
     micro_tokens: PositiveInt | None = None
-    """Maximum tokens per forward pass; results do not depend on it. None is 4096, and 512 for an adapter of a large model on a
-    CPU, whose step takes little more than a pass does."""
+    """Maximum tokens per forward pass; results do not depend on it. None is 4096; for an adapter of a large model on a CPU,
+    whose step takes little more than a pass does, 256, and 512 in mixed precision."""
     batching: Batching = "auto"
     """Computation of shared prefixes: `tree` computes them once, `rows` in each row, `auto` selects the cheaper one by
     estimate."""
