@@ -64,7 +64,7 @@ from turnwright.envs.builtin.hop import Hop
 from turnwright.renderers import byte_renderer
 from turnwright.rollouts import Rollout, make_episode_specs
 from turnwright.rollouts.group_scheduler import BatchScheduler
-from turnwright.training.batches import AsyncBatches, Batches, OneStepOffBatches, StreamRecord, SyncBatches
+from turnwright.training.batches import Batches, StepBatches, StreamBatches, StreamRecord
 
 PLACES, GROUPS, SAMPLES = 64, 32, 8
 TOKEN_S, ENV_S, TRAIN_S = 0.002, 0.05, 2.0
@@ -291,12 +291,11 @@ class Schedule:
         async def progress(work: Awaitable[Any]) -> Any:
             return await work
 
-        if self.mode == "sync":
-            return SyncBatches(plan, plan, play, progress)
-        if self.mode == "one_step_off":
-            return OneStepOffBatches(self.steps, plan, plan, play, progress)
+        if self.mode != "async":
+            ahead_until = self.steps if self.mode == "one_step_off" else 0
+            return StepBatches(plan, plan, play, progress, ahead_until=ahead_until)
         scheduler = BatchScheduler(self.groups, self.staleness, steps=self.steps, selection=self.selection)
-        return AsyncBatches(scheduler, plan, plan, play, progress, gate, lambda event: None, StreamRecord())
+        return StreamBatches(scheduler, plan, plan, play, progress, gate, lambda event: None, StreamRecord())
 
 
 def engine_s(group: int) -> float:

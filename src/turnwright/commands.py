@@ -383,13 +383,7 @@ def make_rollout(
     from turnwright.training.checkpoint import read_checkpoint
     from turnwright.training.model.packed import quant_of
     from turnwright.training.policy_setup import make_eval_policies
-    from turnwright.training.setup import (
-        connect_fixed_servers,
-        load_model_and_renderer,
-        make_eval_engine,
-        model_config,
-        sampling_of,
-    )
+    from turnwright.training.setup import connect_fixed_servers, sampling_of
 
     options["sampling"] = sampling_of(config.rollout)
     if config.scale.listen is not None or config.scale.ray is not None:
@@ -413,11 +407,8 @@ def make_rollout(
         model = replace(model, template=None, template_args={})
     if config.engine.kind not in ("chat", "llamacpp") and resolved.origins.get("quant.kind", "default") == "default":
         config = replace(config, quant=quant_of(source))  # a checkpoint plays as it was trained
-    if config.policy:
-        return Rollout(*make_eval_policies(replace(config, model=model), source), **options)
-    model = model_config(replace(config, model=model))
-    loaded, renderer = load_model_and_renderer(source, source, model, config.rollout.control_text)
-    return Rollout(make_eval_engine(config, source, loaded, renderer, _placer(config, note)), renderer, **options)
+    config = replace(config, model=model)
+    return Rollout(*make_eval_policies(config, source, _placer(config, note)), **options)
 
 
 def _last(path: Path) -> Path:

@@ -8,9 +8,11 @@ from train_kit import M, P, chain
 from train_model64 import Model64
 
 from turnwright.config import TrainConfig
+from turnwright.engines.policy_engine import AgentPolicies
 from turnwright.errors import ConfigError
 from turnwright.training import TaskPlan, Trainer, resolve_settings
 from turnwright.training.loss import Objective
+from turnwright.training.policies import Policies, Policy
 from turnwright.training.task_plan import TaskChoice, play_with_dynamic_sampling
 from turnwright.types import Group, Task
 
@@ -18,7 +20,8 @@ STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch"
 
 
 def objective(config):
-    return Objective(config, resolve_settings(config))
+    trainer = SimpleNamespace(objective=Objective(config, resolve_settings(config)))
+    return Policies([Policy("", trainer, None)], AgentPolicies({"": ("*",)}))
 
 
 def world(name, count, weight=1.0):
@@ -114,4 +117,4 @@ def test_not_with_a_comparison_over_the_batch():
     for config in ({"algorithm": "reinforce_pp"}, {"advantage": "group_batch"}):
         with pytest.raises(ConfigError, match="compares with the complete batch"):
             objective(TrainConfig(refill=1, **config))
-    assert objective(TrainConfig(algorithm="reinforce_pp", advantage="rloo", refill=1)).settings.refill == 1
+    assert objective(TrainConfig(algorithm="reinforce_pp", advantage="rloo", refill=1)).refill == 1

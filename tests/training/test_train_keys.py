@@ -176,10 +176,10 @@ def test_a_filter_of_ones_own_decides_which_groups_are_replaced(tmp_path):
     config = TrainConfig(group_filter=write(tmp_path, body), refill=2)
     objective = Objective(config, resolve_settings(config))
     assert {credit.reason for credit in objective.step_credits(made).credits} == {"filtered"}
-    assert objective.tied_groups(made) == {"t"}
+    assert objective.ties(made) == [True]
     tied = groups_of([1.0, 1.0])  # the filter keeps it, so it stays, without a signal
     assert {credit.reason for credit in objective.step_credits(tied).credits} == {"no_signal"}
-    assert objective.tied_groups(tied) == set()
+    assert objective.ties(tied) == [False]
     wrong = TrainConfig(group_filter=write(tmp_path, "def own(trajectories):\n    return 'yes'"))
     with pytest.raises(UsageError, match="returned 'yes'; return True"):
         credits_of(wrong, made)

@@ -141,7 +141,6 @@ def test_one_policy_for_all_agents_is_a_run_without_policies_to_the_bit(seed, ki
     trajectories = episodes(seed)
     trajectories[0].spans, trajectories[0].turns = [], []  # an episode that ended before its first reply
     one, none = policies({"all": ("*",)}, advantage=kind), policies({"": ("*",)}, advantage=kind)
-    none = Policies(none.trained)
     (with_policy, *_), (without, *_) = step(one, trajectories), step(none, trajectories)
     assert torch.equal(gradient(one.trained[0].trainer.model), gradient(none.trained[0].trainer.model))
     timed = ("train_s", "tokens_per_s")

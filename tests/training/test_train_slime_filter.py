@@ -41,7 +41,7 @@ def test_a_filter_of_slime_leaves_groups_out_and_its_reasons_are_counted():
     assert row["groups_filtered"] == {"zero_std": 2}
     assert (row["trajectories_trained"], row["untrained"]["filtered"]) == (2, 8)
     config = TrainConfig(group_filter=THEIRS, refill=1)
-    assert Objective(config, resolve_settings(config)).tied_groups(made) == {"tied", "lost"}
+    assert Objective(config, resolve_settings(config)).ties(made) == [True, False, True]
 
 
 def test_samples_have_what_was_generated(tmp_path):

@@ -218,6 +218,8 @@ def to_tree(config: RunConfig) -> dict[str, Any]:
 
 def config_of(config: RunConfig, policy: PolicyConfig, where: Mapping[str, str] = {}) -> RunConfig:
     """Return the configuration of one of a run's policies: `[train]` has its own keys. `where` is that of `build`."""
+    if not config.policy:
+        return config
     if unknown := next((key for key in policy.train if field_type(f"train.{key}") is None), None):
         raise ConfigError(f"policy {policy.name}: {unknown_key(f'train.{unknown}')}")
     tree = to_tree(config)

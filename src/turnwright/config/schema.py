@@ -852,6 +852,11 @@ class RunConfig:
     scale: ScaleConfig = ScaleConfig()
 
     @property
+    def policies(self) -> tuple[PolicyConfig, ...]:
+        """Policies of the run: those of `[[policy]]`, else one without a name that plays every agent."""
+        return self.policy or (PolicyConfig(agents=("*",)),)
+
+    @property
     def engines_on_ray(self) -> bool:
         """Whether the run starts its servers on the nodes of a Ray cluster."""
         return self.scale.ray is not None and self.engine.kind in ("vllm", "sglang") and not self.engine.attached

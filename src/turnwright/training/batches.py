@@ -1,4 +1,9 @@
-"""What each step trains on, by `schedule.mode`: sampled before the step, while the last one trained, or all the time."""
+"""What each step trains on, by `schedule.mode`: whole batches, sampled before the step or while the last one trains; or groups,
+sampled all the time.
+
+Whole batches are replaced where they have no signal in rounds, after all groups ended. So which tasks are played does not
+depend on the order in which groups finish, and equal runs give equal bits. A stream replaces each group when it ends.
+"""
 
 from __future__ import annotations
 
@@ -44,18 +49,31 @@ class Batches(Protocol):
         """End what runs in the background."""
 
 
-class SyncBatches:
-    """Samples the batch of a step, and nothing else meanwhile."""
+class StepBatches:
+    """Samples a step's batch as a whole, so that weights change between batches only.
 
-    def __init__(self, plan: TaskPlan, objective: Refilling, play: Play, progress: Progress) -> None:
+    The batch is sampled before its step. With `ahead_until`, that of the next step is sampled while one trains, by the policy
+    before it.
+    """
+
+    def __init__(self, plan: TaskPlan, objective: Refilling, play: Play, progress: Progress, *, ahead_until: int = 0) -> None:
+        """`ahead_until` is the number of steps of a run that samples the next batch ahead."""
         self._plan, self._objective, self._play, self._progress = plan, objective, play, progress
+        self._ahead_until = ahead_until
+        self._following: asyncio.Task[Batch] | None = None
+        """The batch of the next step, while it is sampled ahead."""
 
     async def settle(self) -> None:
-        pass
+        if self._following is not None:
+            await self._progress(self._following)
 
     async def next(self, step: int) -> Batch:
-        found: Batch = await self._progress(self._sample(step))
+        sampling = self._sample(step) if self._following is None else self._following
+        found: Batch = await self._progress(sampling)
         self._plan.observe(step, found.trajectories)
+
+        following = step + 1
+        self._following = asyncio.create_task(self._sample(following)) if following < self._ahead_until else None
         return found
 
     async def _sample(self, step: int) -> Batch:
@@ -63,31 +81,6 @@ class SyncBatches:
             return await self._play(choices, step)
 
         return Batch(*await play_with_dynamic_sampling(self._plan, self._objective, step, play))
-
-    async def close(self) -> None:
-        pass
-
-
-class OneStepOffBatches(SyncBatches):
-    """Samples batch k + 1 with policy k while step k trains; weights change between batches only."""
-
-    def __init__(self, steps: int, plan: TaskPlan, objective: Refilling, play: Play, progress: Progress) -> None:
-        super().__init__(plan, objective, play, progress)
-        self._steps = steps
-        self._following: asyncio.Task[Batch] | None = None
-
-    async def settle(self) -> None:
-        if self._following is not None:
-            await self._progress(self._following)
-
-    async def next(self, step: int) -> Batch:
-        if self._following is None:
-            found = await super().next(step)
-        else:
-            found = self._following.result()
-            self._plan.observe(step, found.trajectories)
-        self._following = asyncio.create_task(self._sample(step + 1)) if step + 1 < self._steps else None
-        return found
 
     async def close(self) -> None:
         if self._following is not None:
@@ -135,8 +128,8 @@ class StreamRecord:
         return {"version": step, "open": left, "discarded": len(self.discarded)}
 
 
-class AsyncBatches:
-    """Samples all the time; a step takes groups that the scheduler selects."""
+class StreamBatches:
+    """Samples groups all the time, whatever weights the engine has by then; a step takes those that the scheduler selects."""
 
     def __init__(
         self,

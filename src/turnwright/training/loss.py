@@ -338,11 +338,12 @@ class Objective:
             overlong_filter=config.overlong_filter,
         )
 
-    def tied_groups(self, groups: Sequence[Group]) -> set[str]:
-        """Return task ids of the groups that dynamic sampling replaces: zero-variance ones (length penalty included), or those
-        that `train.group_filter` rejects."""
+    def ties(self, groups: Sequence[Group]) -> list[bool]:
+        """Return of each group whether it has no signal, so that dynamic sampling replaces it: a zero-variance one (length
+        penalty included), or one that `train.group_filter` rejects."""
         reasons = (FILTERED, NO_SIGNAL) if self._keep_group is None else (FILTERED,)
-        return {credit.trajectory.task.id for credit in self.step_credits(groups).credits if credit.reason in reasons}
+        tied = {id(credit.trajectory) for credit in self.step_credits(groups).credits if credit.reason in reasons}
+        return [any(id(trajectory) in tied for trajectory in group.trajectories) for group in groups]
 
     def penalties(
         self,

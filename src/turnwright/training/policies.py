@@ -158,8 +158,8 @@ class MadeAnew:
 class Policies:
     """The trained policies of a run, at least one. A step trains each on its own agents' part of the episodes."""
 
-    def __init__(self, trained: Sequence[Policy], agents: AgentPolicies | None = None) -> None:
-        """`agents` maps agents to policies, those that are not trained too; None is one policy for all agents."""
+    def __init__(self, trained: Sequence[Policy], agents: AgentPolicies) -> None:
+        """`agents` maps agents to policies, those that are not trained too."""
         self.trained = list(trained)
         self._agents = agents
 
@@ -170,8 +170,6 @@ class Policies:
         """Raise `ConfigError` if no policy plays an agent that is known before anything is played: `main` of an environment,
         and those of a play function's attribute `agents`."""
         for spec in env_specs:
-            if self._agents is None:
-                return
             default = ("main",) if spec.agent_function is None else ()
             for agent in getattr(spec.agent_function, "agents", default):
                 try:
@@ -200,8 +198,7 @@ class Policies:
 
     def supervised(self, trajectories: Sequence[Trajectory], *, lr: float) -> dict[str, Any]:
         """Train each policy one step on demonstrations; metrics as of `step`."""
-        made = {policy.name: policy.trainer.supervised(trajectories, lr=lr) for policy in self.trained}
-        return made[self.trained[0].name] if self._agents is None else merged_metrics(made)
+        return merged_metrics({policy.name: policy.trainer.supervised(trajectories, lr=lr) for policy in self.trained})
 
     @property
     def refill(self) -> int:
@@ -210,35 +207,31 @@ class Policies:
 
     def tied_groups(self, groups: Sequence[Group]) -> set[str]:
         """Return task ids of the groups that dynamic sampling replaces: those without signal for every policy."""
-        if self._agents is None:
-            return self.trained[0].trainer.objective.tied_groups(groups)
-        tied: list[set[str]] = []
+        tied = {group.task.id for group in groups}
         for policy in self.trained:
             parts = self._parts(policy, groups)
-            flat = [policy.trainer.objective.tied_groups([part]) for part in parts]
-            some = {part.task.id for part, found in zip(parts, flat, strict=True) if not found}
-            tied.append({group.task.id for group in groups} - some)
-        return set.intersection(*tied)
+            ties = policy.trainer.objective.ties(parts)
+            tied -= {part.task.id for part, is_tied in zip(parts, ties, strict=True) if not is_tied}
+        return tied
 
     def step(
         self, trajectories: Sequence[Trajectory], *, step: int, steps: int, version: int | None
     ) -> tuple[dict[str, Any], list[Credit], list[TrainingBatch]]:
         """Train every policy that sampled something on a step's episodes; arguments and errors are those of `Trainer.step`.
 
-        Returns metrics of all policies together, and the credits and batches of all. Without `[[policy]]` they are those of the
-        only trainer. With several policies `policy/NAME/` precedes a policy's own; counts are summed, a maximum is of all,
-        others are means.
+        Returns metrics of all policies together, and the credits and batches of all. Counts are summed, a maximum is of all,
+        others are means; `policy/NAME/` precedes a policy's own, unless it has no name. A policy that sampled nothing sits the
+        step out, unless it is the only one.
         """
         groups = group_by_task(trajectories)
         made: dict[str, StepResult] = {}
         for policy in self.trained:
             parts = self._parts(policy, groups)
-            if self._agents is None or any(span.sampled for part in parts for t in part.trajectories for span in t.spans):
+            sampled = any(span.sampled for part in parts for t in part.trajectories for span in t.spans)
+            if sampled or len(self.trained) == 1:
                 made[policy.name] = policy.trainer.step(parts, step=step, steps=steps, version=version)
         credits = [credit for result in made.values() for credit in result.token_records[0]]
         batches = [batch for result in made.values() for batch in result.token_records[1]]
-        if self._agents is None:
-            return made[self.trained[0].name].metrics, credits, batches
         metrics = merged_metrics({name: result.metrics for name, result in made.items()})
         names = {policy.name for policy in self.trained}
         frozen = sum(
@@ -248,8 +241,9 @@ class Policies:
         return metrics | ({f"tokens_{FROZEN}": float(frozen)} if frozen else {}), credits, batches
 
     def _parts(self, policy: Policy, groups: Sequence[Group]) -> list[Group]:
-        agents = self._agents
-        fits: AgentFits = (lambda agent: True) if agents is None else (lambda agent: agents.of(agent) == policy.name)
+        def fits(agent: str) -> bool:
+            return self._agents.of(agent) == policy.name
+
         return comparable(groups, fits, by_agent=policy.trainer.objective.by_agent)
 
     def state(self) -> dict[str, Any]:
@@ -264,14 +258,22 @@ class Policies:
 
 
 def merged_metrics(by_policy: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return metrics of all policies together, and each one's under `policy/NAME/`."""
+    """Return metrics of all policies together, and each one's under `policy/NAME/` if it has a name."""
     values: dict[str, list[float]] = defaultdict(list)
     for metrics in by_policy.values():
         for name, value in metrics.items():
             values[name].append(value)
     found: dict[str, Any] = {}
     for name, given in values.items():
-        is_count = name.startswith(COUNTS) and name != "tokens_per_s"
-        found[name] = sum(given) if is_count else max(given) if name.endswith("_max") else sum(given) / len(given)
-    own = {f"policy/{policy}/{name}": value for policy, metrics in by_policy.items() for name, value in metrics.items()}
+        if len(given) == 1:
+            found[name] = given[0]
+        elif name.startswith(COUNTS) and name != "tokens_per_s":
+            found[name] = sum(given)
+        elif name.endswith("_max"):
+            found[name] = max(given)
+        else:
+            found[name] = sum(given) / len(given)
+
+    named = {policy: metrics for policy, metrics in by_policy.items() if policy}
+    own = {f"policy/{policy}/{name}": value for policy, metrics in named.items() for name, value in metrics.items()}
     return found | own

@@ -1,10 +1,10 @@
-"""Build the policies of a run with several: each with a model, a trainer and an engine of its own."""
+"""Build what a run samples and trains with: of each policy a model, a trainer and an engine."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,7 +14,7 @@ from turnwright.config import PolicyConfig, RunConfig
 from turnwright.config.recipe import config_of
 from turnwright.engines import Engine, SupportsWeightUpdate
 from turnwright.engines.local import AdapterEngine, LocalEngine
-from turnwright.engines.policy_engine import PolicyEngine
+from turnwright.engines.policy_engine import AgentPolicies, PolicyEngine
 from turnwright.errors import ConfigError, EngineError
 from turnwright.media import MediaStore
 from turnwright.renderers.chat_renderer import ChatRenderer
@@ -23,25 +23,47 @@ from turnwright.training.checkpoint import policies_of
 from turnwright.training.forward.ranks import Ranks
 from turnwright.training.model.directory import renderer_of
 from turnwright.training.model.lora import shape_of
+from turnwright.training.model.quantize import quantize_for_training
 from turnwright.training.past import PastPolicy
 from turnwright.training.policies import Policies, Policy
 from turnwright.training.setup import (
-    RunComponents,
+    initial_model,
     load_initial,
-    load_model_and_renderer,
+    load_model,
     make_adapter_engines,
     make_clients,
+    make_engine,
     make_eval_engine,
     make_local_engine,
     make_trainer,
     model_config,
 )
+from turnwright.training.trainer.leader import RankZeroTrainer
 
 if TYPE_CHECKING:
     from turnwright.engines.remote.placed import ServerPlacer
 
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class RunComponents:
+    """What a run samples and trains with."""
+
+    source: Path
+    """Model directory of the tokenizer and the template."""
+    renderer: ChatRenderer
+    engine: Engine
+    """Samples for all policies."""
+    policies: Policies
+    """Those that are trained."""
+    media: MediaStore
+    """Images of the run."""
+    pixels: PixelCache | None
+    """Cache of the images' pixel values; None for a text-only model."""
+    past: Sequence[PastPolicy]
+    """Policies that are earlier versions of trained ones."""
 
 
 class LoadedPolicy(NamedTuple):
@@ -56,7 +78,7 @@ class LoadedPolicy(NamedTuple):
     model: nn.Module
 
 
-def build_policies(
+def build_components(
     config: RunConfig,
     source: Path,
     run: Path,
@@ -65,30 +87,37 @@ def build_policies(
     on_note: Callable[[str], None] | None = None,
     placer: ServerPlacer | None = None,
 ) -> RunComponents:
-    """Load the policies of a run, each as if it were the only one: with a model, a trainer and an engine of its own. Frozen
-    weights of equal origin are one copy in memory, and servers are shared."""
+    """Load the policies of a run, from checkpoint `weights` if it is resumed, and start the other `ranks`.
+
+    Each policy is as it would be alone: with a model, a trainer and an engine of its own. Frozen weights of equal
+    origin are one copy in memory, and servers are shared.
+    """
     ranks = ranks or Ranks()
-    if ranks.size > 1:
+    if ranks.size > 1 and config.policy:
         raise ConfigError("[[policy]]: several policies are trained by one process; start the run without torchrun")
+    ranks.broadcast((config, source, weights))
     renderer = renderer_of(source, config.model, config.rollout.control_text)
-    loaded: dict[str, LoadedPolicy] = {}
-    for number, policy in enumerate(config.policy):
-        if policy.urls or policy.past:
-            continue
-        own = config_of(replace(config, seed=config.seed + number), policy)
-        origin = Path(policy.path) if policy.path is not None else source
-        saved = weights / policy.name if weights is not None and policy.learns else None
-        model, its_renderer = load_initial(own, origin, saved, on_note)
-        _check_same_renderer(policy, renderer, its_renderer)
-        renderer.ban(its_renderer.banned_ids)
-        loaded[policy.name] = LoadedPolicy(own, origin, saved, model)
-    # The engines come first: a local one copies weights that the trainer then wraps.
-    engines = _policy_engines(config, source, loaded, renderer, run, placer)
+    loaded = _load_policies(config, source, weights, renderer, on_note)
+
+    def expected_logprobs(ids: Sequence[int]) -> list[float]:
+        leader = trained[0].trainer
+        assert isinstance(leader, RankZeroTrainer)
+        return leader.expected(ids)  # the model's own forward pass needs all ranks
+
+    # The engines come first: a local one copies weights that the trainer then wraps or shards.
+    if config.policy:
+        engines = _policy_engines(config, source, loaded, renderer, run, placer)
+    else:
+        expected = expected_logprobs if ranks.size > 1 else None
+        engines = {
+            name: make_engine(config, source, one.model, renderer, run, expected, placer) for name, one in loaded.items()
+        }
     media = MediaStore(run / "media")
     pixels = None if renderer.vision is None else PixelCache(renderer.vision, media)
+
     trained: list[Policy] = []
     first: dict[Path, nn.Module] = {}
-    for policy in config.policy:
+    for policy in config.policies:
         if not policy.learns:
             continue
         own, origin, saved, model = loaded[policy.name]
@@ -100,14 +129,50 @@ def build_policies(
         assert isinstance(engine, SupportsWeightUpdate)
         adapter_alone = config.engine.update == "lora" or isinstance(engine, AdapterEngine)
         trained.append(Policy(policy.name, trainer, engine, adapter_alone, origin))
-    past = {policy.name: _past(config, policy, trained, run) for policy in config.policy if policy.past}
+
+    past = {policy.name: _past(config, policy, trained, run) for policy in config.policies if policy.past}
     engines |= {name: one.engine for name, one in past.items()}
-    router = PolicyEngine(
+    return RunComponents(
+        source=source,
+        renderer=renderer,
+        engine=_router(config, engines),
+        policies=Policies(trained, AgentPolicies({policy.name: policy.plays for policy in config.policies})),
+        media=media,
+        pixels=pixels,
+        past=list(past.values()),
+    )
+
+
+def _load_policies(
+    config: RunConfig, source: Path, weights: Path | None, renderer: ChatRenderer, on_note: Callable[[str], None] | None
+) -> dict[str, LoadedPolicy]:
+    """Load the models of the policies that have weights in this process."""
+    loaded: dict[str, LoadedPolicy] = {}
+    for number, policy in enumerate(config.policies):
+        if policy.urls or policy.past:
+            continue
+        own = config_of(replace(config, seed=config.seed + number), policy)
+        origin = source
+        if policy.path is not None:
+            origin = Path(policy.path)
+            _check_same_renderer(policy, renderer, renderer_of(origin, own.model, own.rollout.control_text))
+        saved = weights / policy.name if weights is not None and policy.learns else None
+        model = load_model(initial_model(own, origin, saved), model_config(own), renderer, on_note)
+        if own.quant.train and own.engine.kind != "local":  # a server's logprobs are compared with the trainer's
+            quantize_for_training(model, own.quant)
+        loaded[policy.name] = LoadedPolicy(own, origin, saved, model)
+    return loaded
+
+
+def _router(config: RunConfig, engines: Mapping[str, Engine]) -> Engine:
+    """Return an engine for all agents: with `[[policy]]` each plays with the engine of its policy."""
+    if not config.policy:
+        return engines[""]
+    return PolicyEngine(
         {policy.name: engines[policy.name] for policy in config.policy},
         agents={policy.name: policy.plays for policy in config.policy},
         fixed=[policy.name for policy in config.policy if not policy.learns],
     )
-    return RunComponents(source, renderer, router, Policies(trained, router.policies), media, pixels, list(past.values()))
 
 
 def _policy_engines(
@@ -118,7 +183,7 @@ def _policy_engines(
     run: Path,
     placer: ServerPlacer | None,
 ) -> dict[str, Engine]:
-    """Build the engine of each policy that has weights; those that are not trained play in this process."""
+    """Build the engine of each of several policies that has weights; those that are not trained play in this process."""
     engines = _adapters_in_this_process(config, loaded, renderer)
     served: dict[str, nn.Module] = {}
     for policy in config.policy:
@@ -196,31 +261,30 @@ def _past(config: RunConfig, policy: PolicyConfig, trained: Sequence[Policy], ru
     return PastPolicy(of, run / "past" / policy.name, of.source, load_version, **given)
 
 
-def make_eval_policies(config: RunConfig, source: Path) -> tuple[PolicyEngine, ChatRenderer]:
-    """Build the engine of several policies for evaluation only, and their renderer.
+def make_eval_policies(config: RunConfig, source: Path, placer: ServerPlacer | None = None) -> tuple[Engine, ChatRenderer]:
+    """Build the engine of a run's policies for evaluation only, and their renderer.
 
     A trained policy plays from its directory in checkpoint `source`, or starts from `source` if that is one model; earlier
     versions of a policy are not kept with a checkpoint, so it plays itself.
     """
-    names, made_here = policies_of(source), source.parent.parent / "model"
+    names = policies_of(source) if config.policy else []
+    made_here = source.parent.parent / "model"
     base = made_here if names and made_here.is_dir() else config.model.directory or source
     renderer = renderer_of(source / names[0] if names else source, config.model, config.rollout.control_text)
     engines: dict[str, Engine] = {}
-    for policy in config.policy:
+    for policy in config.policies:
         own = source / policy.name if names else source
         if policy.urls:
             engines[policy.name] = _served_policy(config, policy, renderer)
         elif not policy.past:
             directory = own if policy.learns else Path(policy.path or base)
-            settings = model_config(config)
-            model, its_renderer = load_model_and_renderer(directory, directory, settings, config.rollout.control_text)
-            renderer.ban(its_renderer.banned_ids)
+            model = load_model(directory, model_config(config), renderer)
             if policy.learns:
-                engines[policy.name] = make_eval_engine(config, directory, model, renderer)
+                engines[policy.name] = make_eval_engine(config, directory, model, renderer, placer)
             else:
                 engines[policy.name] = make_local_engine(config, model, renderer)
     engines |= {policy.name: engines[policy.past["of"]] for policy in config.policy if policy.past}
-    return PolicyEngine(engines, agents={policy.name: policy.plays for policy in config.policy}), renderer
+    return _router(config, engines), renderer
 
 
 def _served_policy(config: RunConfig, policy: PolicyConfig, renderer: ChatRenderer) -> Engine:

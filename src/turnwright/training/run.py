@@ -31,10 +31,9 @@ from turnwright.rollouts.play_again import play_again
 from turnwright.rollouts.runner import left_out, left_out_note, parse_history
 from turnwright.rollouts.stream import GroupPlayer, RolloutStream
 from turnwright.training.batches import (
-    AsyncBatches,
     Batches,
-    OneStepOffBatches,
-    SyncBatches,
+    StepBatches,
+    StreamBatches,
     groups_per_step,
     off_loop,
 )
@@ -43,10 +42,9 @@ from turnwright.training.curriculum import Curriculum
 from turnwright.training.evaluation import EvalResult, play_evaluation, summarize
 from turnwright.training.forward.ranks import Ranks
 from turnwright.training.metrics import no_signal_reason, step_row, success_figures, summary_of, write_token_records
-from turnwright.training.policy_setup import build_policies
+from turnwright.training.policy_setup import build_components
 from turnwright.training.run_record import RunRecord
 from turnwright.training.setup import (
-    build_components,
     model_directory,
     release_engine_memory,
     sampling_of,
@@ -136,9 +134,8 @@ class TrainingRun:
         self.checkpoints = Checkpoints(run.checkpoints, source, keep=config.checkpoint.keep)
         latest = self.checkpoints.newest()
         self.cursor: dict[str, Any] = dict(latest.cursor) if latest else {"phase": "warmup", "step": 0, "warmed": 0}
-        self.parts = (build_policies if config.policy else build_components)(
-            config, source, run.path, latest.path if latest else None, ranks, on_note=watch.note, placer=placer
-        )
+        weights = latest.path if latest else None
+        self.parts = build_components(config, source, run.path, weights, ranks, on_note=watch.note, placer=placer)
         self.policies = self.parts.policies
         """Policies that are trained."""
         self.policies.restore(self.cursor)
@@ -522,10 +519,9 @@ class TrainingRun:
         schedule, rollout = self.config.schedule, self.config.rollout
         steps, plan, policies = self.config.train.steps, self.plan, self.policies
         progress = partial(self._with_progress, episodes=rollout.groups * rollout.group_size)
-        if schedule.mode == "sync":
-            return SyncBatches(plan, policies, self._play_accepted, progress)
-        if schedule.mode == "one_step_off":
-            return OneStepOffBatches(steps, plan, policies, self._play_accepted, progress)
+        if schedule.mode != "async":
+            ahead_until = steps if schedule.mode == "one_step_off" else 0
+            return StepBatches(plan, policies, self._play_accepted, progress, ahead_until=ahead_until)
         scheduler = BatchScheduler(
             groups_per_step(plan, steps),
             schedule.staleness,
@@ -536,7 +532,7 @@ class TrainingRun:
         record = self.record.stream
         scheduler.restore(record.state(first))
         journal, gate = self.run.journal, self._stream.gate
-        return AsyncBatches(scheduler, plan, policies, self._play_groups, progress, gate, journal.append, record)
+        return StreamBatches(scheduler, plan, policies, self._play_groups, progress, gate, journal.append, record)
 
     async def _train_step(self, batches: Batches, step: int) -> None:
         """Send the step's policy to the engine, take a batch and train on it."""

@@ -9,7 +9,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -60,8 +60,6 @@ from turnwright.training.model.quantize import (
     quantized_names,
 )
 from turnwright.training.model.weight_export import Transform, tied_names
-from turnwright.training.past import PastPolicy
-from turnwright.training.policies import Policies, Policy
 from turnwright.training.teachers.build import make_teachers
 from turnwright.training.trainer.heap import return_freed_memory
 from turnwright.training.trainer.leader import RankZeroTrainer, follow_rank_zero
@@ -494,56 +492,6 @@ def model_directory(config: RunConfig, env_specs: Sequence[EnvSpec], run: Path) 
     return directory
 
 
-@dataclass(slots=True)
-class RunComponents:
-    """A run's model, ready to sample and to train."""
-
-    source: Path
-    """Model directory of the tokenizer and the template."""
-    renderer: ChatRenderer
-    engine: Engine
-    """Samples for all policies."""
-    policies: Policies
-    """Those that are trained."""
-    media: MediaStore
-    """Images of the run."""
-    pixels: PixelCache | None
-    """Cache of the images' pixel values; None for a text-only model."""
-    past: Sequence[PastPolicy] = ()
-    """Policies that are earlier versions of trained ones."""
-
-
-def build_components(
-    config: RunConfig,
-    source: Path,
-    run: Path,
-    weights: Path | None = None,
-    ranks: Ranks | None = None,
-    on_note: Callable[[str], None] | None = None,
-    placer: ServerPlacer | None = None,
-) -> RunComponents:
-    """Load a model for the engine and the trainer, resumed from checkpoint `weights`; start the other `ranks`."""
-    ranks = ranks or Ranks()
-    ranks.broadcast((config, source, weights))
-    model, renderer = load_initial(config, source, weights, on_note)
-
-    def expected_logprobs(ids: Sequence[int]) -> list[float]:
-        assert isinstance(trainer, RankZeroTrainer)
-        return trainer.expected(ids)  # the model's own forward pass needs all ranks
-
-    if config.quant.train and config.engine.kind != "local":  # a server's logprobs are compared with the trainer's
-        quantize_for_training(model, config.quant)
-    # The engine comes first: a local one copies weights that the trainer then wraps or shards.
-    engine = make_engine(config, source, model, renderer, run, expected_logprobs if ranks.size > 1 else None, placer)
-    media = MediaStore(run / "media")
-    pixels = None if renderer.vision is None else PixelCache(renderer.vision, media)
-    trainer = make_trainer(config, model, renderer, weights, ranks, pixels, on_note)
-    if weights is not None:
-        trainer.load(weights)
-    policy = Policy("", trainer, engine, config.engine.update == "lora")
-    return RunComponents(source, renderer, engine, Policies([policy]), media, pixels)
-
-
 def run_worker_rank(ranks: ProcessRanks, run: Path) -> None:
     """Run a rank other than 0, which must be able to read the run's images, until rank 0 ends the run."""
 
@@ -559,9 +507,14 @@ def load_initial(
     config: RunConfig, source: Path, weights: Path | None, on_note: Callable[[str], None] | None = None
 ) -> tuple[nn.Module, ChatRenderer]:
     """Load the model of a run, as it is in checkpoint `weights` unless that holds an adapter, and its renderer."""
+    settings, initial = model_config(config), initial_model(config, source, weights)
+    return load_model_and_renderer(source, initial, settings, config.rollout.control_text, on_note)
+
+
+def initial_model(config: RunConfig, source: Path, weights: Path | None) -> Path:
+    """Return the directory of the model that a run starts with, from checkpoint `weights` or from `source`."""
     # LoRA checkpoints are adapters of the run's initial model.
-    initial = weights if weights is not None and not config.lora.rank else source
-    return load_model_and_renderer(source, initial, model_config(config), config.rollout.control_text, on_note)
+    return weights if weights is not None and not config.lora.rank else source
 
 
 def model_config(config: RunConfig) -> ModelConfig:
@@ -648,15 +601,22 @@ def load_model_and_renderer(
     control_text: ControlText = "neutralise",
     on_note: Callable[[str], None] | None = None,
 ) -> tuple[nn.Module, ChatRenderer]:
-    """Load a model and the renderer of its tokenizer; `on_note` is told how a large model multiplies on a CPU, and why.
+    """Load a model and the renderer of its tokenizer; see `load_model`."""
+    renderer = renderer_of(source, config, control_text)
+    return load_model(weights, config, renderer, on_note), renderer
+
+
+def load_model(
+    weights: Path, config: ModelConfig, renderer: ChatRenderer, on_note: Callable[[str], None] | None = None
+) -> nn.Module:
+    """Load a model whose ids a renderer makes; `on_note` is told how a large model multiplies on a CPU, and why.
 
     Many models have more embedding rows than their tokenizer has ids (Qwen's are padded to a multiple of 128). Such ids have no
-    text, so they are banned: never sampled and excluded from the trainer's softmax.
+    text, so the renderer bans them: never sampled and excluded from the trainer's softmax.
     """
-    renderer = renderer_of(source, config, control_text)
     device, dtype = device_and_dtype(config)
     model, meta = load(weights, device, dtype)
     if (chosen := choose_products(model, config)) and on_note is not None:
         on_note(f"model.dtype: {chosen}")
     renderer.ban(range(meta.tokens, meta.vocabulary))
-    return model, renderer
+    return model

@@ -253,7 +253,7 @@ def with_steps_of_epochs(config: RunConfig, env_specs: Sequence[EnvSpec]) -> Run
 
 
 class Refilling(Protocol):
-    """Tells which groups are replaced by others, and how often: an `Objective`, or the `Policies` of a run."""
+    """Tells which groups are replaced by others, and how often, as the `Policies` of a run do."""
 
     @property
     def refill(self) -> int:
