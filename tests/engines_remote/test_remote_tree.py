@@ -6,9 +6,11 @@ import asyncio
 import os
 import subprocess
 import sys
+import zlib
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 import remote_kit as kit
 from hypothesis import given
@@ -23,6 +25,7 @@ from turnwright.engines.remote.weight_sync import DiskWeights
 from turnwright.errors import SyncError
 from turnwright_serve.server import Endpoint, JsonHttpServer
 from turnwright_serve.sharing import Manifest, WeightRelay, WeightTree
+from turnwright_serve.sharing.difference import apply_difference, encode_difference
 from turnwright_serve.sharing.tree import parents
 
 SMALL = 1000
@@ -104,8 +107,86 @@ def test_chunks_go_from_peer_to_peer_while_they_arrive_and_unchanged_ones_are_no
         return found, [relay.counts["bytes_served"] for relay in made], manifest.size
 
     found, served, size = asyncio.run(relays(tmp_path, 4, work))
-    assert found == [[size] * 3, [size + SMALL] * 3]  # of the second, one chunk
-    assert served == [size + SMALL] * 3 + [0]
+    assert found[0] == [size] * 3
+    more = found[1][0] - size
+    assert 0 < more < SMALL / 10  # of the second, the difference of one chunk
+    assert found[1] == [size + more] * 3
+    assert served == [size + more] * 3 + [0]
+
+
+def bfloat16_words(seed, count=40 * SMALL, changed=0.0):
+    """Random words, of which a share moved by one in its last place."""
+    rng = np.random.default_rng(seed)
+    words = rng.integers(0, 2**16, count, dtype=np.uint16)
+    moved = np.random.default_rng(seed + 1).random(count) < changed
+    return np.where(moved, words + rng.choice(np.array([1, 2**16 - 1], np.uint16), count), words).astype("<u2").tobytes()
+
+
+@given(data=st.data(), length=st.integers(0, 300))
+def test_a_difference_turns_the_old_bytes_into_the_new_ones_whatever_they_are(data, length):
+    old = data.draw(st.binary(min_size=length, max_size=length))
+    new = bytearray(old)
+    for place in data.draw(st.lists(st.integers(0, max(0, length - 1)), max_size=20)) if length else ():
+        new[place] = data.draw(st.integers(0, 255))
+    found = encode_difference(old, bytes(new))
+    if found is not None:
+        assert len(found) < length
+        assert apply_difference(old, found) == new
+    assert encode_difference(old, bytes(new) + b"x") is None
+
+
+@given(data=st.binary(max_size=200), length=st.integers(0, 200))
+def test_what_is_no_difference_of_these_bytes_is_an_error_and_takes_no_memory(data, length):
+    old = bytes(length)
+    bombs = zlib.compress(bytes(10**6)), zlib.compress(data), zlib.compress(data)[:-1], data
+    for given_ in bombs:
+        try:
+            found = apply_difference(old, given_)
+        except ValueError:
+            continue
+        assert len(found) == length
+
+
+def test_a_hundredth_of_changed_elements_takes_less_than_a_thirtieth_and_most_of_them_the_bytes_themselves():
+    old, new = bfloat16_words(1), bfloat16_words(1, changed=0.02)
+    assert 0.01 < np.mean(np.frombuffer(old, "<u2") != np.frombuffer(new, "<u2")) < 0.03
+    assert len(encode_difference(old, new)) < len(new) / 30
+    assert encode_difference(old, bfloat16_words(1, changed=0.5)) is None
+
+
+def test_a_node_that_lost_or_damaged_the_old_bytes_gets_the_new_ones_whole(tmp_path):
+    sources = [tmp_path / f"source-{number}" for number in range(3)]
+    for number, source in enumerate(sources):
+        source.mkdir()
+        (source / "model.safetensors").write_bytes(bfloat16_words(7, changed=0.02 * number))
+    size = len(bfloat16_words(7))
+
+    async def work(made, urls):
+        fetched = []
+
+        async def fetch(node, version):
+            manifest = Manifest.of(sources[version], version, 8 * SMALL)
+            made[0].offer(sources[version], manifest)
+            before = made[node].counts["bytes_fetched"]
+            assert content(await made[node].fetch(manifest, [[urls[0]]])) == content(sources[version])
+            fetched.append(made[node].counts["bytes_fetched"] - before)
+
+        await fetch(1, 0)
+        await fetch(1, 1)  # the difference
+        path = made[1].root / "policy-1" / "model.safetensors"
+        damaged = bytearray(path.read_bytes())
+        damaged[5] ^= 255
+        path.write_bytes(damaged)
+        await fetch(1, 2)  # one chunk whole, after a difference that gave other bytes
+        await fetch(2, 2)  # a node that was away
+        return fetched, [dict(relay.counts) for relay in made]
+
+    fetched, counts = asyncio.run(relays(tmp_path, 3, work))
+    assert fetched[0] == fetched[3] == size
+    assert fetched[1] < size / 20
+    assert fetched[1] + 8 * SMALL <= fetched[2] < size / 4
+    assert counts[1]["chunks_rejected"] == 1
+    assert counts[1]["differences"] == 19
 
 
 def test_a_peer_that_sends_other_bytes_or_none_is_replaced_by_the_next(tmp_path):

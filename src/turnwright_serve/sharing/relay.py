@@ -20,6 +20,7 @@ from turnwright.engines.tokens import LOOPBACK
 from turnwright.errors import ConfigError, EngineError, SyncError
 from turnwright_serve.server.http import Call, Endpoint, JsonHttpServer, Table
 from turnwright_serve.server.intake import HttpError
+from turnwright_serve.sharing.difference import apply_difference, encode_difference
 from turnwright_serve.sharing.manifest import BASE, Chunk, Manifest, read
 
 TOKEN = "TURNWRIGHT_SERVE_TOKEN"
@@ -30,6 +31,8 @@ PARALLEL = 4
 """Chunks fetched at a time."""
 AHEAD_S = 5.0
 """Seconds that a peer may take to learn of an update that its own peers know of already."""
+FROM = "from"
+"""Parameter of a request for a chunk: the digest of the bytes at its place that the asking node has."""
 MAX_MANIFEST = 64 * 2**20
 Url = Annotated[str, Field(pattern="^https?://", max_length=2000)]
 
@@ -47,7 +50,8 @@ class Fetch(BaseModel):
 class WeightRelay:
     """Weights of the latest policies on this node's disk, fetched from peers and served to peers.
 
-    A chunk that another policy on this disk has is copied from there, so that only what changed is transferred.
+    A chunk that another policy on this disk has is copied from there. Where that has other bytes at the chunk's place, only
+    their difference is transferred, if it is shorter and the peer has both.
 
     Args:
         root: directory of the policies, which this node's servers see under the same path.
@@ -58,7 +62,7 @@ class WeightRelay:
     def __init__(self, root: Path, keep: int = 2, *, token: str | None = None) -> None:
         self.root, self._keep, self._token = root.absolute(), keep, own_token(token)
         self.counts: Counter[str] = Counter()
-        """`bytes_fetched`, `bytes_reused`, `bytes_served`, `chunks_rejected`, `peers_failed`."""
+        """`bytes_fetched`, `bytes_reused`, `bytes_served`, `differences`, `chunks_rejected`, `peers_failed`."""
         self._have: dict[str, dict[str, tuple[Path, Chunk]]] = {}
         """By name of a directory: where each chunk is that arrived."""
         self._arrival: dict[str, asyncio.Future[None]] = {}
@@ -123,10 +127,25 @@ class WeightRelay:
                 break
             path, chunk = found
             with suppress(FileNotFoundError):  # renamed, or deleted, a moment ago
-                data = await asyncio.to_thread(read, path, chunk.start, chunk.size)
+                data = await asyncio.to_thread(self._content, path, chunk, call.query.get(FROM, ""))
                 self.counts["bytes_served"] += len(data)
                 return Response(data, media_type="application/octet-stream")
         raise HttpError(404, f"no chunk {digest:.80} here")
+
+    def _content(self, path: Path, chunk: Chunk, old: str) -> bytes:
+        """Return the bytes of a chunk, or their difference from those of chunk `old`, if that is here and it is shorter."""
+        data = read(path, chunk.start, chunk.size)
+        difference = None
+        if old and (known := self._find(old)) is not None:
+            with suppress(OSError):  # deleted a moment ago
+                difference = encode_difference(_content_of(known), data)
+        return data if difference is None else difference
+
+    def _places(self) -> dict[tuple[str, int], str]:
+        """Return the digest of the chunk at each place of a file, of the latest policy that has one."""
+        return {
+            (chunk.file, chunk.start): digest for have in list(self._have.values()) for digest, (_, chunk) in list(have.items())
+        }
 
     def _find(self, digest: str) -> tuple[Path, Chunk] | None:
         return next((have[digest] for have in reversed(self._have.values()) if digest in have), None)
@@ -138,6 +157,7 @@ class WeightRelay:
         loop = asyncio.get_running_loop()
         missing = {chunk.digest: loop.create_future() for chunk in chunks if self._find(chunk.digest) is None}
         self._arrival.update(missing)
+        before = self._places()
         self._have.pop(name, None)
         have = self._have[name] = dict[str, tuple[Path, Chunk]]()
         try:
@@ -148,11 +168,11 @@ class WeightRelay:
                 for number, chunk in numbered:
                     known = have.get(chunk.digest) or self._find(chunk.digest)
                     if known is not None:
-                        pieces = [await asyncio.to_thread(read, known[0], known[1].start, known[1].size)]
+                        pieces = [await asyncio.to_thread(_content_of, known)]
                         self.counts["bytes_reused"] += chunk.size
                     else:
-                        pieces = await self._from_peers(chunk, sources[number % len(sources)])
-                        self.counts["bytes_fetched"] += chunk.size
+                        old = before.get((chunk.file, chunk.start), "")
+                        pieces = await self._from_peers(chunk, sources[number % len(sources)], old)
                     await asyncio.to_thread(_write, draft / chunk.file, chunk.start, pieces)
                     have[chunk.digest] = draft / chunk.file, chunk
                     if (arrival := missing.get(chunk.digest)) is not None and not arrival.done():
@@ -181,14 +201,15 @@ class WeightRelay:
         self._forget()
         return final
 
-    async def _from_peers(self, chunk: Chunk, sources: Sequence[str]) -> list[bytes]:
-        """Fetch and verify a chunk from the first source that has it."""
+    async def _from_peers(self, chunk: Chunk, sources: Sequence[str], old: str) -> list[bytes]:
+        """Fetch and verify a chunk from the first source that has it, as a difference from chunk `old` if that is here."""
         loop, faults = asyncio.get_running_loop(), list[str]()
         for url in sources:
             peer, until = self._peer(url), loop.time() + AHEAD_S
             while True:
+                query = f"?{FROM}={old}" if old else ""
                 try:
-                    pieces = await peer.pieces(f"/weights/chunks/{chunk.digest}", CHUNK_S)
+                    pieces = await peer.pieces(f"/weights/chunks/{chunk.digest}{query}", CHUNK_S)
                 except EngineError as error:
                     if error.status == 404 and loop.time() < until:  # it does not know of the policy yet
                         await asyncio.sleep(0.02)
@@ -196,12 +217,31 @@ class WeightRelay:
                     self.counts["peers_failed"] += 1
                     faults.append(str(error))
                     break
-                if sum(map(len, pieces)) == chunk.size and await asyncio.to_thread(_digest, pieces) == chunk.digest:
-                    return pieces
+                self.counts["bytes_fetched"] += sum(map(len, pieces))
+                restored = await asyncio.to_thread(self._restored, chunk, pieces, old)
+                if restored is not None:
+                    return restored
                 self.counts["chunks_rejected"] += 1
+                if old:  # the old bytes on this disk may have changed
+                    old = ""
+                    continue
                 faults.append(f"{url} sent other bytes than chunk {chunk.digest[:16]}")
                 break
         raise SyncError(f"{chunk.file}: no peer has the bytes at {chunk.start}: {'; '.join(faults)}")
+
+    def _restored(self, chunk: Chunk, pieces: list[bytes], old: str) -> list[bytes] | None:
+        """Return the bytes of a chunk from what a peer sent; None where they are others."""
+        is_difference = bool(old) and sum(map(len, pieces)) != chunk.size  # one is always shorter
+        if is_difference:
+            known = self._find(old)
+            try:
+                pieces = [] if known is None else [apply_difference(_content_of(known), b"".join(pieces))]
+            except (ValueError, OSError):
+                return None
+        if sum(map(len, pieces)) != chunk.size or _digest(pieces) != chunk.digest:
+            return None
+        self.counts["differences"] += is_difference
+        return pieces
 
     def _peer(self, url: str) -> HttpClient:
         if url not in self._peers:
@@ -227,6 +267,11 @@ async def cancelled(tasks: Sequence[asyncio.Task[Path]]) -> None:
 def own_token(token: str | None) -> str:
     """Return the token of peers: the given one, or that of the environment."""
     return os.environ.get(TOKEN, "") if token is None else token
+
+
+def _content_of(known: tuple[Path, Chunk]) -> bytes:
+    path, chunk = known
+    return read(path, chunk.start, chunk.size)
 
 
 def _digest(pieces: Sequence[bytes]) -> str:
