@@ -5,7 +5,7 @@ written, and two relay processes (`turnwright engines relay`) fetch them through
 the first or from the trainer. The first update is a full one. Halfway the second relay is killed and started
 again with an empty disk, so it needs a full update once more. After each step both relays must have the trainer's bytes.
 
-    python benchmarks/sparse_updates.py [--model DIR or FILE.gguf] [--steps 20] [--lr 1e-6]
+    python benchmarks/sparse_updates.py [--model DIR] [--steps 20] [--lr 1e-6]
 
 How many elements change depends on the learning rate: a step moves a weight by about that much. The last line is JSON:
 `full_bytes`, `update_bytes` (the mean of one relay's updates without the first and that of the kill), `ratio` (their
@@ -39,7 +39,6 @@ from turnwright.training import Trainer, create_tiny_model, load_model_and_rende
 from turnwright_serve.sharing import WeightTree
 
 HOSTS = ("127.0.0.2", "127.0.0.3")
-GGUF = Path(__file__).resolve().parents[1] / ".cache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 TOKEN = "TURNWRIGHT_SERVE_TOKEN"
 
 
