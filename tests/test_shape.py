@@ -43,7 +43,7 @@ FOREIGN = {
     "turnwright/training/low_rank.py": "lora_A",
     "turnwright/training/model/lora.py": "get_output_embeddings peft_config",
     "turnwright/training/distributed.py": "_no_split_modules full_tensor set_reduce_scatter_unused_params",
-    "turnwright/training/setup.py": "head_dim",
+    "turnwright/training/servers.py": "head_dim",
     "turnwright/training/teachers/local.py": "config max_position_embeddings",
     "turnwright/training/trainer/memory.py": "config vocab_size weight",
     # arrays and images of any library

@@ -383,7 +383,7 @@ def make_rollout(
     from turnwright.training.checkpoint import read_checkpoint
     from turnwright.training.model.packed import quant_of
     from turnwright.training.policy_setup import make_eval_policies
-    from turnwright.training.setup import connect_fixed_servers, sampling_of
+    from turnwright.training.setup import sampling_of
 
     options["sampling"] = sampling_of(config.rollout)
     if config.scale.listen is not None or config.scale.ray is not None:
@@ -395,6 +395,8 @@ def make_rollout(
         )
     model = config.model
     if config.engine.kind == "chat" and checkpoint is None and model.path is None:
+        from turnwright.training.servers import connect_fixed_servers
+
         renderer = byte_renderer(config.rollout.control_text)
         return Rollout(connect_fixed_servers(config, renderer), renderer, **options)
     named = checkpoint or model.directory

@@ -26,8 +26,9 @@ from turnwright.training.forward.forward import ForwardPass
 from turnwright.training.model.models import device_and_dtype, load
 from turnwright.training.model.packed import quant_of
 from turnwright.training.model.quantize import OnGrid, grid_of, quantize_for_sampling, quantized_names
+from turnwright.training.model.weight_export import unique_weights
 from turnwright.training.score_ids import score_ids
-from turnwright.training.setup import load_model_and_renderer, model_config, unique_weights
+from turnwright.training.setup import load_model_and_renderer, model_config
 from turnwright.training.weight_transfer import GroupWeightReceiver, Rows
 from turnwright.types import Image, MediaPlacement
 

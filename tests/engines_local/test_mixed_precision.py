@@ -40,7 +40,7 @@ from turnwright.engines.local.mixed_precision import (
 from turnwright.errors import ConfigError, SyncError
 from turnwright.training.model import models
 from turnwright.training.model.models import choose_products, device_and_dtype
-from turnwright.training.setup import unique_weights
+from turnwright.training.model.weight_export import unique_weights
 
 pytestmark = pytest.mark.skipif(not multiplies_bfloat16(), reason="this processor has no products in bfloat16")
 

@@ -18,7 +18,8 @@ from turnwright.config import EngineConfig, EnvConfig, RunConfig
 from turnwright.engines.remote.llamacpp import LIKELIEST
 from turnwright.errors import ConfigError
 from turnwright.training.model.gguf_files import HEADER, GgufDirectories, copy_header
-from turnwright.training.setup import _expected_scores, unique_weights
+from turnwright.training.model.weight_export import unique_weights
+from turnwright.training.servers import _expected_scores
 
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 WORDS = [f"w{number}" for number in range(64)]

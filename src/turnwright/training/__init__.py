@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from turnwright.training.forward.ranks import Ranks as Ranks
     from turnwright.training.model.lora import add_lora as add_lora
     from turnwright.training.model.models import create_tiny_model as create_tiny_model
+    from turnwright.training.model.weight_export import unique_weights as unique_weights
     from turnwright.training.run import TrainingRun as TrainingRun
+    from turnwright.training.servers import make_adapter_engines as make_adapter_engines
+    from turnwright.training.servers import score_with_model as score_with_model
     from turnwright.training.setup import load_model_and_renderer as load_model_and_renderer
-    from turnwright.training.setup import make_adapter_engines as make_adapter_engines
     from turnwright.training.setup import make_engine as make_engine
-    from turnwright.training.setup import score_with_model as score_with_model
-    from turnwright.training.setup import unique_weights as unique_weights
     from turnwright.training.task_plan import TaskPlan as TaskPlan
     from turnwright.training.trainer.trainer import StepResult as StepResult
     from turnwright.training.trainer.trainer import Trainer as Trainer

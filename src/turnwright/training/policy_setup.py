@@ -30,8 +30,6 @@ from turnwright.training.setup import (
     initial_model,
     load_initial,
     load_model,
-    make_adapter_engines,
-    make_clients,
     make_engine,
     make_eval_engine,
     make_local_engine,
@@ -197,7 +195,11 @@ def _policy_engines(
                 raise ConfigError(f"policy {policy.name}: servers share adapters of the run's model; leave its path out")
             else:
                 served[policy.name] = model
-    return engines | (make_adapter_engines(config, source, served, renderer, run, placer=placer) if served else {})
+    if served:
+        from turnwright.training.servers import make_adapter_engines
+
+        engines |= make_adapter_engines(config, source, served, renderer, run, placer=placer)
+    return engines
 
 
 def _adapters_in_this_process(
@@ -289,6 +291,7 @@ def make_eval_policies(config: RunConfig, source: Path, placer: ServerPlacer | N
 
 def _served_policy(config: RunConfig, policy: PolicyConfig, renderer: ChatRenderer) -> Engine:
     from turnwright.engines.remote import Fleet
+    from turnwright.training.servers import make_clients
 
     served = replace(config.engine, kind="auto", urls=policy.urls, urls_file=None, model=None)
     return Fleet(make_clients(served, policy.urls, renderer, config.limits.context))

@@ -50,3 +50,9 @@ def clone_tensors(model: nn.Module, leave_out: frozenset[str] = frozenset(), *, 
             yield name, full_tensor(tensor.detach())
         else:
             yield name, tensor.detach().clone() if copy else tensor.detach()
+
+
+def unique_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a model's weights by Hugging Face name, tied ones once."""
+    tied = tied_names(model)
+    return ((name, tensor) for name, tensor in model.state_dict().items() if name not in tied)
