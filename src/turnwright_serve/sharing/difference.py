@@ -24,11 +24,11 @@ def encode_difference(old: bytes, new: bytes) -> bytes | None:
         return None
     words, new_words = _words(old), _words(new)
     changed = words != new_words
-    count = int(np.count_nonzero(changed))
-    if count > MOST_CHANGED * len(changed):
+    if int(np.count_nonzero(changed)) > MOST_CHANGED * len(changed):
         return None
 
-    added = new_words[changed] - words[changed]
+    where = np.flatnonzero(changed)  # a third of the time of indexing by bits
+    added = new_words[where] - words[where]
     low, high = (added & 0xFF).astype(np.uint8), (added >> 8).astype(np.uint8)
     found = zlib.compress(np.packbits(changed).tobytes() + low.tobytes() + high.tobytes(), LEVEL)
     return found if len(found) < len(new) else None
@@ -46,12 +46,12 @@ def apply_difference(old: bytes, difference: bytes) -> bytes:
     if not unpack.eof or len(body) < bits:
         raise ValueError("a difference of other bytes")
 
-    changed = np.unpackbits(np.frombuffer(body, np.uint8, bits), count=len(words)).view(bool)
+    where = np.flatnonzero(np.unpackbits(np.frombuffer(body, np.uint8, bits), count=len(words)).view(bool))
     added = np.frombuffer(body, np.uint8, offset=bits)
-    if len(added) != 2 * int(np.count_nonzero(changed)):
+    if len(added) != 2 * len(where):
         raise ValueError("a difference of other bytes")
     low, high = added.astype(WORD).reshape(2, -1)
-    words[changed] += low | high << 8
+    words[where] += low | high << 8
     return words.tobytes()[: len(old)]
 
 
