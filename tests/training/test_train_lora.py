@@ -18,7 +18,7 @@ from turnwright.training import Checkpoints, Trainer, add_lora
 from turnwright.training.model import models
 from turnwright.training.model.lora import adapter_of, linear_layers, load_adapter
 from turnwright.training.model.weight_export import cast
-from turnwright.training.trainer.trainer import FEW_MICRO_TOKENS, MICRO_TOKENS
+from turnwright.training.trainer.trainer import ADAPTER_MICRO_TOKENS, LARGE_MICRO_TOKENS, MICRO_TOKENS
 
 peft = pytest.importorskip("peft")
 LORA = LoraConfig(rank=4)
@@ -303,7 +303,7 @@ def test_a_right_engine_has_no_mismatch(tiny_dir, tiny_model):
     assert figures["mismatch_max"] < 1e-4
 
 
-def test_a_large_models_adapter_is_trained_in_small_passes(tiny_dir, monkeypatch):
+def test_a_large_model_is_trained_in_small_passes_and_an_adapter_of_it_in_smaller_ones(tiny_dir, monkeypatch):
     """By default, and on a CPU; a step of all weights has gradients beside any pass."""
 
     def limit(**settings):
@@ -314,6 +314,6 @@ def test_a_large_models_adapter_is_trained_in_small_passes(tiny_dir, monkeypatch
 
     assert limit(lora=True) == limit() == MICRO_TOKENS
     monkeypatch.setattr("turnwright.training.trainer.trainer.LARGE_WEIGHTS", 1)
-    assert limit(lora=True) == FEW_MICRO_TOKENS
-    assert limit() == MICRO_TOKENS
+    assert limit(lora=True) == ADAPTER_MICRO_TOKENS
+    assert limit() == LARGE_MICRO_TOKENS
     assert limit(lora=True, micro_tokens=2048) == 2048

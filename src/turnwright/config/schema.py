@@ -555,8 +555,8 @@ class TrainConfig:
     minibatches: PositiveInt = 1
     """Optimizer steps per epoch."""
     micro_tokens: PositiveInt | None = None
-    """Maximum tokens per forward pass; results do not depend on it. None is 4096; for an adapter of a large model on a CPU,
-    whose step takes little more than a pass does, 256, and 512 in mixed precision."""
+    """Maximum tokens per forward pass; results do not depend on it. None is 4096. For a large model in float32 on a CPU it is
+    1024, and for an adapter of one, whose step takes little more than a pass does, 256, or 512 in mixed precision."""
     batching: Batching = "auto"
     """Computation of shared prefixes: `tree` computes them once, `rows` in each row, `auto` selects the cheaper one by
     estimate."""
