@@ -381,8 +381,8 @@ def make_rollout(
     if engine != "local":
         raise ConfigError(f"--engine {engine}: unknown engine; choose local (configured by [engine]) or scripted")
     from turnwright.training.checkpoint import read_checkpoint
+    from turnwright.training.components import make_eval_policies
     from turnwright.training.model.packed import quant_of
-    from turnwright.training.policy_setup import make_eval_policies
     from turnwright.training.setup import sampling_of
 
     options["sampling"] = sampling_of(config.rollout)

@@ -38,11 +38,11 @@ from turnwright.training.batches import (
     off_loop,
 )
 from turnwright.training.checkpoint import Checkpoints, check_run_template
+from turnwright.training.components import build_components
 from turnwright.training.curriculum import Curriculum
 from turnwright.training.evaluation import EvalResult, play_evaluation, summarize
 from turnwright.training.forward.ranks import Ranks
 from turnwright.training.metrics import no_signal_reason, step_row, success_figures, summary_of, write_token_records
-from turnwright.training.policy_setup import build_components
 from turnwright.training.run_record import RunRecord
 from turnwright.training.setup import (
     model_directory,
