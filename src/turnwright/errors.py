@@ -189,8 +189,9 @@ def first_exception(error: BaseException) -> BaseException:
 
 
 def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.55) -> str:
-    """Return `did you mean 'x'?` for the closest choice, or an empty string."""
-    near = difflib.get_close_matches(word, list(choices), n=1, cutoff=cutoff)
+    """Return `did you mean 'x'?` for the closest choice other than the word itself, or an empty string."""
+    others = [choice for choice in choices if choice != word]
+    near = difflib.get_close_matches(word, others, n=1, cutoff=cutoff)
     return f"did you mean {near[0]!r}?" if near else ""
 
 

@@ -21,6 +21,18 @@ _ALREADY_OPEN = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 """Paths of what this process has open, such as `<(command)` of a shell. Opening them does not wait."""
 
 
+def resolved(path: str | Path, folder: Path = Path()) -> Path:
+    """Return an absolute path with links followed and `~` expanded; a relative one is in `folder`.
+
+    What cannot be followed stays as it is, such as a loop of links or an unknown user: whoever opens it learns what is wrong.
+    """
+    whole = folder / os.path.expanduser(path)
+    try:
+        return Path(os.path.realpath(whole))
+    except ValueError:  # a zero byte
+        return whole
+
+
 def open_file(path: Path) -> BinaryIO:
     """Open a file for reading.
 

@@ -47,7 +47,7 @@ def convert_file(path: Path, system: str | None = None) -> Converted:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError:
         raise ConfigError(f"{path}: is not UTF-8 text") from None
-    return convert(text, name=path.name, system=system, folder=path.resolve().parent)
+    return convert(text, name=path.name, system=system, folder=files.resolved(path).parent)
 
 
 def _detect(source: Source, name: str) -> System:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import types
@@ -12,7 +13,7 @@ import pytest
 
 from turnwright.cli.main import main
 from turnwright.cli.training import next_run
-from turnwright.errors import TaskError, TraceError
+from turnwright.errors import TaskError, TraceError, did_you_mean
 
 HOP = '[[env]]\nuse = "hop"\n'
 
@@ -101,6 +102,34 @@ def test_mistakes_in_a_real_process(tmp_path, words, expected):
     assert done.stderr.count("\n") == 1
     for piece in expected:
         assert piece in done.stderr
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        '[model]\npath = "loop"\n' + HOP,
+        '[model]\npath = "~nobody-of-this-name/x"\n' + HOP,
+        '[model]\npath = "zero\\u0000byte"\n' + HOP,
+        '[warmup]\ndataset = "loop"\n' + HOP,
+        '[warmup]\ndataset = "zero\\u0000byte.jsonl"\n' + HOP,
+        '[[env]]\nuse = "loop.py:World"\n',
+        '[[env]]\nuse = "~nobody-of-this-name/x.py:World"\n',
+        '[[env]]\nuse = "zero\\u0000byte.py:World"\n',
+    ],
+)
+def test_a_path_that_leads_nowhere_is_one_line(capsys, tmp_path, recipe):
+    """A link to itself, an unknown user's home, and a zero byte, which no system call takes."""
+    for name in ("loop", "loop.py"):
+        (tmp_path / name).symlink_to(name)
+    (tmp_path / "recipe.toml").write_text(recipe)
+    said = refusal(capsys, "train", str(tmp_path / "recipe.toml"), "--dry-run")
+    assert re.search("no such (file|directory)", said)
+
+
+def test_no_suggestion_is_the_word_itself(capsys, recipe):
+    assert did_you_mean("loop", ["loop"]) == ""
+    assert did_you_mean("loop", ["loop", "loops"]) == "did you mean 'loops'?"
+    assert "did you mean '--out'" not in refusal(capsys, "rollout", recipe, "--out", "x")
 
 
 @pytest.mark.beside("view")

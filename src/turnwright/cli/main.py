@@ -189,7 +189,8 @@ def _unknown(parser: argparse.ArgumentParser, command: str, word: str) -> str:
 
         for key, dotted in keys_by_name().items():
             flags = [f"--{one.replace('_', '-')}" for one in dotted]
-            choices.setdefault(key.replace("_", "-"), flags)
+            if name not in flags:
+                choices.setdefault(key.replace("_", "-"), flags)
 
     near = difflib.get_close_matches(name.lstrip("-").replace("_", "-"), list(choices), n=1, cutoff=0.6)
     hint = f"see `turnwright {command} --help`"

@@ -389,7 +389,7 @@ def _absolute_path(key: str, value: Any, folder: Path) -> Any:
     kind = path_kind(key)
     is_path = kind is not None and isinstance(value, str) and value.lower() != "none" and kind.is_path(value)
     is_path = is_path and not (key == "model.path" and is_hub_id(value, folder))
-    return str((folder / Path(value).expanduser()).resolve()) if is_path else value
+    return str(files.resolved(value, folder)) if is_path else value
 
 
 def _absolute_files(value: Any, folder: Path) -> Any:
@@ -401,13 +401,13 @@ def _absolute_files(value: Any, folder: Path) -> Any:
         return [_absolute_files(inner, folder) for inner in value]
     if not isinstance(value, str):
         return value
-    value = value.replace("{recipe}", str(folder.resolve()))  # the recipe is not known later
+    value = value.replace("{recipe}", str(files.resolved(folder)))  # the recipe is not known later
     name, colon, rest = value.rpartition(":") if ".py:" in value else (value, "", "")
     try:
         found = bool(Path(name).suffix) and (folder / name).is_file()
     except (OSError, ValueError):  # a text that no file system takes for a name
         return value
-    return f"{(folder / name).resolve()}{colon}{rest}" if found else value
+    return f"{files.resolved(folder / name)}{colon}{rest}" if found else value
 
 
 def _wrong_value(dotted: str, value: Any, where: str) -> str:

@@ -36,7 +36,7 @@ class ImageSource:
     def roots(self) -> list[tuple[Path, bool]]:
         """The directories without links, each with whether paths into it may be absolute."""
         given = ((self.folder, False), (self.media_root, True))
-        return [(root.resolve(), absolute) for root, absolute in given if root is not None]
+        return [(files.resolved(root), absolute) for root, absolute in given if root is not None]
 
 
 def with_images(rest: dict[str, Any], prompt: Any, source: ImageSource, where: str) -> tuple[Any, tuple[Any, ...]]:
@@ -217,14 +217,14 @@ def _within(root: Path, name: str, absolute: bool) -> Path | None:
         return None
     if path.is_absolute() and not absolute:
         return None
-    found = (root / path).resolve()
+    found = files.resolved(root / path)
     return found if found.is_relative_to(root) else None
 
 
 def _named_roots(source: ImageSource) -> str:
     if source.folder is None:
         return f"media_root {source.media_root}; give paths inside of it"
-    folder = f"the dataset's folder {source.folder.resolve()}"
+    folder = f"the dataset's folder {files.resolved(source.folder)}"
     if source.media_root is None:
         return f"{folder}; give paths relative to it, inside, or set [env] media_root"
     return f"{folder} and media_root {source.media_root}; give paths inside of one"

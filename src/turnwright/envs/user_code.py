@@ -43,6 +43,7 @@ from turnwright.errors import (
     did_you_mean,
     words,
 )
+from turnwright.files import resolved
 from turnwright.types import Failure, FailureKind
 
 _BUGS = (
@@ -277,7 +278,7 @@ def load_user_module(path: Path, name_in_errors: str) -> ModuleType:
 
     It can import modules of its directory and of its package, and what `turnwright.envs.user_imports` finds.
     """
-    path = path.expanduser().resolve()
+    path = resolved(path)
     if not path.is_file():
         near = did_you_mean(path.name, [entry.name for entry in path.parent.glob("*.py")], 0.6)
         raise ConfigError(f"{name_in_errors}: no such file; {near or 'check the path'}")

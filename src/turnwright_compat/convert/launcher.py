@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwright.errors import ConfigError
+from turnwright.files import resolved
 
 MAX_STEPS = 200_000
 MAX_CALLS = 40
@@ -281,7 +282,7 @@ class Launcher:
         return None
 
     def _file(self, path: Path) -> Scope | None:
-        path = path.resolve()
+        path = resolved(path)
         if path in self._modules:
             return self._modules[path]
         if len(self._modules) >= MAX_MODULES or path.stat().st_size > MAX_FILE:

@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from turnwright.errors import ConfigError
+from turnwright.files import resolved
 
 MAX_CHARACTERS = 1_000_000
 MAX_WORDS = 100_000
@@ -508,7 +509,7 @@ class _Reader:
             return None
         if "dirname" in command and ("BASH_SOURCE" in command or "$0" in command or "${0}" in command):
             above = re.search(r"/((?:\.\./?)+)", command)
-            return str((self._folder / (above.group(1) if above else ".")).resolve())
+            return str(resolved(above.group(1) if above else ".", self._folder))
         found = re.fullmatch(
             r'\s*(?:cd(?: --)?|realpath|readlink -f)\s+"?([^"&;|]+)"?\s*(?:[^;|]*&&\s*pwd(?: -P)?)?\s*', command
         )
@@ -518,7 +519,7 @@ class _Reader:
         path = " ".join(self._expand((Part(found.group(1).strip(), expands=True, quoted=True),)))
         known = len(self.script.unresolved) == before
         del self.script.unresolved[before:]
-        return str(Path(path).resolve()) if known and path.startswith("/") else None
+        return str(resolved(path)) if known and path.startswith("/") else None
 
     def _braced(self, inside: str) -> list[str] | None:
         if (counted := re.fullmatch(r"#([A-Za-z_]\w*)(\[[@*]\])?", inside)) is not None:

@@ -11,6 +11,7 @@ from turnwright.envs.env import Action, Env, Step
 from turnwright.envs.foreign import ForeignObject, Framework, Registered
 from turnwright.envs.gym import seed_of
 from turnwright.errors import ConfigError, EnvError, InvalidAction, suggest_or_list
+from turnwright.files import resolved
 from turnwright.types import Message, Task
 from turnwright_compat.games.registries import library
 
@@ -27,8 +28,7 @@ def adapt(found: ForeignObject) -> TextWorldFactory:
             raise ConfigError(f"{found.where} has no argument {key!r}; {suggest_or_list(key, _ARGUMENTS)}")
     more = args.get("games", [])
     games = tuple(
-        str((found.base / str(one)).expanduser().resolve())
-        for one in (found.target.id, *(more if isinstance(more, (list, tuple)) else [more]))
+        str(resolved(str(one), found.base)) for one in (found.target.id, *(more if isinstance(more, (list, tuple)) else [more]))
     )
     for game in games:
         if not Path(game).is_file() or not game.endswith(SUFFIXES):

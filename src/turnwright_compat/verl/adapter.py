@@ -23,6 +23,7 @@ from turnwright.envs.tools.tool_schema import ToolSignature, nullable_parameters
 from turnwright.envs.user_code import load_user_module
 from turnwright.envs.user_imports import loaded_foreign
 from turnwright.errors import ConfigError, suggest_or_list
+from turnwright.files import resolved
 from turnwright_compat.common import derives_from
 from turnwright_compat.verl.agent_loop import make_agent_function
 from turnwright_compat.verl.tools import (
@@ -178,7 +179,7 @@ class _Arguments:
         named = self._args.get(key)
         if named is None:
             return None
-        path = (self._found.base / str(named)).expanduser().resolve()
+        path = resolved(str(named), self._found.base)
         if not path.is_file():
             raise ConfigError(f"{self._found.where}: {key} = {str(named)!r}: no such file; check the path")
         return path

@@ -22,14 +22,16 @@ def _trim() -> Any:
         return None
 
 
-def return_freed_memory() -> None:
-    """Return freed pages to the system, those of objects in cycles too.
-
-    The allocator of glibc keeps pages between blocks that are in use.
-    """
-    gc.collect()
+def return_free_pages() -> None:
+    """Return the pages of freed blocks to the system. The allocator of glibc keeps those between blocks that are in use."""
     if (trim := _trim()) is not None:
         trim(0)
+
+
+def return_freed_memory() -> None:
+    """Return freed pages to the system, those of objects in cycles too."""
+    gc.collect()
+    return_free_pages()
 
 
 def return_large_heap(engine: Engine | SupportsWeightUpdate) -> None:
