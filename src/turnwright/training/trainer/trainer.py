@@ -399,7 +399,7 @@ class Trainer:
         """Yield this rank's passes of an update, each with whether it counts.
 
         The tensors of one pass have other sizes than those of the next, which find no room between the gradients
-        that stay: without the trim each pass of a model of 135 million weights made the process 20 MB larger.
+        that stay: without the trim a step of a model of 135 million weights grew by 0.3 GB over its passes.
         """
         for number, (micro, own) in enumerate(self.ranks.passes(batch.micros)):
             if number and is_large_on_cpu(self.model):
