@@ -556,7 +556,7 @@ class TrainConfig:
     """Optimizer steps per epoch."""
     micro_tokens: PositiveInt | None = None
     """Maximum tokens per forward pass; results do not depend on it. None is 4096. For a large model in float32 on a CPU it is
-    1024, and for an adapter of one, whose step takes little more than a pass does, 256, or 512 in mixed precision."""
+    512, and for an adapter of one, whose step takes little more than a pass does, 256, or 512 in mixed precision."""
     batching: Batching = "auto"
     """Computation of shared prefixes: `tree` computes them once, `rows` in each row, `auto` selects the cheaper one by
     estimate."""

@@ -648,7 +648,7 @@ T = TypeVar("T")
 
 MICRO_TOKENS = 4096
 """Most tokens of a pass."""
-LARGE_MICRO_TOKENS, LARGE_MICRO_TOKENS_MIXED = 1024, 4096
+LARGE_MICRO_TOKENS, LARGE_MICRO_TOKENS_MIXED = 512, 4096
 """The same for a large model on a CPU. Layers keep 0.4 MB a token in a model of 135 million weights in mixed precision, where
 each pass packs all weights anew, and twice that in float32."""
 ADAPTER_MICRO_TOKENS, ADAPTER_MICRO_TOKENS_MIXED = 256, 512
