@@ -99,7 +99,7 @@ async def measure(
             shared = await tree.share(DiskWeights(directory, version), urls)
             nodes = await asyncio.gather(*(shared.directory_on(relay.host) for relay in relays))
             seconds["update" if version and not restarts else "full"].append(time.perf_counter() - began)
-            got = [await relay.fetched() - before for relay, before in zip(relays, had, strict=True)]
+            got = [await relay.fetched() - earlier for relay, earlier in zip(relays, had, strict=True)]
             total += sum(got)
             if version and not restarts:
                 sizes += got

@@ -125,27 +125,16 @@ class WeightRelay:
             await asyncio.sleep(pause)
             if (found := self._find(digest)) is None:
                 break
-            path, chunk = found
+            old = self._find(call.query.get(FROM, ""))
             with suppress(FileNotFoundError):  # renamed, or deleted, a moment ago
-                data = await asyncio.to_thread(self._content, path, chunk, call.query.get(FROM, ""))
+                data = await asyncio.to_thread(_sent, found, old)
                 self.counts["bytes_served"] += len(data)
                 return Response(data, media_type="application/octet-stream")
         raise HttpError(404, f"no chunk {digest:.80} here")
 
-    def _content(self, path: Path, chunk: Chunk, old: str) -> bytes:
-        """Return the bytes of a chunk, or their difference from those of chunk `old`, if that is here and it is shorter."""
-        data = read(path, chunk.start, chunk.size)
-        difference = None
-        if old and (known := self._find(old)) is not None:
-            with suppress(OSError):  # deleted a moment ago
-                difference = encode_difference(_content_of(known), data)
-        return data if difference is None else difference
-
     def _places(self) -> dict[tuple[str, int], str]:
         """Return the digest of the chunk at each place of a file, of the latest policy that has one."""
-        return {
-            (chunk.file, chunk.start): digest for have in list(self._have.values()) for digest, (_, chunk) in list(have.items())
-        }
+        return {(chunk.file, chunk.start): digest for have in self._have.values() for digest, (_, chunk) in have.items()}
 
     def _find(self, digest: str) -> tuple[Path, Chunk] | None:
         return next((have[digest] for have in reversed(self._have.values()) if digest in have), None)
@@ -218,8 +207,11 @@ class WeightRelay:
                     faults.append(str(error))
                     break
                 self.counts["bytes_fetched"] += sum(map(len, pieces))
-                restored = await asyncio.to_thread(self._restored, chunk, pieces, old)
+                is_difference = bool(old) and sum(map(len, pieces)) != chunk.size  # one is always shorter
+                known = self._find(old) if is_difference else None
+                restored = await asyncio.to_thread(_restored, chunk, pieces, known)
                 if restored is not None:
+                    self.counts["differences"] += is_difference
                     return restored
                 self.counts["chunks_rejected"] += 1
                 if old:  # the old bytes on this disk may have changed
@@ -228,20 +220,6 @@ class WeightRelay:
                 faults.append(f"{url} sent other bytes than chunk {chunk.digest[:16]}")
                 break
         raise SyncError(f"{chunk.file}: no peer has the bytes at {chunk.start}: {'; '.join(faults)}")
-
-    def _restored(self, chunk: Chunk, pieces: list[bytes], old: str) -> list[bytes] | None:
-        """Return the bytes of a chunk from what a peer sent; None where they are others."""
-        is_difference = bool(old) and sum(map(len, pieces)) != chunk.size  # one is always shorter
-        if is_difference:
-            known = self._find(old)
-            try:
-                pieces = [] if known is None else [apply_difference(_content_of(known), b"".join(pieces))]
-            except (ValueError, OSError):
-                return None
-        if sum(map(len, pieces)) != chunk.size or _digest(pieces) != chunk.digest:
-            return None
-        self.counts["differences"] += is_difference
-        return pieces
 
     def _peer(self, url: str) -> HttpClient:
         if url not in self._peers:
@@ -272,6 +250,26 @@ def own_token(token: str | None) -> str:
 def _content_of(known: tuple[Path, Chunk]) -> bytes:
     path, chunk = known
     return read(path, chunk.start, chunk.size)
+
+
+def _sent(found: tuple[Path, Chunk], old: tuple[Path, Chunk] | None) -> bytes:
+    """Return the bytes of a chunk, or their difference from those of chunk `old`, if there is one and it is shorter."""
+    data, difference = _content_of(found), None
+    if old is not None:
+        with suppress(OSError):  # deleted a moment ago
+            difference = encode_difference(_content_of(old), data)
+    return data if difference is None else difference
+
+
+def _restored(chunk: Chunk, pieces: list[bytes], old: tuple[Path, Chunk] | None) -> list[bytes] | None:
+    """Return the bytes of a chunk from what a peer sent, a difference from chunk `old` if that is given; None where they are
+    others."""
+    if old is not None:
+        try:
+            pieces = [apply_difference(_content_of(old), b"".join(pieces))]
+        except (ValueError, OSError):
+            return None
+    return pieces if sum(map(len, pieces)) == chunk.size and _digest(pieces) == chunk.digest else None
 
 
 def _digest(pieces: Sequence[bytes]) -> str:
