@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwright.errors import UsageError
-from turnwright.files import resolved
 
 if TYPE_CHECKING:
     from turnwright.config.schema import RunConfig
@@ -108,7 +107,8 @@ def _texts(value: Any) -> Iterator[str]:
 
 def is_in(run: Path, text: str) -> bool:
     """Return whether a path, or the file of an object, is in a directory."""
+    file = Path(text.partition(":")[0]).expanduser()
     try:
-        return resolved(text.partition(":")[0]).is_relative_to(resolved(run))
-    except OSError:
+        return file.resolve().is_relative_to(run.resolve())
+    except (OSError, ValueError, RuntimeError):
         return True
