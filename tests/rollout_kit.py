@@ -16,6 +16,7 @@ import turnwright as tw
 from turnwright.engines import Generation
 from turnwright.renderers import CHATML, MARKUP, SPECIAL, ChatRenderer, ChatTemplate, HFTokenizer
 from turnwright.training.advantages import advantages
+from turnwright.types import FAILED_ATTEMPT
 
 WORDS = "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but not"
 
@@ -223,7 +224,22 @@ def _check_rows(trajectory: tw.Trajectory, calls: Sequence[Call]) -> None:
             if weight:
                 trained[tuple(row.ids[: at + 1]), row.logprobs[at]] += 1
     sampled = Counter((call.context + call.ids[: at + 1], call.logprobs[at]) for call in calls for at in range(len(call.ids)))
+    sampled -= _left_out(trajectory)
     assert trained == sampled, "a sampled id is not trained exactly once, in the context that the engine saw"
+
+
+def _left_out(trajectory: tw.Trajectory) -> Counter[Any]:
+    """What calls sampled that ended without a reply, in the form of `_check_rows`: recorded, untrained, and part of no turn."""
+    replied = {index for turn in trajectory.turns for index in turn.spans}
+    left: Counter[Any] = Counter()
+    for index, span in enumerate(trajectory.spans):
+        assert (span.untrained == FAILED_ATTEMPT) is (span.sampled and index not in replied)
+        if span.untrained == FAILED_ATTEMPT:
+            path = trajectory.path(index)
+            end = len(path) - len(span.ids)
+            for at, logprob in enumerate(span.logprobs or ()):
+                left[tuple(path[: end + at + 1]), logprob] += 1
+    return left
 
 
 def linear(trajectory: tw.Trajectory) -> bool:
