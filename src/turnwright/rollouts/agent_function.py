@@ -20,9 +20,10 @@ from turnwright.renderers.history import History, render_next
 from turnwright.renderers.renderer import vision_of
 from turnwright.renderers.tokenizer_face import TokenizerFace
 from turnwright.renderers.vision.media_blocks import media_of
-from turnwright.rollouts.conversation import ConversationPath, reply_text
+from turnwright.rollouts.conversation import ConversationPath
 from turnwright.rollouts.observations import AgentMediaIntake, MediaIntake
 from turnwright.rollouts.recorder import Recorder
+from turnwright.rollouts.replies import reply_text
 from turnwright.rollouts.timeouts import Deadline
 from turnwright.types import (
     MediaPlacement,
@@ -270,7 +271,7 @@ class Model:
         known = [SampledReply(number, tuple(ids), -1) for number, ids in sorted(replies.items())]
         if opened is not None:
             prompt, known = prompt[:-1], known[:-1]
-        return [*self._recorder.render_conversation(prompt, known, tools).ids, *(opened or ())]
+        return [*self._recorder.prompts.render_conversation(prompt, known, tools).ids, *(opened or ())]
 
     def weigh(self, reply: Reply, weights: float | Sequence[float]) -> None:
         """Set the training weight of a reply, or of each of its ids: 0 is not trained (reason `weighed`), 1 is the default.
@@ -286,7 +287,7 @@ class Model:
             raise UsageError(f"weigh: {len(found)} weights for {size} sampled ids; give one weight, or one for each id")
         if not all(math.isfinite(weight) and weight >= 0 for weight in found):
             raise UsageError("weigh: weights must be finite and at least 0")
-        self._recorder.weigh(number, found)
+        self._recorder.journal.weigh(number, found)
 
     def note(self, reply: Reply, info: Mapping[str, Any]) -> None:
         """Record facts about a reply, as JSON values: `turn.info`, in the viewer and in exports.
@@ -403,7 +404,7 @@ class Model:
             return self._continue(turn, tuple(messages[known:]), tools)
         recorder = self._recorder
         replies = self._replies(messages)
-        rendered = recorder.render_conversation(messages, replies, tools)
+        rendered = recorder.prompts.render_conversation(messages, replies, tools)
         path = self._attach(agent, rendered.ids, messages, tools, rendered.media, branch)
         path.new_messages, path.history = tuple(messages), recorder.history
         starts = rendered.replies or (-1,) * len(replies)
@@ -468,11 +469,20 @@ class Model:
             seed = self._unique_seed(state.seed)
             placed = trajectory.media_placements(leaf)
             path = ConversationPath(
-                leaf, trajectory.path(leaf), messages, tools, turn.agent, seed, state.history, list(state.replies), placed
+                trajectory,
+                leaf,
+                trajectory.path(leaf),
+                messages,
+                tools,
+                turn.agent,
+                seed,
+                state.history,
+                list(state.replies),
+                placed,
+                turn=number,
             )
-            path.turn = number
-        rendered = render_next(path.history, recorder.renderer, path.state, new_messages)
-        recorder.append(path, self._skip_shared(path, rendered), new_messages)
+        rendered = render_next(path.history, recorder.renderer, path.conversation, new_messages)
+        recorder.prompts.append(path, self._skip_shared(path, rendered), new_messages)
         return path
 
     def _skip_shared(self, path: ConversationPath, rendered: Extend | Branch) -> Extend | Branch:
@@ -491,7 +501,7 @@ class Model:
             return rendered._replace(keep=shared, ids=ids[shared:], media=placements_between(placed, shared, len(ids)))
         shared = 0
         for leaf, used in self._walk(path.leaf, rendered.ids, path.agent, rendered.media):
-            path.append(spans[leaf].ids[:used], placements_between(spans[leaf].media, 0, used))
+            path.follow(spans[leaf].ids[:used], placements_between(spans[leaf].media, 0, used))
             path.leaf = leaf
             shared += used
         media = placements_between(rendered.media, shared, len(rendered.ids))
@@ -519,7 +529,7 @@ class Model:
             leaf, shared, sampled = found, shared + used, sampled or trajectory.spans[found].sampled
         if shared < len(ids):
             if sampled:
-                self._recorder.observe(len(ids) - shared)
+                self._recorder.prompts.observe(len(ids) - shared)
             origin = Origin.ENV if sampled else Origin.PROMPT
             if self._edits(leaf, shared, sampled):
                 branch, origin = branch or "edited", Origin.PROMPT
@@ -527,12 +537,11 @@ class Model:
             trajectory.spans.append(Span(origin, tuple(ids[shared:]), leaf, shared, media=new_media, agent=agent))
             leaf = len(trajectory.spans) - 1
         self._count_branch(branch)
-        return ConversationPath(leaf, ids, messages, tools, agent, seed, placed=list(media))
+        return ConversationPath(trajectory, leaf, ids, messages, tools, agent, seed, placed=list(media))
 
     def _count_branch(self, reason: str | None) -> None:
         if reason is not None:
-            branches = self._recorder.trajectory.branches
-            branches[reason] = branches.get(reason, 0) + 1
+            self._recorder.prompts.count_branch(reason)
 
     def _edits(self, leaf: int, position: int, sampled: bool) -> bool:
         """Return whether ids that diverge from the record at a position change a reply, or what follows one."""

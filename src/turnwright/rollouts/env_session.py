@@ -23,7 +23,7 @@ from turnwright.envs.user_code import RemoteException, failure_of, is_awaitable,
 from turnwright.errors import EnvError, InvalidAction, ProcessDied, words
 from turnwright.media import has_media
 from turnwright.records.run_dir import to_json
-from turnwright.rollouts.conversation import add_counts
+from turnwright.rollouts.counts import add_counts
 from turnwright.rollouts.recorder import Recorder
 from turnwright.rollouts.resume import RestartEpisode, ResumeDiffers, read_step, step_row
 from turnwright.rollouts.retries import LONGEST_WAIT_S, backoff_s

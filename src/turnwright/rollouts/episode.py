@@ -15,12 +15,12 @@ from turnwright.envs.tool_env import ToolEnv
 from turnwright.envs.user_code import as_number
 from turnwright.errors import EnvError, InvalidAction, RewardError, words
 from turnwright.media import has_media
-from turnwright.renderers import Branch, Extend, Renderer
-from turnwright.renderers.renderer import Decode, cut_ids
+from turnwright.renderers import Renderer
 from turnwright.rollouts.agent_function import Reply
-from turnwright.rollouts.conversation import ConversationPath, reply_decoder, reply_text, with_placed_media
+from turnwright.rollouts.conversation import ConversationPath
 from turnwright.rollouts.env_session import EnvSession
 from turnwright.rollouts.recorder import Recorder
+from turnwright.rollouts.replies import reply_text
 from turnwright.rollouts.resume import RestartEpisode
 from turnwright.rollouts.timeouts import Deadline
 from turnwright.types import ContentPart, Message, Messages, RowReward, StopReason, Turn, as_messages, merge_texts
@@ -50,7 +50,7 @@ async def _attempt(session: EnvSession, recorder: Recorder, deadline: Deadline) 
     path = await session.in_thread(recorder.open, messages, tools) if _is_long(messages) else recorder.open(messages, tools)
     resamples_left = max_resamples = rules.max_resamples_per_turn if rules.on_invalid == "resample" else 0
     while True:
-        mark = path.mark() if max_resamples else None
+        before = path.state if max_resamples else None
         turn = await recorder.generate(path, deadline)
         if path.turn in recorder.limits_met:
             raise recorder.limits_met[path.turn]
@@ -65,11 +65,11 @@ async def _attempt(session: EnvSession, recorder: Recorder, deadline: Deadline) 
         except InvalidAction as error:
             text = words(error)
             trajectory.metrics["invalid_actions"] = trajectory.metrics.get("invalid_actions", 0) + 1
-            if resamples_left and mark is not None:
+            if resamples_left and before is not None:
                 resamples_left -= 1
                 env_s = time.monotonic() - began
                 info = {"invalid_action": text, "asked_again": True}
-                recorder.reject(path, mark, info, trained=rules.rejected_replies == "trained", env_s=env_s)
+                recorder.reject(path, before, info, trained=rules.rejected_replies == "trained", env_s=env_s)
                 continue
             step = Step(text, info={"invalid_action": text})
         resamples_left = max_resamples
@@ -98,7 +98,7 @@ async def _append_observation(step: Step, path: ConversationPath, recorder: Reco
             observation = observation.with_new(await session.take_in(observation.new))
             recorder.journal.observation = observation
         recorder.enter_phase("render")
-        await session.in_thread(recorder.rewrite, path, observation)
+        await session.in_thread(recorder.prompts.rewrite, path, observation)
         return
     if isinstance(observation, InlineObservation) or recorder.history == "inline":
         inline = to_inline(observation)
@@ -107,7 +107,7 @@ async def _append_observation(step: Step, path: ConversationPath, recorder: Reco
             inline = replace(inline, text=taken_in.content)
         recorder.journal.observation = inline
         recorder.enter_phase("render")
-        continue_reply(recorder, path, inline)
+        recorder.prompts.insert(path, inline)
         return
     messages = as_messages(observation)
     recorder.enter_phase("render")
@@ -115,9 +115,10 @@ async def _append_observation(step: Step, path: ConversationPath, recorder: Reco
     if has_media(messages):
         recorder.journal.observation = messages = await session.take_in(messages)
     if _is_long(messages):
-        recorder.append(path, *await session.in_thread(recorder.render_observation, path, messages))
+        prompts = recorder.prompts
+        prompts.append(path, *await session.in_thread(prompts.render_observation, path, messages))
     else:
-        recorder.append_observation(path, messages)
+        recorder.prompts.append_observation(path, messages)
 
 
 def to_inline(observation: Messages | InlineObservation | None) -> InlineObservation:
@@ -138,52 +139,6 @@ def to_inline(observation: Messages | InlineObservation | None) -> InlineObserva
     if has_media(messages):
         return InlineObservation(merge_texts(parts))
     return InlineObservation("".join(part for part in parts if isinstance(part, str)))
-
-
-def continue_reply(recorder: Recorder, path: ConversationPath, inline: InlineObservation) -> None:
-    """Insert text into the model's last message, after the part of its reply that remains; the next reply continues it."""
-    trajectory, renderer = recorder.trajectory, recorder.renderer
-    turn = trajectory.turns[path.turn]
-    reply = path.ids[turn.context :]
-    content = reply[:-1] if reply and reply[-1] in renderer.stop_ids else reply
-    count, rest = _kept(reply_decoder(renderer, turn.inserted is not None), content, inline)
-    rewound = count < len(content)
-    kept = reply[:count] if rewound else reply
-
-    def render(messages: tuple[Message, ...]) -> Extend | Branch:
-        content = messages[0].content
-        after_cut = rest + content if isinstance(content, str) else merge_texts((rest, *content))
-        rendered = renderer.inline(kept, after_cut)
-        if isinstance(rendered, Branch):
-            return rendered._replace(keep=turn.context + rendered.keep)
-        if not rewound:
-            return rendered
-        neutralised, control_text = rendered.neutralised, rendered.control_text
-        return Branch(turn.context + count, rendered.ids, "rewound", neutralised, control_text, media=rendered.media)
-
-    (message,), rendered = recorder.truncate_observation((inline.message,), render)
-    changed = rewound or inline.keep_chars is not None or inline.tail == "untrained"
-    # The turn records the inserted text, so images are only in the journal's row.
-    recorder.journal.observation_changed |= changed or bool(message.media)
-    recorder.append(path, rendered)
-    if inline.tail == "untrained":
-        recorder.mark_untrained(turn.spans, turn.context + count)
-    path.inserted, path.kept, path.new_messages = message.text_with_alt, count, ()
-    start = trajectory.reply_start(path.turn)
-    body = path.ids[start:]
-    path.messages[-1] = with_placed_media(renderer.parse(body), renderer, path, start)
-    path.thinking = not renderer.parse((), (), f"{renderer.decode(body)}x").text.endswith("x")
-
-
-def _kept(decode: Decode, reply: Sequence[int], inline: InlineObservation) -> tuple[int, str]:
-    """Return how many ids of a reply remain, and the remaining text of an id cut in two."""
-    if inline.keep_tokens is None and inline.keep_chars is None:
-        return len(reply), ""
-    inline.check(len(decode(reply)), len(reply))
-    if inline.keep_tokens is not None:
-        return inline.keep_tokens, ""
-    assert inline.keep_chars is not None
-    return cut_ids(decode, reply, inline.keep_chars)
 
 
 @lru_cache(maxsize=256)

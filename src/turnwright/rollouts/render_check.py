@@ -15,7 +15,7 @@ from turnwright.records.serialization import key_row
 from turnwright.renderers import Renderer
 from turnwright.renderers.chat_renderer import ChatRenderer
 from turnwright.renderers.full_render import CAUSES, BuiltConversation, OriginRun, RenderDifference, compare_with_render
-from turnwright.rollouts.conversation import add_counts
+from turnwright.rollouts.counts import add_counts
 from turnwright.rollouts.recorder import Recorder
 from turnwright.types import Trajectory
 from turnwright.types.seeds import derive_seed

@@ -12,7 +12,8 @@ from turnwright.envs.env import as_step
 from turnwright.errors import TurnwrightError
 from turnwright.records.journal import RecordedAttempt, RecordedEpisode, RecordedTurn, read_messages
 from turnwright.records.serialization import NO_LOGPROB, Event, message_row
-from turnwright.rollouts.conversation import ConversationPath, add_counts
+from turnwright.rollouts.conversation import ConversationPath
+from turnwright.rollouts.counts import add_counts
 from turnwright.types import (
     Message,
     SamplingDistribution,

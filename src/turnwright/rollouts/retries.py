@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from turnwright.config import EnvRules
 from turnwright.envs.user_code import failure_of
 from turnwright.errors import BackendContractError, EngineError, RewardError
-from turnwright.rollouts.conversation import add_counts
+from turnwright.rollouts.counts import add_counts
 from turnwright.types import Failure, FailureKind, Trajectory
 
 T = TypeVar("T")

@@ -39,15 +39,17 @@ from turnwright.renderers.renderer import vision_of
 from turnwright.renderers.row_arguments import check_row_arguments
 from turnwright.renderers.vision import PixelCache
 from turnwright.rollouts.agent_function import AgentFunction, Model
-from turnwright.rollouts.conversation import parse_extras
 from turnwright.rollouts.endings import stop_of_failure, stop_of_result
+from turnwright.rollouts.engine_extras import parse_extras
 from turnwright.rollouts.env_session import START_S, EnvSession, is_over
 from turnwright.rollouts.episode import compute_reward, reward_value, run_episode
+from turnwright.rollouts.episode_journal import EpisodeJournal
+from turnwright.rollouts.episode_settings import EpisodeSettings
 from turnwright.rollouts.episode_spec import EpisodeSpec
 from turnwright.rollouts.group_rewards import GroupRewards
 from turnwright.rollouts.observations import MediaIntake
 from turnwright.rollouts.play_again import MAX_DEATHS, is_death
-from turnwright.rollouts.recorder import Recorder, TimedRecorder, Trace
+from turnwright.rollouts.recorder import Recorder, Trace
 from turnwright.rollouts.render_check import SHARE, RenderCheck, Sanity
 from turnwright.rollouts.resume import ResumedTurns
 from turnwright.rollouts.stream import EngineRequest, GroupPlayer, RolloutStream
@@ -330,8 +332,14 @@ class Rollout:
             deadline = Deadline(START_S + self.limits.env_s, stop)
             make = fork_servers.of(factory) if episode.rules.isolation == "process" else factory
             trajectory = Trajectory(episode.task, episode.key)
-            given = trajectory, self.engine, self.renderer, self.limits
-            recorder = Recorder(*given, sampling=self.sampling, seed=self.seed, media_intake=self.media_intake)
+            recorder = Recorder(
+                trajectory,
+                self.engine,
+                self.renderer,
+                EpisodeSettings(self.limits, self.sampling, episode.rules),
+                seed=self.seed,
+                media_intake=self.media_intake,
+            )
             session = EnvSession(make, episode.task, replace(episode.rules, max_env_retries=0), recorder, deadline, threads)
             try:
                 messages, tools = await session.reset()
@@ -389,28 +397,19 @@ class Rollout:
         """Play one episode of a stream, in the environment of `make`."""
         began = time.monotonic()
         trajectory = Trajectory(episode.task, episode.key)
-        context = None if self._context_source is None else self._context_source.context
+        settings = self._settings_of(episode, request)
         record = self.take_interrupted(episode.key)
-        recorder = (Recorder if self._on_episode is None else TimedRecorder)(
+        recorder = Recorder(
             trajectory,
             self.engine,
             self.renderer,
-            self.limits,
-            sampling=request.sampling,
+            settings,
             seed=self.seed,
-            journal=self._journal,
-            max_turns=episode.max_turns,
-            min_version=request.min_version,
-            stop=self._stop,
-            history=self.history,
             media_intake=self.media_intake,
-            rules=episode.rules,
-            want=request.want,
-            settings=self._settings_name(episode, request, context),
-            context=context,
+            journal=EpisodeJournal(self._journal, trajectory, self._settings_name(episode, settings)),
             place=place,
-            blank=request.blank,
             resumed=None if record is None else ResumedTurns(record, in_order=episode.play is None),
+            keep_phases=self._on_episode is not None,
         )
         self._running[id(recorder)] = recorder
         deadline = Deadline(self.limits.wall_clock_s, stop)
@@ -423,7 +422,7 @@ class Rollout:
             deadline.close()
             del self._running[id(recorder)]
             recorder.release()
-        if self._on_episode is not None and isinstance(recorder, TimedRecorder):
+        if self._on_episode is not None:
             self._on_episode(recorder.session, recorder.phases, time.monotonic())
         # Not reached by a cancelled episode: in the journal it never ended, so it is played again.
         trajectory.wall_s = time.monotonic() - began
@@ -436,33 +435,58 @@ class Rollout:
                 self._records.append(trajectory_row(done.trajectory, self.renderer))
         return trajectory
 
-    def _settings_name(self, episode: EpisodeSpec, request: EngineRequest, context: int | None) -> str:
+    def _settings_of(self, episode: EpisodeSpec, request: EngineRequest) -> EpisodeSettings:
+        """Return what an episode is played with."""
+        return EpisodeSettings(
+            limits=self.limits,
+            sampling=request.sampling,
+            rules=episode.rules,
+            history=self.history,
+            stop=self._stop,
+            max_turns=episode.max_turns,
+            context=None if self._context_source is None else self._context_source.context,
+            want=request.want,
+            min_version=request.min_version,
+            blank=request.blank,
+        )
+
+    def _settings_name(self, episode: EpisodeSpec, settings: EpisodeSettings) -> str:
         """Return the name of an episode's settings in the journal; write them if they are new."""
         if self._journal is None:
             return ""
-        rules, want, sampling = episode.rules, request.want, request.sampling
-        blank = request.blank or self.media_intake.store.blank
+        blank = settings.blank or self.media_intake.store.blank
         play, group = episode.play is not None, episode.group_reward is not None
-        key = id(rules), episode.max_turns, context, want, blank, sampling, play, group
+        key = (
+            id(settings.rules),
+            settings.max_turns,
+            settings.context,
+            settings.want,
+            blank,
+            settings.sampling,
+            play,
+            group,
+        )
         if key not in self._settings_names:
+            # The name is made of the row's text, so the order of its fields stays.
             row = {
                 "v": RECORD_VERSION,
                 "seed": self.seed,
-                "limits": values_of(Limits, self.limits),
-                "stop": list(self._stop.texts) if self._stop is not None else [],
+                "limits": values_of(Limits, settings.limits),
+                "stop": list(settings.stop.texts) if settings.stop is not None else [],
                 "history": self._history_name,
                 "sanity": self.sanity.settings,
-                "rules": values_of(EnvRules, rules),
-                "max_turns": episode.max_turns,
-                "context": context,
-                "want": sorted(want),
+                "rules": values_of(EnvRules, settings.rules),
+                "max_turns": settings.max_turns,
+                "context": settings.context,
+                "want": sorted(settings.want),
                 "blank": blank,
-                "sampling": sampling.settings(),
+                "sampling": settings.sampling.settings(),
                 "play": play,
                 "group": group,
             }
             name = self._journal.append_definition("settings", row)
-            self._settings_names[key] = rules, name  # the reference keeps the id of `rules` unique
+            # The reference keeps the id of `rules` unique.
+            self._settings_names[key] = settings.rules, name
         return self._settings_names[key][1]
 
     async def _run_env(

@@ -14,7 +14,7 @@ from turnwright.envs.isolation.process_env import ForkServers
 from turnwright.envs.rewards.workers import RewardWorkers, use_pool
 from turnwright.envs.threads import AbandonableThreads
 from turnwright.errors import UsageError, first_exception
-from turnwright.rollouts.conversation import parse_extras
+from turnwright.rollouts.engine_extras import parse_extras
 from turnwright.rollouts.garbage import GarbageWatch
 from turnwright.rollouts.group_rewards import GroupRewards, complete_groups
 from turnwright.rollouts.timeouts import CallGate, EpisodePlace, Stop

@@ -15,7 +15,7 @@ import orjson
 
 from turnwright.errors import LimitReached, MediaError, TemplateError, UsageError
 from turnwright.rollouts.agent_function import Model, Reply
-from turnwright.rollouts.conversation import add_counts
+from turnwright.rollouts.counts import add_counts
 from turnwright.types import Image, Message, StopReason
 from turnwright_serve.proxy.matching import Exchange, History
 from turnwright_serve.proxy.request_cache import KEPT_CONVERSATIONS, RequestBody, RequestCache

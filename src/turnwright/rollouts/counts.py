@@ -1,0 +1,25 @@
+"""Counts among the metrics of an episode."""
+
+from __future__ import annotations
+
+from turnwright.renderers import Branch, Extend
+from turnwright.types import Trajectory
+
+
+def add_counts(trajectory: Trajectory, *names: str, by: int = 1) -> None:
+    """Add to metrics of an episode."""
+    for name in names:
+        trajectory.metrics[name] = trajectory.metrics.get(name, 0) + by
+
+
+def count_rendered(trajectory: Trajectory, rendered: Extend | Branch) -> None:
+    """Count control texts by role, neutralized control texts, rendered media and their ids in the episode's metrics."""
+    if rendered.neutralised:
+        add_counts(trajectory, "neutralised", by=rendered.neutralised)
+    for role, count in rendered.control_text.items():
+        add_counts(trajectory, "control_text", f"control_text_{role}", by=count)
+    if rendered.tool_images_moved:
+        add_counts(trajectory, "tool_media_moved", by=rendered.tool_images_moved)
+    if rendered.media:
+        add_counts(trajectory, "media_shown", by=len(rendered.media))
+        add_counts(trajectory, "media_tokens", by=sum(block.length for block in rendered.media))
