@@ -132,14 +132,17 @@ class ConversationPath:
         self._truncate(size)
         return left
 
-    def replied(self, turn: int, message: Message, reply: SampledReply) -> None:
-        """Append the message of a reply whose ids are on the path; it replaces one that it continued."""
+    def replied(self, turn: int, message: Message, ids: tuple[int, ...], start: int) -> None:
+        """Append the message of a reply, whose ids are on the path from `start` on.
+
+        It replaces the message that it continued, if it did.
+        """
         if self.inserted is not None:
             self.messages.pop()
             self.replies.pop()
             self.inserted = self.kept = None
         self.turn = turn
-        self.replies.append(reply._replace(message=len(self.messages)))
+        self.replies.append(SampledReply(len(self.messages), ids, start))
         self.messages.append(message)
         self.new_messages = ()
 

@@ -13,7 +13,7 @@ from turnwright.envs.user_code import failure_of
 from turnwright.errors import EnvError, LimitReached, UsageError
 from turnwright.media import MediaStore
 from turnwright.records.serialization import BANNED, INVALID
-from turnwright.renderers import Renderer, SampledReply
+from turnwright.renderers import Renderer
 from turnwright.rollouts.budget import Budget
 from turnwright.rollouts.conversation import ConversationPath, PathState
 from turnwright.rollouts.counts import add_counts
@@ -93,7 +93,7 @@ class Recorder:
         self._engine = engine
         self._run_seed = seed
         self._sampling = settings.sampling
-        self._banned_ids = frozenset(renderer.banned_ids)
+        self._distribution = distribution_of(self._sampling, frozenset(renderer.banned_ids))
         self._budget = Budget(settings.limits, max_turns=settings.max_turns, context=settings.context)
         self._effects = settings.rules.effects
         self.context = self._budget.context
@@ -284,12 +284,14 @@ class Recorder:
                 raise UsageError(f"max_tokens must be at least 1, not {max_tokens}")
             budget, cause = max_tokens, None
 
-        sampling = sampling or self._sampling
+        distribution = self._distribution
+        if sampling is not None and sampling is not self._sampling:
+            distribution = distribution_of(sampling, distribution.banned_ids)
         end_ids = self.renderer.stop_ids
         order = ReplyOrder(
             budget=budget,
-            sampling=sampling,
-            distribution=distribution_of(sampling, self._banned_ids),
+            sampling=sampling or self._sampling,
+            distribution=distribution,
             stop=stop or self.stop,
             stop_ids=end_ids | stop_ids if stop_ids else end_ids,
             seed=call_seed(path.seed, path.calls),
@@ -379,7 +381,7 @@ class Recorder:
             ids = trajectory.spans[reply.spans[0]].ids
         else:
             ids = path.ids[start:]
-        path.replied(number, turn.message, SampledReply(-1, tuple(ids), start))
+        path.replied(number, turn.message, tuple(ids), start)
         return turn
 
     def _limit_of(self, turn: Turn, reply: PathReply, cause: StopReason | None) -> LimitReached | None:

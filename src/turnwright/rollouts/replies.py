@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
@@ -35,8 +35,7 @@ def distribution_of(sampling: Sampling, banned_ids: frozenset[int]) -> SamplingD
     return SamplingDistribution(**sampling.settings(), banned_ids=banned_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class ReplyOrder:
+class ReplyOrder(NamedTuple):
     """What a reply is sampled with."""
 
     budget: int
