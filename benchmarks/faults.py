@@ -28,6 +28,7 @@ from typing import Any
 import turnwright as tw
 from turnwright.engines import Generation
 from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.rollouts.rollout_settings import RolloutSettings
 
 AWAITS = ("reset", "step", "reward", "generate", "close")
 FAULTS = ("raises", "hangs", "garbage", "late", "dies")
@@ -199,7 +200,7 @@ async def play(mode: str, tasks: Sequence[tw.Task]) -> tuple[dict[str, tw.Trajec
     world.opened = world.closed = 0
     seconds = DEADLINE_S[mode]
     limits = tw.Limits(env_s=seconds, reward_s=seconds, generate_s=seconds)
-    rollout = Rollout(Engine(), tw.byte_renderer(), limits=limits, concurrency=len(tasks))
+    rollout = Rollout(Engine(), tw.byte_renderer(), RolloutSettings(limits=limits, concurrency=len(tasks)))
     rules = tw.EnvRules(
         isolation="process" if mode == "process" else "thread", reward_isolation="process" if mode == "scorer" else "thread"
     )

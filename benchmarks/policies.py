@@ -49,6 +49,7 @@ from turnwright.engines import Generation, PolicyEngine, Request  # noqa: E402
 from turnwright.engines.local import LocalEngine  # noqa: E402
 from turnwright.records import NullListener, RunDir  # noqa: E402
 from turnwright.rollouts import Rollout  # noqa: E402
+from turnwright.rollouts.rollout_settings import RolloutSettings  # noqa: E402
 from turnwright.training import TrainingRun  # noqa: E402
 from turnwright.training.policies import Policies  # noqa: E402
 from turnwright.training.task_plan import make_env_specs  # noqa: E402
@@ -206,7 +207,7 @@ async def probes(seed: int, base: Path, folder: Path, more: Sequence[str]) -> di
     await run.play()
     try:
         heard = Heard(engine)
-        rollout = Rollout(heard, run.parts.renderer, limits=run.config.limits, seed=run.config.seed)
+        rollout = Rollout(heard, run.parts.renderer, RolloutSettings(limits=run.config.limits, seed=run.config.seed))
         both = await rollout.play([episode for choice in run.plan.train[:8] for episode in choice.episodes("probe", 0, 8)])
         both = [t for t in both if {span.agent for span in t.spans if span.sampled} == set(AGENTS)]
         bits = await same_alone(engine, heard.calls)
@@ -263,7 +264,7 @@ async def sampled_per_s(run: TrainingRun, two: Any) -> dict[str, float]:
     limits = replace(run.config.limits, turn_tokens=48)
     for _ in range(3):
         for name, engine in (("two", two), ("one", one)):
-            rollout = Rollout(engine, run.parts.renderer, limits=limits, seed=0)
+            rollout = Rollout(engine, run.parts.renderer, RolloutSettings(limits=limits, seed=0))
             spec = replace(run.env_specs[0], agent_function=long_replies)
             episodes = [
                 replace(episode, play=spec.agent_function) for c in run.plan.train[:32] for episode in c.episodes("cost", 0, 8)

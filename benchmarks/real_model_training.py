@@ -47,6 +47,7 @@ sys.path.insert(0, str(ROOT / "src"))
 from turnwright.config import EnvConfig, Limits, RunConfig
 from turnwright.config import load as load_recipe
 from turnwright.records import ProgressListener
+from turnwright.rollouts.rollout_settings import RolloutSettings
 
 OURS, THEIRS = "turnwright", "TRL"
 GOAL, IN_A_ROW = 0.8, 2
@@ -81,7 +82,7 @@ async def sample_groups(directory: Path, kind: Kind, config: RunConfig) -> list[
     env_spec = resolve_env(config.env[0])
     model, renderer = load(directory, kind)
     engine = LocalEngine(model, renderer=renderer)
-    rollout = Rollout(engine, renderer, limits=config.limits)
+    rollout = Rollout(engine, renderer, RolloutSettings(limits=config.limits))
 
     groups: list[Any] = []
     for task in env_spec.tasks("train", 8 * count, 0):

@@ -64,6 +64,7 @@ from turnwright.envs.builtin.hop import Hop
 from turnwright.renderers import byte_renderer
 from turnwright.rollouts import Rollout, make_episode_specs
 from turnwright.rollouts.group_scheduler import BatchScheduler
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.training.batches import Batches, StepBatches, StreamBatches, StreamRecord
 
 PLACES, GROUPS, SAMPLES = 64, 32, 8
@@ -251,7 +252,9 @@ class Schedule:
         limits = tw.Limits(
             turns=64, turn_tokens=10**4, episode_tokens=10**6, wall_clock_s=1e5, generate_s=1e5, env_s=1e5, context=10**6
         )
-        rollout = Rollout(self.engine, RENDERER, limits=limits, concurrency=PLACES, sanity="off", watchdog_s=600.0)
+        rollout = Rollout(
+            self.engine, RENDERER, RolloutSettings(limits=limits, concurrency=PLACES, sanity="off", watchdog_s=600.0)
+        )
         async with rollout.stream() as stream:
 
             def play(choices: Sequence[Any], step: int) -> Awaitable[list[tw.Trajectory]]:

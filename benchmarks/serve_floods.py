@@ -126,6 +126,7 @@ async def host_record(stack: contextlib.AsyncExitStack, folder: Path) -> None:
     """Record sessions."""
     import turnwright as tw
     from turnwright.renderers import byte_renderer
+    from turnwright.rollouts.rollout_settings import RolloutSettings
     from turnwright.rollouts.runner import Rollout
     from turnwright_serve.proxy.recording import record_sessions
 
@@ -140,7 +141,7 @@ async def host_record(stack: contextlib.AsyncExitStack, folder: Path) -> None:
     engine = tw.ScriptedEngine(lambda messages, rng: "a")
     engine.set_renderer(renderer)
     limits = tw.Limits(turns=10**6, context=32_000, wall_clock_s=3600.0)
-    rollout = Rollout(engine, renderer, limits=limits, sanity="off")
+    rollout = Rollout(engine, renderer, RolloutSettings(limits=limits, sanity="off"))
     recording = asyncio.ensure_future(
         record_sessions(rollout, port=0, idle_s=600, on_start=started, note=lambda line: None, key="key")
     )

@@ -32,6 +32,7 @@ import turnwright as tw
 from turnwright.media import MediaStore
 from turnwright.renderers import CHATML, ChatRenderer, ChatTemplate, HFTokenizer, load_renderer
 from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.rollouts.rollout_settings import RolloutSettings
 
 TOKENS = 128_000
 IMAGES = 8
@@ -121,7 +122,7 @@ async def encode(
     """Play the long text among short ones and the images; the trajectories, images processed, and the longest stall."""
     rows = [tw.Task("go", answer=text if i == 0 else "short", id=f"{i}") for i in range(17)]
     limits = tw.Limits(turns=32)
-    rollout = Rollout(Fixed(pool), renderer, limits=limits, sanity="off")
+    rollout = Rollout(Fixed(pool), renderer, RolloutSettings(limits=limits, sanity="off"))
     await rollout.play(make_episode_specs(Talks, rows[1:], phase="warm", step=0))  # shapes are found out once
     done = asyncio.Event()
     watch = asyncio.ensure_future(stalls(done))
@@ -152,7 +153,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         eyed = load_renderer(tiny_vlm_directory(Path(folder) / "vlm", "qwen3_vl", weights=False, max_pixels=1024 * 1024))
         store = MediaStore(Path(folder) / "media")
-        seeing = Rollout(tw.ScriptedEngine(lambda messages, rng: "zzz"), eyed, media=store, sanity="off")
+        seeing = Rollout(tw.ScriptedEngine(lambda messages, rng: "zzz"), eyed, RolloutSettings(sanity="off"), media=store)
         played, processed, worst = asyncio.run(encode(renderer, pool, text, seeing))
         images = len(list((Path(folder) / "media").glob("*.png")))
     long = played[0]

@@ -363,29 +363,30 @@ def make_rollout(
     checkpoint: str | None,
     engine: str,
     note: Callable[[str], None],
-    **more: Any,
+    *,
+    run: RunDir | None = None,
+    stop_on_bugs: bool = True,
 ) -> Rollout:
-    from turnwright.engines import ScriptedEngine
+    from turnwright.engines import Sampling, ScriptedEngine
     from turnwright.renderers import byte_renderer
     from turnwright.rollouts import Rollout
+    from turnwright.rollouts.rollout_settings import RolloutSettings
 
     config = resolved.config
-    options: dict[str, Any] = {"limits": config.limits, "seed": config.seed, "concurrency": config.rollout.concurrency}
-    names = ("environments", "stop", "history", "watchdog_s", "sanity", "sanity_every", "sanity_share")
-    options |= {"stop_on_bugs": True} | {name: getattr(config.rollout, name) for name in names} | more
+    settings = RolloutSettings.of(config, stop_on_bugs=stop_on_bugs)
     if engine == "scripted":
         solvers = [spec.solver for spec in specs]
         if len(solvers) != 1 or solvers[0] is None:
             raise ConfigError("--engine scripted needs exactly one environment, with a solver")
-        return Rollout(ScriptedEngine(solvers[0]), byte_renderer(config.rollout.control_text), **options)
+        renderer = byte_renderer(config.rollout.control_text)
+        settings = replace(settings, sampling=Sampling())
+        return Rollout(ScriptedEngine(solvers[0]), renderer, settings, run=run)
     if engine != "local":
         raise ConfigError(f"--engine {engine}: unknown engine; choose local (configured by [engine]) or scripted")
     from turnwright.training.checkpoint import read_checkpoint
     from turnwright.training.components import make_eval_policies
     from turnwright.training.model.packed import quant_of
-    from turnwright.training.setup import sampling_of
 
-    options["sampling"] = sampling_of(config.rollout)
     if config.scale.listen is not None or config.scale.ray is not None:
         note("episodes are played in this process: workers ([scale]) play those of turnwright train")
     if config.engines_on_ray and config.policy:
@@ -398,7 +399,7 @@ def make_rollout(
         from turnwright.training.servers import connect_fixed_servers
 
         renderer = byte_renderer(config.rollout.control_text)
-        return Rollout(connect_fixed_servers(config, renderer), renderer, **options)
+        return Rollout(connect_fixed_servers(config, renderer), renderer, settings, run=run)
     named = checkpoint or model.directory
     if named is None:
         raise ModelError("no model: a tiny one exists only after training; set --run RUN, --checkpoint or --model.path")
@@ -410,7 +411,7 @@ def make_rollout(
     if config.engine.kind not in ("chat", "llamacpp") and resolved.origins.get("quant.kind", "default") == "default":
         config = replace(config, quant=quant_of(source))  # a checkpoint plays as it was trained
     config = replace(config, model=model)
-    return Rollout(*make_eval_policies(config, source, _placer(config, note)), **options)
+    return Rollout(*make_eval_policies(config, source, _placer(config, note)), settings, run=run)
 
 
 def _last(path: Path) -> Path:

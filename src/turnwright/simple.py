@@ -37,6 +37,7 @@ from turnwright.engines.local import LocalEngine
 from turnwright.envs import EnvSpec
 from turnwright.renderers.chat_renderer import ChatRenderer
 from turnwright.rollouts import EpisodeSpec, Rollout, group_by_task
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.training.advantages import advantages
 from turnwright.training.algorithms.grpo import ALGORITHM as GRPO
 from turnwright.training.forward.batch import BatchPacker, LossDenominator, make_batch
@@ -63,7 +64,7 @@ async def learn(
 ) -> AsyncIterator[tuple[int, list[Trajectory], float]]:
     """Train `model` in place on STEPS * GROUPS tasks; yield each step's number, episodes and loss."""
     engine = LocalEngine(model, renderer=renderer)  # samples with a copy of the weights
-    rollout = Rollout(engine, renderer, seed=seed)
+    rollout = Rollout(engine, renderer, RolloutSettings(seed=seed))
 
     model.eval()  # without dropout: the policy that is trained is the one that was sampled
     forward = ForwardPass(model)

@@ -30,6 +30,7 @@ from turnwright.media import MediaStore
 from turnwright.renderers import load_renderer
 from turnwright.renderers.chat_renderer import ChatRenderer
 from turnwright.rollouts import Rollout
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.types import GroupKey, Image, ImageRef
 from turnwright_cluster.code import code_of
 from turnwright_cluster.codec import Contexts, group_row, image_hashes, placed_hashes, read_generation, read_spec, request_row
@@ -175,12 +176,14 @@ class WorkerProcess:
             rollout = Rollout(
                 engine,
                 renderer,
-                limits=Limits(**welcome["limits"]),
-                seed=welcome["seed"],
-                history=relocated(welcome["rollout"]["history"], welcome, root),
+                RolloutSettings(
+                    limits=Limits(**welcome["limits"]),
+                    seed=welcome["seed"],
+                    history=relocated(welcome["rollout"]["history"], welcome, root),
+                    **{name: welcome["rollout"][name] for name in chosen},
+                ),
                 media=store,
                 journal=router,
-                **{name: welcome["rollout"][name] for name in chosen},
             )
             await link.join(self._room, code_of(env["use"] for env in welcome["env"]))
             self._note(f"{self.name} joined {link.url}")

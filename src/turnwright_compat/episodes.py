@@ -27,6 +27,7 @@ from turnwright.records.run_dir import RunDir
 from turnwright.renderers import Renderer, load_renderer
 from turnwright.renderers.vision.processors import PixelCache, pil_images
 from turnwright.rollouts import EpisodeSpec, Rollout
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.rollouts.stream import RolloutStream
 from turnwright.types import EpisodeKey, FailureKind, ImageRef, MediaPlacement, Task, Trajectory
 from turnwright.types.sampling import is_finite_number
@@ -256,7 +257,7 @@ class Episodes:
             limits: limits of every episode; by default those that the trainer's lengths imply.
             renderer: renderer of the model; by default made of the trainer's tokenizer.
             out: directory in which every turn is recorded, by process.
-            rollout: further arguments of `turnwright.rollouts.Rollout`, such as `stop` or `history`.
+            rollout: further settings of episodes (`RolloutSettings`), such as `stop` or `history`.
 
         Raises:
             ConfigError: for an environment that cannot be used.
@@ -340,10 +341,13 @@ class Episodes:
                 known = {name: value for name, value in lengths.items() if value is not None}
                 limits = Limits(**{**known, **(limits or {})})
             self.limits = limits
-            run = None if self._out is None else RunDir(Path(self._out) / str(os.getpid()))
+            run = None
+            if self._out is not None:
+                run = RunDir(Path(self._out) / str(os.getpid()), trajectories=False)
             given = {"stop_on_bugs": True, **({"concurrency": CONCURRENCY} if engine is None else {}), **self._arguments}
             samples = CallEngine() if engine is None else engine(self.renderer)
-            self._rollout = Rollout(samples, self.renderer, limits=limits, seed=self.seed, run=run, records=False, **given)
+            settings = RolloutSettings(limits=limits, seed=self.seed, **given)
+            self._rollout = Rollout(samples, self.renderer, settings, run=run)
         return self._rollout
 
     async def play(self, episodes: Sequence[EpisodeSpec], sample: Sample | None, sampling: Sampling) -> list[Trajectory]:

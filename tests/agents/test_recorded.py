@@ -13,6 +13,7 @@ from tests.agents.agents_kit import AGENTS, STEPS, TASK, Agent, check, reason_of
 from tests.agents.real_programs import installed
 from tests.proxy_kit import RecordingEngine
 from turnwright.renderers import byte_renderer
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.rollouts.runner import Rollout
 from turnwright_serve.proxy.programs import fill
 from turnwright_serve.proxy.recording import record_sessions
@@ -48,7 +49,7 @@ def test_three_programs_at_one_port_are_three_episodes(tmp_path: Path) -> None:
     engine = RecordingEngine(script)
 
     async def run() -> tuple[list[int], list[tw.Trajectory]]:
-        rollout = Rollout(engine, byte_renderer(), limits=tw.Limits(turns=40, turn_tokens=4000))
+        rollout = Rollout(engine, byte_renderer(), RolloutSettings(limits=tw.Limits(turns=40, turn_tokens=4000)))
         engine.set_renderer(rollout.renderer)
         started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         recording = asyncio.ensure_future(

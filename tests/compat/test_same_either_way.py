@@ -17,6 +17,7 @@ from turnwright.engines.local import LocalEngine
 from turnwright.envs import load_tasks
 from turnwright.envs.resolve import resolve_env
 from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.training import Trainer, create_tiny_model, load_model_and_renderer
 
 WORDS = ["Guess a number. alpha kilo tango zulu 1 2 3 4 5 6 7 8 9 higher lower"] * 20
@@ -108,7 +109,9 @@ def test_images_read_with_their_rows_or_later_are_the_same_inputs(tmp_path):
         tasks = load_tasks(tmp_path / "rows.jsonl", return_multi_modal_inputs=read)
         model, renderer = load_model_and_renderer(directory, directory, ModelConfig())
         rollout = Rollout(
-            LocalEngine(model, renderer=renderer), renderer, limits=Limits(turn_tokens=12, on_turn_length="continue")
+            LocalEngine(model, renderer=renderer),
+            renderer,
+            RolloutSettings(limits=Limits(turn_tokens=12, on_turn_length="continue")),
         )
         found = run(rollout, tasks)
         trainer = Trainer(model, TrainConfig(), banned_ids=renderer.banned_ids, pixels=rollout.pixels)

@@ -12,6 +12,7 @@ import turnwright as tw
 from turnwright.config.schema import EnvConfig
 from turnwright.envs.resolve import resolve_env
 from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright_compat.sampled_rows import image_of
 
 HEAD = """
@@ -80,7 +81,7 @@ def test_rewards_see_the_step(tmp_path):
     made = spec(tmp_path, STATE, "swift:single_turn", reward_funcs=["seen"])
 
     async def play():
-        rollout = Rollout(tw.ScriptedEngine(["a"]), tw.byte_renderer(), limits=LIMITS)
+        rollout = Rollout(tw.ScriptedEngine(["a"]), tw.byte_renderer(), RolloutSettings(limits=LIMITS))
         return await rollout.play(make_episode_specs(made.agent_function, [tw.Task("Go.")], phase="train", step=7))
 
     (found,) = asyncio.run(play())

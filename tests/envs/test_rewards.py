@@ -16,6 +16,7 @@ import turnwright as tw
 from turnwright.errors import ConfigError
 from turnwright.records import read_json_lines, rebuild_trajectories
 from turnwright.rollouts import make_episode_specs
+from turnwright.rollouts.resume import EarlierEpisodes
 
 
 class Talk(tw.Env):
@@ -215,7 +216,7 @@ def test_a_group_that_was_recorded_in_part_is_played_anew_and_comes_out_the_same
             played.append(messages[0].text)
             return choose(messages, rng)
 
-        runner = tw.Rollout(tw.ScriptedEngine(speak), tw.byte_renderer(), recorded=kept)
+        runner = tw.Rollout(tw.ScriptedEngine(speak), tw.byte_renderer(), earlier=EarlierEpisodes(finished=kept))
         again = asyncio.run(runner.play(make_episode_specs(env, tasks, phase="rollout", step=0, samples=4)))
         assert played == [f"talk {lost // 4}"] * 4
         assert [(one.reward, one.rewards) for one in again] == [(one.reward, one.rewards) for one in whole]

@@ -20,6 +20,7 @@ import turnwright as tw
 from turnwright.errors import BackendContractError, UsageError
 from turnwright.records import read_json_lines, rebuild_trajectories
 from turnwright.rollouts import Rollout
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.types import ExpertRoutes, SpanRoutes
 
 sys.path.append(str(Path(__file__).parents[1] / "rollouts"))
@@ -175,7 +176,7 @@ def test_an_engine_that_tells_of_fewer_experts_in_the_same_reply_breaks_the_cont
 
 def test_a_want_that_nobody_knows_is_refused():
     with pytest.raises(UsageError, match="want names 'rotes'"):
-        Rollout(Sampler(), renderer("bytes"), want=["rotes"])
+        Rollout(Sampler(), renderer("bytes"), RolloutSettings(want=["rotes"]))
 
 
 def test_what_was_told_first_stands():

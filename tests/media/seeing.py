@@ -8,6 +8,7 @@ import json
 import turnwright as tw
 from turnwright.media import MediaStore
 from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.types import Media, placements_between
 
 
@@ -15,10 +16,11 @@ def call(name: str, **arguments) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def play(env, renderer, engine, tasks=None, *, store=None, n=1, rules=None, **more):
+def play(env, renderer, engine, tasks=None, *, store=None, n=1, rules=None, run=None, **settings):
     """Episodes of an environment or a play function; the trajectories, their images in `store`."""
     engine = tw.ScriptedEngine(engine) if isinstance(engine, list) or callable(engine) else engine
-    rollout = Rollout(engine, renderer, media=store or MediaStore(), sanity="off", **more)
+    settings = RolloutSettings(sanity="off", **settings)
+    rollout = Rollout(engine, renderer, settings, media=store or MediaStore(), run=run)
     found = make_episode_specs(
         env, tasks or [tw.Task("Begin.")], samples=n, phase="train", step=0, **({"rules": rules} if rules else {})
     )

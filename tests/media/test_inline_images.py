@@ -13,6 +13,8 @@ import turnwright as tw
 from turnwright.errors import EnvError
 from turnwright.records import RunDir, read_json_lines, rebuild_trajectories
 from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.rollouts.resume import EarlierEpisodes
+from turnwright.rollouts.rollout_settings import RolloutSettings
 
 
 class Album(tw.Env):
@@ -68,8 +70,8 @@ def test_the_blocks_stand_among_the_continued_ids(vlm):
 
 def record(out, vlm, recorded=None):
     with RunDir(out) as run:
-        options = {"seed": 3, "sanity": "off", "history": "inline", "recorded": recorded}
-        rollout = Rollout(tw.ScriptedEngine(REPLIES), vlm, run=run, **options)
+        settings = RolloutSettings(seed=3, sanity="off", history="inline")
+        rollout = Rollout(tw.ScriptedEngine(REPLIES), vlm, settings, run=run, earlier=EarlierEpisodes(recorded or {}))
         specs = make_episode_specs(Album, [tw.Task("Go.", id="t0")], phase="train", step=0)
         return asyncio.run(rollout.play(specs))
 

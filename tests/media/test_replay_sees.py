@@ -29,16 +29,16 @@ class Other(Painter):
 
 
 def recorded(out, world, vlm, tasks, **more):
-    with RunDir(out) as run:
-        return play(world, vlm, speak, tasks, store=MediaStore(out / "media"), run=run, records=False, **more)
+    with RunDir(out, trajectories=False) as run:
+        return play(world, vlm, speak, tasks, store=MediaStore(out / "media"), run=run, **more)
 
 
 @pytest.mark.parametrize("blank", [False, True])
 def test_what_was_seen_is_seen_again_and_the_run_is_only_read(tmp_path, vlm, blank):
     tasks = [tw.Task(f"{n}", id=f"{n}") for n in range(3)]
-    with RunDir(tmp_path / "run") as run:
+    with RunDir(tmp_path / "run", trajectories=False) as run:
         store = MediaStore(tmp_path / "run" / "media", blank=blank)
-        played = play(Painter, vlm, speak, tasks, store=store, run=run, records=False, n=2)
+        played = play(Painter, vlm, speak, tasks, store=store, run=run, n=2)
     assert any(shown(trajectory.messages) for trajectory in played)
     before = sorted((tmp_path / "run").rglob("*"))
     for words in ({}, {"env": Painter, "tasks": tasks}):

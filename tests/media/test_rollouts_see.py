@@ -20,6 +20,8 @@ import turnwright as tw
 from turnwright.media import MediaStore
 from turnwright.records import RunDir, read_json_lines, rebuild_trajectories, to_json
 from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.rollouts.resume import EarlierEpisodes
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.types import ImageRef
 
 RULES = tw.EnvRules(max_env_retries_per_turn=2, retry_wait_s=0.001)
@@ -208,7 +210,13 @@ def record(out, vlm, seed, tasks, recorded=None, watch=True):
     with RunDir(out) as run:
         if watch:
             run.journal = lines = Watching(run.journal, out / "media")
-        rollout = Rollout(tw.ScriptedEngine(speak), vlm, run=run, seed=seed, sanity="off", recorded=recorded)
+        rollout = Rollout(
+            tw.ScriptedEngine(speak),
+            vlm,
+            RolloutSettings(seed=seed, sanity="off"),
+            run=run,
+            earlier=EarlierEpisodes(recorded or {}),
+        )
         played = asyncio.run(rollout.play(make_episode_specs(Painter, tasks, phase="train", step=0, samples=2)))
         if watch:
             run.journal, named = lines._lines, lines.seen
@@ -247,7 +255,7 @@ def test_finished_records_name_the_images_of_tasks(tmp_path, vlm):
             return tw.Step(terminated=True)
 
     with RunDir(tmp_path) as run:
-        rollout = Rollout(tw.ScriptedEngine(["x"]), vlm, run=run, sanity="off")
+        rollout = Rollout(tw.ScriptedEngine(["x"]), vlm, RolloutSettings(sanity="off"), run=run)
         (trajectory,) = asyncio.run(rollout.play(make_episode_specs(Once, [task], phase="train", step=0)))
     (row,) = read_json_lines(tmp_path / "trajectories.jsonl")
     (image,) = shown(trajectory.messages)
@@ -313,7 +321,9 @@ def test_an_opening_with_an_image_counts_toward_the_prompt_limit(vlm, retries):
 
     rules = tw.EnvRules(max_env_retries_per_turn=retries)
     specs = make_episode_specs(Opens, [tw.Task("Begin.", id="a")], phase="rollout", step=0, rules=rules)
-    rollout = Rollout(tw.ScriptedEngine(["1"]), vlm, media=MediaStore(), sanity="off", limits=tw.Limits(prompt_tokens=2))
+    rollout = Rollout(
+        tw.ScriptedEngine(["1"]), vlm, RolloutSettings(sanity="off", limits=tw.Limits(prompt_tokens=2)), media=MediaStore()
+    )
     assert asyncio.run(rollout.within_prompt_limit(specs)) == (set(), ["a"])
 
 

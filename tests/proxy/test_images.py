@@ -20,6 +20,7 @@ from turnwright.engines.local import LocalEngine
 from turnwright.envs.builtin.radar import Radar
 from turnwright.media.images import encode_png
 from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.training import create_tiny_model
 from turnwright_serve import program
 from turnwright_serve.proxy.programs import ProgramEndpoint
@@ -99,7 +100,7 @@ def play(vlm: Gallery, target: Any, *, blank: bool = False) -> tuple[list[tw.Tra
 
     async def work() -> list[tw.Trajectory]:
         try:
-            return await Rollout(engine, vlm.renderer, limits=LIMITS, seed=SEED).play(specs, blank=blank)
+            return await Rollout(engine, vlm.renderer, RolloutSettings(limits=LIMITS, seed=SEED)).play(specs, blank=blank)
         finally:
             await engine.close()
 

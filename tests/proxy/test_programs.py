@@ -20,6 +20,7 @@ from turnwright.errors import EnvError, UsageError
 from turnwright.records.journal import InterruptedEpisodes
 from turnwright.records.run_dir import read_json_lines
 from turnwright.renderers import byte_renderer
+from turnwright.rollouts.resume import EarlierEpisodes
 from turnwright.rollouts.runner import Rollout
 from turnwright.rollouts.standalone import make_episode_specs
 from turnwright_serve.proxy import ProgramResult, program
@@ -270,7 +271,7 @@ def test_an_interrupted_program_gets_the_recorded_replies_first(tmp_path: Path) 
         if turns < 3:
             interrupted.read(event)
     engine = RecordingEngine(in_order(["Three."]))
-    rollout = Rollout(engine, byte_renderer(), interrupted=interrupted.episodes({task.id: task}.get))
+    rollout = Rollout(engine, byte_renderer(), earlier=EarlierEpisodes(interrupted=interrupted.episodes({task.id: task}.get)))
     second = asyncio.run(rollout.play(make_episode_specs(player, [task], phase="rollout", step=0)))[0]
     assert second.error is None, second.error.traceback
     assert len(engine.received) == 1

@@ -23,6 +23,7 @@ from turnwright.engines.remote import ChatEngine
 from turnwright.errors import ConfigError
 from turnwright.records import RunDir
 from turnwright.renderers import byte_renderer
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.rollouts.runner import Rollout
 from turnwright.rollouts.standalone import make_episode_specs
 from turnwright_serve.proxy import ProxyServer, ProxySession, recording
@@ -52,7 +53,9 @@ def record(
 
     async def run() -> list[tw.Trajectory]:
         run_dir = RunDir(out) if out is not None else None
-        rollout = Rollout(engine, byte_renderer(), run=run_dir, limits=tw.Limits(turns=100, turn_tokens=500), sanity="off")
+        rollout = Rollout(
+            engine, byte_renderer(), RolloutSettings(limits=tw.Limits(turns=100, turn_tokens=500), sanity="off"), run=run_dir
+        )
         started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         recording = asyncio.ensure_future(
             record_sessions(
@@ -160,7 +163,9 @@ def test_sigterm_ends_a_recording_with_every_open_session_written(
             threading.Thread(target=program).start()
 
     engine = RecordingEngine(lambda messages, rng: "Found.")
-    monkeypatch.setattr(commands, "make_rollout", lambda *_, run, **__: Rollout(engine, byte_renderer(), run=run, sanity="off"))
+    monkeypatch.setattr(
+        commands, "make_rollout", lambda *_, run, **__: Rollout(engine, byte_renderer(), RolloutSettings(sanity="off"), run=run)
+    )
     monkeypatch.setattr("builtins.print", began)
     before = signal.signal(signal.SIGINT, interrupts)
     try:

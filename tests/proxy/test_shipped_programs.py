@@ -17,6 +17,7 @@ from turnwright.engines.local import LocalEngine
 from turnwright.envs import resolve_env
 from turnwright.envs.isolation.sandbox import sandbox_problem
 from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.training import create_tiny_model, load_model_and_renderer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -43,7 +44,7 @@ def test_the_react_program_samples_what_the_loop_samples(tmp_path: Path) -> None
         engine = LocalEngine(model, renderer=renderer, context=1024, slots=8)
         specs = make_episode_specs(target, spec.tasks("train", 8), phase="rollout", step=0, samples=2)
         try:
-            return await Rollout(engine, renderer, limits=limits, seed=1).play(specs)
+            return await Rollout(engine, renderer, RolloutSettings(limits=limits, seed=1)).play(specs)
         finally:
             await engine.close()
 

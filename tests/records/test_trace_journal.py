@@ -22,6 +22,8 @@ from turnwright.errors import TraceError
 from turnwright.records import JsonLines, RunDir, read_json_lines, rebuild_trajectories, to_json
 from turnwright.records.run_dir import RECORD_VERSION, check_version
 from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.rollouts.resume import EarlierEpisodes
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.types import (
     EpisodeKey,
     Failure,
@@ -170,7 +172,13 @@ def test_a_run_that_was_stopped_and_goes_on_ends_as_one_that_was_not(tmp_path):
 
     async def some(run, recorded, patience):
         engine = Sampler(delay=5e-3)
-        rollout = Rollout(engine, tw.byte_renderer(), seed=3, concurrency=3, run=run, recorded=recorded)
+        rollout = Rollout(
+            engine,
+            tw.byte_renderer(),
+            RolloutSettings(seed=3, concurrency=3),
+            run=run,
+            earlier=EarlierEpisodes(finished=recorded),
+        )
         work = asyncio.ensure_future(rollout.play(make_episode_specs(AsyncTalk, rows, phase="rollout", step=0)))
         while not work.done() and rollout.finished < patience:
             await asyncio.sleep(1e-3)
@@ -194,7 +202,9 @@ def test_recorded_episodes_are_taken_as_they_are():
 
     async def again():
         engine = Sampler()
-        rollout = Rollout(engine, tw.byte_renderer(), seed=3, recorded={t.key: t for t in first[:2]})
+        rollout = Rollout(
+            engine, tw.byte_renderer(), RolloutSettings(seed=3), earlier=EarlierEpisodes(finished={t.key: t for t in first[:2]})
+        )
         return await rollout.play(make_episode_specs(AsyncTalk, rows, phase="rollout", step=0)), engine
 
     played, engine = asyncio.run(again())

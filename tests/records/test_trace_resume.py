@@ -20,6 +20,8 @@ from turnwright.errors import TraceError
 from turnwright.records import JsonLines, RunDir, rebuild_trajectories
 from turnwright.records.journal import InterruptedEpisodes
 from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.rollouts.resume import EarlierEpisodes
+from turnwright.rollouts.rollout_settings import RolloutSettings
 
 LIMITS = tw.Limits(turns=30, turn_tokens=200)
 
@@ -58,8 +60,9 @@ def play(run, env, rows, engine, rules=None, samples=1):
     if events:
         run.journal.append({"e": "resumed"})
     specs = make_episode_specs(env, rows, phase="rollout", step=0, rules=rules, samples=samples)
-    given = {"recorded": recorded, "interrupted": interrupted.episodes(by_id), "limits": LIMITS, "concurrency": 5}
-    rollout = Rollout(engine, tw.byte_renderer(), run=run, seed=3, **given)
+    settings = RolloutSettings(limits=LIMITS, concurrency=5, seed=3)
+    earlier = EarlierEpisodes(recorded, interrupted.episodes(by_id))
+    rollout = Rollout(engine, tw.byte_renderer(), settings, run=run, earlier=earlier)
     return rollout.play(specs)
 
 

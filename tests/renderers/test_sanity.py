@@ -21,6 +21,7 @@ from turnwright.renderers import ChatRenderer, ChatTemplate, HFTokenizer, templa
 from turnwright.renderers.full_render import CAUSES, RenderDifference, compare_with_render
 from turnwright.rollouts import Rollout, make_episode_specs, run_sync
 from turnwright.rollouts.render_check import built_conversation
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.types import Message
 
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {"key": {}}}}}
@@ -52,9 +53,8 @@ def played(
     render: ChatRenderer, replies: list[Any], *observations: Any, tools: Any = (), directory: Path | None = None, **options: Any
 ) -> tuple[tw.Trajectory, dict[str, Any]]:
     run = RunDir(directory) if directory is not None else None
-    player = Rollout(
-        tw.ScriptedEngine(replies), render, run=run, **({"sanity_share": 1.0, "limits": Limits(turn_tokens=200)} | options)
-    )
+    settings = RolloutSettings(**{"sanity_share": 1.0, "limits": Limits(turn_tokens=200)} | options)
+    player = Rollout(tw.ScriptedEngine(replies), render, settings, run=run)
     env = world(*observations, tools=tools)
     found = run_sync(player.play(make_episode_specs(env, [tw.Task("Begin.", id="t")], phase="x", step=0)))[0]
     if run is not None:
@@ -196,14 +196,14 @@ def test_off_is_off_and_a_share_is_of_the_keys(tmp_path: Path) -> None:
         trajectory, reports = played(renderer("qwen3_without_thinking"), [THOUGHT, "Well."], "Go on.", sanity=level)
         assert not reports
         assert not trajectory.metrics
-    player = Rollout(tw.ScriptedEngine(["Yes."] * 400), renderer(), sanity_share=0.25)
+    player = Rollout(tw.ScriptedEngine(["Yes."] * 400), renderer(), RolloutSettings(sanity_share=0.25))
     tasks = [tw.Task("Begin.", id=f"t{n}") for n in range(400)]
     looked = [[t.key for t in run_sync(player.play(make_episode_specs(world(), order, phase="x", step=0))) if t.metrics]
               for order in (tasks, tasks[::-1])]  # fmt: skip
     assert sorted(map(repr, looked[0])) == sorted(map(repr, looked[1]))
     assert 60 < len(looked[0]) < 140
     with pytest.raises(UsageError, match="from 0 to 1"):
-        Rollout(tw.ScriptedEngine([]), renderer(), sanity_share=2)
+        Rollout(tw.ScriptedEngine([]), renderer(), RolloutSettings(sanity_share=2))
 
 
 def test_one_report_of_each_cause_is_kept_and_nothing_else_changes(tmp_path: Path) -> None:

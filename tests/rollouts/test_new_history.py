@@ -16,6 +16,7 @@ from turnwright.config import EnvRules
 from turnwright.envs.scripted_play import ScriptedRunner
 from turnwright.rollouts import Rollout, make_episode_specs
 from turnwright.rollouts.resume import observation_row, read_observation
+from turnwright.rollouts.rollout_settings import RolloutSettings
 
 TEXTS = ("yes", "no é中", "line\nline", "a longer text, twice")
 
@@ -135,7 +136,7 @@ def test_inside_the_models_message_there_is_no_history_to_replace():
 def test_a_process_of_its_own_gives_the_same_episode():
     def play(rules):
         async def both():
-            rollout = Rollout(Sampler(), tw.byte_renderer(), limits=tw.Limits(turns=8), seed=3)
+            rollout = Rollout(Sampler(), tw.byte_renderer(), RolloutSettings(limits=tw.Limits(turns=8), seed=3))
             return await rollout.play(make_episode_specs(Rewrites, tasks(2), phase="train", step=0, rules=rules))
 
         return [facts(one) for one in asyncio.run(both())]

@@ -16,6 +16,7 @@ from turnwright.records.serialization import rebuild_trajectories
 from turnwright.renderers import CHATML, MARKUP, SPECIAL, ByteTokenizer, ChatRenderer, ChatTemplate
 from turnwright.renderers.parsers import PARSERS
 from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.types import FailureKind
 
 
@@ -46,7 +47,7 @@ class Wrong(AsyncTalk):
 
 def run(broken, n, samples=1, stop=True):
     world = type("Wrong", (Wrong,), {"broken": frozenset(broken), "closed": 0})
-    rollout = Rollout(Sampler(), tw.byte_renderer(), environments=4, stop_on_bugs=stop)
+    rollout = Rollout(Sampler(), tw.byte_renderer(), RolloutSettings(environments=4, stop_on_bugs=stop))
     todo = make_episode_specs(world, tasks(n), phase="rollout", step=0, samples=samples)
     return rollout, todo, world
 

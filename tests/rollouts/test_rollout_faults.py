@@ -13,6 +13,7 @@ from rollout_kit import AsyncTalk, Sampler, Talk, check_record, facts, tasks
 import turnwright as tw
 from turnwright.engines import Generation
 from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.rollouts.rollout_settings import RolloutSettings
 
 # What breaks, and the record of it: stop reason, type of the error, phase.
 WORLD = {
@@ -333,7 +334,7 @@ def test_of_256_episodes_with_random_faults_each_names_its_own_and_the_others_ar
             episode for task in tasks_given
             for episode in make_episode_specs(made[worlds[task.id].__name__], [task], phase="rollout", step=0)
         ]  # fmt: skip
-        rollout = Rollout(engine, tw.byte_renderer(), limits=limits, concurrency=256)
+        rollout = Rollout(engine, tw.byte_renderer(), RolloutSettings(limits=limits, concurrency=256))
         before = asyncio.all_tasks()
         played = await rollout.play(todo)
         assert asyncio.all_tasks() == before, "tasks are left"

@@ -17,6 +17,8 @@ from rollout_kit import AsyncTalk, Sampler, Talk, facts, tasks
 import turnwright as tw
 from turnwright.records import read_json_lines, rebuild_trajectories
 from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.rollouts.resume import EarlierEpisodes
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.training.advantages import advantages
 from turnwright.types import FAILED_ATTEMPT
 
@@ -301,7 +303,9 @@ def test_a_run_cut_off_at_any_line_goes_on_to_the_same_episodes(tmp_path, drifts
         engine = Sampler()
 
         async def go_on(recorded=recorded, engine=engine):
-            return await Rollout(engine, tw.byte_renderer(), limits=LIMITS, recorded=recorded).play(todo)
+            return await Rollout(
+                engine, tw.byte_renderer(), RolloutSettings(limits=LIMITS), earlier=EarlierEpisodes(finished=recorded)
+            ).play(todo)
 
         again = asyncio.run(go_on())
         assert [t.key for t in again] == [t.key for t in full]

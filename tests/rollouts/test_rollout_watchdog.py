@@ -14,6 +14,7 @@ from rollout_kit import AsyncTalk, Sampler, Talk, tasks
 
 import turnwright as tw
 from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.rollouts.rollout_settings import RolloutSettings
 
 
 class Stuck(AsyncTalk):
@@ -36,8 +37,9 @@ class Blocks(Stuck):
         return Talk.step(self, action)
 
 
-def play(world, n=3, seconds=0.2, **more):
-    rollout = Rollout(Sampler(), tw.byte_renderer(), watchdog_s=seconds, **more)
+def play(world, n=3, seconds=0.2, **settings):
+    settings = RolloutSettings(watchdog_s=seconds, **settings)
+    rollout = Rollout(Sampler(), tw.byte_renderer(), settings)
     return rollout, asyncio.run(rollout.play(make_episode_specs(world, tasks(n), phase="rollout", step=0)))
 
 

@@ -13,6 +13,7 @@ from rollout_kit import AsyncTalk, Sampler, Talk, facts, tasks
 
 import turnwright as tw
 from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.rollouts.timeouts import CallGate, Deadline, EpisodePlace
 
 
@@ -36,7 +37,7 @@ class Slow(Sampler):
 @pytest.mark.parametrize("concurrency", [1, 3, 256])
 def test_submissions_give_what_separate_rollouts_give(concurrency):
     async def play():
-        rollout = Rollout(Slow(), tw.byte_renderer(), concurrency=concurrency)
+        rollout = Rollout(Slow(), tw.byte_renderer(), RolloutSettings(concurrency=concurrency))
         async with rollout.stream() as stream:
             found = [stream.submit(specs(AsyncTalk, 3, step)) for step in range(3)]
             inside = await rollout.play(specs(Talk, 2, 3))
@@ -83,7 +84,7 @@ def test_an_environment_at_work_needs_no_place():
                 return await super().step(action)
 
         engine = Slow()
-        rollout = Rollout(engine, tw.byte_renderer(), concurrency=1)
+        rollout = Rollout(engine, tw.byte_renderer(), RolloutSettings(concurrency=1))
         found = await rollout.play(make_episode_specs(Meets, tasks(2), phase="train", step=0, samples=1))
         assert engine.peak == 1
         return found
@@ -120,7 +121,7 @@ def test_held_calls_wait_outside_every_deadline_and_others_go_on():
         return float(bool(first.ids))
 
     async def play():
-        rollout = Rollout(Slow(), tw.byte_renderer(), limits=limits)
+        rollout = Rollout(Slow(), tw.byte_renderer(), RolloutSettings(limits=limits))
         async with rollout.stream() as stream:
             stream.gate.hold_new()
             held = [stream.submit(specs(env, 2), training=True) for env in (AsyncTalk, play_agent)]

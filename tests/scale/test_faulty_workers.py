@@ -20,6 +20,7 @@ from turnwright.records import RunDir
 from turnwright.records.serialization import rebuild_trajectories
 from turnwright.renderers import load_renderer
 from turnwright.rollouts import EpisodeSpec, Rollout
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.types import EpisodeKey
 from turnwright_cluster.code import code_of
 from turnwright_cluster.pool import WorkerPool
@@ -43,8 +44,9 @@ async def run_with_workers(folder, alone, *more, seed=0, elsewhere=True, recipe=
         pool = (
             WorkerPool(config, specs, run, alone / "model", recipe=folder.resolve(), note=notes.append) if elsewhere else None
         )
-        options = {"limits": config.limits, "seed": seed, "run": run, "elsewhere": pool}
-        rollout = Rollout(tw.ScriptedEngine(say), load_renderer(alone / "model"), **options)
+        settings = RolloutSettings(limits=config.limits, seed=seed)
+        renderer = load_renderer(alone / "model")
+        rollout = Rollout(tw.ScriptedEngine(say), renderer, settings, run=run, elsewhere=pool)
         async with rollout.stream() as stream:
             url = None if pool is None else pool._server.url
             yield SimpleNamespace(stream=stream, spec=specs[0], notes=notes, pool=pool, run=run, url=url, rollout=rollout)

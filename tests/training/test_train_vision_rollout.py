@@ -14,6 +14,7 @@ import turnwright as tw
 from turnwright.config import Limits, ModelConfig, TrainConfig
 from turnwright.engines.local import LocalEngine, fingerprint
 from turnwright.rollouts import Rollout, group_by_task, make_episode_specs
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.training import Checkpoints, LossDenominator, Trainer, load_model_and_renderer, make_batch
 from turnwright.training.advantages import advantages
 from turnwright.training.model import models
@@ -64,7 +65,7 @@ def test_eight_turns_of_images_and_a_clip_are_trained_as_they_were_sampled(direc
     limits = Limits(turn_tokens=6, on_turn_length="continue")
 
     async def main():
-        rollout = Rollout(engine, engine.renderer, limits=limits, seed=3)
+        rollout = Rollout(engine, engine.renderer, RolloutSettings(limits=limits, seed=3))
         trainer.pixels = rollout.pixels
         for step in range(2):
             played = make_episode_specs(Film, [Task("a", id="a"), Task("b", id="b")], phase="train", step=step, samples=2)

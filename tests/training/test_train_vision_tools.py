@@ -17,6 +17,7 @@ from turnwright.engines.local.sampler import Sampler
 from turnwright.records import read_json_lines, rebuild_trajectories
 from turnwright.renderers import load_renderer
 from turnwright.rollouts import Rollout, group_by_task, make_episode_specs
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.training import Trainer, load_model_and_renderer
 from turnwright.types import Task, VideoRef
 
@@ -70,7 +71,7 @@ def test_a_clip_at_the_second_turn_and_an_image_at_creation_are_trained_through(
     env = tw.tool_env([Camera], reward=lambda t: next(rewards), max_turns=3)
 
     async def main():
-        rollout = Rollout(engine, renderer, limits=Limits(turn_tokens=200), seed=1)
+        rollout = Rollout(engine, renderer, RolloutSettings(limits=Limits(turn_tokens=200), seed=1))
         trainer.pixels = rollout.pixels
         made = await rollout.play(make_episode_specs(env, [Task("Watch.", id="a")], phase="train", step=0, samples=2))
         await engine.close()

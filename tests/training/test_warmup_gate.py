@@ -16,6 +16,7 @@ from turnwright.envs import resolve_env
 from turnwright.errors import ConfigError, TurnwrightError
 from turnwright.renderers import byte_renderer
 from turnwright.rollouts import Rollout
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.training.task_plan import TaskChoice, planned_steps
 from turnwright.training.warmup_gate import exceeds, round_ends, still_falls, success_in_other_tasks
 
@@ -155,7 +156,7 @@ def play(env, speak, n=64):
     renderer = byte_renderer()
 
     def rollout(engine):
-        return Rollout(engine, renderer, limits=tw.Limits(turns=4), sanity="off")
+        return Rollout(engine, renderer, RolloutSettings(limits=tw.Limits(turns=4), sanity="off"))
 
     async def both():
         episodes = [choice.episode("gate", 0, 0) for choice in choices.values()]

@@ -356,8 +356,13 @@ class RunDir:
     `metrics.jsonl` are for people and tools.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        """Open a directory for writing, or create it; raise `TraceError` when another process writes to it."""
+    def __init__(self, path: str | Path, *, trajectories: bool = True) -> None:
+        """Open a directory for writing, or create it; raise `TraceError` when another process writes to it.
+
+        Without `trajectories`, finished episodes are in the journal alone; their file can be derived later.
+        """
+        self.keeps_trajectories = trajectories
+        """Whether finished episodes are written to `trajectories.jsonl` too."""
         self.given_path = Path(path)
         """The path as it was given, for messages."""
         self.path = Path(os.path.abspath(path))  # code of an environment may change the working directory

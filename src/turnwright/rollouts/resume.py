@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from turnwright.engines import Generation
@@ -15,6 +16,7 @@ from turnwright.records.serialization import NO_LOGPROB, Event, message_row
 from turnwright.rollouts.conversation import ConversationPath
 from turnwright.rollouts.counts import add_counts
 from turnwright.types import (
+    EpisodeKey,
     Message,
     SamplingDistribution,
     Trajectory,
@@ -26,6 +28,16 @@ from turnwright.types.seeds import call_seed
 
 DELAY_S, DELAY_CHECKS = 0.05, 20
 """Interval and number of checks for which an answer waits for answers recorded before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierEpisodes:
+    """Episodes of an earlier process, which are not played again as far as they went."""
+
+    finished: Mapping[EpisodeKey, Trajectory] = field(default_factory=dict)
+    """Returned as they are."""
+    interrupted: Mapping[EpisodeKey, RecordedEpisode] = field(default_factory=dict)
+    """Their recorded turns are not sampled again."""
 
 
 class RestartEpisode(TurnwrightError):

@@ -8,10 +8,10 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from turnwright.config import EnvRules, Limits
-from turnwright.config.constraints import check_section, values_of
+from turnwright.config.constraints import values_of
 from turnwright.config.schema import HISTORY_MODES, HISTORY_OBJECT, history_error
 from turnwright.engines import Engine, HasContextLimit, Sampling, StopText
 from turnwright.engines.protocols import add_pixel_source, give_renderer
@@ -50,8 +50,9 @@ from turnwright.rollouts.group_rewards import GroupRewards
 from turnwright.rollouts.observations import MediaIntake
 from turnwright.rollouts.play_again import MAX_DEATHS, is_death
 from turnwright.rollouts.recorder import Recorder, Trace
-from turnwright.rollouts.render_check import SHARE, RenderCheck, Sanity
-from turnwright.rollouts.resume import ResumedTurns
+from turnwright.rollouts.render_check import RenderCheck
+from turnwright.rollouts.resume import EarlierEpisodes, ResumedTurns
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.rollouts.stream import EngineRequest, GroupPlayer, RolloutStream
 from turnwright.rollouts.timeouts import Deadline, EpisodePlace, Stop
 from turnwright.rollouts.watchdog import PendingEpisode
@@ -133,82 +134,76 @@ class Rollout:
         self,
         engine: Engine,
         renderer: Renderer,
+        settings: RolloutSettings | None = None,
         *,
-        limits: Limits | None = None,
-        sampling: Sampling | None = None,
-        seed: int = 0,
-        concurrency: int = 256,
-        environments: int | None = None,
         run: RunDir | None = None,
-        records: bool = True,
-        recorded: Mapping[EpisodeKey, Trajectory] | None = None,
-        interrupted: Mapping[EpisodeKey, RecordedEpisode] | None = None,
-        stop: Sequence[str] = (),
-        history: History = "append",
-        sanity: Sanity = "strict",
-        sanity_every: Literal["episode", "turn"] = "episode",
-        sanity_share: float = SHARE,
-        stop_on_bugs: bool = False,
-        watchdog_s: float = 120.0,
+        earlier: EarlierEpisodes | None = None,
         media: MediaStore | None = None,
         pixels: PixelCache | None = None,
-        want: Iterable[str] = (),
         on_episode: Trace | None = None,
         journal: EventLog | None = None,
         elsewhere: GroupPlayer | None = None,
     ) -> None:
         """
         Args:
-            engine: samples the replies; its optional capabilities (`turnwright.engines.protocols`) are detected here.
+            engine: samples the replies; its optional capabilities (`turnwright.engines.protocols`)
+                are detected here.
+            renderer: renders prompts and observations for the engine's model.
+            settings: how episodes are played.
             run: run directory in which every turn is recorded.
-            records: whether finished episodes are also written to trajectories.jsonl (it can be derived later).
-            recorded: finished episodes of an earlier process, returned instead of being played again.
-            interrupted: unfinished episodes of an earlier process; their recorded turns are not sampled again.
-            sanity_every: check the last turn of an episode, or each.
-            stop_on_bugs: whether the same bug in user code, in several tasks, stops the rollout; else every failed episode
-                is recorded.
-            watchdog_s: seconds without progress before pending episodes are printed to standard error.
+            earlier: episodes of an earlier process, finished or interrupted.
             media: media store; by default in the run's directory, or in memory.
             pixels: cache of preprocessed images of `media`, shared by trainer and rollout.
             on_episode: receives the phases of each finished episode and their starts.
             journal: takes the events of episodes in place of the run's journal.
             elsewhere: plays the groups, in place of this process.
 
-        The other arguments are those of `turnwright.rollout`.
-
         Raises:
-            UsageError: for a concurrency under 1, an empty stop text, an unknown history, sanity check or extra.
+            UsageError: for an empty stop text, an unknown history or sanity check.
         """
-        if concurrency < 1:
-            raise UsageError(f"concurrency must be at least 1, not {concurrency}")
-        if environments is not None and environments < 1:
-            raise UsageError(f"environments must be at least 1, or None, not {environments}")
-        check_section(limits or Limits(), "limits")
-        self.engine, self.renderer = engine, renderer
-        self.limits, self.sampling = limits or Limits(), sampling or Sampling()
-        self.seed, self.concurrency, self.environments = seed, concurrency, environments
-        self.sanity = RenderCheck(renderer, sanity, sanity_every, sanity_share, run.path if run is not None else None)
-        self._stop = StopText(stop, renderer.decode) if stop else None
-        self.history = parse_history(history)
-        self.want, self._on_episode = parse_extras(want), on_episode
+        settings = settings or RolloutSettings()
+        self.engine, self.renderer, self.settings = engine, renderer, settings
+        self.limits = settings.limits
+        self.sanity = RenderCheck(
+            renderer,
+            settings.sanity,
+            settings.sanity_every,
+            settings.sanity_share,
+            run.path if run is not None else None,
+        )
+        self._stop = StopText(settings.stop, renderer.decode) if settings.stop else None
+        self.history = parse_history(settings.history)
+        self.want = parse_extras(settings.want)
+        self._bugs = UserErrorCounter() if settings.stop_on_bugs else None
+
+        # What is written, and what an earlier process wrote.
+        self._journal = run.journal if journal is None and run is not None else journal
+        self._records = run.trajectories if run is not None and run.keeps_trajectories else None
+        earlier = earlier or EarlierEpisodes()
+        self._recorded = dict(earlier.finished)
+        self._interrupted = dict(earlier.interrupted)
+        history = settings.history
+        if not isinstance(history, str):
+            history = f"{HISTORY_OBJECT}{policy_name(history)}"
+        self._history_name = history
+        self._settings_names: dict[tuple[Any, ...], tuple[EnvRules, str]] = {}
+
+        # What is running, and what ended.
+        self._on_episode = on_episode
+        self.elsewhere = elsewhere
         self._stream: RolloutStream | None = None
+        self._running: dict[int, Recorder] = {}
         self.finished = 0
         """Number of finished episodes."""
         self.resumed_turns = 0
         """Turns of interrupted episodes that were not sampled again."""
         self.abandoned = 0
-        """Synchronous environment calls that missed their deadline; each may block a thread forever."""
+        """Synchronous environment calls that missed their deadline; each may block a thread
+        forever."""
         self.abandoned_calls: list[str] = []
         """Names of these calls: episode and method."""
-        self._journal = run.journal if journal is None and run is not None else journal
-        self.elsewhere = elsewhere
-        self._records = run.trajectories if run is not None and records else None
-        self._recorded, self._interrupted = dict(recorded or {}), dict(interrupted or {})
-        self.watchdog_s = watchdog_s
-        self._bugs = UserErrorCounter() if stop_on_bugs else None
-        self._running: dict[int, Recorder] = {}
-        self._history_name = history if isinstance(history, str) else f"{HISTORY_OBJECT}{policy_name(history)}"
-        self._settings_names: dict[tuple[Any, ...], tuple[EnvRules, str]] = {}
+
+        # Images, and what the engine can do.
         store = media or MediaStore(run.path / "media" if run is not None else None)
         self.media_intake = MediaIntake(store, renderer, self.limits.images, self.limits.episode_images)
         vision = vision_of(renderer)
@@ -336,8 +331,8 @@ class Rollout:
                 trajectory,
                 self.engine,
                 self.renderer,
-                EpisodeSettings(self.limits, self.sampling, episode.rules),
-                seed=self.seed,
+                EpisodeSettings(self.limits, self.settings.sampling, episode.rules),
+                seed=self.settings.seed,
                 media_intake=self.media_intake,
             )
             session = EnvSession(make, episode.task, replace(episode.rules, max_env_retries=0), recorder, deadline, threads)
@@ -404,7 +399,7 @@ class Rollout:
             self.engine,
             self.renderer,
             settings,
-            seed=self.seed,
+            seed=self.settings.seed,
             media_intake=self.media_intake,
             journal=EpisodeJournal(self._journal, trajectory, self._settings_name(episode, settings)),
             place=place,
@@ -470,7 +465,7 @@ class Rollout:
             # The name is made of the row's text, so the order of its fields stays.
             row = {
                 "v": RECORD_VERSION,
-                "seed": self.seed,
+                "seed": self.settings.seed,
                 "limits": values_of(Limits, settings.limits),
                 "stop": list(settings.stop.texts) if settings.stop is not None else [],
                 "history": self._history_name,

@@ -27,6 +27,7 @@ from turnwright.renderers.history import History
 from turnwright.rollouts.agent_function import AgentFunction
 from turnwright.rollouts.episode_spec import EpisodeSpec
 from turnwright.rollouts.render_check import SHARE, Sanity
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.rollouts.runner import Rollout, left_out, left_out_note
 from turnwright.shutdown import run_loop
 from turnwright.types import EpisodeKey, Task, Trajectory
@@ -99,23 +100,24 @@ async def arollout(
     if renderer is not None and control_text != "neutralise":
         raise UsageError("control_text applies to the built-in renderer; pass it to load_renderer(path, control_text) instead")
     renderer = renderer or byte_renderer(control_text)
-    run = RunDir(out) if out is not None else None
+    run = RunDir(out, trajectories=False) if out is not None else None
     try:
         runner = Rollout(
             engine,
             renderer,
-            limits=limits,
-            sampling=sampling,
-            seed=seed,
-            concurrency=concurrency,
-            environments=environments,
+            RolloutSettings(
+                limits=limits or Limits(),
+                sampling=sampling or Sampling(),
+                seed=seed,
+                concurrency=concurrency,
+                environments=environments,
+                stop=stop,
+                history=history,
+                sanity=sanity,
+                sanity_share=sanity_share,
+                want=want,
+            ),
             run=run,
-            records=False,
-            stop=stop,
-            history=history,
-            sanity=sanity,
-            sanity_share=sanity_share,
-            want=want,
         )
         rows = make_episode_specs(env, tasks, phase="rollout", step=0, samples=samples, rules=rules)
         return await runner.play(await _within_prompt_limit(runner, rows, run))

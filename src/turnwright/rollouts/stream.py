@@ -7,7 +7,6 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
-from turnwright.config import Limits
 from turnwright.engines import Sampling
 from turnwright.envs import Env
 from turnwright.envs.isolation.process_env import ForkServers
@@ -17,6 +16,7 @@ from turnwright.errors import UsageError, first_exception
 from turnwright.rollouts.engine_extras import parse_extras
 from turnwright.rollouts.garbage import GarbageWatch
 from turnwright.rollouts.group_rewards import GroupRewards, complete_groups
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.rollouts.timeouts import CallGate, EpisodePlace, Stop
 from turnwright.rollouts.watchdog import PendingEpisode, Watchdog
 from turnwright.types import EpisodeKey, GroupKey, Trajectory
@@ -61,14 +61,10 @@ class GroupPlayer(Protocol):
 class EpisodePlayer(Protocol):
     """What a stream needs of a `Rollout`."""
 
-    concurrency: int
-    environments: int | None
+    settings: RolloutSettings
     finished: int
-    watchdog_s: float
     history: Any
     want: frozenset[str]
-    sampling: Sampling
-    limits: Limits
     elsewhere: GroupPlayer | None
 
     def pending(self) -> list[PendingEpisode]:
@@ -124,18 +120,19 @@ class RolloutStream:
 
     def __init__(self, rollout: EpisodePlayer) -> None:
         """Prepare a stream; `async with` opens it."""
+        settings = rollout.settings
         self._rollout = rollout
-        self.gate = CallGate(rollout.concurrency, rollout.environments)
+        self.gate = CallGate(settings.concurrency, settings.environments)
         self._submissions: set[asyncio.Task[list[Trajectory]]] = set()
         self._fork_servers = ForkServers()
 
     async def __aenter__(self) -> Self:
-        rollout = self._rollout
+        rollout, settings = self._rollout, self._rollout.settings
         self.loop = asyncio.get_running_loop()
-        self._threads = AbandonableThreads(4 * rollout.concurrency)
+        self._threads = AbandonableThreads(4 * settings.concurrency)
         self._stack = AsyncExitStack()
         self._stack.enter_context(GarbageWatch())
-        self._stack.enter_context(Watchdog(rollout.pending, lambda: rollout.finished, rollout.watchdog_s))
+        self._stack.enter_context(Watchdog(rollout.pending, lambda: rollout.finished, settings.watchdog_s))
         self._workers = RewardWorkers()
         self._stack.push_async_callback(self._workers.close)
         if rollout.elsewhere is not None:
@@ -174,7 +171,7 @@ class RolloutStream:
         if rollout.history == "inline" and any(episode.play is not None for episode in episodes):
             raise UsageError('history = "inline" is for environments: an agent function composes what follows a reply itself')
         want = rollout.want if extras is None else parse_extras(extras)
-        request = EngineRequest(want, min_version, sampling or rollout.sampling, blank)
+        request = EngineRequest(want, min_version, sampling or rollout.settings.sampling, blank)
         announced = _Announced(self.gate, len(episodes) if training else 0)
         task = self.loop.create_task(self._play(episodes, request, training, announced))
         self._submissions.add(task)
@@ -194,7 +191,7 @@ class RolloutStream:
         missing = [number for number, found in enumerate(results) if found is None]
         announced.take_back(announced.episodes - len(missing) if training else 0)
         siblings = [keys[number] for number in missing if grouped[number]]
-        group_rewards = GroupRewards(siblings, self._threads, rollout.limits.reward_s, stop)
+        group_rewards = GroupRewards(siblings, self._threads, rollout.settings.limits.reward_s, stop)
 
         async def play(number: int) -> None:
             place = EpisodePlace(self.gate, training, request.min_version)

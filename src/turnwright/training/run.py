@@ -28,6 +28,8 @@ from turnwright.renderers.row_arguments import check_row_arguments
 from turnwright.rollouts import EpisodeSpec, Rollout
 from turnwright.rollouts.group_scheduler import BatchScheduler
 from turnwright.rollouts.play_again import play_again
+from turnwright.rollouts.resume import EarlierEpisodes
+from turnwright.rollouts.rollout_settings import RolloutSettings, sampling_of
 from turnwright.rollouts.runner import left_out, left_out_note, parse_history
 from turnwright.rollouts.stream import GroupPlayer, RolloutStream
 from turnwright.training.batches import (
@@ -47,7 +49,6 @@ from turnwright.training.run_record import RunRecord
 from turnwright.training.setup import (
     model_directory,
     release_engine_memory,
-    sampling_of,
 )
 from turnwright.training.task_plan import (
     TaskChoice,
@@ -161,21 +162,9 @@ class TrainingRun:
         self.rollout = Rollout(
             self.parts.engine,
             self.parts.renderer,
-            limits=config.limits,
-            sampling=sampling_of(config.rollout),
-            seed=config.seed,
-            concurrency=config.rollout.concurrency,
-            environments=config.rollout.environments,
+            RolloutSettings.of(config, history=self.history, stop_on_bugs=True),
             run=run,
-            recorded=recorded,
-            interrupted=self.record.interrupted,
-            stop=config.rollout.stop,
-            history=self.history,
-            sanity=config.rollout.sanity,
-            sanity_every=config.rollout.sanity_every,
-            sanity_share=config.rollout.sanity_share,
-            stop_on_bugs=True,
-            watchdog_s=config.rollout.watchdog_s,
+            earlier=EarlierEpisodes(recorded, self.record.interrupted),
             media=self.parts.media,
             pixels=self.parts.pixels,
             on_episode=watch.episode if isinstance(watch, EpisodeListener) else None,
@@ -240,7 +229,12 @@ class TrainingRun:
         if limit is None:
             return
         store = self.rollout.media_intake.store  # a second store would separate the engine from the images of the run
-        rollout = Rollout(self.parts.engine, self.parts.renderer, limits=self.config.limits, seed=self.config.seed, media=store)
+        rollout = Rollout(
+            self.parts.engine,
+            self.parts.renderer,
+            RolloutSettings(limits=self.config.limits, seed=self.config.seed),
+            media=store,
+        )
         choices = [*self.plan.train, *self.plan.held_out]
         fits, out = await rollout.within_prompt_limit([choice.episodes("prompt", 0, 1)[0] for choice in choices])
         self.plan.restrict_to(fits)
@@ -412,12 +406,14 @@ class TrainingRun:
             return Rollout(
                 engine,
                 self.parts.renderer,
-                limits=self.config.limits,
-                seed=self.config.seed,
-                stop=self.config.rollout.stop,
-                history=self.history,
+                RolloutSettings(
+                    limits=self.config.limits,
+                    seed=self.config.seed,
+                    stop=self.config.rollout.stop,
+                    history=self.history,
+                    sanity="off",
+                ),
                 media=self.rollout.media_intake.store,
-                sanity="off",
             )
 
         by_id = {choice.task.id: choice for choice in self.plan.train}

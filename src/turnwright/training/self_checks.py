@@ -27,6 +27,7 @@ from turnwright.errors import MediaError, ModelError
 from turnwright.media import MediaStore
 from turnwright.records import NullListener, RunDir, read_json_lines
 from turnwright.rollouts import Rollout, make_episode_specs
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.rollouts.standalone import run_sync
 from turnwright.training.run import TrainingRun
 from turnwright.training.setup import load_model_and_renderer
@@ -96,7 +97,7 @@ def check_vision(directory: str | Path) -> VisionCheck:
     limits = Limits(turns=max(TURNS), turn_tokens=REPLY_TOKENS, on_turn_length="continue")
     engine = LocalEngine(module, renderer=renderer)
     store = MediaStore()
-    rollout = Rollout(engine, renderer, limits=limits, sanity="off", media=store)
+    rollout = Rollout(engine, renderer, RolloutSettings(limits=limits, sanity="off"), media=store)
     trainer = Trainer(module, TrainConfig(), banned_ids=renderer.banned_ids, pixels=rollout.pixels)
     tasks = [Task(answer=number) for number in range(EPISODES)]
 

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from turnwright import plugins
-from turnwright.config import EvalConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
+from turnwright.config import ModelConfig, RunConfig, TrainConfig
 from turnwright.config.launch import world_size
 from turnwright.config.schema import ENGINES
-from turnwright.engines import Engine, Sampling, SupportsSleep, SupportsWeightUpdate
+from turnwright.engines import Engine, SupportsSleep, SupportsWeightUpdate
 from turnwright.engines.local import LocalEngine, torch_settings
 from turnwright.engines.local.adapters import AdapterShape
 from turnwright.engines.local.engine import MAX_SLOTS
@@ -314,11 +314,6 @@ def make_trainer(
     if is_mixed(model) and config.engine.kind != "local":
         trainer.expect_rounding()  # a server rounds elsewhere
     return trainer
-
-
-def sampling_of(config: RolloutConfig | EvalConfig) -> Sampling:
-    """Return the sampling settings of training episodes or of an evaluation."""
-    return Sampling(config.temperature, config.top_p, config.top_k, min_p=config.min_p)
 
 
 def resolved_train_config(config: RunConfig) -> TrainConfig:

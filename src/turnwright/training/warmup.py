@@ -23,6 +23,7 @@ from turnwright.renderers.chat_renderer import ChatRenderer
 from turnwright.renderers.history import History
 from turnwright.renderers.row_arguments import COLUMN, check_arguments_of_row
 from turnwright.rollouts import EpisodeSpec, Rollout
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.training.task_plan import TaskPlan
 from turnwright.types import EpisodeKey, Message, StopReason, Task, Trajectory
 
@@ -119,7 +120,9 @@ async def conversations(
         lines[key.session] = [text for text in texts if text is not None]
     turns = max((len(texts) for texts in lines.values()), default=1)
     own = Limits(turns=turns, turn_tokens=LONGEST, context=limits.context, images=limits.images)
-    rollout = Rollout(ConversationEngine(lines), renderer, limits=own, history=history, media=media, sanity="off")
+    rollout = Rollout(
+        ConversationEngine(lines), renderer, RolloutSettings(limits=own, history=history, sanity="off"), media=media
+    )
     played = await rollout.play(episodes)
     found = [trajectory for trajectory in played if trajectory.stop is StopReason.DONE]
     for trajectory in played:
@@ -246,12 +249,15 @@ async def demonstrations(
         rollout = Rollout(
             ScriptedEngine(speaker),
             renderer,
-            limits=config.limits,
-            seed=config.seed,
-            stop=config.rollout.stop,
-            history=history,
+            RolloutSettings(
+                limits=config.limits,
+                seed=config.seed,
+                stop=config.rollout.stop,
+                history=history,
+                # The run's own rollout compares the replies of the model, and warns once.
+                sanity="off",
+            ),
             media=media,
-            sanity="off",  # the run's own rollout compares the replies of the model, and warns once
         )
         # With fewer tasks than demonstrations, tasks repeat with another sample number.
         episodes = [own[i % len(own)].episode("demonstrate", 0, i // len(own)) for i in range(count)]

@@ -22,6 +22,7 @@ from turnwright.records.serialization import read_tasks
 from turnwright.renderers import Renderer, byte_renderer
 from turnwright.renderers.history import History
 from turnwright.rollouts.episode_spec import EpisodeSpec
+from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.rollouts.runner import Rollout
 from turnwright.rollouts.standalone import run_sync
 from turnwright.types import EpisodeKey, StopReason, Task
@@ -184,16 +185,18 @@ def _replay(
     rollout = Rollout(
         engine,
         renderer,
-        sampling=_sampling(episodes[0], settings),
-        limits=changes.limits or Limits(**settings.get("limits", {})),
-        seed=settings.get("seed", 0),
-        stop=settings.get("stop", ()) if changes.stop is None else changes.stop,
-        history=settings.get("history", "append") if changes.history is None else changes.history,
-        sanity=level,
-        sanity_every=every,
-        sanity_share=share,
+        RolloutSettings(
+            sampling=_sampling(episodes[0], settings),
+            limits=changes.limits or Limits(**settings.get("limits", {})),
+            seed=settings.get("seed", 0),
+            stop=settings.get("stop", ()) if changes.stop is None else changes.stop,
+            history=settings.get("history", "append") if changes.history is None else changes.history,
+            sanity=level,
+            sanity_every=every,
+            sanity_share=share,
+            want=settings.get("want", ()),
+        ),
         media=media,
-        want=settings.get("want", ()),
     )
     recorded = {episode.key: RecordedEpisodeEnvs(episode, changes.reward) for episode in episodes} if env_specs is None else {}
     rows = [_episode(episode, changes, env_specs, recorded) for episode in episodes]
