@@ -229,9 +229,10 @@ async def measure(url: str, size: int, args: argparse.Namespace) -> tuple[dict[s
     from turnwright.engines import Request
     from turnwright.engines.ids import GrowingIds
     from turnwright.engines.remote import Fleet, VllmEngine
+    from turnwright.engines.remote.fleet_settings import FleetSettings
 
     first, stops, calls = prompt(size), frozenset([32_001]), 0
-    fleet = Fleet([VllmEngine(url, most=EPISODES)], most=EPISODES, check_s=60.0)
+    fleet = Fleet([VllmEngine(url, most=EPISODES)], FleetSettings(most=EPISODES, check_s=60.0))
 
     async def ours(ids: list[int], number: int) -> list[int]:
         return (await fleet.generate(Request(ids, REPLY, stops, number, str(id(ids))))).ids

@@ -38,6 +38,7 @@ from rollout_loop import OBSERVATION, make_env, make_tokenizer, text_of
 
 import turnwright as tw
 from turnwright.engines.remote import Fleet, VllmEngine
+from turnwright.engines.remote.fleet_settings import FleetSettings
 from turnwright.engines.remote.http import HttpClient
 from turnwright.renderers import CHATML, ChatRenderer, ChatTemplate, HFTokenizer
 
@@ -110,7 +111,7 @@ class Setting:
             found = tw.rollout(
                 self.env,
                 tasks,
-                Fleet(engines, most=most, check_s=3600.0),
+                Fleet(engines, FleetSettings(most=most, check_s=3600.0)),
                 renderer=self.renderer,
                 limits=tw.Limits(turns=TURNS, turn_tokens=1024, context=16_384),
                 out=out,
@@ -126,7 +127,7 @@ class Setting:
 
 async def check_cost(ports: list[int]) -> float:
     """CPU seconds of a check of an engine."""
-    engine = Fleet([VllmEngine(f"http://127.0.0.1:{port}") for port in ports], check_s=3600.0)
+    engine = Fleet([VllmEngine(f"http://127.0.0.1:{port}") for port in ports], FleetSettings(check_s=3600.0))
     await engine.open()
     cpu = time.process_time()
     for _ in range(5):

@@ -28,6 +28,7 @@ import torch
 from turnwright.config import ModelConfig
 from turnwright.engines import Request
 from turnwright.engines.remote import Fleet, SglangEngine, VllmEngine
+from turnwright.engines.remote.fleet_settings import WeightDelivery
 from turnwright.engines.remote.weight_files import ModelDirectories
 from turnwright.training import create_tiny_model, score_with_model, unique_weights
 from turnwright.training.model.models import load
@@ -48,7 +49,10 @@ sys.exit(main(sys.argv[2:]))
 async def measure(kind: str, url: str, root: Path, source: Path, args: argparse.Namespace) -> dict[str, float]:
     model, _ = load(source)
     client = CLIENTS[kind](url)
-    fleet = Fleet([client], directories=ModelDirectories(root / kind, source), expected_logprobs=score_with_model(model))
+    fleet = Fleet(
+        [client],
+        delivery=WeightDelivery(directories=ModelDirectories(root / kind, source), expected_logprobs=score_with_model(model)),
+    )
     version, going = 0, True
     seconds: dict[int, list[float]] = {0: [], args.in_flight: []}
 

@@ -14,6 +14,7 @@ import torch
 import turnwright as tw
 from turnwright.config import Limits, ModelConfig, TrainConfig
 from turnwright.engines.remote import Fleet, LlamaCppEngine, SglangEngine, VllmEngine
+from turnwright.engines.remote.fleet_settings import WeightDelivery
 from turnwright.engines.remote.managed import HOME, ServerProcess, how_to_install
 from turnwright.engines.remote.weight_files import ModelDirectories
 from turnwright.renderers import load_renderer
@@ -92,11 +93,10 @@ def gap(trainer, trajectories):
     return max(gaps), len(gaps)
 
 
-def fleet(model: Model, make, server: ServerProcess, **options) -> Fleet:
+def fleet(model: Model, make, server: ServerProcess) -> Fleet:
     """One server as an engine that takes the model's weights."""
-    return Fleet(
-        [make(server.url, renderer=model.renderer)], directories=model.directories, expected_logprobs=model.expect(), **options
-    )
+    delivery = WeightDelivery(directories=model.directories, expected_logprobs=model.expect())
+    return Fleet([make(server.url, renderer=model.renderer)], delivery=delivery)
 
 
 @contextmanager

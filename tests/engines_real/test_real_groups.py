@@ -15,6 +15,7 @@ from long_world import LONG
 from turnwright.cli.main import main
 from turnwright.engines import Request
 from turnwright.engines.remote import Fleet, SglangEngine
+from turnwright.engines.remote.fleet_settings import WeightDelivery
 from turnwright.engines.remote.managed import ManagedFleet, how_to_install
 from turnwright.engines.remote.weight_sync import UNFINISHED
 from turnwright.errors import StaleWeights, SyncError
@@ -54,7 +55,7 @@ def test_weights_arrive_and_are_the_trainers(running, way):
 
     async def work():
         client = make(server.url, renderer=model.renderer)
-        engine, found = Fleet([client], packer=packer, expected_logprobs=model.expect()), []
+        engine, found = Fleet([client], delivery=WeightDelivery(packer=packer, expected_logprobs=model.expect())), []
         for version in (1, 2, 3):
             before = far(model, await client.score(PROMPT))
             model.nudge()
@@ -92,8 +93,9 @@ def test_a_trainer_that_is_gone_in_the_middle_is_told_and_the_next_update_goes_t
         client = make(server.url, renderer=model.renderer)
         engine = Fleet(
             [client],
-            packer=GroupWeightPacker(bucket=100_000, source=model.source, seconds=60),
-            expected_logprobs=model.expect(),
+            delivery=WeightDelivery(
+                packer=GroupWeightPacker(bucket=100_000, source=model.source, seconds=60), expected_logprobs=model.expect()
+            ),
         )
         await engine.update(unique_weights(model.module), 11)
         model.nudge()
@@ -126,7 +128,8 @@ def test_a_server_that_slept_answers_from_the_weights_that_wake_it(running, way)
 
     async def work():
         client = make(server.url, renderer=model.renderer)
-        engine, found = Fleet([client], expected_logprobs=model.expect(), **options), []
+        delivery = WeightDelivery(expected_logprobs=model.expect(), **options)
+        engine, found = Fleet([client], delivery=delivery), []
         await engine.update(unique_weights(model.module), 20)
         for version in (21, 22):
             playing = asyncio.gather(*(engine.generate(Request(PROMPT, 400, frozenset(), n, f"s{n}")) for n in range(4)))

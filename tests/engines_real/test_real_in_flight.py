@@ -16,6 +16,7 @@ from test_real_servers import CLOSE, PROMPT
 
 from turnwright.engines import Request
 from turnwright.engines.remote import Fleet
+from turnwright.engines.remote.fleet_settings import WeightDelivery
 from turnwright.training import unique_weights
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
@@ -40,7 +41,7 @@ def test_updates_with_calls_in_flight(running, mode):
 
     async def work():
         client = make(server.url, renderer=model.renderer, in_flight=mode)
-        engine = Fleet([client], directories=model.directories, expected_logprobs=model.expect())
+        engine = Fleet([client], delivery=WeightDelivery(directories=model.directories, expected_logprobs=model.expect()))
 
         async def update(version):
             model.nudge()

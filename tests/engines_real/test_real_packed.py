@@ -17,6 +17,7 @@ from turnwright.cli.main import main
 from turnwright.config import QuantConfig
 from turnwright.engines import Request
 from turnwright.engines.remote import VllmEngine
+from turnwright.engines.remote.fleet_settings import FleetSettings, WeightDelivery
 from turnwright.engines.remote.managed import ManagedFleet, ServerProcess, how_to_install
 from turnwright.engines.remote.weight_files import ModelDirectories
 from turnwright.training import score_with_model, unique_weights
@@ -60,11 +61,9 @@ def test_vllm_takes_packed_int4_weights_twice_and_again_after_it_was_killed(home
         engine = ManagedFleet(
             [VllmEngine(server.url)],
             [server],
+            FleetSettings(patience_s=900.0),
             start_s=900.0,
-            directories=directories,
-            expected_logprobs=score_with_model(module),
-            tolerance=CLOSE,
-            patience_s=900.0,
+            delivery=WeightDelivery(directories=directories, expected_logprobs=score_with_model(module), tolerance=CLOSE),
         )
         found = []
         torch.manual_seed(2)

@@ -7,11 +7,12 @@ import threading
 
 import pytest
 import remote_kit as kit
-from test_remote_fleet import QUICK, fleet, many, question, right, until, weights
+from test_remote_fleet import QUICK, described, fleet, many, question, right, until, weights
 
 from turnwright.cli.main import main
 from turnwright.engines.remote import Fleet, SglangEngine, VllmEngine
 from turnwright.engines.remote.engine_list import EngineList
+from turnwright.engines.remote.fleet_settings import FleetSettings, ListedServers
 from turnwright.engines.remote.remote_engine import EngineLoad
 from turnwright.engines.remote.replica import Replica
 from turnwright.errors import ConfigError, EngineUnavailable, SyncError, UsageError
@@ -26,7 +27,7 @@ def listed(path, servers, **options):
     async def connect(url):
         return CLIENTS[kinds[url]](url)
 
-    return Fleet([], listed=EngineList(path), connect=connect, **QUICK | options)
+    return Fleet([], listed=ListedServers(EngineList(path), connect), **described(**options))
 
 
 def test_a_list_has_each_server_once_and_keeps_its_comments(tmp_path, capsys):
@@ -186,7 +187,7 @@ def test_an_update_that_ends_while_a_server_is_given_the_one_before_is_sent_too(
                 await load(directory, version)
 
             late._load_from_disk = slow
-            engine.directories.keep = 3
+            engine.delivery.directories.keep = 3
             updating = None
             update = engine.members[0].update
 
@@ -288,7 +289,7 @@ def test_a_listed_server_that_does_not_respond_keeps_no_other_from_joining(tmp_p
             return engine
 
         async def work():
-            engine = Fleet([], listed=EngineList(path), connect=connect, **QUICK)
+            engine = Fleet([], QUICK, listed=ListedServers(EngineList(path), connect))
             assert right(await engine.generate(question()), 1)
             EngineList(path).add(servers[1].url)
             await until(lambda: len(engine.members) == 2 and engine.members[1].state == "up")
@@ -335,7 +336,7 @@ def test_a_call_that_the_fleet_ends_is_no_cancellation_of_its_caller(cancelled):
 
 def test_sessions_spread_over_many_servers_and_find_the_only_free_one():
     async def work():
-        engine = Fleet([VllmEngine(f"http://127.0.0.1:{port}") for port in range(1, 301)], most=8)
+        engine = Fleet([VllmEngine(f"http://127.0.0.1:{port}") for port in range(1, 301)], FleetSettings(most=8))
         for number in range(300):
             member = await engine._choose_replica(f"s{number}", ())
             member.calls.add(number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import Counter
+from dataclasses import fields, replace
 from itertools import pairwise
 
 import pytest
@@ -13,14 +14,22 @@ import remote_kit as kit
 import turnwright as tw
 from turnwright.engines import Request
 from turnwright.engines.remote import ChatEngine, Fleet, LlamaCppEngine, SglangEngine, VllmEngine
+from turnwright.engines.remote.fleet_settings import FleetSettings, WeightDelivery
 from turnwright.errors import BackendContractError, ConfigError, EngineError, EngineUnavailable, NotTrainable, SyncError
 
-QUICK = dict(check_s=0.3, health_s=2.0, misses=2, patience_s=60.0)
+QUICK = FleetSettings(check_s=0.3, health_s=2.0, misses=2, patience_s=60.0)
+
+
+def described(settings=QUICK, **options):
+    """Options by name, as the settings and the delivery of a fleet; others stay as they are."""
+    delivery = {field.name: options.pop(field.name) for field in fields(WeightDelivery) if field.name in options}
+    chosen = {field.name: options.pop(field.name) for field in fields(FleetSettings) if field.name in options}
+    return {"settings": replace(settings, **chosen), "delivery": WeightDelivery(**delivery), **options}
 
 
 def fleet(servers, **options):
     kinds = {"vllm": VllmEngine, "sglang": SglangEngine, "llamacpp": LlamaCppEngine}
-    return Fleet([kinds[server.kind](server.url) for server in servers], **QUICK | options)
+    return Fleet([kinds[server.kind](server.url) for server in servers], **described(**options))
 
 
 def question(session="a", tokens=12, ids=kit.PROMPT, **more) -> Request:
@@ -353,7 +362,7 @@ def test_a_chat_endpoint_is_good_for_evaluation_alone():
             def step(self, action):
                 return tw.Step(reward=float(action.text == "7"), terminated=True)
 
-        engine = Fleet([ChatEngine(server.url, "m")], **QUICK)
+        engine = Fleet([ChatEngine(server.url, "m")], QUICK)
         (trajectory,) = tw.rollout(Ask, [tw.Task("go")], engine=engine)
         assert trajectory.reward == 1.0
         assert trajectory.sampled_tokens
@@ -369,7 +378,7 @@ def test_fleets_that_cannot_be_are_refused():
     with pytest.raises(ConfigError, match="twice"):
         Fleet([VllmEngine("http://a"), VllmEngine("http://a/")])
     with pytest.raises(ConfigError, match="misses"):
-        Fleet([VllmEngine("http://a")], misses=0)
+        Fleet([VllmEngine("http://a")], FleetSettings(misses=0))
 
 
 def test_closing_ends_the_checks_even_where_one_is_asked_for_at_that_moment():

@@ -23,6 +23,7 @@ from turnwright.config import ModelConfig
 from turnwright.engines import Request
 from turnwright.engines.local import LocalEngine, fingerprint
 from turnwright.engines.remote import Fleet
+from turnwright.engines.remote.fleet_settings import FleetSettings, WeightDelivery
 from turnwright.engines.remote.weight_sync import UNFINISHED
 from turnwright.errors import StaleWeights, SyncError
 from turnwright.training import GroupWeightPacker, RequestWeightPacker, create_tiny_model, score_with_model, unique_weights
@@ -92,7 +93,7 @@ def test_weights_arrive_part_by_part_and_are_proven(directory, kind, way):
     packer = make_packer(way)
 
     async def work(client, app, url):
-        engine = Fleet([client], packer=packer, expected_logprobs=score_with_model(model))
+        engine = Fleet([client], delivery=WeightDelivery(packer=packer, expected_logprobs=score_with_model(model)))
         found = []
         for version in (1, 2):
             nudge(model, version)
@@ -123,7 +124,11 @@ def test_a_trainer_that_is_gone_in_the_middle_leaves_nothing_half_updated(direct
     packer = make_packer(way)
 
     async def work(client, app, url):
-        engine = Fleet([client], packer=packer, expected_logprobs=score_with_model(model), check_s=0.3)
+        engine = Fleet(
+            [client],
+            FleetSettings(check_s=0.3),
+            delivery=WeightDelivery(packer=packer, expected_logprobs=score_with_model(model)),
+        )
         await engine.update(unique_weights(model), 1)
         before = await client.score(PROMPT)
         nudge(model, 5)
@@ -155,7 +160,7 @@ def test_weights_that_do_not_fit_or_do_not_all_come_change_nothing(directory, ki
     other, _ = load(create_tiny_model(ModelConfig(hidden=64, layers=1), TEXTS, tmp_path / "other", seed=1))
 
     async def work(client, app, url):
-        engine, before = Fleet([client], packer=make_packer(way)), await client.score(PROMPT)
+        engine, before = Fleet([client], delivery=WeightDelivery(packer=make_packer(way))), await client.score(PROMPT)
         with pytest.raises(SyncError, match="does not fit the served model"):
             await engine.update(unique_weights(other), 1)
         with pytest.raises(SyncError, match="weights are missing"):
@@ -223,7 +228,9 @@ def test_a_server_process_that_is_killed_or_hangs_in_the_middle_is_told_and_give
             clients = [CLIENTS[one.kind](one.url) for one in (killed, stopped)]
             packer = GroupWeightPacker(bucket=SMALL, seconds=20)
             engine = Fleet(
-                clients, packer=packer, expected_logprobs=score_with_model(model), check_s=0.3, health_s=5.0, patience_s=60.0
+                clients,
+                FleetSettings(check_s=0.3, health_s=5.0, patience_s=60.0),
+                delivery=WeightDelivery(packer=packer, expected_logprobs=score_with_model(model)),
             )
             await engine.update(unique_weights(model), 1)
             nudge(model, 1)
@@ -274,9 +281,10 @@ def test_a_server_that_goes_away_in_the_middle_holds_up_no_other(directory, monk
         clients = [make(server.url) for make, server in zip(CLIENTS.values(), servers, strict=True)]
         engine = Fleet(
             clients,
-            packer=GroupWeightPacker(bucket=SMALL, seconds=20),
-            expected_logprobs=score_with_model(model),
-            check_s=0.3,
+            FleetSettings(check_s=0.3),
+            delivery=WeightDelivery(
+                packer=GroupWeightPacker(bucket=SMALL, seconds=20), expected_logprobs=score_with_model(model)
+            ),
         )
         await engine.update(unique_weights(model), 1)
         nudge(model, 1)
@@ -387,7 +395,7 @@ def test_a_server_that_never_joins_is_an_error_that_says_so(directory):
             await asyncio.sleep(3600)
 
         app.receiver.join = join
-        engine = Fleet([client], packer=GroupWeightPacker(seconds=0.5))
+        engine = Fleet([client], delivery=WeightDelivery(packer=GroupWeightPacker(seconds=0.5)))
         try:
             with pytest.raises(
                 SyncError, match=r"did not take the weights of policy 4.*to connect \(within 0\.5 s\)"
@@ -414,7 +422,7 @@ def test_a_server_without_the_routes_is_told_what_to_do(directory):
         await client.open()
         client.routes -= {"/init_weight_transfer_engine"}
         with pytest.raises(SyncError, match="start it with"):
-            await Fleet([client], packer=GroupWeightPacker()).update(unique_weights(model), 1)
+            await Fleet([client], delivery=WeightDelivery(packer=GroupWeightPacker())).update(unique_weights(model), 1)
 
     run(directory, "vllm", work)
 
@@ -426,7 +434,7 @@ def test_a_backend_that_is_not_there_is_an_error_that_says_so(directory, kind):
     model, _ = load(directory)
 
     async def work(client, app, url):
-        engine = Fleet([client], packer=GroupWeightPacker("nccl", seconds=20))
+        engine = Fleet([client], delivery=WeightDelivery(packer=GroupWeightPacker("nccl", seconds=20)))
         try:
             with pytest.raises(SyncError, match="this build of torch has no 'nccl'"):
                 await engine.update(unique_weights(model), 1)

@@ -18,6 +18,7 @@ from test_remote_serve import CLIENTS, PROMPT, TEXTS, beginning, directory, run 
 
 from turnwright.engines import Generation, Request, StopText
 from turnwright.engines.remote import Fleet, SglangEngine, VllmEngine
+from turnwright.engines.remote.fleet_settings import WeightDelivery
 from turnwright.engines.remote.response import ExpectedWeights, version_runs
 from turnwright.engines.remote.weight_files import ModelDirectories
 from turnwright.errors import BackendContractError, ConfigError, EngineError, StaleWeights
@@ -134,7 +135,10 @@ def test_a_call_on_its_way_waits_out_the_update_and_costs_it_nothing(directory, 
 
     async def work(client, app, url):
         engine = Fleet(
-            [client], directories=ModelDirectories(tmp_path / "weights", directory), expected_logprobs=score_with_model(model)
+            [client],
+            delivery=WeightDelivery(
+                directories=ModelDirectories(tmp_path / "weights", directory), expected_logprobs=score_with_model(model)
+            ),
         )
         await engine.update(unique_weights(model), 1)
         sample, paused, pause = client._sample, asyncio.Event(), app.replies.pause
@@ -183,7 +187,7 @@ def test_each_mode_pauses_and_drops_caches_as_it_says(directories, kind, mode):
 
         async def work():
             client = CLIENTS[kind](server.url, in_flight=mode)
-            engine = Fleet([client], directories=directories, **QUICK)
+            engine = Fleet([client], QUICK, delivery=WeightDelivery(directories=directories))
             for version in (3, 4):
                 await engine.update(weights(version), version)
                 made = await engine.generate(question(f"s{version}"))
@@ -313,7 +317,7 @@ def test_a_server_whose_cache_outlives_its_weights_is_seen_by_its_logprobs(direc
 
     async def work(client, app, url, plant):
         plant(app.engine)
-        engine = Fleet([client], directories=ModelDirectories(tmp_path / plant.__name__, directory))
+        engine = Fleet([client], delivery=WeightDelivery(directories=ModelDirectories(tmp_path / plant.__name__, directory)))
         await engine.generate(Request(PROMPT, 9, frozenset(), 1, "a"))
         with torch.no_grad():
             for parameter in model.parameters():

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from turnwright.engines import Request
 from turnwright.engines.remote import ChatEngine, Fleet, LlamaCppEngine, SglangEngine, VllmEngine
+from turnwright.engines.remote.fleet_settings import FleetSettings
 from turnwright.errors import BackendContractError, EngineError, EngineUnavailable, StaleWeights
 from turnwright.renderers import CHATML, MARKUP, SPECIAL, ByteTokenizer, ChatRenderer, ChatTemplate
 
@@ -303,7 +304,7 @@ def test_a_server_that_says_when_is_asked_again_then(server, status, fleet):
 
     async def work(**more):
         engine = VllmEngine(url, most=1)
-        one = Fleet([engine], check_s=0.05) if fleet else engine
+        one = Fleet([engine], FleetSettings(check_s=0.05)) if fleet else engine
         try:
             return await one.generate(Request(PROMPT, 3, frozenset({200}), 7, "s", **more))
         finally:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import remote_kit as kit
-from test_remote_fleet import fingerprint, question, right, until, weights
+from test_remote_fleet import described, fingerprint, question, right, until, weights
 
 from turnwright.engines.remote import LlamaCppEngine, SglangEngine, VllmEngine, managed
 from turnwright.engines.remote.managed import ManagedFleet, ServerProcess
@@ -59,8 +59,8 @@ def fleet(home, *kinds, started=None, **options):
     logs = home / "logs"
     started = started or [ServerProcess(kind, home, logs / f"{i}.log", context=256, gpu=False) for i, kind in enumerate(kinds)]
     engines = [CLIENTS[server.kind](server.url, context=256) for server in started]
-    options = dict(start_s=30.0, directories=directories, check_s=0.3, health_s=2.0, misses=2, patience_s=30.0) | options
-    return ManagedFleet(engines, started, **options)
+    options = {"start_s": 30.0, "directories": directories, "patience_s": 30.0} | options
+    return ManagedFleet(engines, started, **described(**options))
 
 
 def alive(pid):

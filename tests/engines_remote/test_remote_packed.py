@@ -15,6 +15,7 @@ from turnwright.config import ModelConfig, QuantConfig
 from turnwright.engines import Request
 from turnwright.engines.local import LocalEngine
 from turnwright.engines.remote import Fleet, SglangEngine, VllmEngine
+from turnwright.engines.remote.fleet_settings import WeightDelivery
 from turnwright.engines.remote.managed import start_command
 from turnwright.engines.remote.weight_files import ModelDirectories
 from turnwright.errors import SyncError
@@ -54,7 +55,10 @@ def test_a_server_of_packed_weights_takes_packed_updates_from_a_disk(tmp_path, s
         app, engine = make_service(tmp_path / "packed", context=100, device="cpu")
         http = JsonHttpServer(app.routes(server), host="127.0.0.1", port=0, token="")
         await http.start()
-        fleet = Fleet([CLIENTS[server](http.url)], directories=directories, expected_logprobs=score_with_model(module))
+        fleet = Fleet(
+            [CLIENTS[server](http.url)],
+            delivery=WeightDelivery(directories=directories, expected_logprobs=score_with_model(module)),
+        )
         replies = []
         try:
             async with asyncio.timeout(100):

@@ -11,6 +11,7 @@ from test_remote_fleet import QUICK, many, right, until, weights
 from test_remote_tree import SMALL, content, directory, on_host, relays
 
 from turnwright.engines.remote.engine_list import EngineList
+from turnwright.engines.remote.fleet_settings import ListedServers, WeightDelivery
 from turnwright.engines.remote.managed import start_command
 from turnwright.engines.remote.placed import PlacedFleet, PlacedServers
 from turnwright.engines.remote.weight_files import AdapterDirectories
@@ -70,10 +71,11 @@ def test_what_servers_start_with_and_each_update_come_through_the_relay_of_their
 
         async def work():
             tree = WeightTree(chunk=SMALL, relays=placer.relays, token=placer.token)
-            options = {"directories": directories, "tree": tree, "connect": connect} | QUICK
+            delivery = WeightDelivery(directories=directories, tree=tree)
             placed = PlacedServers("vllm", 2, tmp_path, tmp_path, 60.0, {}, relays=True)
-            listed = EngineList(tmp_path / "list")
-            engine = PlacedFleet(placer, placed, listed=listed, base=base if kind == "adapter" else None, **options)
+            listed = ListedServers(EngineList(tmp_path / "list"), connect)
+            start = base if kind == "adapter" else None
+            engine = PlacedFleet(placer, placed, QUICK, delivery=delivery, listed=listed, base=start)
             await engine.update(weights(3), 3)
             started = content(directories.root / "policy-3")
             for version in range(3, 7):

@@ -232,7 +232,7 @@ def test_one_engine_for_each_policy_over_the_servers_of_a_recipe(tmp_path):
         assert list(engines) == list(models)
         for name, engine in engines.items():
             assert [member.engine.url for member in engine.members] == list(urls)
-            assert engine.directories.root == tmp_path / "weights" / name
+            assert engine.delivery.directories.root == tmp_path / "weights" / name
         owners = {member.engine.owner for engine in engines.values() for member in engine.members}
         assert len(owners) == 4
     for changed, wrong in (

@@ -19,6 +19,7 @@ from turnwright.cli.main import main
 from turnwright.config import ModelConfig
 from turnwright.engines import Request, Sampling, StopText, check_generation, tokens
 from turnwright.engines.remote import Fleet, SglangEngine, VllmEngine, probe_server
+from turnwright.engines.remote.fleet_settings import WeightDelivery
 from turnwright.engines.remote.remote_engine import EngineLoad
 from turnwright.engines.remote.weight_files import ModelDirectories
 from turnwright.errors import ConfigError, EngineError, SyncError
@@ -197,7 +198,10 @@ def test_new_weights_arrive_whole_or_not_at_all(directory, kind, tmp_path):
 
     async def work(client, app, url):
         engine = Fleet(
-            [client], directories=ModelDirectories(tmp_path / "weights", directory), expected_logprobs=score_with_model(model)
+            [client],
+            delivery=WeightDelivery(
+                directories=ModelDirectories(tmp_path / "weights", directory), expected_logprobs=score_with_model(model)
+            ),
         )
         await engine.update(unique_weights(model), 1)
         with torch.no_grad():

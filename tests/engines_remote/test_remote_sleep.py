@@ -271,7 +271,7 @@ def test_what_cannot_sleep_says_so():
         async def work():
             for engine in (LlamaCppEngine(llama.url), ChatEngine(chat.url, "m")):
                 with pytest.raises(EngineError, match=r"engine\.colocate"):
-                    await Fleet([engine], **QUICK).sleep()
+                    await Fleet([engine], QUICK).sleep()
                 await engine.close()
 
         kit.run(work())

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from test_remote_fleet import QUICK, many, right, weights
 
 from turnwright.engines.remote import Fleet, SglangEngine, VllmEngine
+from turnwright.engines.remote.fleet_settings import WeightDelivery
 from turnwright.engines.remote.http import HttpClient
 from turnwright.engines.remote.weight_files import AdapterDirectories
 from turnwright.engines.remote.weight_sync import DiskWeights
@@ -275,7 +276,7 @@ def test_each_node_reads_once_from_another_and_its_servers_load_what_it_stored(t
         async def work():
             engines = [on_host(server, hosts[number // 2]) for number, server in enumerate(servers)]
             tree = WeightTree(relay_port=port, chunk=64)
-            engine = Fleet(engines, directories=directories, tree=tree, **QUICK)
+            engine = Fleet(engines, QUICK, delivery=WeightDelivery(directories=directories, tree=tree))
             await engine.update(weights(3), 3)
             found = await many(engine, 12, turns=2)
             assert all(right(generation, 3, last) for rows in found for generation, last in rows)

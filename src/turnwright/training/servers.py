@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,13 @@ from turnwright.config.schema import truncation_key
 from turnwright.engines.remote import ChatEngine, Fleet
 from turnwright.engines.remote.capabilities import KINDS, kind_of
 from turnwright.engines.remote.engine_list import EngineList
+from turnwright.engines.remote.fleet_settings import FleetSettings, ListedServers, WeightDelivery
 from turnwright.engines.remote.llamacpp import LIKELIEST
 from turnwright.engines.remote.managed import HOME, ManagedFleet, ServerProcess, how_to_install
 from turnwright.engines.remote.placed import PlacedFleet, PlacedServers
+from turnwright.engines.remote.remote_engine import RemoteEngine
 from turnwright.engines.remote.weight_files import AdapterDirectories, ModelDirectories
+from turnwright.engines.remote.weight_sync import WeightPacker, WeightSharing
 from turnwright.errors import ConfigError
 from turnwright.renderers.chat_renderer import ChatRenderer
 from turnwright.rollouts.standalone import run_sync
@@ -116,11 +119,13 @@ def make_fleet(served: ServedModel) -> Fleet:
 def _attached_fleet(served: ServedModel) -> Fleet:
     """Connect to running servers."""
     engine, limit = served.config.engine, served.config.limits.context
-    options = _update_options(served)
-    if engine.tree:
-        options["tree"] = _tree(engine, relay_port=engine.relay_port or None)
-    clients = make_clients(engine, engine.urls, served.renderer, limit)
-    return Fleet(clients, **options, **_list_of(engine, served.renderer, limit))
+    tree = _tree(engine, relay_port=engine.relay_port or None) if engine.tree else None
+    return Fleet(
+        make_clients(engine, engine.urls, served.renderer, limit),
+        _fleet_settings(engine),
+        delivery=_delivery(served, tree),
+        listed=_listed(engine, served.renderer, limit, engine.urls_file),
+    )
 
 
 def _managed_fleet(served: ServedModel, home: Path) -> Fleet:
@@ -138,7 +143,15 @@ def _managed_fleet(served: ServedModel, home: Path) -> Fleet:
         names = (f"{engine.kind}-{number}.log" for number in range(engine.servers))
         started = [ServerProcess(engine.kind, home, served.logs / name, **_start_options(served)) for name in names]
     clients = make_clients(engine, [server.url for server in started], served.renderer, served.context)
-    return ManagedFleet(clients, started, start_s=engine.start_s, **_update_options(served))
+    return ManagedFleet(
+        clients,
+        started,
+        _fleet_settings(engine),
+        delivery=_delivery(served),
+        start_s=engine.start_s,
+        base=_base(served),
+        owner=served.beside is None,
+    )
 
 
 def _placed_fleet(served: ServedModel, placer: ServerPlacer, home: Path) -> Fleet:
@@ -146,9 +159,9 @@ def _placed_fleet(served: ServedModel, placer: ServerPlacer, home: Path) -> Flee
     engine = served.config.engine
     gpus = max(1, int(served.config.scale.ray_engine_gpus))
     _check_split(served.shape, gpus)
-    options = _update_options(served)
+    tree = None
     if engine.tree:
-        options["tree"] = _tree(engine, placer.host, relays=placer.relays, token=placer.token)
+        tree = _tree(engine, placer.host, relays=placer.relays, token=placer.token)
     servers = PlacedServers(
         engine.kind,
         engine.servers,
@@ -159,8 +172,17 @@ def _placed_fleet(served: ServedModel, placer: ServerPlacer, home: Path) -> Flee
         engine.key_env,
         engine.tree,
     )
-    listed = _list_of(engine, served.renderer, served.context, str(served.logs / "ray.txt"))
-    return PlacedFleet(placer, servers, **options, **listed)
+    listed = _listed(engine, served.renderer, served.context, str(served.logs / "ray.txt"))
+    assert listed is not None
+    return PlacedFleet(
+        placer,
+        servers,
+        _fleet_settings(engine),
+        delivery=_delivery(served, tree),
+        listed=listed,
+        base=_base(served),
+        owner=served.beside is None,
+    )
 
 
 def _start_options(served: ServedModel) -> dict[str, Any]:
@@ -178,34 +200,47 @@ def _start_options(served: ServedModel) -> dict[str, Any]:
     return options
 
 
-def _update_options(served: ServedModel) -> dict[str, Any]:
-    """Return the options of a fleet that say how weights reach its servers, and how their arrival is proven."""
-    engine, weight = served.config.engine, served.weight
-    options: dict[str, Any] = {
-        "directories": _weight_directories(served),
-        "most": engine.concurrency,
-        "patience_s": engine.unavailable_timeout_s,
-        "expected_logprobs": _expected_scores(served.config, served.model, served.expected_logprobs),
-        "tolerance": engine.weight_check_tolerance or TOLERANCE.get(weight.dtype, ROUGH),
-        "first": served.first,
-    }
-    if served.adapter is not None and not engine.attached:
-        options |= {"base": served.source.absolute(), "owner": served.beside is None}
+def _fleet_settings(engine: EngineConfig) -> FleetSettings:
+    """Return how many calls the servers of `[engine]` take, and how long a call waits for one."""
+    return FleetSettings(most=engine.concurrency, patience_s=engine.unavailable_timeout_s)
 
+
+def _base(served: ServedModel) -> Path | None:
+    """Return the model that servers start with if updates are adapters of it."""
+    return served.source.absolute() if served.adapter is not None else None
+
+
+def _delivery(served: ServedModel, tree: WeightSharing | None = None) -> WeightDelivery:
+    """Return how weights reach the servers, and how their arrival is proven."""
+    engine, weight = served.config.engine, served.weight
+    return WeightDelivery(
+        directories=_weight_directories(served),
+        tree=tree,
+        packer=_packer(served),
+        expected_logprobs=_expected_scores(served.config, served.model, served.expected_logprobs),
+        tolerance=engine.weight_check_tolerance or TOLERANCE.get(weight.dtype, ROUGH),
+        first=served.first,
+    )
+
+
+def _packer(served: ServedModel) -> WeightPacker | None:
+    """Return what sends weights in place of directories; None if those are read."""
+    engine, weight = served.config.engine, served.weight
     untied = served.source if served.untie else None
     if engine.update == "tensors":
-        options["packer"] = RequestWeightPacker(seconds=engine.group_s, source=untied)
-    if engine.update == "group":
-        # NCCL refuses two ranks on one GPU.
-        fits = "nccl" if weight.is_cuda and not engine.colocate else "gloo"
-        options["packer"] = GroupWeightPacker(
-            fits if engine.group_backend == "auto" else engine.group_backend,
-            host=engine.group_host,
-            seconds=engine.group_s,
-            device=str(weight.device),
-            source=untied,
-        )
-    return options
+        return RequestWeightPacker(seconds=engine.group_s, source=untied)
+    if engine.update != "group":
+        return None
+
+    # NCCL refuses two ranks on one GPU.
+    fits = "nccl" if weight.is_cuda and not engine.colocate else "gloo"
+    return GroupWeightPacker(
+        fits if engine.group_backend == "auto" else engine.group_backend,
+        host=engine.group_host,
+        seconds=engine.group_s,
+        device=str(weight.device),
+        source=untied,
+    )
 
 
 def make_adapter_engines(
@@ -283,8 +318,11 @@ def _check_kinds(config: RunConfig, kinds: Collection[str]) -> None:
 def connect_fixed_servers(config: RunConfig, renderer: Any) -> Fleet:
     """Connect to the servers of `[engine]` and keep their weights."""
     engine, limit = config.engine, config.limits.context
-    options: dict[str, Any] = {"most": engine.concurrency, "patience_s": engine.unavailable_timeout_s}
-    return Fleet(make_clients(engine, engine.urls, renderer, limit), **options, **_list_of(engine, renderer, limit))
+    return Fleet(
+        make_clients(engine, engine.urls, renderer, limit),
+        _fleet_settings(engine),
+        listed=_listed(engine, renderer, limit, engine.urls_file),
+    )
 
 
 def make_clients(engine: EngineConfig, urls: Sequence[str], renderer: Any, context: int | None = None) -> list[RemoteEngine]:
@@ -304,13 +342,15 @@ async def _make_client(engine: EngineConfig, url: str, renderer: Any, context: i
     return KINDS[kind](url, model=engine.model, context=context, missing_logprobs=engine.missing_logprobs, **options)
 
 
-def _list_of(engine: EngineConfig, renderer: Any, context: int | None, file: str | None = None) -> dict[str, Any]:
-    """Return the options of a fleet whose servers join and leave by a file."""
-    file = file or engine.urls_file
+def _listed(engine: EngineConfig, renderer: Any, context: int | None, file: str | None) -> ListedServers | None:
+    """Return the servers that join and leave by a file; None without one."""
     if file is None:
-        return {}
-    connect = partial(_make_client, engine, renderer=renderer, context=context)
-    return {"listed": EngineList(file), "connect": lambda url: connect(url=url)}
+        return None
+
+    async def connect(url: str) -> RemoteEngine:
+        return await _make_client(engine, url, renderer, context)
+
+    return ListedServers(EngineList(file), connect)
 
 
 def _tree(engine: EngineConfig, host: str = "127.0.0.1", **options: Any) -> Any:

@@ -7,19 +7,18 @@ import logging
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from turnwright.engines.protocols import Generation, Request
 from turnwright.engines.remote.chat import ChatEngine
-from turnwright.engines.remote.engine_list import EngineList
+from turnwright.engines.remote.fleet_settings import FleetSettings, ListedServers, WeightDelivery
 from turnwright.engines.remote.remote_engine import RemoteEngine
-from turnwright.engines.remote.replica import ExpectedScores, LatestWeights, LogprobFunction, Replica
+from turnwright.engines.remote.replica import ExpectedScores, LatestWeights, Replica
 from turnwright.engines.remote.response import WeightsLabel
-from turnwright.engines.remote.weight_files import WeightDirectories
-from turnwright.engines.remote.weight_sync import DiskWeights, WeightPacker, WeightSharing, WeightsSource
+from turnwright.engines.remote.weight_sync import DiskWeights, WeightsSource
 from turnwright.errors import (
     BackendContractError,
     ConfigError,
@@ -65,67 +64,35 @@ class Fleet:
     def __init__(
         self,
         engines: Sequence[RemoteEngine],
+        settings: FleetSettings | None = None,
         *,
-        directories: WeightDirectories | None = None,
-        packer: WeightPacker | None = None,
-        tree: WeightSharing | None = None,
-        most: int = 256,
-        most_waiting: int = 65_536,
-        attempts: int = 16,
-        patience_s: float = 120.0,
-        check_s: float = 2.0,
-        health_s: float = 5.0,
-        misses: int = 3,
-        expected_logprobs: LogprobFunction | None = None,
-        tolerance: float = 1e-3,
-        first: Callable[[], Iterable[tuple[str, Any]]] | None = None,
-        listed: EngineList | None = None,
-        connect: Callable[[str], Awaitable[RemoteEngine]] | None = None,
+        delivery: WeightDelivery | None = None,
+        listed: ListedServers | None = None,
     ) -> None:
         """
         Args:
             engines: one per server.
-            directories: where new weights are written for the servers; `update` needs it, or a packer.
-            tree: sends those directories to the nodes of the servers, each once; without it, servers see them under their path.
-            packer: sends new weights by process group (one per server) or in requests, in place of directories.
-            most: maximum number of concurrent calls per server.
-            most_waiting: maximum number of waiting calls; one more is an error.
-            attempts: maximum number of attempts per call.
-            patience_s: seconds a call waits for an available server before failing.
-            check_s: seconds between checks.
-            health_s: deadline of a health check in seconds; ten times as long for a check of the weights.
-            misses: consecutive failed checks before a server's calls are moved.
-            expected_logprobs: the trainer's logprobs of ids, which prove an update; without it, only a change is checked.
-            tolerance: maximum difference from those, in nats; 1e-3 suits float32.
-            first: weights sent to the servers before the first call unless `update` ran before.
-            listed: list of further servers, read every half second while the fleet is open.
-            connect: returns the client of a URL in the list.
+            settings: limits of calls, and how failures are found.
+            delivery: how new weights reach the servers; `update` needs it.
+            listed: further servers, which join and leave.
 
         Raises:
-            ConfigError: for no server and no list, a duplicate server, or an invalid setting.
+            ConfigError: for no server and no list, or a duplicate server.
         """
-        if listed is not None and connect is None:
-            raise ConfigError("a fleet with a list of servers needs connect=, which returns the client of a URL")
         _check_servers(engines, listed)
-        if most < 1 or attempts < 1 or misses < 1 or min(check_s, health_s, patience_s) <= 0:
-            raise ConfigError("a fleet's most, attempts and misses must be at least 1; check_s, health_s and patience_s over 0")
-        self._most, self._misses = most, misses
+        self._settings = settings or FleetSettings()
+        self.delivery = delivery or WeightDelivery()
         self.members = [self._member(engine) for engine in engines]
-        self.directories, self.packer, self.tree = directories, packer, tree
-        self._expected_logprobs = expected_logprobs
-        self.tolerance = tolerance
         self.version = min((engine.version for engine in engines), default=0)
         self.renderer = next((engine.renderer for engine in engines if engine.renderer is not None), None)
         self.counts: Counter[str] = Counter()
         """`asked_again/TYPE`, `waited`, `updates`, `joined`, `left`, `sessions_moved`."""
-        self._max_waiting, self._attempts, self._unavailable_timeout_s = most_waiting, attempts, patience_s
-        self._check_s, self._health_s = check_s, health_s
         self._homes: dict[str, Replica] = {}
         self._queue: deque[asyncio.Future[None]] = deque()
         self._latest: WeightsSource | None = None
         self._proven: WeightsLabel | None = None
         """The trainer's scores of the latest weights."""
-        self._listed, self._connect = listed, connect
+        self._listed = listed
         self._wanted = frozenset[str]()
         self._from_list = set[str]()
         self._joining: dict[str, asyncio.Task[None]] = {}
@@ -133,7 +100,7 @@ class Fleet:
         self._pixels: list[Any] = []
         self._fingerprint = ""
         self._trainer_label: WeightsLabel | None = None
-        self._initial_weights, self._initial_lock = first, asyncio.Lock()
+        self._initial_lock = asyncio.Lock()
         self._asleep = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._health_tasks: dict[Replica, asyncio.Task[None]] = {}
@@ -198,10 +165,10 @@ class Fleet:
         Raises:
             EngineError: after `attempts` failures, or when no server was available for `patience_s`.
         """
-        if self._initial_weights is not None and self._latest is None:
+        if self.delivery.first is not None and self._latest is None:
             async with self._initial_lock:
                 if self._latest is None:
-                    await self.update(self._initial_weights(), self.version)
+                    await self.update(self.delivery.first(), self.version)
         await self.open()
         failed: list[Replica] = []
         breaches = 0
@@ -213,13 +180,13 @@ class Fleet:
                 fault = error
             finally:
                 self._admit_next()
-            member.not_before = time.monotonic() + min(fault.retry_after, self._unavailable_timeout_s)
+            member.not_before = time.monotonic() + min(fault.retry_after, self._settings.patience_s)
             failed.append(member)
             breaches += isinstance(fault, BackendContractError)
             member.mark_suspect(str(fault))
             if self._homes.get(request.session) is member:
                 del self._homes[request.session]
-            if len(failed) >= self._attempts or breaches > MAX_CONTRACT_ERRORS:
+            if len(failed) >= self._settings.attempts or breaches > MAX_CONTRACT_ERRORS:
                 break
             self.counts[f"asked_again/{type(fault).__name__}"] += 1
         servers = len({id(member) for member in failed})
@@ -242,8 +209,8 @@ class Fleet:
         for member in self.members:
             member.abort_calls()
         await asyncio.gather(*(member.engine.close() for member in self.members), return_exceptions=True)
-        if self.tree is not None:
-            await self.tree.close()
+        if self.delivery.tree is not None:
+            await self.delivery.tree.close()
         self._loop = None
 
     async def _start_servers(self) -> None:
@@ -296,7 +263,7 @@ class Fleet:
 
     def _member(self, engine: RemoteEngine) -> Replica:
         engine.patient = False  # calls move to other servers instead
-        return Replica(engine, self._most, self._misses)
+        return Replica(engine, self._settings.most, self._settings.misses)
 
     def _run(self, work: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
@@ -307,7 +274,7 @@ class Fleet:
     async def _wait_for_list(self) -> None:
         """Wait until a listed server is a member, and shortly for the others."""
         assert self._listed is not None
-        fault, seconds = self._read_list(), self._unavailable_timeout_s
+        fault, seconds = self._read_list(), self._settings.patience_s
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 if self._joining:
@@ -317,7 +284,9 @@ class Fleet:
                     fault = self._read_list()
                 return
         fault = fault or "it lists none"
-        raise EngineUnavailable(f"{self._listed.path}: no server after {seconds:g} s (turnwright engines join URL): {fault}")
+        raise EngineUnavailable(
+            f"{self._listed.urls.path}: no server after {seconds:g} s (turnwright engines join URL): {fault}"
+        )
 
     async def _follow_list(self) -> None:
         last = ""
@@ -332,7 +301,7 @@ class Fleet:
         """Begin to add and remove servers to match the list; return what is wrong, or an empty string."""
         assert self._listed is not None
         try:
-            self._wanted = frozenset(self._listed.urls())
+            self._wanted = frozenset(self._listed.urls.urls())
         except UsageError as error:  # the servers stay as they are
             return str(error)
         for url in self._from_list - self._wanted:
@@ -345,9 +314,9 @@ class Fleet:
 
     async def _join(self, url: str) -> None:
         """Add a listed server; one that does not respond is asked again at the next reading."""
-        assert self._connect is not None
+        assert self._listed is not None
         try:
-            engine = await self._connect(url)
+            engine = await self._listed.connect(url)
             self._join_faults.pop(url, None)
             if url in self._wanted:
                 self._from_list.add(url)
@@ -377,9 +346,9 @@ class Fleet:
                 return best
             up = any(member.state in ("up", "loading") for member in self.members)
             since = None if up else since if since is not None else loop.time()
-            if since is not None and loop.time() - since > self._unavailable_timeout_s:
+            if since is not None and loop.time() - since > self._settings.patience_s:
                 reasons = "; ".join(f"{member.engine.url}: {member.fault}" for member in self.members)
-                count, seconds = len(self.members), self._unavailable_timeout_s
+                count, seconds = len(self.members), self._settings.patience_s
                 raise EngineUnavailable(f"none of {count} servers was available for {seconds:g} s: {reasons}")
             await self._wait_for_slot()
 
@@ -395,14 +364,14 @@ class Fleet:
         return min(free, key=lambda member: member.business, default=None)
 
     async def _wait_for_slot(self) -> None:
-        if len(self._queue) >= self._max_waiting:
+        if len(self._queue) >= self._settings.most_waiting:
             raise EngineError(f"{len(self._queue)} calls already wait for a server (most_waiting); lower rollout.concurrency")
         place = asyncio.get_running_loop().create_future()
         self._queue.append(place)
         self.counts["waited"] += 1
         # Not `wait_for`: in Python 3.11 it loses a cancellation that arrives together with the result.
         try:
-            async with asyncio.timeout(min(1.0, self._unavailable_timeout_s / 4)):
+            async with asyncio.timeout(min(1.0, self._settings.patience_s / 4)):
                 await place
         except TimeoutError:
             pass
@@ -431,13 +400,13 @@ class Fleet:
     async def _health_loop(self, member: Replica) -> None:
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._check_s):
+                async with asyncio.timeout(self._settings.check_s):
                     await member.check_now.wait()
             member.check_now.clear()
             if self._asleep:  # a server that woke or restarted now would take memory the trainer uses
                 continue
             try:
-                well = await member.check(self._health_s, lambda: self._latest_for(member))
+                well = await member.check(self._settings.health_s, lambda: self._latest_for(member))
             except Exception as error:  # a bug in a check must not end the checks
                 _log.exception("the check of %s raised an unexpected error", member.engine.display_name)
                 member.fault, member.state, well = repr(error), "doubted", False
@@ -445,7 +414,7 @@ class Fleet:
                 self._admit_all()
             elif not self._asleep:  # it may have been put to sleep during the check
                 await self._restart_server(member)
-            await asyncio.sleep(self._check_s / 10)  # limits the rate of checks when every call fails
+            await asyncio.sleep(self._settings.check_s / 10)  # limits the rate of checks when every call fails
 
     # Weights
 
@@ -467,15 +436,18 @@ class Fleet:
             if isinstance(member.engine, ChatEngine):
                 await member.engine.update(weights, version)
         source: WeightsSource
-        if self.packer is not None:
-            source, fingerprint = await asyncio.to_thread(self.packer.pack, weights, version)
-        elif self.directories is not None:
-            directory, fingerprint = await asyncio.to_thread(self.directories.write, weights, version)
-            source = on_disk = self.directories.as_source(directory, version)
-            if self.tree is not None:
-                source = await self.tree.share(on_disk, [member.engine.url for member in self.members])
+        if self.delivery.packer is not None:
+            source, fingerprint = await asyncio.to_thread(self.delivery.packer.pack, weights, version)
+        elif self.delivery.directories is not None:
+            directory, fingerprint = await asyncio.to_thread(self.delivery.directories.write, weights, version)
+            source = on_disk = self.delivery.directories.as_source(directory, version)
+            if self.delivery.tree is not None:
+                source = await self.delivery.tree.share(on_disk, [member.engine.url for member in self.members])
         else:
-            raise SyncError("a fleet needs a directory for new weights: Fleet(..., directories=ModelDirectories(path, model))")
+            raise SyncError(
+                "a fleet needs a directory for new weights: "
+                "Fleet(..., delivery=WeightDelivery(directories=ModelDirectories(path, model)))"
+            )
         # The servers may have had the first weights already.
         await self.update_from(source, changed=self._fingerprint not in ("", fingerprint))
         self._fingerprint = fingerprint
@@ -512,7 +484,7 @@ class Fleet:
         self._asleep = False
         wanted = await self._expected_scores()
         members = list(self.members)  # others join meanwhile
-        updates = (m.update(source, changed=changed, wanted=wanted, tolerance=self.tolerance) for m in members)
+        updates = (m.update(source, changed=changed, wanted=wanted, tolerance=self.delivery.tolerance) for m in members)
         found = await asyncio.gather(*updates, return_exceptions=True)
         faults = []
         for member, error in zip(members, found, strict=True):
@@ -545,7 +517,7 @@ class Fleet:
 
     async def _wait_for_weights(self, faults: Sequence[str]) -> None:
         """Wait until a server of the list has the latest weights and samples from them."""
-        seconds, version = self._unavailable_timeout_s, self.version
+        seconds, version = self._settings.patience_s, self.version
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not any(member.state == "up" and not member.outdated for member in self.members):
@@ -560,18 +532,18 @@ class Fleet:
         if scores is None:
             same = (m for m in self.members if m is not member and m.engine.kind == member.engine.kind and m.state == "up")
             scores = next((m.proof.label for m in same if m.proof is not None and not m.outdated), None)
-        return LatestWeights(self._latest, scores, self.tolerance)
+        return LatestWeights(self._latest, scores, self.delivery.tolerance)
 
     async def _expected_scores(self) -> ExpectedScores | None:
         """Return the trainer's current scores of the servers' known ids."""
-        if self._expected_logprobs is None or not self.members:
+        if self.delivery.expected_logprobs is None or not self.members:
             return None
-        scores = tuple(await asyncio.to_thread(self._expected_logprobs, self.members[0].engine.known_ids))
+        scores = tuple(await asyncio.to_thread(self.delivery.expected_logprobs, self.members[0].engine.known_ids))
         before, self._trainer_label = self._trainer_label, WeightsLabel(None, scores)
         return ExpectedScores(self._trainer_label, self._trainer_label.max_difference(before) if before is not None else 0.0)
 
 
-def _check_servers(engines: Sequence[RemoteEngine], listed: EngineList | None) -> None:
+def _check_servers(engines: Sequence[RemoteEngine], listed: ListedServers | None) -> None:
     if not engines and listed is None:
         raise ConfigError("a fleet needs at least one server, or a list of servers")
     urls = Counter(engine.url for engine in engines)

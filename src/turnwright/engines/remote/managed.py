@@ -21,6 +21,7 @@ from typing import Any
 
 from turnwright.engines.remote import vllm_plugin
 from turnwright.engines.remote.fleet import Fleet
+from turnwright.engines.remote.fleet_settings import FleetSettings, WeightDelivery
 from turnwright.engines.remote.llamacpp import LlamaCppEngine
 from turnwright.engines.remote.remote_engine import RemoteEngine
 from turnwright.engines.remote.replica import Replica
@@ -459,18 +460,19 @@ class ManagedFleet(Fleet):
         self,
         engines: Sequence[RemoteEngine],
         started: Sequence[ServerProcess],
+        settings: FleetSettings | None = None,
         *,
+        delivery: WeightDelivery,
         start_s: float,
         base: Path | None = None,
         owner: bool = True,
-        **options: Any,
     ) -> None:
-        """Take an engine per server, in the same order, and the options of `Fleet`, of which `directories` is required.
+        """Take an engine per server, in the same order; `delivery` has directories.
 
         `start_s` limits the startup; `base` is the model directory to start with when `update` receives adapters of it; `close`
         ends the servers of their `owner` only.
         """
-        super().__init__(engines, **options)
+        super().__init__(engines, settings, delivery=delivery)
         self.started, self.start_s, self._directory, self._owner = list(started), start_s, base, owner
         for engine, server in zip(engines, self.started, strict=True):
             if isinstance(engine, LlamaCppEngine):
@@ -483,9 +485,10 @@ class ManagedFleet(Fleet):
 
     async def update(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
         """Update as `Fleet.update`; the first weights are always written to disk, for the servers to start with."""
-        if self.packer is not None and self.directories is not None and self._directory is None:
+        packer, directories = self.delivery.packer, self.delivery.directories
+        if packer is not None and directories is not None and self._directory is None:
             weights = list(weights)
-            self._directory, _ = await asyncio.to_thread(self.directories.write, weights, version)
+            self._directory, _ = await asyncio.to_thread(directories.write, weights, version)
         return await super().update(weights, version)
 
     async def update_from(self, source: WeightsSource, *, changed: bool = True) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 
 from turnwright.engines.remote.engine_list import EngineList
 from turnwright.engines.remote.fleet import Fleet
+from turnwright.engines.remote.fleet_settings import FleetSettings, ListedServers, WeightDelivery
 from turnwright.engines.remote.weight_sync import DiskWeights, SharedWeights, WeightsSource
 from turnwright.errors import EngineError
 
@@ -66,26 +67,28 @@ class PlacedFleet(Fleet):
         self,
         placer: ServerPlacer,
         servers: PlacedServers,
+        settings: FleetSettings | None = None,
         *,
-        listed: EngineList,
+        delivery: WeightDelivery,
+        listed: ListedServers,
         base: Path | None = None,
         owner: bool = True,
-        **options: Any,
     ) -> None:
-        """Take the options of `Fleet`, of which `directories` and `connect` are required; `base` and `owner` as in
+        """Take what places the servers and the list of those that answer; `delivery` has directories. `base` and `owner` as in
         `ManagedFleet`."""
-        super().__init__([], listed=listed, **options)
-        self._placer, self._servers, self._servers_list, self._owner = placer, servers, listed, owner
+        super().__init__([], settings, delivery=delivery, listed=listed)
+        self._placer, self._servers, self._servers_list, self._owner = placer, servers, listed.urls, owner
         self._base = base
         self._weights: SharedWeights | None = None if base is None else DiskWeights(base, 0)
         """Those that servers start with."""
 
     async def update(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
         """Update as `Fleet.update`; the tree of the machines needs to know them first."""
-        if self.tree is not None:
+        tree = self.delivery.tree
+        if tree is not None:
             await self._placer.place(self._servers)
             if isinstance(self._weights, DiskWeights):
-                self._weights = await self.tree.share(self._weights, (), base=True)
+                self._weights = await tree.share(self._weights, (), base=True)
         return await super().update(weights, version)
 
     async def update_from(self, source: WeightsSource, *, changed: bool = True) -> None:
