@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from serve_kit import served
 from sight_kit import Gallery, episode
 
 from turnwright.config import ModelConfig, TeacherConfig, TrainConfig
+from turnwright.engines import Sampling
 from turnwright.training import Trainer, create_tiny_model, load_model_and_renderer
 from turnwright.training.advantages import Credit, trainable_tokens
 from turnwright.training.forward.batch import LossDenominator, TeacherScores
@@ -46,6 +47,13 @@ class Gap(NamedTuple):
     """Number of ids that were scored."""
     first: float
     """Share of the ids of which both have the same most likely id; 1 where none was asked for."""
+
+
+def of_trainer(law: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a trainer for a distribution, given by name."""
+    rest = dict(law)
+    banned = {"banned_ids": rest.pop("banned_ids")} if "banned_ids" in rest else {}
+    return {"sampling": Sampling(**rest), **banned}
 
 
 def text_model(folder: Path) -> Path:
@@ -96,7 +104,7 @@ def answers(
         return Teachers(kept, 0.0)
 
     law = {"banned_ids": renderer.banned_ids} | law
-    trainer = Trainer(model, TrainConfig(reward_weight=0.0), teachers=teachers, pixels=pixels, **law)
+    trainer = Trainer(model, TrainConfig(reward_weight=0.0), teachers=teachers, pixels=pixels, **of_trainer(law))
     kept[0].ask(trajectories)
     credits = [Credit(t, 0.0, None, trainable_tokens(t)) for t in trajectories]
     return kept[0].score(trainer._batch(credits, LossDenominator.of(credits, "token")))

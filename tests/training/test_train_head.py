@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from train_kit import distance, gradient, random_groups
 
 from turnwright.config import TrainConfig
+from turnwright.engines import Sampling
 from turnwright.training import LogitDistribution, Trainer
 from turnwright.training.forward import forward as heads
 from turnwright.training.forward.forward import LogitTransform, OutputHead, target_stats
@@ -148,7 +149,7 @@ def test_a_training_step_in_chunks(name, kind, config, monkeypatch):
     for most in (1 << 25, 60 * 5):
         monkeypatch.setitem(heads.CHUNK_NUMBERS, "cpu", most)
         torch.manual_seed(0)
-        trainer = Trainer(kind(config), given, temperature=0.9, banned_ids={51, 52})
+        trainer = Trainer(kind(config), given, sampling=Sampling(temperature=0.9), banned_ids={51, 52})
         assert trainer.forward.head is not None
         figures.append(trainer.step(groups, step=0, steps=1).metrics)
         grads.append(gradient(trainer.model))

@@ -11,6 +11,7 @@ from train_model64 import Model64
 
 import turnwright as tw
 from turnwright.config import RolloutConfig, RunConfig, TrainConfig
+from turnwright.engines import Sampling
 from turnwright.errors import ConfigError, UsageError
 from turnwright.rollouts.standalone import run_sync
 from turnwright.training import Trainer, resolve_settings
@@ -68,7 +69,7 @@ def test_the_gradient_of_the_bonus_is_that_of_the_mean_entropy(micro, temperatur
     made, slopes = random_groups(3, vocabulary=49), []
     for weight in (0.0, 0.3):
         config = TrainConfig(**STILL, entropy=weight, micro_tokens=micro)
-        trainer = Trainer(Model64(), config, temperature=temperature, banned_ids={49})
+        trainer = Trainer(Model64(), config, sampling=Sampling(temperature=temperature), banned_ids={49})
         _, (_, batches) = trainer.step(made, step=0, steps=1)
         slopes.append(gradient(trainer.model))
     trainer.optimizer.zero_grad()

@@ -10,6 +10,7 @@ from train_kit import random_groups
 from train_model64 import Model64
 
 from turnwright.config import TrainConfig
+from turnwright.engines import Sampling
 from turnwright.training import LogitDistribution, Trainer, resolve_settings
 from turnwright.training.advantages import advantages
 from turnwright.training.algorithms import TokenBatch
@@ -82,7 +83,7 @@ def test_against_the_formula(aggregation, old, kl):
         lr=0.0, kl=kl, old_logprobs=old, aggregation=aggregation, fixed_length=7, max_mismatch=1e9, clip_low=0.1, clip_high=0.4
     )
     model = Model64()
-    trainer = Trainer(model, config, temperature=temperature, banned_ids=banned)
+    trainer = Trainer(model, config, sampling=Sampling(temperature=temperature), banned_ids=banned)
     trainer.reference()
     disturbed(model, 0.02, 1)
     figures = trainer.step(made, step=0, steps=10).metrics

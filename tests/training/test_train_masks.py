@@ -72,7 +72,7 @@ def test_a_step_does_not_depend_on_its_passes(config):
     slopes, figures = [], []
     for micro in (8, 10**6):
         given = {"max_mismatch": 1e9, "schedule": "constant", "lr": 1e-2, "micro_tokens": micro}
-        trainer = Trainer(Model64(), TrainConfig(**given | config), top_p=0.7, top_k=20)
+        trainer = Trainer(Model64(), TrainConfig(**given | config), sampling=Sampling(top_p=0.7, top_k=20))
         trainer.reference()
         metrics, records = trainer.step(random_groups(3), step=0, steps=1)
         figures.append(metrics)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import groups
+from teacher_kit import of_trainer
 from train_kit import E, M, P, branched, chain, distance, gradient, random_groups
 from train_model64 import Model64
 
@@ -50,7 +51,7 @@ def taught(teacher, *, reward_weight=0.0, hint=None, **config):
 def learn(model, made, make, law=(), **settings):
     """One step that leaves the weights as they are: its metrics, and the gradient that it left on them."""
     given = TrainConfig(**{**STILL, "reward_weight": 0.0, **settings})
-    trainer = Trainer(model, given, teachers=make, **dict(law))
+    trainer = Trainer(model, given, teachers=make, **of_trainer(law))
     trainer.reference()
     return trainer.step(made, step=0, steps=10).metrics, gradient(model)
 

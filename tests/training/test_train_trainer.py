@@ -10,6 +10,7 @@ from train_kit import M, P, chain, gradient, random_groups
 from train_model64 import Model64
 
 from turnwright.config import TrainConfig
+from turnwright.engines import Sampling
 from turnwright.errors import ConfigError, ModelError, RewardError, SyncError, TurnwrightError, UsageError
 from turnwright.training import Ranks, Trainer
 from turnwright.training.model import models
@@ -69,7 +70,7 @@ def test_a_right_engine_has_no_mismatch(tiny_model, temperature, banned):
             for span in t.spans:
                 span.ids = [i + 8 if i in banned else i for i in span.ids]
     with_logprobs(tiny_model, made, temperature, banned)
-    trainer = Trainer(tiny_model, TrainConfig(), temperature=temperature, banned_ids=banned)
+    trainer = Trainer(tiny_model, TrainConfig(), sampling=Sampling(temperature=temperature), banned_ids=banned)
     figures = trainer.step(made, step=0, steps=10).metrics
     assert figures["mismatch_max"] < 1e-4
     assert figures["mismatch_kl"] == pytest.approx(0, abs=1e-8)
@@ -80,8 +81,9 @@ def test_a_right_engine_has_no_mismatch(tiny_model, temperature, banned):
 @pytest.mark.parametrize("minibatches", [1, 3])
 def test_a_wrong_engine_stops_the_step_with_a_diagnosis(tiny_model, wrong, minibatches):
     made = with_logprobs(tiny_model, random_groups(2))
-    settings = {"temperature": 0.9 if wrong == "temperature" else 1.0, "banned_ids": {60, 61} if wrong == "banned" else set()}
-    trainer = Trainer(tiny_model, TrainConfig(minibatches=minibatches), **settings)
+    sampling = Sampling(temperature=0.9 if wrong == "temperature" else 1.0)
+    banned = {60, 61} if wrong == "banned" else set()
+    trainer = Trainer(tiny_model, TrainConfig(minibatches=minibatches), sampling=sampling, banned_ids=banned)
     if wrong == "weights":
         with torch.no_grad():
             tiny_model.lm_head.weight += 0.01 * torch.randn_like(tiny_model.lm_head.weight)
@@ -157,7 +159,7 @@ def test_bad_rewards_and_settings(tiny_model):
     with pytest.raises(RewardError):
         Trainer(tiny_model, TrainConfig(**ANY)).step(made, step=0, steps=1)
     with pytest.raises(ConfigError, match="temperature"):
-        Trainer(tiny_model, TrainConfig(), temperature=0.0)
+        Trainer(tiny_model, TrainConfig(), sampling=Sampling(temperature=0.0))
     with pytest.raises(TurnwrightError, match="reference"):
         Trainer(tiny_model, TrainConfig(kl=0.1, **ANY)).step(random_groups(7), step=0, steps=1)
 
@@ -249,7 +251,7 @@ def test_supervised_takes_the_token_mean_of_sampled_ids():
         logp = torch.log_softmax(logits, -1)
         expected += [-float(logp[place - 1, ids[place]]) for place in range(row.spans[1].start, row.spans[1].end)]
     # Temperature belongs to sampling; demonstrations are learned as they are.
-    trainer = Trainer(model, TrainConfig(), temperature=0.5)
+    trainer = Trainer(model, TrainConfig(), sampling=Sampling(temperature=0.5))
     figures = trainer.supervised(rows, lr=0.0)
     assert figures["loss"] == pytest.approx(sum(expected) / 4, rel=1e-12)
     assert figures["tokens_trained"] == 4

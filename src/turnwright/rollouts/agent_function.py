@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, TypedDict, Unpack, overload
 
 from turnwright.config import Limits
 from turnwright.engines import Sampling, StopText
@@ -82,6 +82,36 @@ class _TurnState(NamedTuple):
     replies: tuple[SampledReply, ...]
 
 
+class _Options(TypedDict, total=False):
+    """Arguments of `Model.generate`, which explains them."""
+
+    agent: str
+    tools: Tools
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    stop: Sequence[str]
+    stop_ids: Sequence[int]
+    media: Sequence[Any]
+    branch: str | None
+    group: str | None
+
+
+class _Call(NamedTuple):
+    """What a reply is asked for with, besides its conversation."""
+
+    agent: str
+    tools: Tools
+    max_tokens: int | None
+    sampling: Sampling
+    stop: StopText | None
+    stop_ids: frozenset[int]
+    media: Sequence[Any]
+    branch: str | None
+
+
 class Model:
     """The model of an agent function: samples, records, and enforces the limits."""
 
@@ -106,43 +136,9 @@ class Model:
         """The limit that the last call met, whose reply it cut or refused."""
 
     @overload
-    async def generate(
-        self,
-        messages: Messages | Sequence[int],
-        *,
-        agent: str = "main",
-        tools: Tools = (),
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        min_p: float | None = None,
-        stop: Sequence[str] = (),
-        stop_ids: Sequence[int] = (),
-        media: Sequence[Any] = (),
-        branch: str | None = None,
-        group: str | None = None,
-        n: None = None,
-    ) -> Reply: ...
+    async def generate(self, messages: Messages | Sequence[int], *, n: None = None, **options: Unpack[_Options]) -> Reply: ...
     @overload
-    async def generate(
-        self,
-        messages: Messages | Sequence[int],
-        *,
-        agent: str = "main",
-        tools: Tools = (),
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        min_p: float | None = None,
-        stop: Sequence[str] = (),
-        stop_ids: Sequence[int] = (),
-        media: Sequence[Any] = (),
-        branch: str | None = None,
-        group: str | None = None,
-        n: int,
-    ) -> list[Reply]: ...
+    async def generate(self, messages: Messages | Sequence[int], *, n: int, **options: Unpack[_Options]) -> list[Reply]: ...
     async def generate(
         self,
         messages: Messages | Sequence[int],
@@ -191,67 +187,76 @@ class Model:
             UsageError: for no messages, `max_tokens` or `n` under 1, an empty stop text, sampling parameters out of range,
                 `media` with messages, an agent in two groups, or a call after the function's return.
         """
-        given: dict[str, Any] = {"agent": agent, "tools": tools, "max_tokens": max_tokens, "stop": stop, "stop_ids": stop_ids}
-        given |= {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "media": media, "branch": branch}
-        if group is not None and self._recorder.trajectory.agent_groups.setdefault(agent, group) != group:
-            raise UsageError(f"generate: agent {agent!r} is in group {self._recorder.trajectory.agent_groups[agent]!r} already")
+        if group is not None:
+            groups = self._recorder.trajectory.agent_groups
+            if groups.setdefault(agent, group) != group:
+                raise UsageError(f"generate: agent {agent!r} is in group {groups[agent]!r} already")
+        call = _Call(
+            agent=agent,
+            tools=tools,
+            max_tokens=max_tokens,
+            sampling=self._sampling_with(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p),
+            stop=self._stop_text(stop) if stop else None,
+            stop_ids=frozenset(stop_ids),
+            media=media,
+            branch=branch,
+        )
         if n is None:
-            return await self._generate_one(messages, given)
+            return await self._generate_one(messages, call)
+
         if n < 1:
             raise UsageError(f"generate: n must be at least 1, not {n}")
-        calls = [asyncio.ensure_future(self._generate_one(messages, given)) for _ in range(n)]
+        replies = [asyncio.ensure_future(self._generate_one(messages, call)) for _ in range(n)]
         try:
-            return list(await asyncio.gather(*calls))
+            return list(await asyncio.gather(*replies))
         finally:
-            for one in calls:  # those that are left after an error
-                one.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
+            for reply in replies:  # those that are left after an error
+                reply.cancel()
+            await asyncio.gather(*replies, return_exceptions=True)
 
-    async def _generate_one(self, messages: Messages | Sequence[int], given: Mapping[str, Any]) -> Reply:
-        """Sample one reply with the arguments of `_sampled`, and record a limit that it met."""
+    async def _generate_one(self, messages: Messages | Sequence[int], call: _Call) -> Reply:
+        """Sample one reply, and record a limit that it met."""
         if self._closed:
             raise UsageError("the episode is over: its agent function has returned")
         try:
-            reply, turn = await self._sampled(messages, **given)
+            reply, turn = await self._sampled(messages, call)
         except LimitReached as limit:
             self.limit = limit
             raise
         self.limit = self._recorder.limits_met.get(turn)
         return reply
 
-    async def _sampled(
-        self,
-        messages: Messages | Sequence[int],
-        *,
-        agent: str,
-        tools: Tools,
-        max_tokens: int | None,
-        stop: Sequence[str],
-        stop_ids: Sequence[int],
-        media: Sequence[Any],
-        branch: str | None,
-        **sampling_given: float | None,
-    ) -> tuple[Reply, int]:
+    async def _sampled(self, messages: Messages | Sequence[int], call: _Call) -> tuple[Reply, int]:
         """Sample a reply; return it with the number of its turn."""
-        stop_text = self._stop_text(stop) if stop else None
-        sampling = self._sampling_with(**sampling_given)
-        async with self._path_lock:  # paths are found in call order, even if one call decodes images
+        recorder = self._recorder
+
+        # Paths are found in the order of calls, even if one of them decodes images.
+        async with self._path_lock:
             prompt = await self._media_intake(messages)
             placed: tuple[MediaPlacement, ...] = ()
-            if media:
-                prompt, placed = await self._place_media(prompt, media)
-            path = self._path(prompt, agent, tools, placed, branch)
-        deadline = Deadline(self._recorder.limits.wall_clock_s, outer=self._deadline)  # one per engine call
+            if call.media:
+                prompt, placed = await self._place_media(prompt, call.media)
+            path = self._path(prompt, call.agent, call.tools, placed, call.branch)
+
+        # A deadline of its own, since a play function may have several calls in flight.
+        deadline = Deadline(recorder.limits.wall_clock_s, outer=self._deadline)
         task = asyncio.current_task()
         assert task is not None
         self._busy.add(task)
         try:
-            given: dict[str, Any] = {"max_tokens": max_tokens, "sampling": sampling, "stop": stop_text}
-            turn = await self._recorder.generate(path, deadline, **given, stop_ids=frozenset(stop_ids))
+            turn = await recorder.generate(
+                path,
+                deadline,
+                max_tokens=call.max_tokens,
+                sampling=call.sampling,
+                stop=call.stop,
+                stop_ids=call.stop_ids,
+            )
         finally:
             self._busy.discard(task)
-            self._recorder.enter_phase("play")
+            recorder.enter_phase("play")
             deadline.close()
+
         self._idle[path.turn] = path
         seed = derive_seed(path.seed, path.calls)
         self._turn_states[path.turn] = _TurnState(path.tools, seed, path.history, tuple(path.replies))

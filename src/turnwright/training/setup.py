@@ -36,6 +36,7 @@ from turnwright.renderers.chat_renderer import ChatRenderer
 from turnwright.renderers.control_text import ControlText
 from turnwright.renderers.template import ChatTemplate, find_source
 from turnwright.renderers.vision import PixelCache
+from turnwright.rollouts.rollout_settings import sampling_of
 from turnwright.training.algorithms import BUILT_IN
 from turnwright.training.distributed import ProcessRanks
 from turnwright.training.forward.ranks import Ranks
@@ -298,14 +299,11 @@ def make_trainer(
     trainer = (Trainer if ranks.size == 1 else RankZeroTrainer)(
         model,
         resolved_train_config(config),
-        temperature=config.rollout.temperature,
+        sampling=sampling_of(config.rollout),
         banned_ids=renderer.banned_ids,
         seed=config.seed,
         template=renderer.fingerprint,
         ranks=ranks,
-        top_p=config.rollout.top_p,
-        top_k=config.rollout.top_k,
-        min_p=config.rollout.min_p,
         pixels=pixels,
         teachers=make_teachers(config, renderer, on_note),
         on_note=on_note,

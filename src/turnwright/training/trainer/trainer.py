@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from turnwright.config import TrainConfig
+from turnwright.engines import Sampling
 from turnwright.engines.local.mixed_precision import is_mixed
 from turnwright.errors import ConfigError, TurnwrightError
 from turnwright.renderers.vision import PixelCache
@@ -81,11 +82,10 @@ class Trainer:
     Args:
         model: Hugging Face causal model, or a module of its shape: `get_output_embeddings`, a body under
             `base_model_prefix`, a `forward` that takes `input_ids`, `position_ids`, `attention_mask` and `use_cache`.
-        temperature: the engine's; logprobs of both are of the tempered distribution.
+        sampling: the engine's; logprobs of both are of the distribution after temperature and truncation.
         banned_ids: ids that the engine never samples; excluded from the trainer's softmax too.
         seed: seed of the minibatch shuffles.
         template: fingerprint of the engine's renderer; trajectories with another one raise. Empty accepts any.
-        top_p, top_k, min_p: the engine's; logprobs of both are renormalized over the support.
         ranks: processes that train together. With several, the model is sharded and all must make the same calls
             (`RankZeroTrainer` ensures that).
         pixels: source of images' pixel values, as in `Rollout.pixels`.
@@ -102,21 +102,20 @@ class Trainer:
         model: nn.Module,
         config: TrainConfig,
         *,
-        temperature: float = 1.0,
+        sampling: Sampling | None = None,
         banned_ids: Iterable[int] = frozenset(),
         seed: int = 0,
         template: str = "",
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
         ranks: Ranks | None = None,
         pixels: PixelCache | None = None,
         teachers: MakeTeachers | None = None,
         on_note: Callable[[str], None] | None = None,
     ) -> None:
-        if not temperature > 0:
+        sampling = sampling or Sampling()
+        if not sampling.temperature > 0:
             raise ConfigError(
-                f"rollout.temperature is {temperature}, but training needs samples that differ; set it over 0, such as 1.0"
+                f"rollout.temperature is {sampling.temperature}, but training needs samples that differ; set it over 0, such "
+                "as 1.0"
             )
         # Dropout off: the trained policy must equal the sampled one. Gradients flow all the same.
         self.model = model.eval()
@@ -124,7 +123,7 @@ class Trainer:
         self._moved_steps = 0
         self.config = config
         self.objective = Objective(config, resolve_settings(config))
-        self.temperature = temperature
+        self.temperature = sampling.temperature
         self.seed = seed
         self.template = template
         first = next(model.parameters())
@@ -141,7 +140,9 @@ class Trainer:
         if config.gradient_checkpointing:
             self.forward.enable_checkpointing()
         self.banned_ids = frozenset(banned_ids)
-        self.distribution = LogitDistribution(temperature, self.banned_ids, top_p, top_k, min_p)
+        self.distribution = LogitDistribution(
+            sampling.temperature, self.banned_ids, sampling.top_p, sampling.top_k, sampling.min_p
+        )
         """Distribution the engine samples from."""
         self.pixels = pixels
         """Source of pixel values; None without images."""
