@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import orjson
 
@@ -16,6 +15,7 @@ from turnwright.engines import tokens
 from turnwright.engines.ids import ids_json
 from turnwright.engines.protocols import Request
 from turnwright.errors import BackendContractError, ConfigError, EngineError, EngineUnavailable
+from turnwright.http_sessions import HttpSessions
 from turnwright.types.retry import retry_after
 
 MAX_RESPONSE_BYTES = 256 * 2**20
@@ -151,8 +151,15 @@ class HttpClient:
         self._key_env = key_env
         self._token = token
         """Also that of a local server of this user, once the server asked for one."""
-        self._most = most
-        self._sessions = WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[Any, AsyncGenerator[Any, None]]]()
+        # Proxies of the environment do not apply to engines.
+        self._sessions = HttpSessions(
+            most + SPARE_CONNECTIONS,
+            connect_s=CONNECT_S,
+            keepalive_s=KEEPALIVE_S,
+            headers={"accept-encoding": "identity"},
+            # With the default, receiving a long echo stops and goes on every 128 kilobytes.
+            read_bufsize=2**22,
+        )
         self._deadlines = Deadlines()
         self._addresses: dict[str, Any] = {}
         """Parsed URLs by path: parsing one costs as much as a tenth of a request."""
@@ -194,9 +201,7 @@ class HttpClient:
 
     async def close(self) -> None:
         """Close the connections of the running event loop; requests in flight on them fail."""
-        cached = self._sessions.pop(asyncio.get_running_loop(), None)
-        if cached is not None:
-            await cached[1].aclose()
+        await self._sessions.close()
 
     async def _ask(
         self,
@@ -235,7 +240,7 @@ class HttpClient:
         try:
             # Cancelling a request closes its connection, which ends the request on all three kinds of server.
             async with asyncio.timeout(seconds) if seconds < PATIENT_S else self._deadlines.within(seconds):
-                session = await self._session()
+                session = await self._sessions.get()
                 async with session.request(method, address, data=data, headers=sent, allow_redirects=False) as response:
                     raw = await _read(response, address, pieces if response.status < 300 else None)
         except (aiohttp.ClientError, OSError) as error:
@@ -262,30 +267,6 @@ class HttpClient:
             return orjson.loads(raw)
         except orjson.JSONDecodeError as error:
             raise BackendContractError(f"{self.url}{path} returned invalid JSON ({error}): {raw[:120]!r}") from None
-
-    async def _session(self) -> Any:
-        loop = asyncio.get_running_loop()
-        cached = self._sessions.get(loop)
-        if cached is None:
-            holder = _open_session(self._most + SPARE_CONNECTIONS)
-            cached = self._sessions[loop] = (await anext(holder), holder)
-        return cached[0]
-
-
-async def _open_session(most: int) -> AsyncGenerator[Any, None]:
-    """Yield a session for `most` requests, closed with the event loop, which closes remaining generators."""
-    import aiohttp
-
-    # Deadlines are set per call, except for connecting. Proxies of the environment do not apply to engines.
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=most, keepalive_timeout=KEEPALIVE_S),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        headers={"accept-encoding": "identity"},
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-        read_bufsize=2**22,  # with the default, receiving a long echo stops and goes on every 128 kilobytes
-        trust_env=False,
-    ) as session:
-        yield session
 
 
 def _address(url: str) -> Any:

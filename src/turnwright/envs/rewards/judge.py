@@ -11,7 +11,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 from turnwright.envs.rewards.rewards import count_metric
 from turnwright.envs.user_code import call_user
 from turnwright.errors import ConfigError, JudgeError
+from turnwright.http_sessions import HttpSessions
 from turnwright.types import Message, Trajectory, as_messages
 from turnwright.types.retry import retry_after
 
@@ -217,8 +218,6 @@ class _TransientError(JudgeError):
 class _LoopState:
     slots: asyncio.Semaphore
     running: dict[str, asyncio.Future[str]]
-    holder: AsyncGenerator[Any, None] | None = None
-    client: Any = None
 
 
 class ChatJudge:
@@ -292,6 +291,7 @@ class ChatJudge:
         self._at_once, self._retries, self._backoff_s = at_once, retries, backoff_s
         self._attempt_s, self._deadline_s = attempt_s, deadline_s
         self._next = 0.0
+        self._sessions = HttpSessions(at_once, proxies=True)
         self._states: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopState] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -351,11 +351,8 @@ class ChatJudge:
                 await self._wait_for_rate(end)
                 async with state.slots:
                     self._spend()
-                    if state.client is None:
-                        state.holder = _clients(self._at_once)
-                        state.client = await anext(state.holder)
                     async with asyncio.timeout(self._attempt_s):
-                        return await self._post(state, body)
+                        return await self._post(body)
             except TimeoutError:
                 failed = _TransientError("deadline", f"{self!r} did not answer a request in {self._attempt_s:g} s")
             except _TransientError as passing:
@@ -385,13 +382,14 @@ class ChatJudge:
                 raise JudgeError("budget", f"{self!r}: its budget of {most} {unit} is used up")
         self._count("calls")
 
-    async def _post(self, state: _LoopState, body: dict[str, Any]) -> str:
+    async def _post(self, body: dict[str, Any]) -> str:
         import aiohttp
 
+        session = await self._sessions.get()
         key = os.environ.get(self._key_env, "") if self._key_env is not None else ""
         headers = {"authorization": f"Bearer {key}"} if key else {}
         try:
-            async with state.client.post(self.url, json=body, headers=headers, allow_redirects=False) as response:
+            async with session.post(self.url, json=body, headers=headers, allow_redirects=False) as response:
                 raw = bytearray()
                 async for piece in response.content.iter_any():
                     raw += piece
@@ -452,16 +450,3 @@ class ChatJudge:
         finally:
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
-
-
-async def _clients(limit: int) -> AsyncGenerator[Any, None]:
-    """Yield one client, closed at the end of the event loop, which closes open generators (`shutdown_asyncgens`)."""
-    import aiohttp
-
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=limit),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        timeout=aiohttp.ClientTimeout(total=None),  # ChatJudge sets the deadlines
-        trust_env=True,
-    ) as client:
-        yield client
