@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from turnwright.config.schema import ALGORITHMS
+from turnwright.config.names import ALGORITHMS
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "quickstart.toml"

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwright.config import EnvRules, ModelConfig, RunConfig, tiny
-from turnwright.config.constraints import changed, check_section
 from turnwright.config.fields import keys_by_name
+from turnwright.config.names import HISTORY_OBJECT
 from turnwright.config.recipe import from_python
-from turnwright.config.schema import HISTORY_OBJECT
+from turnwright.config.values import changed, check_section
 from turnwright.errors import ConfigError, did_you_mean, missing_training
 from turnwright.types import Task
 

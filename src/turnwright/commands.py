@@ -448,7 +448,7 @@ def check_env(spec: str) -> list[Finding]:
 
 def check_learning(algorithm: str | None = None, model: Path | None = None) -> Iterator[Finding]:
     """Check that a toy reward rises in training, with each algorithm or with one."""
-    from turnwright.config.schema import ALGORITHMS
+    from turnwright.config.names import ALGORITHMS
     from turnwright.training.self_checks import check_learning
 
     for found in check_learning(ALGORITHMS if algorithm is None else [algorithm], model=model):

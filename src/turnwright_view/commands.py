@@ -173,7 +173,7 @@ def add_track(subparsers: Any) -> None:
 
 def run_track(args: argparse.Namespace) -> int:
     """Send the rows that were not sent before."""
-    from turnwright.config.schema import tracker_error
+    from turnwright.config.names import tracker_error
     from turnwright.trackers import TrackerProcesses
 
     try:

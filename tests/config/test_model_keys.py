@@ -3,7 +3,7 @@
 import pytest
 
 from turnwright.config import ModelConfig, load
-from turnwright.config.schema import PARSERS as NAMES
+from turnwright.config.names import PARSERS as NAMES
 from turnwright.config.snapshots import snapshot
 from turnwright.errors import ConfigError
 from turnwright.renderers.load import load_renderer

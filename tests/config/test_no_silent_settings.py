@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 import warnings
-from dataclasses import fields, replace
+from dataclasses import replace
+from types import NoneType
+from typing import Literal, get_args, get_origin
 
 import pytest
 
 import turnwright as tw
-from turnwright.config import EnvConfig, EnvRules, Limits, RunConfig, load
+from turnwright.config import EnvConfig, EnvRules, Limits, PolicyConfig, RunConfig, TeacherConfig, load
+from turnwright.config.fields import field_type, known_keys, table_lists
+from turnwright.config.names import ALGORITHMS, ENGINES, SAMPLERS
+from turnwright.config.rules import Context
+from turnwright.config.validation import validate
+from turnwright.config.values import union_members
 from turnwright.errors import ConfigError, UsageError
 from turnwright_view import replay_loop
 
@@ -59,42 +67,109 @@ def test_a_rule_of_an_environment_likewise(tmp_path, text):
         load(write(tmp_path, f"{HOP}{text}\n"))
 
 
-def test_every_key_that_declares_a_need_is_refused_alone_and_taken_with_it(tmp_path):
-    """The next key gets the rule by declaring its need: nothing here names a key."""
-    from turnwright.config.constraints import Needs, declared, defaults
-    from turnwright.config.fields import field_types, union_members
-    from turnwright.config.validation import validate
+def sections_of(config):
+    """The class and the only table of each section that has needs, by name."""
+    return {prefix.removesuffix(".0"): section for prefix, section in config.sections() if prefix}
 
-    other = {int: lambda x: x + 1, float: lambda x: x / 2 + 0.07, bool: lambda x: not x}
-    other |= {tuple: lambda x: ("x",), dict: lambda x: {"answer": "gold"}}
-    seen = 0
-    for section in fields(RunConfig):
-        kind = EnvConfig if section.name == "env" else type(getattr(RunConfig(), section.name))
-        if not hasattr(kind, "__dataclass_fields__"):
+
+def with_value(config, key, value):
+    """Return a configuration with another value of a dotted key (`env.name`)."""
+    name, _, field = key.rpartition(".")
+    section = replace(sections_of(config)[name], **{field: value})
+    return replace(config, **{name: (section,) if name in table_lists() else section})
+
+
+def values_to_try(key):
+    """Return values of a key that differ in everything that a need could ask of it."""
+    tried = []
+    for hint in union_members(field_type(f"{key.partition('.')[0]}.0.{key.partition('.')[2]}") or field_type(key)):
+        if get_origin(hint) is Literal:
+            tried += get_args(hint)
+        elif get_origin(hint) is tuple:
+            tried += [(), ("x",)]
+        elif hint is NoneType:
+            tried += [None]
+        else:
+            tried += {
+                bool: [False, True],
+                int: [0, 3],
+                float: [0.0, 0.5],
+                str: ["", "x", "file.py:name", *ENGINES, *ALGORITHMS, *SAMPLERS],
+            }.get(hint, [{}, {"answer": "gold"}])
+    return tried
+
+
+def all_needs(config):
+    """Return (section, keys, words) -> whether it holds, for every need of a configuration."""
+    return {
+        (name, need.keys, need.words): need.holds
+        for name, section in sections_of(config).items()
+        for need in section.needs(config)
+    }
+
+
+EVERY = RunConfig(env=(EnvConfig(use="hop"),), policy=(PolicyConfig(name="a"),), teacher=(TeacherConfig(),))
+KEYS = [key for key in known_keys() if "." in key]
+
+
+def test_every_key_that_needs_something_is_refused_without_it():
+    """The next key gets the rule by stating its need: nothing here names a key."""
+    config = RunConfig(env=(EnvConfig(use="hop"),))
+    refused = 0
+    for key in KEYS:
+        section, _, name = key.rpartition(".")
+        if section not in sections_of(config):
             continue
-        for name, needs in declared(kind).items():
-            default = defaults(kind)[name]
-            number = next((kind_of for kind_of in (float, int) if kind_of in union_members(field_types(kind)[name])), None)
-            value = number(1) if default is None and number else other.get(type(default), lambda x: "given")(default)
-            made = replace(EnvConfig(use="hop") if kind is EnvConfig else kind(), **{name: value})
-            env = (made if kind is EnvConfig else EnvConfig(use="hop"),)
-            config = replace(RunConfig(env=env), **({} if kind is EnvConfig else {section.name: made}))
-            key = f"env.0.{name}" if kind is EnvConfig else f"{section.name}.{name}"
-            unmet = [need for need in needs if not need.met(lambda key, config=config, made=made: _value(config, made, key))]
-            if unmet:
-                seen += 1
-                with pytest.raises(ConfigError, match=f"{key} = .*has no effect"):
-                    validate(config, {key: "recipe.toml"}, "recipe.toml", training=False)
-            assert all(isinstance(need, Needs) for need in needs)
-    assert seen > 25
+        other = [value for value in values_to_try(key) if value != getattr(sections_of(config)[section], name)]
+        changed = with_value(config, key, other[-1])
+        place = key.replace("env.", "env.0.")
+        if any(name in need.keys and not need.holds for need in sections_of(changed)[section].needs(changed)):
+            refused += 1
+            with pytest.raises(ConfigError, match=f"{place} = .*has no effect"):
+                validate(changed, {place: "recipe.toml"}, "recipe.toml", Context(training=False))
+    assert refused > 60
 
 
-def _value(config, made, key):
-    if key.startswith("env."):
-        return getattr(made, key[4:])
-    for part in key.split("."):
-        config = getattr(config, part)
+WORDS = {need: set(KEYS).intersection(need[2].split()) for need in all_needs(EVERY)}
+
+
+def drawn(rng, keys):
+    """Return a configuration with values of some keys that were drawn."""
+    config = EVERY
+    for key in keys:
+        config = with_value(config, key, rng.choice(values_to_try(key)))
     return config
+
+
+def test_no_key_decides_that_the_words_of_a_need_do_not_name():
+    rng = random.Random(0)
+    for _ in range(8):
+        config = drawn(rng, sorted(set().union(*WORDS.values())))
+        before = all_needs(config)
+        for key in KEYS:
+            for value in values_to_try(key):
+                after = all_needs(with_value(config, key, value))
+                assert after.keys() == before.keys()
+                for need in after:
+                    # A key may need nothing at a value of its own: no retries per episode.
+                    own = {f"{need[0]}.{name}" for name in need[1]}
+                    assert after[need] == before[need] or key in WORDS[need] | own, (need, key)
+
+
+@pytest.mark.parametrize("need", WORDS, ids=lambda need: f"{need[0]}.{need[1][0]}")
+def test_each_key_decides_that_the_words_of_a_need_name(need):
+    rng = random.Random(0)
+    undecided = set(WORDS[need])
+    for _ in range(2000):
+        if not undecided:
+            return
+        config = drawn(rng, sorted(WORDS[need]))
+        if need[0] != "teacher" and rng.random() < 0.5:
+            config = replace(config, teacher=())
+        for key in sorted(undecided):
+            held = {all_needs(with_value(config, key, value))[need] for value in values_to_try(key)}
+            undecided -= {key} if len(held) == 2 else set()
+    raise AssertionError(undecided)
 
 
 def test_a_default_that_is_written_out_is_no_mistake_and_the_command_line_may_switch_off(tmp_path):

@@ -1,4 +1,4 @@
-"""A key is declared on its field and nowhere else: `--keys`, tables, checks, needs and paths follow from it."""
+"""A key is declared in its section and nowhere else: `--keys`, tables, checks and paths follow from its field and its need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ import pytest
 SCHEMA = Path(importlib.util.find_spec("turnwright.config.schema").origin)
 ANCHOR = """    epochs: PositiveInt = 1
 """
-FIELDS = '''    new_share: Annotated[Fraction, Needs("train.kl > 0")] = 0.25
+NEED_ANCHOR = """        yield Need(("kl_estimator", "kl_in"), """
+NEED = """        yield Need(("new_share",), self.kl > 0, "train.kl > 0")
+"""
+FIELDS = '''    new_share: Fraction = 0.25
     """Share that is new; 0 is none."""
     new_file: Annotated[str | None, PathKind.DATA] = None
     """File that is new."""
@@ -64,8 +67,9 @@ def evaluate(tmp_path_factory):
     """Evaluates an expression in a process whose schema has three more fields, and nothing else that differs."""
     folder = tmp_path_factory.mktemp("schema")
     text = SCHEMA.read_text(encoding="utf-8")
-    assert text.count(ANCHOR) == 1
-    text = text.replace(ANCHOR, FIELDS + ANCHOR)
+    for anchor, added in ((ANCHOR, FIELDS), (NEED_ANCHOR, NEED)):
+        assert text.count(anchor) == 1
+        text = text.replace(anchor, added + anchor)
     (folder / "schema.py").write_text(text, encoding="utf-8")
     (folder / "rows.jsonl").write_text("{}\n")
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from turnwright.config import RunConfig
 from turnwright.config.dump import toml_value
-from turnwright.config.fields import describe_type, field_docs, field_type, table_lists
+from turnwright.config.fields import field_docs, field_type, table_lists
 from turnwright.config.recipe import flatten
+from turnwright.config.values import describe_type
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "keys.md"
 HEAD = """# Every key of a recipe

@@ -15,7 +15,7 @@ from rollout_kit import check_record, linear, tasks
 
 import turnwright as tw
 from turnwright.config import load
-from turnwright.config.schema import HISTORY_POLICIES
+from turnwright.config.names import HISTORY_POLICIES
 from turnwright.renderers.history import POLICIES, drop_reasoning, keep_images
 from turnwright.renderers.template_history import REASONS
 from turnwright.rollouts.runner import parse_history

@@ -10,7 +10,7 @@ from torch import nn
 from train_kit import M, P, chain, random_groups
 
 from turnwright.config import LoraConfig, QuantConfig, TrainConfig
-from turnwright.config.schema import ALGORITHMS
+from turnwright.config.names import ALGORITHMS
 from turnwright.errors import TurnwrightError
 from turnwright.training import Checkpoints, Ranks, Trainer, add_lora
 from turnwright.training.distributed import ProcessRanks

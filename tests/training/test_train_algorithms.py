@@ -10,7 +10,7 @@ from train_kit import E, M, P, branched, chain, distance, gradient, random_group
 from train_model64 import Model64
 
 from turnwright.config import TrainConfig
-from turnwright.config.schema import ALGORITHMS
+from turnwright.config.names import ALGORITHMS
 from turnwright.errors import ConfigError
 from turnwright.training import Trainer, resolve_settings
 from turnwright.training.advantages import overlong_penalty

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from train_kit import M, P, chain
 
 from turnwright.config import load
+from turnwright.config.names import SAMPLERS
 from turnwright.config.recipe import RunConfig
-from turnwright.config.schema import SAMPLERS, EnvConfig, RolloutConfig, ScheduleConfig
+from turnwright.config.schema import EnvConfig, RolloutConfig, ScheduleConfig
 from turnwright.errors import ConfigError, TraceError
 from turnwright.training import TaskPlan
 from turnwright.training.curriculum import Curriculum

@@ -120,7 +120,7 @@ def _template(given: Path | str, history: str, *, as_json: bool) -> int:
     from dataclasses import asdict
 
     from turnwright import commands
-    from turnwright.config.schema import HISTORY_MODES
+    from turnwright.config.names import HISTORY_MODES
     from turnwright.renderers.load import load_renderer, template_renderer
 
     if history not in HISTORY_MODES:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from turnwright import files
-from turnwright.config.fields import describe_type, field_docs, field_type, table_lists
+from turnwright.config.fields import field_docs, field_type, table_lists
 from turnwright.config.recipe import ConfigMerge, ResolvedConfig, build, flatten, override, parse_overrides
 from turnwright.config.schema import RunConfig
+from turnwright.config.values import describe_type
 from turnwright.errors import ConfigError
 
 

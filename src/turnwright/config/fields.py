@@ -1,4 +1,4 @@
-"""Keys of a recipe: their types in words, help texts and spelling suggestions."""
+"""Keys of a recipe: their types, help texts and spelling suggestions."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from functools import cache
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
-from turnwright.config.constraints import PathKind, declared, help_texts, path_kinds
-from turnwright.config.schema import RunConfig
+from turnwright.config.rules import Section
+from turnwright.config.schema import EnvRules, RunConfig
+from turnwright.config.values import PathKind, hints_of, path_kinds, reader
 from turnwright.errors import did_you_mean
 
 
@@ -52,24 +52,6 @@ def known_keys(section: str = "") -> Iterator[str]:
     for name in field_types(RunConfig):
         if not section or name == section.partition(".")[0]:
             yield from (f"{name}.{key}" for key in field_types(sections()[name])) if name in sections() else (name,)
-
-
-def union_members(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or a 1-tuple of the type itself."""
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-
-
-def describe_type(hint: Any) -> str:
-    """Describe a type in words: `an integer`, `one of "linear", "cosine"`."""
-    if get_origin(hint) is Literal:
-        return "one of " + ", ".join(f'"{choice}"' for choice in get_args(hint))
-    if get_origin(hint) in (Union, UnionType):
-        words = [describe_type(member) for member in get_args(hint) if member is not NoneType]
-        return " or ".join([*words, '"none"'] if NoneType in get_args(hint) else words)
-    if get_origin(hint) is tuple:
-        return "a list of strings" if get_args(hint)[-1] is Ellipsis else f"a list of {len(get_args(hint))} numbers"
-    plain = {int: "an integer", float: "a number", bool: "true or false", str: "a string in quotes"}
-    return plain.get(hint, "a table")
 
 
 def keys_by_name() -> dict[str, list[str]]:
@@ -120,14 +102,50 @@ def unknown_key(dotted: str, *, flags: bool = False) -> str:
 
 @cache
 def field_docs() -> dict[str, str]:
-    """Return the docstring of each key that has one, with the conditions for the key to have an effect."""
-    found = dict(help_texts(RunConfig))
-    for name, section in sections().items():
-        found |= {f"{name}.{key}": text for key, text in help_texts(section).items()}
-        for key, needs in declared(section).items():
-            found[f"{name}.{key}"] += f" Needs {' and '.join(f'`{need}`' for need in needs)}."
-        found.setdefault(name, (section.__doc__ or "").strip())
-    return found
+    """Return the docstring of each key that has one, with what the key needs to have an effect."""
+    docs = {name: (kind.__doc__ or "").strip() for name, kind in sections().items()}
+    docs |= _docstrings(RunConfig)
+    for section, kind in sections().items():
+        for name, text in _docstrings(kind).items():
+            docs[f"{section}.{name}"] = text
+        for name, words in needs_in_words(kind).items():
+            needs = " and ".join(f"`{one}`" for one in words)
+            docs[f"{section}.{name}"] += f" Needs {needs}."
+    return docs
+
+
+def needs_in_words(kind: type[Section]) -> dict[str, list[str]]:
+    """Return what each key of a section needs to have an effect, for those that need something."""
+    words: dict[str, list[str]] = {}
+    for need in kind().needs(RunConfig()):
+        for name in need.keys:
+            words.setdefault(name, []).append(need.words)
+    return words
+
+
+def _docstrings(cls: type) -> dict[str, str]:
+    """Return the docstrings under the fields of a section and its bases."""
+    schemas = _documented_schemas()
+    texts = {}
+    for base in reversed(cls.__mro__):
+        for name, schema in schemas.get(base.__name__, {}).get("properties", {}).items():
+            if "description" in schema:
+                texts[name] = " ".join(schema["description"].split())
+    return texts
+
+
+@cache
+def _documented_schemas() -> dict[str, Any]:
+    """Return the JSON schemas of the sections by class."""
+    # pydantic reads the docstrings of one class, without its bases.
+    schemas: dict[str, Any] = reader(RunConfig | EnvRules, with_docstrings=True).json_schema()["$defs"]
+    return schemas
+
+
+def field_annotation(dotted: str) -> Any:
+    """Return the annotation of a dotted key of a section, with bounds (`env.0.weight`)."""
+    section, _, name = "".join(f".{part}" for part in dotted.split(".") if not part.isdecimal())[1:].rpartition(".")
+    return hints_of(sections()[section] if section else RunConfig)[name]
 
 
 def path_kind(dotted: str) -> PathKind | None:

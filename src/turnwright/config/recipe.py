@@ -7,31 +7,28 @@ import math
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from turnwright import files
-from turnwright.config.constraints import changed
 from turnwright.config.fields import (
-    describe_type,
+    field_annotation,
     field_type,
     known_keys,
     path_kind,
     table_lists,
-    union_members,
     unknown_key,
 )
+from turnwright.config.rules import Context
 from turnwright.config.schema import PolicyConfig, RunConfig
 from turnwright.config.snapshots import is_hub_id, local_model
-from turnwright.config.validation import validate
+from turnwright.config.validation import COMMAND_LINE, DEFAULT, validate, wrong_value
+from turnwright.config.values import changed, describe_type, is_of_another_type, reader, union_members, why_refused
 from turnwright.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+    from pydantic import ValidationError
 
-DEFAULT = "default"
-COMMAND_LINE = "command line"
 MINIMAL_RECIPE_HINT = 'a minimal recipe is: [[env]] with a line use = "hop"'
 
 
@@ -80,7 +77,7 @@ def load(
             env["name"] = use.rpartition(":")[2]
     where = {key: f"{path}" if origin not in (DEFAULT, COMMAND_LINE) else origin for key, origin in merged.origins.items()}
     file = str(path) if path is not None else COMMAND_LINE
-    return merged.resolved(where, file, path, envs=envs, templates=templates, training=training)
+    return merged.resolved(where, file, Context(training, envs=envs, templates=templates), path)
 
 
 def override(resolved: ResolvedConfig, overrides: Sequence[str], *, training: bool = True) -> ResolvedConfig:
@@ -89,8 +86,9 @@ def override(resolved: ResolvedConfig, overrides: Sequence[str], *, training: bo
     merged.add(to_tree(resolved.config), DEFAULT, where="run")
     merged.origins = dict(resolved.origins)
     given = {merged.override(dotted, text) for dotted, text in parse_overrides(overrides)}
-    objects = not resolved.config.env  # of a run of turnwright.train()
-    return merged.resolved(merged.origins, COMMAND_LINE, resolved.recipe, training=training, given=given, has_objects=objects)
+    # A run of `turnwright.train()` was given its environments as objects.
+    context = Context(training, has_objects=not resolved.config.env)
+    return merged.resolved(merged.origins, COMMAND_LINE, context, resolved.recipe, given=given)
 
 
 def from_python(settings: Mapping[str, Any], place: str) -> ResolvedConfig:
@@ -105,7 +103,7 @@ def from_python(settings: Mapping[str, Any], place: str) -> ResolvedConfig:
         table = {name: _as_toml(section)}
         _make_absolute(table, Path())
         merged.add(table, place, where=place)
-    return merged.resolved(merged.origins, place, has_objects=True)
+    return merged.resolved(merged.origins, place, Context(has_objects=True))
 
 
 def _as_toml(value: Any) -> Any:
@@ -161,39 +159,71 @@ def parse_overrides(words: Sequence[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-@cache
-def _adapter() -> TypeAdapter[RunConfig]:
-    # Importing pydantic takes about 0.1 s, which `turnwright --help` avoids.
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(RunConfig)
-
-
 def build(tree: Mapping[str, Any], where: Mapping[str, str]) -> RunConfig:
-    """Build a `RunConfig` from plain values, nested like a recipe with known keys, checking every type.
+    """Build a `RunConfig` from plain values, nested like a recipe with known keys, checking the value of each.
 
     `where` is dotted key -> the file (or `command line`) to name in an error.
     """
     from pydantic import ValidationError
 
-    adapter = _adapter()
     try:
         # Strict mode accepts lists for tuples and tables for dataclasses only from JSON. Unknown keys were rejected before.
-        return adapter.validate_json(json.dumps(tree, default=_reject_time), strict=True)
+        config: RunConfig = reader(RunConfig).validate_json(json.dumps(tree, default=_reject_time), strict=True)
     except ValidationError as failure:
-        first = failure.errors(include_url=False)[0]
-        dotted = ""
-        for part in first["loc"]:  # goes deeper than the key: tuple items, union members
-            if field_type(deeper := f"{dotted}.{part}".removeprefix(".")) is None:
-                break
-            dotted = deeper
-        if not dotted:
-            raise ConfigError(f"{next(iter(where.values()), DEFAULT)}: cannot be read: {first['msg']}") from None
-        value: Any = tree
-        for part in dotted.split("."):
-            value = value[int(part)] if isinstance(value, list) else value.get(part) if isinstance(value, dict) else value
-        more = f" (and {failure.error_count() - 1} more)" if failure.error_count() > 1 else ""
-        raise ConfigError(_wrong_value(dotted, value, where.get(dotted, DEFAULT)) + more) from None
+        raise _wrong_values(failure, tree, where) from None
+    return config
+
+
+class OutOfBounds(ConfigError):
+    """A value has its key's type, and is none that the key accepts; `why` is what is wrong with it."""
+
+    def __init__(self, message: str, why: str) -> None:
+        super().__init__(message)
+        self.why = why
+
+
+def _wrong_values(failure: ValidationError, tree: Mapping[str, Any], where: Mapping[str, str]) -> ConfigError:
+    """Return the error about the first value of another type, or where there is none, the first that is out of bounds."""
+    errors = failure.errors(include_url=False)
+    of_another_type = [error for error in errors if is_of_another_type(error)]
+    first = (of_another_type or errors)[0]
+    dotted = _key_at(first["loc"])
+    if not dotted:
+        return ConfigError(f"{next(iter(where.values()), DEFAULT)}: cannot be read: {first['msg']}")
+
+    value: Any = tree
+    for part in dotted.split("."):
+        if isinstance(value, list):
+            value = value[int(part)]
+        elif isinstance(value, dict):
+            value = value.get(part)
+    place = where.get(dotted, DEFAULT)
+    if not of_another_type:
+        why = why_refused(first, field_annotation(dotted))
+        number = _as_number(value, field_type(dotted))
+        return OutOfBounds(str(wrong_value(place, DEFAULT, dotted, number, why)), why)
+    others = len(of_another_type) - 1
+    more = f" (and {others} more)" if others else ""
+    return ConfigError(_wrong_type(dotted, value, place) + more)
+
+
+def _key_at(location: Sequence[int | str]) -> str:
+    """Return the dotted key of a location, which may go deeper: to items of a list, to members of a union."""
+    dotted = ""
+    for part in location:
+        deeper = f"{dotted}.{part}".removeprefix(".")
+        if field_type(deeper) is None:
+            break
+        dotted = deeper
+    return dotted
+
+
+def _as_number(value: Any, hint: Any) -> Any:
+    """Return an integer as the float that its key has, in a pair too."""
+    if isinstance(value, list):
+        return [_as_number(item, get_args(hint)[0]) for item in value]
+    is_float = float in union_members(hint) and isinstance(value, int)
+    return float(value) if is_float else value
 
 
 def flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -256,18 +286,26 @@ class ConfigMerge:
             else:
                 self._add_section([name], value, origin, where)
 
-    def resolved(self, where: Mapping[str, str], file: str, recipe: Path | None = None, **checks: Any) -> ResolvedConfig:
+    def resolved(
+        self,
+        where: Mapping[str, str],
+        file: str,
+        context: Context,
+        recipe: Path | None = None,
+        *,
+        given: Collection[str] | None = None,
+    ) -> ResolvedConfig:
         """Build and validate the configuration; the arguments are those of `build` and `validate`."""
         model = self.tree.get("model", {})
         if isinstance(model, dict) and isinstance(model.get("path"), str):
             model["path"] = str(local_model(model["path"], model.get("revision")))
         config = build(self.tree, where)
-        validate(config, where, file, **checks)
+        validate(config, where, file, context, given=given)
         for policy in config.policy:
             if policy.learns:
                 place = {f"train.{key}": f"{file}: policy {policy.name}" for key in policy.train}
                 own = config_of(config, policy, place)
-                validate(own, place, file, **checks)
+                validate(own, place, file, context, given=given)
                 if config.teacher and not own.teacher and not own.train.reward_weight:
                     why = "trains by teachers alone, and none of them teaches it; see teacher.policies"
                     raise ConfigError(f"{file}: policy {policy.name}: train.reward_weight = 0: {why}")
@@ -410,7 +448,7 @@ def _absolute_files(value: Any, folder: Path) -> Any:
     return f"{files.resolved(folder / name)}{colon}{rest}" if found else value
 
 
-def _wrong_value(dotted: str, value: Any, where: str) -> str:
+def _wrong_type(dotted: str, value: Any, where: str) -> str:
     hint = field_type(dotted)
     near = did_you_mean(str(value), get_args(hint) if get_origin(hint) is Literal else ())
     if where == COMMAND_LINE:

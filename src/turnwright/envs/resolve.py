@@ -14,7 +14,8 @@ from types import ModuleType
 from typing import Any, get_type_hints
 
 from turnwright import plugins
-from turnwright.config.schema import PROGRAM, EnvConfig
+from turnwright.config.names import PROGRAM
+from turnwright.config.schema import EnvConfig
 from turnwright.envs.env import Env
 from turnwright.envs.foreign import ForeignObject, Registered, adapt, import_object, load_registered, refuse_faithful
 from turnwright.envs.spec import EnvSpec, Play

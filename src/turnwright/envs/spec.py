@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from turnwright.config.constraints import check_rules_of_play
 from turnwright.config.schema import EnvRules
+from turnwright.config.validation import check_rules_of_play
 from turnwright.envs.env import EnvFactory
 from turnwright.envs.likely_names import likely_name
 from turnwright.envs.scripted_play import ScriptedEpisode, Speak, play_scripted, run

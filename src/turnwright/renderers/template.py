@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwright.config.constraints import is_template_file
+from turnwright.config.values import is_template_file
 from turnwright.errors import ConfigError, TemplateError, did_you_mean
 from turnwright.files import read_text
 from turnwright.renderers.inspected import is_watching, watch_nothing

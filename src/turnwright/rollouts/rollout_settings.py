@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from turnwright.config import EvalConfig, Limits, RolloutConfig, RunConfig
-from turnwright.config.constraints import check_section
+from turnwright.config.values import check_section
 from turnwright.engines import Sampling
 from turnwright.errors import UsageError
 from turnwright.renderers.history import History

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from turnwright.config import EnvRules, Limits
-from turnwright.config.constraints import values_of
-from turnwright.config.schema import HISTORY_MODES, HISTORY_OBJECT, history_error
+from turnwright.config.names import HISTORY_MODES, HISTORY_OBJECT, history_error
+from turnwright.config.values import values_of
 from turnwright.engines import Engine, HasContextLimit, Sampling, StopText
 from turnwright.engines.protocols import add_pixel_source, give_renderer
 from turnwright.envs import Env, Scores

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from turnwright.config import EnvRules, Limits
-from turnwright.config.constraints import check_rules_of_play, check_section
+from turnwright.config.validation import check_rules_of_play
+from turnwright.config.values import check_section
 from turnwright.engines import Engine, HasRenderer, Sampling
 from turnwright.envs import Env
 from turnwright.envs.env import HasGroupReward

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from turnwright.config.schema import CreditUnit, OnFailedEpisode, loss_scale_error
+from turnwright.config.names import loss_scale_error
+from turnwright.config.schema import CreditUnit, OnFailedEpisode
 from turnwright.envs.resolve import call_error, load_object
 from turnwright.errors import ConfigError, RewardError, UsageError
 from turnwright.types import Group, StopReason, Trajectory

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from turnwright.config import TrainConfig
-from turnwright.config.schema import ADVANTAGES, Advantage, Aggregation, KLEstimator, KLPlace
+from turnwright.config.names import ADVANTAGES, Advantage
+from turnwright.config.schema import Aggregation, KLEstimator, KLPlace
 from turnwright.config.schema import Correction as CorrectionKind
 from turnwright.errors import ConfigError
 from turnwright.training.advantages import (

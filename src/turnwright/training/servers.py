@@ -13,7 +13,7 @@ from torch import nn
 
 from turnwright import plugins
 from turnwright.config import EngineConfig, RunConfig
-from turnwright.config.schema import truncation_key
+from turnwright.config.schema import SGLANG_TRUNCATES
 from turnwright.engines.remote import ChatEngine, Fleet
 from turnwright.engines.remote.capabilities import KINDS, kind_of
 from turnwright.engines.remote.engine_list import EngineList
@@ -310,9 +310,10 @@ def _check_kinds(config: RunConfig, kinds: Collection[str]) -> None:
     what, fit = required.get(engine.update, ("", kinds))
     if others := sorted(set(kinds) - set(fit)):
         raise ConfigError(f'engine.update = "{engine.update}": {what} only, but {others[0]} answers at engine.urls')
-    if config.train.steps and "SGLang" in kinds and (cut := truncation_key(rollout)):
-        key, why = cut
-        raise ConfigError(f"rollout.{key} = {getattr(rollout, key)}: {why} (SGLang answers at engine.urls)")
+    key = rollout.truncated_by
+    if config.train.steps and "SGLang" in kinds and key:
+        value = getattr(rollout, key)
+        raise ConfigError(f"rollout.{key} = {value}: {SGLANG_TRUNCATES} (SGLang answers at engine.urls)")
 
 
 def connect_fixed_servers(config: RunConfig, renderer: Any) -> Fleet:

@@ -21,7 +21,7 @@ from torch import nn
 from turnwright import plugins
 from turnwright.config import ModelConfig, RunConfig, TrainConfig
 from turnwright.config.launch import world_size
-from turnwright.config.schema import ENGINES
+from turnwright.config.names import ENGINES
 from turnwright.engines import Engine, SupportsSleep, SupportsWeightUpdate
 from turnwright.engines.local import LocalEngine, torch_settings
 from turnwright.engines.local.adapters import AdapterShape

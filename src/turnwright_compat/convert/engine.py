@@ -10,11 +10,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
-from turnwright.config.constraints import field_errors, without_effect
 from turnwright.config.dump import toml_value
-from turnwright.config.fields import describe_type, field_type, sections, union_members
-from turnwright.config.recipe import ConfigMerge, build
+from turnwright.config.fields import field_type, sections
+from turnwright.config.recipe import ConfigMerge, OutOfBounds, build
 from turnwright.config.schema import RunConfig
+from turnwright.config.validation import without_effect
+from turnwright.config.values import describe_type, union_members
 from turnwright.errors import ConfigError, did_you_mean
 from turnwright_compat.convert.sources import Setting, Source, plain_value
 
@@ -493,7 +494,7 @@ def _checked(draft: Draft, accounts: list[Account]) -> list[Account]:
             del draft.values[key]
         elif str in union_members(hint) and draft.values[key] is not None and not isinstance(draft.values[key], str):
             draft.values[key] = str(draft.values[key])
-    faults = [(key, f"is invalid: {why}") for key in draft.values if (why := _type_error(draft, key))]
+    faults = [(key, why) for key in draft.values if (why := _value_error(draft, key))]
     while faults or (fault := _first_fault(draft)) is not None:
         key, why = faults.pop() if faults else fault  # type: ignore[misc]
         origin, value = draft.origins[key], draft.values.pop(key)
@@ -509,32 +510,28 @@ def _checked(draft: Draft, accounts: list[Account]) -> list[Account]:
     return accounts
 
 
-def _type_error(draft: Draft, key: str) -> str:
+def _value_error(draft: Draft, key: str) -> str:
     try:
         _built({key: draft.values[key]})
+    except OutOfBounds as error:
+        return error.why
     except ConfigError as error:
-        return str(error).partition(": ")[2]
+        return "is invalid: " + str(error).partition(": ")[2]
     return ""
 
 
 def _first_fault(draft: Draft) -> tuple[str, str] | None:
-    config: Any = _built(draft.values, draft.teacher)
-    for name in sections():
-        section = config.env[0] if name == "env" else getattr(config, name)
-        if isinstance(section, tuple):  # tables that no setting is converted to
-            continue
-        for attribute, _, why in field_errors(section):
-            if f"{name}.{attribute}" in draft.values:
-                return f"{name}.{attribute}", why
-
-        def get(key: str, section: Any = section) -> Any:
-            part, _, attribute = key.partition(".")
-            found = config.env[0] if part == "env" else getattr(config, part)
-            return getattr(found, attribute) if attribute else found
-
-        for key, _, need in without_effect(name, section, get):
+    """Return the first key that names nothing or has no effect, and why."""
+    config = _built(draft.values, draft.teacher)
+    for name, why in config.train.wrong_names():
+        if f"train.{name}" in draft.values:
+            return f"train.{name}", why
+    for prefix, section in config.sections():
+        table = prefix.removesuffix(".0")
+        for name, _, need in without_effect(section, config):
+            key = f"{table}.{name}"
             if key in draft.values:
-                return key, f"has no effect: it needs {need}"
+                return key, f"has no effect: it needs {need.words}"
     return None
 
 

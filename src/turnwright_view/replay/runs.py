@@ -9,8 +9,8 @@ from typing import Any
 
 from turnwright.config import EnvConfig
 from turnwright.config.dump import load_run_config
+from turnwright.config.names import HISTORY_OBJECT
 from turnwright.config.recipe import override
-from turnwright.config.schema import HISTORY_OBJECT
 from turnwright.envs.resolve import resolve_env
 from turnwright.errors import UsageError
 from turnwright.training.model.directory import base_model_of, renderer_of, row_count, token_count

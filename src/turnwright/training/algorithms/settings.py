@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from turnwright.config import TrainConfig
-from turnwright.config.schema import algorithm_error
-from turnwright.config.validation import conflicting_keys
+from turnwright.config.names import algorithm_error
 from turnwright.envs.resolve import call_error, load_object
 from turnwright.errors import ConfigError
 from turnwright.training.algorithms import cispo, dapo, dr_grpo, grpo, gspo, reinforce_pp, reinforce_pp_baseline, rloo
@@ -24,8 +23,7 @@ BUILT_IN: dict[str, Algorithm] = {
 
 def resolve_settings(config: TrainConfig) -> AlgorithmSettings:
     """Resolve every key: the recipe's value if set, else the algorithm's; raise `ConfigError` for what does not fit."""
-    if found := conflicting_keys(config):
-        key, why = found
+    for key, why in config.conflicts():
         raise ConfigError(f"train.{key} = {getattr(config, key)!r} {why}")
     chosen = BUILT_IN.get(config.algorithm)
     if chosen is None:
