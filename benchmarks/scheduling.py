@@ -65,7 +65,7 @@ from turnwright.renderers import byte_renderer
 from turnwright.rollouts import Rollout, make_episode_specs
 from turnwright.rollouts.group_scheduler import BatchScheduler
 from turnwright.rollouts.rollout_settings import RolloutSettings
-from turnwright.training.batches import Batches, StepBatches, StreamBatches, StreamRecord
+from turnwright.training.batches import Batch, Batches, StepBatches, StreamBatches, StreamRecord
 
 PLACES, GROUPS, SAMPLES = 64, 32, 8
 TOKEN_S, ENV_S, TRAIN_S = 0.002, 0.05, 2.0
@@ -192,6 +192,58 @@ def hop_reply(request: tw.Request) -> tuple[list[int], float]:
     return ids, TOKEN_S * max(1.0, tokens) / len(ids)
 
 
+class FifoScheduler(BatchScheduler):
+    """For comparison: trains groups in the order in which they entered, so it waits longer."""
+
+    def _select(self, version: int) -> list[int] | None:
+        batch = list(self._open)[: self.groups]
+        return batch if len(batch) == self.groups else None
+
+
+class DiscardingScheduler(BatchScheduler):
+    """For comparison: trains the first complete groups and drops those that would exceed the staleness."""
+
+    def __init__(self, groups: int, staleness: int, *, steps: int, refill: int = 0) -> None:
+        super().__init__(groups, staleness, steps=steps, refill=refill)
+        self.discarded: list[int] = []
+
+    def admit(self) -> int | None:
+        planned = self.groups * min(self.version + self.staleness + 1, self.steps)
+        # Further groups take the places of those that were dropped.
+        if self._next - len(self.discarded) >= planned:
+            return None
+        group = self._next
+        self._next += 1
+        self._open[group] = self.version
+        return group
+
+    def _select(self, version: int) -> list[int] | None:
+        batch = list(self._complete)[: self.groups]
+        return batch if len(batch) == self.groups else None
+
+    def advance(self) -> None:
+        super().advance()
+        late = [group for group, version in self._open.items() if version + self.staleness < self.version]
+        for group in late:
+            del self._open[group]
+            self._complete.pop(group, None)
+        self.discarded += late
+
+
+class DiscardingBatches(StreamBatches):
+    """Ends the episodes of groups that were dropped."""
+
+    async def next(self, step: int) -> Batch:
+        if self._scheduler.version < step:
+            self._scheduler.advance()
+            assert isinstance(self._scheduler, DiscardingScheduler)
+            for group in self._scheduler.discarded:
+                self._found.pop(group, None)
+                if group in self._running:
+                    self._running[group].cancel()
+        return await super().next(step)
+
+
 class Schedule:
     """One run of a mode: its batches from the shipped code, a trainer that sleeps."""
 
@@ -201,7 +253,7 @@ class Schedule:
         staleness: int = 0,
         *,
         steps: int,
-        selection: Any = "complete",
+        scheduler: type[BatchScheduler] = BatchScheduler,
         hold: bool = False,
         groups: int = GROUPS,
         env: type[tw.Env] = Waits,
@@ -209,7 +261,7 @@ class Schedule:
         reply: Callable[[tw.Request], tuple[Sequence[int], float]] = w3_reply,
         train_s: float = TRAIN_S,
     ) -> None:
-        self.mode, self.staleness, self.steps, self.selection, self.hold = mode, staleness, steps, selection, hold
+        self.mode, self.staleness, self.steps, self.scheduler, self.hold = mode, staleness, steps, scheduler, hold
         self.groups, self.train_s = groups, train_s
         self._env, self._tasks = env, tasks
         self.engine = Sleeper(reply)
@@ -297,8 +349,9 @@ class Schedule:
         if self.mode != "async":
             ahead_until = self.steps if self.mode == "one_step_off" else 0
             return StepBatches(plan, plan, play, progress, ahead_until=ahead_until)
-        scheduler = BatchScheduler(self.groups, self.staleness, steps=self.steps, selection=self.selection)
-        return StreamBatches(scheduler, plan, plan, play, progress, gate, lambda event: None, StreamRecord())
+        scheduler = self.scheduler(self.groups, self.staleness, steps=self.steps)
+        source = DiscardingBatches if isinstance(scheduler, DiscardingScheduler) else StreamBatches
+        return source(scheduler, plan, plan, play, progress, gate, lambda event: None, StreamRecord())
 
 
 def engine_s(group: int) -> float:
@@ -373,7 +426,7 @@ def figures(run: Schedule) -> dict[str, float]:
     return {name: value if isinstance(value, bool) else round(value, 4) for name, value in row.items()}
 
 
-def hop_shares(steps: int, staleness: int, selection: str) -> dict[str, dict[int, float]]:
+def hop_shares(steps: int, staleness: int, scheduler: type[BatchScheduler]) -> dict[str, dict[int, float]]:
     """Return the share of each number of look-ups among the Hop groups that entered and that were trained."""
     drawn = Hop.tasks("train", 8 * steps + 64, SEED)
 
@@ -381,7 +434,7 @@ def hop_shares(steps: int, staleness: int, selection: str) -> dict[str, dict[int
         "async",
         staleness,
         steps=steps,
-        selection=selection,
+        scheduler=scheduler,
         groups=4,
         env=SlowHop,
         tasks=drawn.__getitem__,
@@ -404,9 +457,9 @@ MODES: dict[str, dict[str, Any]] = {
     "async_4": {"mode": "async", "staleness": 4},
     "hold_2": {"mode": "async", "staleness": 2, "hold": True},
     "hold_4": {"mode": "async", "staleness": 4, "hold": True},
-    "fifo_2": {"mode": "async", "staleness": 2, "selection": "fifo"},
-    "discard_1": {"mode": "async", "staleness": 1, "selection": "discard"},
-    "discard_2": {"mode": "async", "staleness": 2, "selection": "discard"},
+    "fifo_2": {"mode": "async", "staleness": 2, "scheduler": FifoScheduler},
+    "discard_1": {"mode": "async", "staleness": 1, "scheduler": DiscardingScheduler},
+    "discard_2": {"mode": "async", "staleness": 2, "scheduler": DiscardingScheduler},
 }
 
 
@@ -421,9 +474,9 @@ def main() -> None:
         modes[name] = row = figures(Schedule(steps=args.steps, **MODES[name]).run())
         print(f"{name:13}", " ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     hop = {}
-    for selection in ("complete", "discard"):
-        hop[selection] = hop_shares(10 * args.steps, 1, selection)
-        print(f"Hop by look-ups, staleness 1, {selection}: {hop[selection]}", flush=True)
+    for name, scheduler in (("complete", BatchScheduler), ("discard", DiscardingScheduler)):
+        hop[name] = hop_shares(10 * args.steps, 1, scheduler)
+        print(f"Hop by look-ups, staleness 1, {name}: {hop[name]}", flush=True)
     outer = {"sync": ("ratio_to_list", "ratio_to_bound")}
     outer["async_2"] = ("busy", "useful", "ideal_busy", "lag_mean", "lag_max", "turns_sampled", "turns_trained")
     row = {key: modes[name][key] for name, keys in outer.items() if name in modes for key in keys}

@@ -172,7 +172,7 @@ class WorkerProcess:
             link.share(store)
             router = EventRouter(link.durable)
             engine = RunEngine(link, welcome, renderer.banned_ids)
-            chosen = ("concurrency", "environments", "stop", "sanity", "sanity_every", "sanity_share", "watchdog_s")
+            chosen = ("concurrency", "environments", "stop", "sanity", "sanity_share", "watchdog_s")
             rollout = Rollout(
                 engine,
                 renderer,

@@ -78,7 +78,7 @@ SETTINGS = {
     "skyrl, rendered again in each turn": ("skyrl", {"rollout": 'history = "template"'}),
     "skyrl, as a tree": ("skyrl", {"rollout": 'history = "template"', "train": 'batching = "tree"'}),
     "skyrl, one message": ("skyrl", {"rollout": 'history = "inline"'}),
-    "verl, checked in each turn": ("verl", {"rollout": 'sanity_every = "turn"\nsanity_share = 1.0'}),
+    "verl, checked in each turn": ("verl", {"rollout": 'sanity_share = "turns"'}),
     "verl, as in production": ("verl", {"rollout": 'history = "template"'}),
 }
 

@@ -185,6 +185,22 @@ def test_a_run_directory_gives_its_configuration_back(tmp_path):
     assert again.origins == resolved.origins
 
 
+def test_a_run_of_an_earlier_version_has_the_keys_of_today(tmp_path):
+    row = to_json_dict(load(write(tmp_path, HOP)))
+    row["config"]["schedule"]["selection"] = "complete"
+    row["config"]["rollout"] |= {"sanity_every": "turn", "sanity_share": 0.5}
+    row["origins"] |= {"schedule.selection": "default", "rollout.sanity_every": "recipe.toml"}
+    (tmp_path / "config.json").write_text(json.dumps(row))
+    again = load_run_config(tmp_path)
+    assert again.config.rollout.sanity_share == "turns"
+    assert set(again.origins) == {key for key, _ in flatten(again.config)}
+
+    row["config"]["schedule"]["selection"] = "discard"
+    (tmp_path / "config.json").write_text(json.dumps(row))
+    with pytest.raises(ConfigError, match=r'config.json: schedule.selection = "discard": is no setting any more'):
+        load_run_config(tmp_path)
+
+
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"config": {"trian": {}}}', '{"config": {"seed": "x"}}'])
 def test_a_run_directory_that_is_none(tmp_path, content):
     if content is not None:
@@ -241,7 +257,7 @@ def test_the_sanity_check_is_asked_for_by_its_peers_words_too(tmp_path):
         assert load(write(tmp_path, HOP), ["--rollout.sanity", word]).config.rollout.sanity == word
     for words, expected in (
         (["--rollout.sanity", "strickt"], "did you mean 'strict'"),
-        (["--rollout.sanity-every", "step"], 'one of "episode", "turn"'),
+        (["--rollout.sanity-share", "steps"], 'must be a number or one of "turns"; '),
         (["--rollout.sanity-share", "1.5"], "must be from 0 to 1"),
     ):
         with pytest.raises(ConfigError, match=expected):

@@ -75,7 +75,7 @@ def cause_of(*args: Any, **options: Any) -> dict[str, Any]:
 
 
 def test_an_append_only_render_mismatch_nowhere() -> None:
-    trajectory, reports = played(renderer(), [THOUGHT, "Well.", THOUGHT], "Go on.", "More.", sanity_every="turn")
+    trajectory, reports = played(renderer(), [THOUGHT, "Well.", THOUGHT], "Go on.", "More.", sanity_share="turns")
     assert reports == {}
     assert trajectory.metrics["render_checks"] == 3
     assert not any(name.startswith("render_mismatch") for name in trajectory.metrics)
@@ -208,7 +208,7 @@ def test_off_is_off_and_a_share_is_of_the_keys(tmp_path: Path) -> None:
 
 def test_one_report_of_each_cause_is_kept_and_nothing_else_changes(tmp_path: Path) -> None:
     render = renderer("qwen3_without_thinking")
-    checked, reports = played(render, [THOUGHT, THOUGHT, "Well."], "Go on.", "More.", sanity_every="turn", directory=tmp_path)
+    checked, reports = played(render, [THOUGHT, THOUGHT, "Well."], "Go on.", "More.", sanity_share="turns", directory=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "sanity.jsonl").read_text().splitlines()]
     assert [row["cause"] for row in rows] == list(reports) == ["thinking_stripped"]
     assert checked.metrics["render_mismatch_thinking_stripped"] == 2
@@ -260,6 +260,6 @@ def test_equal_conversations_have_no_difference(words: list[str], data: Any) -> 
         st.lists(st.text("abc xyz.,", min_size=1, max_size=20), min_size=len(words) - 1, max_size=len(words) - 1)
     )
     name = data.draw(st.sampled_from(["chatml", "qwen3_with_thinking"]))
-    trajectory, reports = played(renderer(name), words, *observations, sanity_every="turn")
+    trajectory, reports = played(renderer(name), words, *observations, sanity_share="turns")
     assert reports == {}
     assert trajectory.metrics["render_checks"] == len(words)

@@ -9,6 +9,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -18,6 +19,10 @@ from hypothesis import strategies as st
 
 from turnwright.errors import UsageError
 from turnwright.rollouts.group_scheduler import BatchScheduler
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from scheduling import DiscardingScheduler, FifoScheduler
 
 NUMBER = int(sys.argv[1]) if __name__ == "__main__" else 200
 EXAMPLES = settings(max_examples=NUMBER, deadline=None)
@@ -34,7 +39,7 @@ class Run:
     places: int = 4
     update: int = 3
     refill: int = 0
-    selection: Any = "complete"
+    kind: type[BatchScheduler] = BatchScheduler
     restarts: dict[int, int] = field(default_factory=dict)
     """Number of the event before which the process is killed, and of the updates since its checkpoint."""
     trained: dict[int, list[int]] = field(default_factory=dict)
@@ -45,14 +50,14 @@ class Run:
     duration_of: dict[int, int] = field(default_factory=dict)
 
     def scheduler(self) -> BatchScheduler:
-        return BatchScheduler(self.groups, self.staleness, steps=self.steps, refill=self.refill, selection=self.selection)
+        return self.kind(self.groups, self.staleness, steps=self.steps, refill=self.refill)
 
     def restarted(self, scheduler: BatchScheduler, lost: int) -> BatchScheduler:
         fresh = self.scheduler()
         version = max(0, scheduler.version - lost)  # that of the checkpoint
         before = {group for step, batch in self.trained.items() if step < version for group in batch}
-        left = [(group, at) for group, at in self.entered.items() if group not in before and group not in self.discarded]
-        fresh.restore(json.loads(json.dumps({"version": version, "open": left, "discarded": len(self.discarded)})))
+        left = [(group, at) for group, at in self.entered.items() if group not in before]
+        fresh.restore(json.loads(json.dumps({"version": version, "open": left})))
         return fresh
 
     def play(self) -> Run:
@@ -86,7 +91,8 @@ class Run:
             count += 1
             if group < 0:
                 training = False
-                self.discarded += scheduler.advance()
+                scheduler.advance()
+                self.discarded = scheduler.discarded if isinstance(scheduler, DiscardingScheduler) else []
             elif group in self.discarded:
                 pass
             elif self.durations[numbers % len(self.durations)] % 3 == 0 and scheduler.replace(group, "no_signal"):
@@ -130,7 +136,7 @@ def test_every_group_that_enters_trains_once_within_the_bound_in_any_order_of_co
 
 
 @EXAMPLES
-@given(random_runs(selection="fifo"))
+@given(random_runs(kind=FifoScheduler))
 def test_first_in_first_out_keeps_the_bound_too(run: Run) -> None:
     check(run.play())
     for step, batch in run.trained.items():
@@ -138,7 +144,7 @@ def test_first_in_first_out_keeps_the_bound_too(run: Run) -> None:
 
 
 @EXAMPLES
-@given(random_runs(selection="discard"))
+@given(random_runs(kind=DiscardingScheduler, restarts={}))
 def test_discarding_keeps_the_bound_by_dropping_groups_and_counts_them(run: Run) -> None:
     run.play()
     trained = [group for batch in run.trained.values() for group in batch]
@@ -227,9 +233,8 @@ def test_misuse_and_foreign_states_are_refused_with_what_to_do() -> None:
     scheduler.advance()
     with pytest.raises(UsageError, match="last of 1 steps was taken already"):
         scheduler.take()
-    for wrong in ({"open": [[7, 0]]}, {"open": [], "discarded": 1}):
-        with pytest.raises(UsageError, match="are not all those"):
-            BatchScheduler(4, 1, steps=3).restore({"version": 0} | wrong)
+    with pytest.raises(UsageError, match="are not all those"):
+        BatchScheduler(4, 1, steps=3).restore({"version": 0, "open": [[7, 0]]})
     with pytest.raises(UsageError, match=r"groups \[9\] of step 0 did not enter"):
         BatchScheduler(1, 1, steps=1).take([9])
 
@@ -240,25 +245,25 @@ def ks_statistic(first: Sequence[float], second: Sequence[float]) -> float:
     return max(abs(bisect_right(a, value) / len(a) - bisect_right(b, value) / len(b)) for value in {*a, *b})
 
 
-def long_tailed(selection: str, staleness: int) -> tuple[list[int], list[int]]:
+def long_tailed(kind: type[BatchScheduler], staleness: int) -> tuple[list[int], list[int]]:
     """Return the durations of groups that entered, and of those trained, with a long tail."""
-    rng = Random(f"{selection}/{staleness}")
+    rng = Random(f"{kind.__name__}/{staleness}")
     durations = [min(400, round(rng.lognormvariate(2.5, 1.2))) for _ in range(4000)]
-    run = Run(8, staleness, 300, durations, places=16, update=5, selection=selection).play()
+    run = Run(8, staleness, 300, durations, places=16, update=5, kind=kind).play()
     sampled = [run.duration_of[group] for group in run.entered]
     return sampled, [run.duration_of[group] for batch in run.trained.values() for group in batch]
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 4])
-@pytest.mark.parametrize("selection", ["complete", "fifo"])
-def test_what_is_trained_is_distributed_as_what_was_sampled(selection: str, staleness: int) -> None:
-    sampled, trained = long_tailed(selection, staleness)
+@pytest.mark.parametrize("kind", [BatchScheduler, FifoScheduler])
+def test_what_is_trained_is_distributed_as_what_was_sampled(kind: type[BatchScheduler], staleness: int) -> None:
+    sampled, trained = long_tailed(kind, staleness)
     assert ks_statistic(sampled, trained) == 0
     assert statistics.fmean(trained) == pytest.approx(statistics.fmean(sampled), rel=0.01)
 
 
 def test_discarding_trains_on_shorter_groups_than_were_sampled() -> None:
-    sampled, trained = long_tailed("discard", 1)
+    sampled, trained = long_tailed(DiscardingScheduler, 1)
     bound = 1.63 * (1 / len(sampled) + 1 / len(trained)) ** 0.5  # 1% level
     assert ks_statistic(sampled, trained) > bound
     assert statistics.fmean(trained) < 0.9 * statistics.fmean(sampled)

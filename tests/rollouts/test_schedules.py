@@ -10,7 +10,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import scheduling
-from scheduling import MODES, Schedule, figures, hop_shares
+from scheduling import MODES, BatchScheduler, DiscardingScheduler, Schedule, figures, hop_shares
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def test_a_synchronous_batch_takes_as_long_as_its_longest_episode_allows() -> No
 
 
 def test_discarding_loses_the_tasks_with_the_most_look_ups() -> None:
-    shares = hop_shares(20, 1, "discard")
+    shares = hop_shares(20, 1, DiscardingScheduler)
     assert shares["trained"][3] < shares["entered"][3] - 0.02
-    shares = hop_shares(10, 1, "complete")
+    shares = hop_shares(10, 1, BatchScheduler)
     assert shares["trained"] == shares["entered"]

@@ -273,7 +273,6 @@ def test_a_key_that_no_task_has_is_an_error():
     [
         ('sampler = "windw"', "did you mean 'window'"),
         ('key = "kind"', "has no effect"),
-        ('sampler = "pools"\n[schedule]\nmode = "async"\nselection = "discard"\n[train]\ncorrection = "tis"', "has no effect"),
         ("[rollout]\nadapt = 0.0", "above 0"),
     ],
 )

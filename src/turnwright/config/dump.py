@@ -12,7 +12,9 @@ from typing import Any
 from turnwright import files
 from turnwright.config.fields import field_docs, field_type, table_lists
 from turnwright.config.recipe import ConfigMerge, ResolvedConfig, build, flatten, override, parse_overrides
+from turnwright.config.recorded import with_keys_of_today
 from turnwright.config.schema import RunConfig
+from turnwright.config.validation import DEFAULT
 from turnwright.config.values import describe_type
 from turnwright.errors import ConfigError
 
@@ -90,9 +92,11 @@ def load_run_config(run: Path) -> ResolvedConfig:
         raise ConfigError(f"{path}: {why}") from None
     recipe = row.get("recipe")
     merged = ConfigMerge()
-    merged.add(config, "config.json", where=str(path))
+    merged.add(with_keys_of_today(config, str(path)), "config.json", where=str(path))
     where = dict.fromkeys(merged.origins, str(path))
-    return ResolvedConfig(build(merged.tree, where), origins, Path(recipe) if recipe else None, extended)
+    config = build(merged.tree, where)
+    known = {key: origins.get(key, DEFAULT) for key, _ in flatten(config)}
+    return ResolvedConfig(config, known, Path(recipe) if recipe else None, extended)
 
 
 EXTENDABLE = (

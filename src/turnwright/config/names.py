@@ -138,6 +138,14 @@ def stop_error(text: str) -> str:
     return "" if text else 'a text must not be empty; write for example ["</search>"]'
 
 
+def sanity_share_error(share: float | str) -> str:
+    """Return what is wrong with a share of compared episodes, or `turns`."""
+    if share == "turns":
+        return ""
+    is_share = isinstance(share, (int, float)) and 0 <= share <= 1
+    return "" if is_share else 'must be from 0 to 1, or "turns"'
+
+
 def out_error(directory: str) -> str:
     """Return what is wrong with the directory of a run."""
     return "" if directory.strip() else "must name a directory for the run"

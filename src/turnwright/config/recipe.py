@@ -202,7 +202,8 @@ def _wrong_values(failure: ValidationError, tree: Mapping[str, Any], where: Mapp
         why = why_refused(first, field_annotation(dotted))
         number = _as_number(value, field_type(dotted))
         return OutOfBounds(str(wrong_value(place, DEFAULT, dotted, number, why)), why)
-    others = len(of_another_type) - 1
+    # A key that takes one of several types has an error for each.
+    others = len({_key_at(error["loc"]) for error in of_another_type}) - 1
     more = f" (and {others} more)" if others else ""
     return ConfigError(_wrong_type(dotted, value, place) + more)
 

@@ -30,6 +30,7 @@ from turnwright.config.names import (
     parser_error,
     policy_name_error,
     sampler_error,
+    sanity_share_error,
     stop_error,
     tracker_error,
     url_error,
@@ -60,7 +61,7 @@ Isolation = Literal["thread", "process"]
 OnTurnLength = Literal["stop", "continue"]
 ControlText = Literal["neutralise", "reject", "allow"]
 Sanity = Literal["strict", "ignore_strippable", "off", "disable"]
-SanityEvery = Literal["episode", "turn"]
+SanityShare = float | Literal["turns"]
 Schedule = Literal["linear", "cosine", "constant"]
 Overlap = Literal["refused", "allowed"]
 Batching = Literal["auto", "rows", "tree"]
@@ -75,7 +76,6 @@ OldLogprobs = Literal["trainer", "engine"]
 Correction = Literal["none", "tis", "sequence_mis", "sequence_mis_mean", "icepop"]
 ExpertRouting = Literal["off", "replay"]
 ScheduleMode = Literal["sync", "one_step_off", "async"]
-Selection = Literal["complete", "fifo", "discard"]
 TeacherSignal = Literal["advantage", "loss"]
 Divergence = Literal["reverse", "forward", "js"]
 Url = Annotated[str, Valid(url_error)]
@@ -606,11 +606,6 @@ class EnvConfig(EnvRules):
     def needs(self, run: RunConfig) -> Iterator[Need]:
         """Yield what keys need, those of the rules included."""
         yield from EnvRules.needs(self, run)
-        yield Need(
-            ("sampler",),
-            run.schedule.selection in ("complete", "fifo"),
-            "schedule.selection = complete | fifo",
-        )
         yield Need(("key",), self.sampler != "uniform", "env.sampler != uniform")
         yield Need(("return_multi_modal_inputs",), bool(self.tasks), "env.tasks given")
         yield Need(
@@ -785,10 +780,9 @@ class RolloutConfig(Section):
     sanity: Sanity = "strict"
     """Comparison of finished episodes with a full render: `strict` reports any difference, `ignore_strippable` all but white
     space, `off` and `disable` skip it."""
-    sanity_every: SanityEvery = "episode"
-    """Scope of the comparison: the last turn of an episode, or each turn."""
-    sanity_share: Fraction = 0.0625
-    """Share of episodes compared, selected by their keys; each costs about one full render."""
+    sanity_share: Annotated[SanityShare, Valid(sanity_share_error)] = 0.0625
+    """Share of episodes compared at their last turn, selected by their keys; each costs about one full render. `turns` compares
+    each turn of each episode."""
 
     @property
     def truncated_by(self) -> str | None:
@@ -818,12 +812,7 @@ class RolloutConfig(Section):
 
     def needs(self, run: RunConfig) -> Iterator[Need]:
         yield Need(
-            ("adapt",),
-            run.schedule.selection in ("complete", "fifo"),
-            "schedule.selection = complete | fifo",
-        )
-        yield Need(
-            ("sanity_every", "sanity_share"),
+            ("sanity_share",),
             self.sanity in ("strict", "ignore_strippable"),
             "rollout.sanity = strict | ignore_strippable",
         )
@@ -1232,9 +1221,6 @@ class ScheduleConfig(Section):
     allows, and none is discarded."""
     hold: bool = False
     """Whether episodes are held, alive, while the trainer trains; for an engine that shares the trainer's device."""
-    selection: Selection = "complete"
-    """Groups of a step: `complete`, the oldest complete groups; `fifo`, those admitted first; `discard`, the complete ones
-    within the bound. The last two are for comparison: `fifo` waits longer, `discard` loses slow episodes."""
 
     def check(self, run: RunConfig, context: Context) -> Broken:
         """Yield what trains on tokens of older policies without a correction."""
@@ -1246,7 +1232,7 @@ class ScheduleConfig(Section):
             yield "mode" if is_off_by_one else "staleness", why
 
     def needs(self, run: RunConfig) -> Iterator[Need]:
-        yield Need(("staleness", "hold", "selection"), self.mode == "async", "schedule.mode = async")
+        yield Need(("staleness", "hold"), self.mode == "async", "schedule.mode = async")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,6 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from turnwright.config.schema import Selection
 from turnwright.errors import UsageError
 
 
@@ -28,14 +27,12 @@ class BatchScheduler:
     the update, `advance`.
     """
 
-    def __init__(self, groups: int, staleness: int, *, steps: int, refill: int = 0, selection: Selection = "complete") -> None:
+    def __init__(self, groups: int, staleness: int, *, steps: int, refill: int = 0) -> None:
         """Plan `steps` batches of `groups` groups.
 
         Args:
             staleness: maximum updates between the entry of a group and the step that trains it.
             refill: maximum replacements of a group.
-            selection: `complete`, the rules above; for comparison `fifo`, the groups that entered first, and `discard`, the
-                first complete ones: groups that would exceed the staleness are dropped.
 
         Raises:
             UsageError: for a number of groups under 1, or a negative number of steps, staleness or refill.
@@ -43,13 +40,11 @@ class BatchScheduler:
         if groups < 1 or min(staleness, steps, refill) < 0:
             given = f"groups={groups}, staleness={staleness}, steps={steps}, refill={refill}"
             raise UsageError(f"BatchScheduler({given}): groups must be at least 1, and the others at least 0")
-        self.groups, self.staleness, self.steps, self.refill, self.selection = groups, staleness, steps, refill, selection
+        self.groups, self.staleness, self.steps, self.refill = groups, staleness, steps, refill
         self.version = 0
         """Number of updates, which is the step that trains next."""
         self.replaced: Counter[str] = Counter()
         """Replacements by reason."""
-        self.discarded = 0
-        """Groups that `discard` dropped."""
         self._next = 0
         self._taken = 0
         """Step after the last one whose batch was taken."""
@@ -69,7 +64,7 @@ class BatchScheduler:
         if self._carried:
             return self._carried.popleft() if self._open[self._carried[0]] <= self.version else None
         planned = self.groups * min(self.version + self.staleness + 1, self.steps)
-        if self._next - self.discarded >= planned:
+        if self._next >= planned:
             return None
         group = self._next
         self._next += 1
@@ -83,7 +78,7 @@ class BatchScheduler:
         return batch is not None and all(group in self._complete for group in batch)
 
     def complete(self, group: int) -> None:
-        """Record that all episodes of a group ended; a discarded group has no effect."""
+        """Record that all episodes of a group ended."""
         if group in self._open:
             self._complete[group] = None
             self._refills.pop(group, None)
@@ -122,13 +117,8 @@ class BatchScheduler:
 
     def _select(self, version: int) -> list[int] | None:
         """Return the batch of a step, if it is complete."""
-        if self.selection == "discard":
-            batch = list(self._complete)[: self.groups]
-        elif self.selection == "fifo":
-            batch = list(self._open)[: self.groups]
-        else:
-            batch = [group for group in self._open if group in self._complete][: self.groups]
-        if len(batch) < self.groups or (self.selection == "complete" and not self._feasible(batch, version)):
+        batch = [group for group in self._open if group in self._complete][: self.groups]
+        if len(batch) < self.groups or not self._feasible(batch, version):
             return None
         return batch
 
@@ -139,8 +129,8 @@ class BatchScheduler:
         # In the order of entry, deadlines ascend: the i-th group left is trained in step version + 1 + i // groups or earlier.
         return all(version + 1 + number // self.groups <= deadline for number, deadline in enumerate(deadlines))
 
-    def advance(self) -> list[int]:
-        """Count an update; return the groups that `discard` drops, of which some may still be running.
+    def advance(self) -> None:
+        """Count an update.
 
         Raises:
             UsageError: when the batch of this version was not taken.
@@ -148,38 +138,23 @@ class BatchScheduler:
         if self._taken != self.version + 1:
             raise UsageError(f"BatchScheduler.advance: the batch of step {self.version} was not taken")
         self.version += 1
-        if self.selection != "discard":
-            return []
-        late = [group for group, version in self._open.items() if version + self.staleness < self.version]
-        for group in late:
-            del self._open[group]
-            self._complete.pop(group, None)
-            self._refills.pop(group, None)
-        self._carried = deque(group for group in self._carried if group in self._open)
-        self.discarded += len(late)
-        return late
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue the run of an earlier process before the step `state["version"]`.
 
         `open` has the groups that entered and are in no batch of an earlier step, as pairs of group and policy version at its
-        entry; `discarded` is the number of dropped ones. The groups enter again. Steps that the earlier process trained get
-        their batch by `take(known)`.
+        entry. They enter again. Steps that the earlier process trained get their batch by `take(known)`.
 
         Raises:
             UsageError: when the state contradicts itself.
         """
-        entered = {int(group): int(version) for group, version in sorted(state["open"])}
-        self.version = self._taken = int(state["version"])
-        discarded = int(state.get("discarded", 0))
-        self._next = self.groups * self._taken + len(entered) + discarded
-        late = [group for group, at in entered.items() if self.selection == "discard" and at + self.staleness < self.version]
-        self._open = {group: version for group, version in entered.items() if group not in late}
-        self.discarded = discarded + len(late)
+        self._open = {int(group): int(version) for group, version in sorted(state["open"])}
         self._carried = deque(self._open)
-        if (self.discarded and self.selection != "discard") or max(entered, default=0) >= max(self._next, 1):
+        self.version = self._taken = int(state["version"])
+        self._next = self.groups * self._taken + len(self._open)
+        last = max(self._open, default=0)
+        if last >= max(self._next, 1):
             raise UsageError(
-                f"BatchScheduler.restore: {self._taken} batches of {self.groups} groups, {len(entered)} open and {discarded} "
-                f"discarded groups are not all those up to {max(entered, default=0)}: the state is of another run, or "
-                "rollout.groups or schedule.selection changed"
+                f"BatchScheduler.restore: {self._taken} batches of {self.groups} groups and {len(self._open)} open groups are "
+                f"not all those up to {last}: the state is of another run, or rollout.groups changed"
             )

@@ -9,6 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
+from turnwright.config.names import sanity_share_error
+from turnwright.config.schema import SanityShare
 from turnwright.errors import UsageError, class_name
 from turnwright.records.run_dir import JsonLines, read_json_lines
 from turnwright.records.serialization import key_row
@@ -35,23 +37,23 @@ class RenderCheck:
         self,
         renderer: Renderer,
         level: Sanity = "strict",
-        every: Literal["episode", "turn"] = "episode",
-        share: float = SHARE,
+        share: SanityShare = SHARE,
         directory: Path | None = None,
     ) -> None:
         """Only a renderer with a chat template is checked; `directory` is the run's, for `sanity.jsonl`."""
-        if level not in ("strict", "ignore_strippable", "off", "disable") or every not in ("episode", "turn"):
-            raise UsageError(
-                f'sanity is "strict", "ignore_strippable" or "off", by "episode" or "turn", not {level!r}, {every!r}'
-            )
-        if not 0 <= share <= 1:
-            raise UsageError(f"the share of episodes for the sanity check must be from 0 to 1, not {share}")
+        if level not in ("strict", "ignore_strippable", "off", "disable"):
+            raise UsageError(f'sanity is "strict", "ignore_strippable" or "off", not {level!r}')
+        why = sanity_share_error(share)
+        if why:
+            raise UsageError(f"the share of episodes for the sanity check {why}, not {share!r}")
         self._renderer = renderer if isinstance(renderer, ChatRenderer) else None
         self._level = level
-        self._every = every
-        self.settings = (level, every, share)
-        """The settings as given."""
-        self._threshold = int(share * (1 << 32)) if level in ("strict", "ignore_strippable") and self._renderer else 0
+        self.settings = recorded_settings(level, share)
+        """The settings, as the journal has them."""
+        _, every, part = self.settings
+        self._each_turn = every == "turn"
+        is_on = level in ("strict", "ignore_strippable") and self._renderer is not None
+        self._threshold = int(part * (1 << 32)) if is_on else 0
         self._warned = False
         self._path = directory / FILE if directory is not None else None
         self.reports: dict[str, dict[str, Any]] = {}
@@ -86,7 +88,7 @@ class RenderCheck:
         """Yield the turns to check: all, or those that no other turn continues."""
         parents = {turn.parent for turn in trajectory.turns}
         for number in range(len(trajectory.turns)):
-            if self._every == "turn" or number not in parents:
+            if self._each_turn or number not in parents:
                 yield number
 
     def _report(self, difference: RenderDifference, trajectory: Trajectory) -> None:
@@ -111,6 +113,11 @@ class RenderCheck:
             lines = JsonLines(self._path)
             lines.append(row)
             lines.close()
+
+
+def recorded_settings(level: Sanity, share: SanityShare) -> tuple[Sanity, str, float]:
+    """Return what the journal has of the settings: level, `turn` or `episode`, and the share of episodes as a number."""
+    return (level, "turn", 1.0) if share == "turns" else (level, "episode", share)
 
 
 def built_conversation(trajectory: Trajectory, turn: int, tools: Any = (), *, history: Any = "append") -> BuiltConversation:

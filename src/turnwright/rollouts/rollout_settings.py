@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from turnwright.config import EvalConfig, Limits, RolloutConfig, RunConfig
+from turnwright.config.schema import SanityShare
 from turnwright.config.values import check_section
 from turnwright.engines import Sampling
 from turnwright.errors import UsageError
@@ -47,9 +48,8 @@ class RolloutSettings:
     want: Sequence[str] = ()
     """Engine extras to ask for."""
     sanity: Sanity = "strict"
-    sanity_every: Literal["episode", "turn"] = "episode"
-    """Check the last turn of an episode, or each."""
-    sanity_share: float = SHARE
+    sanity_share: SanityShare = SHARE
+    """Share of episodes to check at their last turn; `turns` checks each turn of each episode."""
     stop_on_bugs: bool = False
     """Whether the same bug in user code, in several tasks, stops the rollout; else every failed
     episode is recorded."""
@@ -77,7 +77,6 @@ class RolloutSettings:
             "stop": rollout.stop,
             "history": rollout.history,
             "sanity": rollout.sanity,
-            "sanity_every": rollout.sanity_every,
             "sanity_share": rollout.sanity_share,
             "watchdog_s": rollout.watchdog_s,
         }

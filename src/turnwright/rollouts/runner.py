@@ -167,7 +167,6 @@ class Rollout:
         self.sanity = RenderCheck(
             renderer,
             settings.sanity,
-            settings.sanity_every,
             settings.sanity_share,
             run.path if run is not None else None,
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from turnwright.config import EnvRules, Limits
+from turnwright.config.schema import SanityShare
 from turnwright.config.validation import check_rules_of_play
 from turnwright.config.values import check_section
 from turnwright.engines import Engine, HasRenderer, Sampling
@@ -55,7 +56,7 @@ async def arollout(
     history: History = "append",
     rules: EnvRules | None = None,
     sanity: Sanity = "strict",
-    sanity_share: float = SHARE,
+    sanity_share: SanityShare = SHARE,
     want: Sequence[str] = (),
 ) -> list[Trajectory]:
     """Play episodes and return their trajectories, `samples` per task, in the order of the tasks.
@@ -83,7 +84,7 @@ async def arollout(
         rules: handling of invalid actions and of environment failures: retries, asking again, process isolation.
         sanity: comparison of finished episodes with a complete render (`strict`, `ignore_strippable`, `off`); the first
             difference is a warning, all are counted in `trajectory.metrics`.
-        sanity_share: share of compared episodes, chosen by their keys; 1 compares all.
+        sanity_share: share of compared episodes, chosen by their keys; 1 compares all, `turns` each turn of all.
         want: engine extras to request besides ids and logprobs: `routes`, the experts of every position (`Sample.routes`).
 
     Raises:

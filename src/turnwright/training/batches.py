@@ -99,7 +99,6 @@ class StreamRecord:
     """Tasks that replaced the first one of a group."""
     batches: dict[int, list[int]] = field(default_factory=dict)
     """Groups of each step."""
-    discarded: set[int] = field(default_factory=set)
     batched: set[tuple[int, str]] = field(default_factory=set)
     """Nominal step and task of everything in them."""
     consumed: set[tuple[int, str]] = field(default_factory=set)
@@ -112,8 +111,6 @@ class StreamRecord:
             self.admitted[event["group"]] = event["version"]
         elif kind == "replaced":
             self.replaced.setdefault(event["group"], []).append(event["task"])
-        elif kind == "discarded":
-            self.discarded.update(event["groups"])
         elif kind == "batch":
             self.batches[event["step"]] = event["groups"]
             keys = {(step, task) for step, task in event["keys"]}
@@ -122,10 +119,10 @@ class StreamRecord:
                 self.consumed |= keys
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return the state of the scheduler before a step: what was admitted and neither trained nor discarded."""
-        gone = {group for number, groups in self.batches.items() if number < step for group in groups} | self.discarded
-        left = [(group, version) for group, version in self.admitted.items() if group not in gone]
-        return {"version": step, "open": left, "discarded": len(self.discarded)}
+        """Return the state of the scheduler before a step: what was admitted and not trained."""
+        trained = {group for number, groups in self.batches.items() if number < step for group in groups}
+        left = [(group, version) for group, version in self.admitted.items() if group not in trained]
+        return {"version": step, "open": left}
 
 
 class StreamBatches:
@@ -158,12 +155,8 @@ class StreamBatches:
         pass
 
     async def next(self, step: int) -> Batch:
-        if self._scheduler.version < step and (late := self._scheduler.advance()):
-            self._record({"e": "discarded", "groups": late})
-            for group in late:
-                self._found.pop(group, None)
-                if group in self._running:
-                    self._running[group].cancel()
+        if self._scheduler.version < step:
+            self._scheduler.advance()
         self._changed.set()
         groups: list[int] = await self._progress(self._take(step))
         if step not in self._recorded.batches:
@@ -238,7 +231,7 @@ class StreamBatches:
             self._scheduler.complete(group)
             self._changed.set()
         except asyncio.CancelledError:
-            raise  # discarded, or the run ends
+            raise  # the run ends
         except BaseException as error:
             self._fail(error)
 

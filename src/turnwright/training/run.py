@@ -522,7 +522,6 @@ class TrainingRun:
             groups_per_step(plan, steps),
             schedule.staleness,
             steps=steps,
-            selection=schedule.selection,
             refill=policies.refill,
         )
         record = self.record.stream

@@ -13,6 +13,7 @@ from turnwright.config.names import HISTORY_OBJECT
 from turnwright.config.recipe import override
 from turnwright.envs.resolve import resolve_env
 from turnwright.errors import UsageError
+from turnwright.rollouts.render_check import recorded_settings
 from turnwright.training.model.directory import base_model_of, renderer_of, row_count, token_count
 from turnwright.training.task_plan import TaskPlan, make_env_specs
 from turnwright.types import EpisodeKey, Trajectory
@@ -54,12 +55,12 @@ def replay_run(
     options |= {"renderer": renderer}
     if not config.rollout.history.startswith(HISTORY_OBJECT):
         options["history"] = config.rollout.history
-    names = ("sanity", "sanity_every", "sanity_share")
+    rollout = original.config.rollout
     options["settings"] = {  # for a journal that has none
         "seed": original.config.seed,
         "limits": asdict(original.config.limits),
-        "stop": original.config.rollout.stop,
-        "sanity": tuple(getattr(original.config.rollout, name) for name in names),
+        "stop": rollout.stop,
+        "sanity": recorded_settings(rollout.sanity, rollout.sanity_share),
     }
     options |= {"limits": config.limits} if config.limits != original.config.limits else {}
     options |= {"stop": config.rollout.stop} if config.rollout.stop != original.config.rollout.stop else {}
