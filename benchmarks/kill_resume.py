@@ -484,11 +484,11 @@ layers = 1
 [[env]]
 use = "world.py:Apart"
 isolation = "process"
-retry_wait_s = 0.05
+retries.wait_s = 0.05
 [[env]]
 use = "world.py:Scored"
 reward_isolation = "process"
-retry_wait_s = 0.05
+retries.wait_s = 0.05
 [limits]
 turns = 3
 turn_tokens = 6
@@ -629,7 +629,7 @@ layers = 1
 [[env]]
 use = "slow.py:Slow"
 isolation = "process"
-retry_wait_s = 0.05
+retries.wait_s = 0.05
 [limits]
 turns = 4
 turn_tokens = 8

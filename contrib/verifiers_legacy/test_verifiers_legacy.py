@@ -139,7 +139,7 @@ def test_what_breaks_is_a_failure_and_everything_is_cleaned_up():
     theirs = alone(env, ["2"], [task_of(env, 7)])
     assert (theirs.error.type, theirs.error.kind, theirs.error.phase) == ("InfraError", "environment", "step")
     world.trouble = {"2": vf.InfraError("no sandbox")}
-    again = alone(env, ["2", "7"], [task_of(env, 7)], rules=tw.EnvRules(max_env_retries_per_turn=1, retry_wait_s=0.0))
+    again = alone(env, ["2", "7"], [task_of(env, 7)], rules=tw.EnvRules(retries=tw.RetryRules(turn=1, wait_s=0.0)))
     assert again.rewards == {"found": 1.0, "brief": 0.5}
     assert [failure.recovery for failure in again.failures] == ["replayed"]
     assert world.open == 0

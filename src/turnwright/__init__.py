@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from turnwright.api import train as train
     from turnwright.config import EnvRules as EnvRules
     from turnwright.config import Limits as Limits
+    from turnwright.config import RetryRules as RetryRules
     from turnwright.config import tiny as tiny
     from turnwright.engines import Engine as Engine
     from turnwright.engines import Generation as Generation

@@ -381,7 +381,7 @@ class Failing(tw.Env):
 def failing(tmp_path, broken):
     (tmp_path / "failing.py").write_text(FAILING.replace("BROKEN", broken))
     path = tmp_path / "failing.toml"
-    path.write_text(f'[[env]]\nuse = "{tmp_path / "failing.py"}:Failing"\nmax_env_retries = 0\n[eval]\ntasks = 10\n')
+    path.write_text(f'[[env]]\nuse = "{tmp_path / "failing.py"}:Failing"\nretries.episode = 0\n[eval]\ntasks = 10\n')
     return str(path)
 
 

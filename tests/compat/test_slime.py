@@ -123,7 +123,7 @@ def test_episodes_do_not_wait_for_each_other():
 
 def test_episodes_wait_for_a_judge_side_by_side_and_ask_it_again():
     tasks = [tw.Task(f"{number}?", info={"metadata": {"question": f"q{number}"}}) for number in range(16)]
-    rules = tw.EnvRules(max_env_retries_per_turn=2, retry_wait_s=0.01)
+    rules = tw.EnvRules(retries=tw.RetryRules(turn=2, wait_s=0.01))
     found = play("judged_env.py:build_env", ["good", "bad"], tasks, rules=rules)
     assert [one.error for one in found] == [None] * 16
     assert [one.reward for one in found] == [1.0] * 16

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from turnwright.config import RunConfig, load
+from turnwright.config import RetryRules, RunConfig, load
 from turnwright.config.dump import help_keys, load_run_config, to_json_dict, to_toml
 from turnwright.config.fields import field_docs, known_keys
 from turnwright.config.recipe import flatten
@@ -140,6 +140,11 @@ def test_paths_of_a_recipe_are_relative_to_it(tmp_path, monkeypatch):
         (HOP, ("--envs.use", "x"), ["[envs]", "did you mean '--env.use'"]),
         (HOP, ("--env.arg.x", "x"), ["'--env.arg.x'", "did you mean '--env.args'"]),
         (HOP, ("--env.args", "x"), ["--env.args.KEY VALUE"]),
+        (HOP, ("--env.retries", "2"), ["--env.retries is a section", "--env.retries.turn say"]),
+        (HOP, ("--env.retries.trun", "2"), ["'--env.retries.trun'", "did you mean '--env.retries.turn'"]),
+        (HOP + "retries = 2", (), ["env.retries = 2 is a section", "[env.retries]"]),
+        (HOP + "[env.retries]\nturn = -1", (), ["env.0.retries.turn = -1", "at least 0"]),
+        (HOP + "[env.retries]\nepisode = 3", (), ["env.0.retries.episode = 3", "it needs env.retries.turn > 0, or"]),
         (HOP, ("--env.5.use", "x"), ["no such environment"]),
         (HOP + '[[env]]\nuse = "hop_json"', ("--env.weight", "3"), ["2 environments", "--env.1 (hop_json)"]),
         (HOP, ("train.lr", "3"), ["'train.lr'", "--section.key value"]),
@@ -186,13 +191,17 @@ def test_a_run_directory_gives_its_configuration_back(tmp_path):
 
 
 def test_a_run_of_an_earlier_version_has_the_keys_of_today(tmp_path):
-    row = to_json_dict(load(write(tmp_path, HOP)))
+    row = json.loads(json.dumps(to_json_dict(load(write(tmp_path, HOP)))))
     row["config"]["schedule"]["selection"] = "complete"
     row["config"]["rollout"] |= {"sanity_every": "turn", "sanity_share": 0.5}
+    row["config"]["env"][0].pop("retries")
+    row["config"]["env"][0] |= {"max_engine_retries_per_turn": 2, "max_engine_retries": 3, "max_env_retries": 8}
+    row["config"]["env"][0] |= {"max_env_retries_per_turn": 0, "retry_wait_s": 0.25}
     row["origins"] |= {"schedule.selection": "default", "rollout.sanity_every": "recipe.toml"}
     (tmp_path / "config.json").write_text(json.dumps(row))
     again = load_run_config(tmp_path)
     assert again.config.rollout.sanity_share == "turns"
+    assert again.config.env[0].retries == RetryRules(engine=2, episode=3, wait_s=0.25)
     assert set(again.origins) == {key for key, _ in flatten(again.config)}
 
     row["config"]["schedule"]["selection"] = "discard"

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from operator import attrgetter
 from types import NoneType
 from typing import Literal, get_args, get_origin
 
 import pytest
 
 import turnwright as tw
-from turnwright.config import EnvConfig, EnvRules, Limits, PolicyConfig, RunConfig, TeacherConfig, load
+from turnwright.config import EnvConfig, EnvRules, Limits, PolicyConfig, RetryRules, RunConfig, TeacherConfig, load
 from turnwright.config.fields import field_type, known_keys, table_lists
 from turnwright.config.names import ALGORITHMS, ENGINES, SAMPLERS
 from turnwright.config.rules import Context
@@ -61,7 +63,7 @@ def test_a_key_without_what_it_needs_is_refused_by_name(tmp_path, text, key):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("text", ['rejected_replies = "untrained"', "max_resamples_per_turn = 5", "max_env_retries = 3"])
+@pytest.mark.parametrize("text", ['rejected_replies = "untrained"', "max_resamples_per_turn = 5", "retries.episode = 3"])
 def test_a_rule_of_an_environment_likewise(tmp_path, text):
     with pytest.raises(ConfigError, match=rf"env[.]0[.]{text.split()[0]} = .*has no effect: it needs env[.]"):
         load(write(tmp_path, f"{HOP}{text}\n"))
@@ -73,9 +75,12 @@ def sections_of(config):
 
 
 def with_value(config, key, value):
-    """Return a configuration with another value of a dotted key (`env.name`)."""
-    name, _, field = key.rpartition(".")
-    section = replace(sections_of(config)[name], **{field: value})
+    """Return a configuration with another value of a dotted key (`env.name`, `env.retries.turn`)."""
+    name, *inner, field = key.split(".")
+    section = sections_of(config)[name]
+    if inner:
+        value, field = replace(getattr(section, inner[0]), **{field: value}), inner[0]
+    section = replace(section, **{field: value})
     return replace(config, **{name: (section,) if name in table_lists() else section})
 
 
@@ -117,11 +122,11 @@ def test_every_key_that_needs_something_is_refused_without_it():
     config = RunConfig(env=(EnvConfig(use="hop"),))
     refused = 0
     for key in KEYS:
-        section, _, name = key.rpartition(".")
+        section, _, name = key.partition(".")
         if section not in sections_of(config):
             continue
-        other = [value for value in values_to_try(key) if value != getattr(sections_of(config)[section], name)]
-        changed = with_value(config, key, other[-1])
+        same = attrgetter(name)(sections_of(config)[section])
+        changed = with_value(config, key, [value for value in values_to_try(key) if value != same][-1])
         place = key.replace("env.", "env.0.")
         if any(name in need.keys and not need.holds for need in sections_of(changed)[section].needs(changed)):
             refused += 1
@@ -270,17 +275,19 @@ def test_limits_out_of_their_range_are_refused_in_python_too(limits):
 
 
 @pytest.mark.parametrize(
-    "rules", [{"max_env_retries_per_turn": -1}, {"retry_wait_s": -1.0}, {"max_engine_retries_per_turn": -2}]
-)
-def test_rules_likewise(rules):
-    with pytest.raises(UsageError, match=next(iter(rules))):
-        play(Counts, rules=EnvRules(**rules))
+    ("retries", "expected"),
+    [({"turn": -1}, "retries.turn = -1: must be at least 0"), ({"wait_s": -1.0}, "retries.wait_s = -1.0: must be at least 0"),
+     ({"engine": "2"}, "retries.engine = '2': must be an integer")],
+)  # fmt: skip
+def test_rules_likewise(retries, expected):
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        play(Counts, rules=EnvRules(retries=RetryRules(**retries)))
 
 
 @pytest.mark.parametrize(
     "rules",
-    [{"isolation": "process"}, {"reward_isolation": "process"}, {"max_env_retries_per_turn": 2}, {"on_invalid": "resample"},
-     {"max_reward_retries": 1}],
+    [{"isolation": "process"}, {"reward_isolation": "process"}, {"on_invalid": "resample"},
+     {"retries": RetryRules(turn=2)}, {"retries": RetryRules(reward=1)}],
 )  # fmt: skip
 def test_rules_that_a_play_function_has_no_use_for_are_refused(rules, tmp_path):
     async def once(task, model):
@@ -292,4 +299,4 @@ def test_rules_that_a_play_function_has_no_use_for_are_refused(rules, tmp_path):
         play(once, rules=EnvRules(**rules))
     with pytest.raises(UsageError, match="no effect on a play function"):
         tw.train(env=once, rules=EnvRules(**rules), out=tmp_path / "run", display="none")
-    assert play(once, rules=EnvRules(max_engine_retries_per_turn=1))[0].reward == 1.0
+    assert play(once, rules=EnvRules(retries=RetryRules(engine=1)))[0].reward == 1.0

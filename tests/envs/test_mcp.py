@@ -243,7 +243,7 @@ def test_episodes_behind_a_dead_shared_session_get_a_new_one():
 def test_an_episode_whose_server_died_is_tried_again_with_a_new_one(session, tmp_path):
     replies = [call("note", text="x"), call("die_once", path=str(tmp_path / "died")), call("note", text="y"), "done"]
     env = tw.tool_env([tw.mcp_tools(COMMAND, session=session)])
-    rules = tw.EnvRules(max_env_retries_per_turn=1, retry_wait_s=0.01)
+    rules = tw.EnvRules(retries=tw.RetryRules(turn=1, wait_s=0.01))
     (trajectory,) = tw.rollout(env, [tw.Task("Go.")], engine=tw.ScriptedEngine(replies), limits=LIMITS, rules=rules)
     assert trajectory.error is None
     assert heard(trajectory) == ["x", "alive", "x y"]  # the new server was told all that the old one was

@@ -138,7 +138,7 @@ def test_an_error_of_the_environment_is_the_model_s_doing_where_one_says_so(url)
 
 def test_a_step_that_fails_once_is_tried_again(url):
     env = openenv_env(url, observation="said", reset=lambda task: {"fail_at": 2, "key": task.id})
-    rules = tw.EnvRules(max_env_retries_per_turn=1, retry_wait_s=0.0)
+    rules = tw.EnvRules(retries=tw.RetryRules(turn=1, wait_s=0.0))
     task = tw.Task("Go.", id="once", info={"seed": 42})
     trajectory = alone(env, [guess(1), guess(42)], [task], rules=rules)
     assert trajectory.reward == 1.0

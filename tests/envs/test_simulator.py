@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import turnwright as tw
-from turnwright.config import EnvRules
+from turnwright.config import EnvRules, RetryRules
 from turnwright.errors import ConfigError, JudgeError
 
 
@@ -111,7 +111,7 @@ def test_a_user_that_does_not_answer_fails_the_episode_or_ends_it(how: str, caus
     assert one.turns[-1].info["user_failure"] == cause
     assert (one.reward, one.metrics["user_failed"]) == (0.5, 1.0)
 
-    rules = EnvRules(max_env_retries_per_turn=1, retry_wait_s=0.01)
+    rules = EnvRules(retries=RetryRules(turn=1, wait_s=0.01))
     (one,) = play(tw.simulated_user(Broken(how), "?", deadline_s=0.2), said, rules=rules, limits=tw.Limits(turns=3))
     assert one.error is None
     assert [turn.messages[0].text for turn in one.turns[1:]] == ["question 1", "question 3"]

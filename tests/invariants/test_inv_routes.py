@@ -82,7 +82,7 @@ def test_rewound_tails_keep_theirs_and_what_follows_has_its_own(history, seed):
 
 
 def test_failed_attempts_keep_theirs_and_begin_anew():
-    rules = tw.EnvRules(max_env_retries_per_turn=3, retry_wait_s=0.0)
+    rules = tw.EnvRules(retries=tw.RetryRules(turn=3, wait_s=0.0))
     rows = tw.rollout(Breaks, tasks(8), Routing(200, aborts=0.2), limits=LIMITS, rules=rules, want=["routes"])
     assert any(t.failed_turns and t.turns for t in rows)
     for trajectory in rows:
@@ -94,7 +94,7 @@ def test_failed_attempts_keep_theirs_and_begin_anew():
 @given(env=st.sampled_from((Breaks, best_of_two, planner_and_worker)), seed=st.integers(0, 2**32))
 def test_the_journal_keeps_them(tmp_path_factory, env, seed):
     out = tmp_path_factory.mktemp("run")
-    rules = tw.EnvRules(max_env_retries_per_turn=3, retry_wait_s=0.0) if env is Breaks else None
+    rules = tw.EnvRules(retries=tw.RetryRules(turn=3, wait_s=0.0)) if env is Breaks else None
     engine = Routing(200, aborts=0.2)
     rows = tw.rollout(env, tasks(3), engine, seed=seed, limits=LIMITS, rules=rules, want=["routes"], out=out)
     found = rebuild_trajectories(read_json_lines(out / "journal.jsonl"), {task.id: task for task in tasks(3)}.get)

@@ -69,7 +69,7 @@ def refs(trajectory):
 
 
 def test_failures_with_pictures_come_again(tmp_path, vlm):
-    rules = tw.EnvRules(max_env_retries_per_turn=2, retry_wait_s=0.001)
+    rules = tw.EnvRules(retries=tw.RetryRules(turn=2, wait_s=0.001))
     (tmp_path / "broken").touch()
     task = tw.Task("Begin.", info={"turn": 0, "file": str(tmp_path / "broken")})
     (trajectory,) = recorded(tmp_path / "run", Fails, vlm, [task], rules=rules)

@@ -24,7 +24,7 @@ from turnwright.rollouts.resume import EarlierEpisodes
 from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.types import ImageRef
 
-RULES = tw.EnvRules(max_env_retries_per_turn=2, retry_wait_s=0.001)
+RULES = tw.EnvRules(retries=tw.RetryRules(turn=2, wait_s=0.001))
 
 
 def speak(messages, rng):
@@ -62,7 +62,7 @@ def test_a_failure_at_any_turn_changes_nothing(tmp_path, vlm, env, isolation):
         task = failing(turn, tmp_path)
         (whole,) = play(env, vlm, speak, [task])
         (tmp_path / "broken").touch()
-        rules = tw.EnvRules(max_env_retries_per_turn=2, retry_wait_s=0.001, isolation=isolation)
+        rules = tw.EnvRules(isolation=isolation, retries=tw.RetryRules(turn=2, wait_s=0.001))
         (mended,) = play(env, vlm, speak, [task], rules=rules)
         assert mended.error is None, mended.error
         assert [f.recovery for f in mended.failures] == ["replayed" if env is Fails else "restored"]
@@ -319,7 +319,7 @@ def test_an_opening_with_an_image_counts_toward_the_prompt_limit(vlm, retries):
         def step(self, action):
             return tw.Step(None, 0.0, True)
 
-    rules = tw.EnvRules(max_env_retries_per_turn=retries)
+    rules = tw.EnvRules(retries=tw.RetryRules(turn=retries))
     specs = make_episode_specs(Opens, [tw.Task("Begin.", id="a")], phase="rollout", step=0, rules=rules)
     rollout = Rollout(
         tw.ScriptedEngine(["1"]), vlm, RolloutSettings(sanity="off", limits=tw.Limits(prompt_tokens=2)), media=MediaStore()

@@ -129,7 +129,7 @@ def test_retries_are_counted_by_phase_and_exception():
                 raise ConnectionError("down")
             return tw.Step("ok", 1.0, True)
 
-    rules = tw.EnvRules(max_env_retries_per_turn=1, retry_wait_s=0.001)
+    rules = tw.EnvRules(retries=tw.RetryRules(turn=1, wait_s=0.001))
     played = tw.rollout(Shaky, [tw.Task("q")], engine=tw.ScriptedEngine(["hi"]), rules=rules)
     assert rollout_metrics(played)["retries"] == {"step/ConnectionError": 1}
 

@@ -148,15 +148,7 @@ def test_a_loop_that_did_not_change_comes_to_what_was_recorded(
 ):
     out = tmp_path_factory.mktemp("run")
     random.seed(seed)
-    rules = tw.EnvRules(
-        on_invalid=ask,
-        max_env_retries_per_turn=2,
-        max_env_retries=4,
-        max_engine_retries_per_turn=1,
-        max_engine_retries=2,
-        max_reward_retries=1,
-        retry_wait_s=0.0,
-    )
+    rules = tw.EnvRules(on_invalid=ask, retries=tw.RetryRules(turn=2, episode=4, engine=1, reward=1, wait_s=0.0))
     limits = tw.Limits(turns=most, turn_tokens=14, on_turn_length="continue", observation_tokens=60, episode_tokens=500)
     made = group(share, drifts, restores, grouped)
     engine = Fails(200 if kind == "bytes" else 250, aborts=abort, ends=0.9, share=fails)
@@ -319,7 +311,7 @@ def test_tools_rewinds_branches_and_experts_come_again(tmp_path_factory, world, 
     text = speaking(name)
     if world is Look and history == "inline":
         history = "append"
-    rules = tw.EnvRules(max_env_retries_per_turn=3, retry_wait_s=0.0)
+    rules = tw.EnvRules(retries=tw.RetryRules(turn=3, wait_s=0.0))
     limits = tw.Limits(turns=12, turn_tokens=60, on_turn_length="continue", context=900)
     words = {"renderer": text, "limits": limits, "rules": rules, "history": history, "seed": seed}
     played = tw.rollout(world, tasks(2), Speaking(250, text=text, aborts=0.2), out=out, want=["routes"], **words)

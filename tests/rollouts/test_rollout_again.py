@@ -20,8 +20,8 @@ from turnwright.engines import Generation
 from turnwright.records import read_json_lines, rebuild_trajectories
 
 FEW = settings(max_examples=30, deadline=None)
-RULES = tw.EnvRules(max_engine_retries_per_turn=2, retry_wait_s=0.0)
-EPISODE = tw.EnvRules(max_engine_retries_per_turn=5, max_engine_retries=3, retry_wait_s=0.0)
+RULES = tw.EnvRules(retries=tw.RetryRules(engine=2, wait_s=0.0))
+EPISODE = tw.EnvRules(retries=tw.RetryRules(engine=5, episode=3, wait_s=0.0))
 LIMITS = tw.Limits(generate_s=0.15, turns=12)
 
 
@@ -123,7 +123,7 @@ def test_budgets_end_it_and_a_broken_contract_is_final(rules, plan, calls, error
 
 def test_a_failing_engine_is_not_asked_beyond_the_clock():
     engine = Flaky(plan={("t0", 1): ["raises"] * 9})
-    rules = tw.EnvRules(max_engine_retries_per_turn=9, retry_wait_s=20.0)
+    rules = tw.EnvRules(retries=tw.RetryRules(engine=9, wait_s=20.0))
     (trajectory,) = tw.rollout(AsyncTalk, tasks(1), engine, limits=tw.Limits(wall_clock_s=0.3), rules=rules)
     assert trajectory.stop == "wall_clock"
     assert trajectory.wall_s < 19
@@ -139,7 +139,7 @@ def test_the_failures_of_engine_and_world_have_budgets_of_their_own(tmp_path):
                 raise ConnectionError("down")
             return await AsyncTalk.step(self, action)
 
-    rules = tw.EnvRules(max_engine_retries_per_turn=2, max_env_retries_per_turn=2, retry_wait_s=0.0)
+    rules = tw.EnvRules(retries=tw.RetryRules(engine=2, turn=2, wait_s=0.0))
     engine = Flaky(plan={("t0", 1): ["raises", "refuses"]})
     rows = tasks(1)
     (got,) = tw.rollout(Shaky, rows, engine, rules=rules, out=tmp_path / "run")
@@ -188,7 +188,7 @@ class Scored(AsyncTalk):
 )
 def test_a_reward_that_fails_is_asked_for_again_and_a_value_that_is_none_is_final(faults, most, error, failures):
     made = type("Scored", (Scored,), {"left_faults": list(faults)})
-    rules = tw.EnvRules(max_reward_retries=most, retry_wait_s=0.0)
+    rules = tw.EnvRules(retries=tw.RetryRules(reward=most, wait_s=0.0))
     (trajectory,) = tw.rollout(made, tasks(1), Sampler(), limits=tw.Limits(reward_s=0.1), rules=rules)
     assert [(f.phase, f.recovery) for f in trajectory.failures] == [("reward", "asked again")] * failures
     assert trajectory.metrics.get("reward_retries", 0) == failures
@@ -206,7 +206,7 @@ def test_the_reward_of_a_group_is_asked_for_again_and_each_record_says_so():
         return [float(n) for n in range(len(trajectories))]
 
     env = tw.tool_env([], reward=tw.rewards(best=tw.RewardPart(best, of="group")))
-    rules = tw.EnvRules(max_reward_retries=2, retry_wait_s=0.0)
+    rules = tw.EnvRules(retries=tw.RetryRules(reward=2, wait_s=0.0))
     rows = tw.rollout(env, tasks(1), tw.ScriptedEngine(["x"]), samples=3, rules=rules)
     assert [t.reward for t in rows] == [0.0, 1.0, 2.0]
     assert [[f.type for f in t.failures] for t in rows] == [["TimeoutError", "ConnectionError"]] * 3
@@ -233,7 +233,7 @@ class Fragile(Talk):
 @pytest.mark.parametrize("fault", ["dies", "hangs"])
 def test_an_environment_whose_process_went_with_its_reward_is_brought_back(fault, tmp_path):
     rows = [tw.Task("go", info={"mark": str(tmp_path / "mark"), "fault": fault})]
-    rules = tw.EnvRules(isolation="process", max_reward_retries=1, retry_wait_s=0.0)
+    rules = tw.EnvRules(isolation="process", retries=tw.RetryRules(reward=1, wait_s=0.0))
     (got,) = tw.rollout(Fragile, rows, Sampler(), rules=rules, limits=tw.Limits(reward_s=1.0))
     (expected,) = tw.rollout(Fragile, rows, Sampler())
     assert got.error is None

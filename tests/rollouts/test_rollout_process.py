@@ -198,7 +198,7 @@ class Saves(Flaky):
 @pytest.mark.parametrize(("world", "how"), [(Flaky, "replayed"), (Saves, "restored")])
 def test_an_environment_whose_process_died_is_brought_back(world, how, tmp_path):
     rows = [tw.Task("go", info={"mark": str(tmp_path / "mark")})]
-    rules = tw.EnvRules(isolation="process", max_env_retries_per_turn=1, retry_wait_s=0.0)
+    rules = tw.EnvRules(isolation="process", retries=tw.RetryRules(turn=1, wait_s=0.0))
     (got,) = tw.rollout(world, rows, Sampler(), rules=rules)
     (expected,) = tw.rollout(world, rows, Sampler())
     assert facts(got) == facts(expected)
@@ -305,7 +305,7 @@ class Orphan(Talk):
 @pytest.mark.parametrize("retries", [1, 0])
 def test_the_process_that_forks_environments_is_started_again(retries, tmp_path):
     rows = [tw.Task(f"Task {n}", id=f"t{n}", info={"mark": str(tmp_path / "mark")}) for n in range(3)]
-    rules = tw.EnvRules(isolation="process", max_env_retries_per_turn=retries, retry_wait_s=0.0)
+    rules = tw.EnvRules(isolation="process", retries=tw.RetryRules(turn=retries, wait_s=0.0))
     played = tw.rollout(Orphan, rows, Sampler(), rules=rules, environments=1)
     expected = [facts(one) for one in tw.rollout(Talk4, rows, Sampler())]
     failed = [one.error.type for one in played if one.error is not None]

@@ -23,7 +23,7 @@ from turnwright.training.advantages import advantages
 from turnwright.types import FAILED_ATTEMPT
 
 FEW = settings(max_examples=30, deadline=None)
-QUICK = tw.EnvRules(max_env_retries_per_turn=2, retry_wait_s=0.0)
+QUICK = tw.EnvRules(retries=tw.RetryRules(turn=2, wait_s=0.0))
 LIMITS = tw.Limits(env_s=2.0, turns=12)
 
 
@@ -178,9 +178,9 @@ def test_where_a_replay_says_something_else_the_episode_begins_anew_and_keeps_wh
 
 @pytest.mark.parametrize(("rules", "failures", "stop"), [
     (tw.EnvRules(), 0, "env_error"),
-    (tw.EnvRules(max_env_retries_per_turn=1, retry_wait_s=0.0), 1, "env_error"),
-    (tw.EnvRules(max_env_retries_per_turn=3, retry_wait_s=0.0), 3, "env_error"),
-    (tw.EnvRules(max_env_retries_per_turn=9, max_env_retries=2, retry_wait_s=0.0), 2, "env_error"),
+    (tw.EnvRules(retries=tw.RetryRules(turn=1, wait_s=0.0)), 1, "env_error"),
+    (tw.EnvRules(retries=tw.RetryRules(turn=3, wait_s=0.0)), 3, "env_error"),
+    (tw.EnvRules(retries=tw.RetryRules(turn=9, episode=2, wait_s=0.0)), 2, "env_error"),
 ])  # fmt: skip
 def test_retries_keep_to_their_budgets_and_the_last_failure_ends_the_episode(rules, failures, stop):
     class Down(FlakySync):
@@ -208,7 +208,7 @@ def test_a_wait_between_retries_ends_with_the_episode():
         def step(self, action):
             raise ConnectionError("always")
 
-    rules = tw.EnvRules(max_env_retries_per_turn=9, retry_wait_s=20.0)
+    rules = tw.EnvRules(retries=tw.RetryRules(turn=9, wait_s=20.0))
     (trajectory,) = tw.rollout(kind(Down, {}), tasks(1), Sampler(), limits=tw.Limits(wall_clock_s=0.3), rules=rules)
     assert trajectory.stop == "wall_clock"
 

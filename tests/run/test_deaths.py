@@ -59,7 +59,7 @@ layers = 1
 [[env]]
 use = "world.py:World"
 isolation = "process"
-retry_wait_s = 0.0
+retries.wait_s = 0.0
 [limits]
 turns = 3
 turn_tokens = 5

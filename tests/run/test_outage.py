@@ -53,7 +53,7 @@ hidden = 32
 layers = 1
 [[env]]
 use = "world.py:World"
-retry_wait_s = 0.0
+retries.wait_s = 0.0
 [limits]
 turns = 3
 turn_tokens = 5

@@ -43,15 +43,37 @@ def table_lists() -> dict[str, Any]:
 
 @cache
 def sections() -> dict[str, Any]:
-    """Return the class of each section; for a list of tables, that of one table."""
-    return {name: kind for name, kind in (field_types(RunConfig) | table_lists()).items() if is_dataclass(kind)}
+    """Return the class of each section, for a list of tables that of one table; sections in them come last (`env.retries`)."""
+    classes: dict[str, Any] = {}
+    for name, kind in (field_types(RunConfig) | table_lists()).items():
+        if is_dataclass(kind):
+            classes[name] = kind
+    for name, kind in list(classes.items()):
+        for key, hint in field_types(kind).items():
+            if is_dataclass(hint):
+                classes[f"{name}.{key}"] = hint
+    return classes
 
 
 def known_keys(section: str = "") -> Iterator[str]:
-    """Yield every dotted key, those of environments without an index (`env.use`)."""
-    for name in field_types(RunConfig):
-        if not section or name == section.partition(".")[0]:
-            yield from (f"{name}.{key}" for key in field_types(sections()[name])) if name in sections() else (name,)
+    """Yield every dotted key, or those of a section and of sections in it; of environments without an index (`env.use`)."""
+    for name in _keys_under("", RunConfig):
+        if not section or name.startswith(f"{section}."):
+            yield name
+
+
+def _keys_under(prefix: str, kind: Any) -> Iterator[str]:
+    for key in field_types(kind):
+        inner = sections().get(f"{prefix}{key}")
+        if inner is None:
+            yield f"{prefix}{key}"
+        else:
+            yield from _keys_under(f"{prefix}{key}.", inner)
+
+
+def without_index(dotted: str) -> str:
+    """Return a dotted key without the number of its table (`env.0.use`: `env.use`)."""
+    return ".".join(part for part in dotted.split(".") if not part.isdecimal())
 
 
 def keys_by_name() -> dict[str, list[str]]:
@@ -68,7 +90,7 @@ MOST_LISTED = 16
 
 def unknown_key(dotted: str, *, flags: bool = False) -> str:
     """Describe an unknown key: the probably intended one, or the keys that exist."""
-    plain = ".".join(part for part in dotted.split(".") if not part.isdecimal())
+    plain = without_index(dotted)
     section, _, key = plain.rpartition(".")
 
     def spelled(name: str) -> str:
@@ -82,7 +104,8 @@ def unknown_key(dotted: str, *, flags: bool = False) -> str:
         if not near:
             return f"{error}; {did_you_mean(plain.partition('.')[0], heads) or 'sections are ' + ', '.join(heads)}"
         return f"{error}; did you mean '{spelled(near[0])}'?"
-    if section.partition(".")[0] in table_lists() and "." in section:  # in `env.arg.depth`, the middle word is unknown
+    in_table = section.partition(".")[0] in table_lists() and "." in section
+    if in_table and section not in heads:  # in `env.arg.depth`, the middle word is unknown
         section, key = section.split(".")[:2]
     siblings = {k.rpartition(".")[2]: k for k in known_keys(section)} if section else {k: k for k in (*known_keys(), *heads)}
     elsewhere = {name: keys[-1] for name, keys in keys_by_name().items()}
@@ -108,6 +131,7 @@ def field_docs() -> dict[str, str]:
     for section, kind in sections().items():
         for name, text in _docstrings(kind).items():
             docs[f"{section}.{name}"] = text
+    for section, kind in sections().items():
         for name, words in needs_in_words(kind).items():
             needs = " and ".join(f"`{one}`" for one in words)
             docs[f"{section}.{name}"] += f" Needs {needs}."
@@ -144,7 +168,7 @@ def _documented_schemas() -> dict[str, Any]:
 
 def field_annotation(dotted: str) -> Any:
     """Return the annotation of a dotted key of a section, with bounds (`env.0.weight`)."""
-    section, _, name = "".join(f".{part}" for part in dotted.split(".") if not part.isdecimal())[1:].rpartition(".")
+    section, _, name = without_index(dotted).rpartition(".")
     return hints_of(sections()[section] if section else RunConfig)[name]
 
 

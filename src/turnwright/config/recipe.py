@@ -18,6 +18,7 @@ from turnwright.config.fields import (
     path_kind,
     table_lists,
     unknown_key,
+    without_index,
 )
 from turnwright.config.rules import Context
 from turnwright.config.schema import PolicyConfig, RunConfig
@@ -344,11 +345,10 @@ class ConfigMerge:
         if field_type(dotted) is None:
             raise ConfigError(f"{COMMAND_LINE}: {unknown_key(dotted, flags=True)}")
         if is_dataclass(field_type(dotted)):
-            raise ConfigError(f"{COMMAND_LINE}: {flag} is a section; say which key of it, --{next(known_keys(dotted))} say")
-        parts = dotted.split(".")
-        plain = ".".join(part for part in parts if not part.isdecimal())
-        value = _absolute(plain, _parse(dotted, text), Path())
-        self.set_value(parts, value, COMMAND_LINE)
+            first = next(known_keys(without_index(dotted)))
+            raise ConfigError(f"{COMMAND_LINE}: {flag} is a section; say which key of it, --{first} say")
+        value = _absolute(without_index(dotted), _parse(dotted, text), Path())
+        self.set_value(dotted.split("."), value, COMMAND_LINE)
         return dotted
 
     def _index(self, section: str, parts: list[str], flag: str) -> list[str]:
@@ -376,7 +376,13 @@ class ConfigMerge:
             dotted = ".".join([*parts, key])
             if field_type(dotted) is None:
                 raise ConfigError(f"{where}: {unknown_key(dotted)}")
-            if isinstance(item, dict) and item and field_type(f"{dotted}.any") is Any:
+            if is_dataclass(field_type(dotted)):
+                if not isinstance(item, dict):
+                    plain = without_index(dotted)
+                    why = f"is a section; write [{plain}] and its keys under it"
+                    raise ConfigError(f"{where}: {plain} = {_show(item)} {why}")
+                self._add_section([*parts, key], item, origin, where)
+            elif isinstance(item, dict) and item and field_type(f"{dotted}.any") is Any:
                 for name, setting in item.items():
                     self.set_value([*parts, key, name], setting, origin)
             else:

@@ -456,10 +456,25 @@ def tiny(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryRules(Section):
+    """Retries of what failed in an episode; what they need is said by the environment's rules."""
+
+    turn: NonNegativeInt = 0
+    """Maximum retries of a turn after its environment or tool failed; errors in its code are not retried."""
+    engine: NonNegativeInt = 0
+    """Maximum retries of an engine call that failed or timed out, with the same request and seed."""
+    reward: NonNegativeInt = 0
+    """Maximum retries of a reward that raised or timed out; an invalid value is final."""
+    episode: NonNegativeInt = 8
+    """Maximum retries of the turns of an episode, new attempts included, and as many of its engine calls."""
+    wait_s: NonNegativeFloat = 0.5
+    """Seconds before the first retry of a turn; doubled for each further retry up to 30, with 50% jitter."""
+
+
 NOT_OF_PLAY = (
     *("on_invalid", "rejected_replies", "max_resamples_per_turn"),
-    *("max_env_retries_per_turn", "max_env_retries", "max_reward_retries"),
-    *("isolation", "reward_isolation"),
+    *("retries.turn", "retries.reward", "isolation", "reward_isolation"),
 )
 """Keys of `EnvRules` that have no effect on a play function, which handles this itself."""
 
@@ -475,18 +490,8 @@ class EnvRules(Section):
     """Whether rejected replies are trained on if replies are sampled again; they are recorded in either case."""
     max_resamples_per_turn: NonNegativeInt = 2
     """Maximum times a reply is sampled again in one turn; the message about the last invalid one becomes an observation."""
-    max_env_retries_per_turn: NonNegativeInt = 0
-    """Maximum retries of a turn after its environment or tool failed; errors in its code are not retried."""
-    max_env_retries: NonNegativeInt = 8
-    """Maximum such retries per episode, new attempts included."""
-    max_engine_retries_per_turn: NonNegativeInt = 0
-    """Maximum retries of an engine call that failed or timed out, with the same request and seed."""
-    max_engine_retries: NonNegativeInt = 8
-    """Maximum such retries per episode."""
-    max_reward_retries: NonNegativeInt = 0
-    """Maximum retries of a reward that raised or timed out; an invalid value is final."""
-    retry_wait_s: NonNegativeFloat = 0.5
-    """Seconds before the first retry of a turn; doubled for each further retry up to 30, with 50% jitter."""
+    retries: RetryRules = RetryRules()
+    """Retries of what failed in an episode."""
     effects: bool = False
     """Whether its actions change something that outlasts the episode (files, services): each turn is on the disk before its
     action runs, and a resumed run restores the environment's state instead of repeating actions."""
@@ -499,31 +504,21 @@ class EnvRules(Section):
     def needs(self, run: RunConfig) -> Iterator[Need]:
         """Yield what keys need: many have no effect on a play function."""
         resamples = self.on_invalid == "resample"
-        retries_envs = self.max_env_retries_per_turn > 0
-        retries_engines = self.max_engine_retries_per_turn > 0
+        retries = self.retries
+        retries_calls = retries.turn > 0 or retries.engine > 0
 
         yield Need(NOT_OF_PLAY, not run.rollout.function, "rollout.function none")
         yield Need(("rejected_replies", "max_resamples_per_turn"), resamples, "env.on_invalid = resample")
-        # No retries per episode, which a recipe may ask for, are what there is without them per turn.
+        # A recipe may ask for no retries at all.
         yield Need(
-            ("max_env_retries",),
-            retries_envs or self.max_env_retries == 0,
-            "env.max_env_retries_per_turn > 0",
+            ("retries.episode",),
+            retries_calls or retries.episode == 0,
+            "env.retries.turn > 0, or env.retries.engine > 0",
         )
         yield Need(
-            ("max_engine_retries",),
-            retries_engines or self.max_engine_retries == 0,
-            "env.max_engine_retries_per_turn > 0",
-        )
-        yield Need(
-            ("retry_wait_s",),
-            run.rollout.max_retries > 0
-            or retries_envs
-            or retries_engines
-            or self.max_reward_retries > 0
-            or self.isolation == "process",
-            "rollout.max_retries > 0, or env.max_env_retries_per_turn > 0, "
-            "or env.max_engine_retries_per_turn > 0, or env.max_reward_retries > 0, "
+            ("retries.wait_s",),
+            run.rollout.max_retries > 0 or retries_calls or retries.reward > 0 or self.isolation == "process",
+            "rollout.max_retries > 0, or env.retries.turn > 0, or env.retries.engine > 0, or env.retries.reward > 0, "
             "or env.isolation = process",
         )
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from turnwright.config.fields import known_keys
+from turnwright.config.fields import known_keys, table_lists
 from turnwright.config.names import no_such_file
 from turnwright.config.rules import Context, Need, Section
 from turnwright.config.schema import NOT_OF_PLAY, EnvConfig, EnvRules, RunConfig
@@ -126,11 +126,11 @@ def _switched_off(key: str, need: Need, where: Mapping[str, str]) -> bool:
     """Return whether the command line made a recipe's key ineffective, which is no mistake of the recipe."""
     if where.get(key) == COMMAND_LINE:
         return False
-    section, _, table = key.rpartition(".")[0].partition(".")
+    section, index, *_ = [*key.split("."), ""]
     # The words name the keys that decide; `env.` in them is the table that the key is in.
     for decisive in set(known_keys()).intersection(need.words.split()):
-        if table and decisive.startswith(f"{section}."):
-            decisive = decisive.replace(section, f"{section}.{table}", 1)
+        if section in table_lists() and decisive.startswith(f"{section}."):
+            decisive = decisive.replace(section, f"{section}.{index}", 1)
         if where.get(decisive) == COMMAND_LINE:
             return True
     return False

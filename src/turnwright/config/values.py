@@ -7,7 +7,7 @@ Bounds are those of `annotated_types`, which `pydantic.Field(gt=0)` stands for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from types import NoneType, UnionType
@@ -196,9 +196,15 @@ def check_section(section: Any, place: str) -> None:
         reader(cls).validate_python(section, strict=True)
     except ValidationError as failure:
         error = failure.errors(include_url=False)[0]
-        name = str(error["loc"][0])
-        why = why_refused(error, hints_of(cls)[name])
-        raise ConfigError(f"{place}: {name} = {getattr(section, name)!r}: {why}") from None
+        path, value = [], section
+        for part in error["loc"]:
+            if not is_dataclass(value):
+                break  # an item of a list
+            cls = value.__class__
+            path.append(str(part))
+            value = getattr(value, path[-1])
+        why = why_refused(error, hints_of(cls)[path[-1]])
+        raise ConfigError(f"{place}: {'.'.join(path)} = {value!r}: {why}") from None
 
 
 @cache
@@ -214,11 +220,13 @@ def defaults(cls: Any) -> dict[str, Any]:
 
 
 def changed(section: Any) -> dict[str, Any]:
-    """Return the fields of a section that differ from their defaults."""
-    differing = {}
+    """Return the fields of a section that differ from their defaults; those of a section in it as `retries.turn`."""
+    differing: dict[str, Any] = {}
     for name, default in defaults(section.__class__).items():
         value = getattr(section, name)
-        if value != default:
+        if is_dataclass(value):
+            differing |= {f"{name}.{inner}": item for inner, item in changed(value).items()}
+        elif value != default:
             differing[name] = value
     return differing
 

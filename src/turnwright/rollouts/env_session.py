@@ -90,11 +90,11 @@ class EnvSession:
         self._deadline = deadline
         self._threads = threads
         self._seconds = recorder.limits.env_s
-        self.can_retry = rules.max_env_retries_per_turn > 0 or (rules.isolation == "process" and rules.max_reward_retries > 0)
+        self.can_retry = rules.retries.turn > 0 or (rules.isolation == "process" and rules.retries.reward > 0)
         """Whether the rules allow a step or a reward to be retried."""
         self.can_recover = self.can_retry or rules.effects
         """Whether steps are kept, to be retried here or read from the journal by a resumed episode."""
-        self._retries_left = rules.max_env_retries
+        self._retries_left = rules.retries.episode
         self._examined: Env | None = None
         self._declared: SupportsSnapshot | None = None
         self._discard()
@@ -296,7 +296,7 @@ class EnvSession:
         failures = recorder.trajectory.failures
         while True:
             failure = failure_of(error, recorder.phase, len(recorder.trajectory.turns) - 1)
-            left = tries <= self.rules.max_env_retries_per_turn and self._retries_left > 0 and not self._deadline.expired
+            left = tries <= self.rules.retries.turn and self._retries_left > 0 and not self._deadline.expired
             if not left or not retryable(failure) or is_over(error):
                 raise error
             self._retries_left -= 1

@@ -24,7 +24,7 @@ _RETRYABLE_KINDS = (FailureKind.REWARD, FailureKind.TIMEOUT, FailureKind.TOOL, F
 
 def backoff_s(rules: EnvRules, tries: int, seed: int) -> float:
     """Return the seconds to wait before try `tries`, from 1: doubled each time, with a jitter of 0.5 to 1.5."""
-    longest: float = min(LONGEST_WAIT_S, rules.retry_wait_s * 2 ** (tries - 1))
+    longest: float = min(LONGEST_WAIT_S, rules.retries.wait_s * 2 ** (tries - 1))
     return longest * random.Random(seed).uniform(0.5, 1.5)
 
 
@@ -35,15 +35,15 @@ class Retries:
         self._rules = rules
         self._trajectory = trajectory
         self._seed = seed
-        self._engine_left = rules.max_engine_retries
-        self._rewards_left = rules.max_reward_retries
+        self._engine_left = rules.retries.episode
+        self._rewards_left = rules.retries.reward
 
     async def engine(self, error: Exception, call: Callable[[], Awaitable[T]], wait: Wait, turn: int) -> tuple[T, int]:
         """Retry a failed engine call with the same request, seed included; return its result and the number of tries."""
         tries = 0
         while True:
             tries += 1
-            exhausted = tries > self._rules.max_engine_retries_per_turn or self._engine_left <= 0
+            exhausted = tries > self._rules.retries.engine or self._engine_left <= 0
             if exhausted or isinstance(error, BackendContractError):
                 raise error
             self._engine_left -= 1

@@ -334,7 +334,8 @@ class Rollout:
                 seed=self.settings.seed,
                 media_intake=self.media_intake,
             )
-            session = EnvSession(make, episode.task, replace(episode.rules, max_env_retries=0), recorder, deadline, threads)
+            rules = replace(episode.rules, retries=replace(episode.rules.retries, episode=0))
+            session = EnvSession(make, episode.task, rules, recorder, deadline, threads)
             try:
                 messages, tools = await session.reset()
                 return len(self.renderer.open(self.media_intake.take_in(messages), tools).ids)

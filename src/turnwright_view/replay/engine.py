@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from turnwright.config.recorded import rules_of
 from turnwright.engines import Generation, Request
 from turnwright.engines.protocols import check_generation
 from turnwright.envs.user_code import RemoteException
@@ -105,7 +106,7 @@ class _Session:
 
         The record does not have which calls of a reply failed. An empty, interrupted answer makes the loop call once more.
         """
-        max_retries = max(1, self.episode.settings.get("rules", {}).get("max_engine_retries_per_turn", 1))
+        max_retries = max(1, rules_of(self.episode.settings.get("rules", {})).retries.engine)
         empty, self.row = self.row > 0 and left > 0 and left % max_retries == 0, self.row + 1
         if empty or not left:
             self.row = 0

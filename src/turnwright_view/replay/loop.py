@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwright.config import EnvRules, Limits
+from turnwright.config.recorded import rules_of
 from turnwright.engines import Sampling
 from turnwright.envs import EnvSpec
 from turnwright.envs.resolve import as_env_spec
@@ -222,7 +223,7 @@ def _episode(
     recorded: Mapping[EpisodeKey, RecordedEpisodeEnvs],
 ) -> EpisodeSpec:
     """Return the spec of one episode, as recorded except for the changes."""
-    rules = changes.rules or EnvRules(**episode.settings.get("rules", {}))
+    rules = changes.rules or rules_of(episode.settings.get("rules", {}))
     max_turns, task = _max_turns(episode), episode.trajectory.task
     if env_specs is None:
         compares: Any = partial(group_reward, recorded) if episode.settings["group"] else None
