@@ -126,7 +126,8 @@ def _switched_off(key: str, need: Need, where: Mapping[str, str]) -> bool:
     """Return whether the command line made a recipe's key ineffective, which is no mistake of the recipe."""
     if where.get(key) == COMMAND_LINE:
         return False
-    section, index, *_ = [*key.split("."), ""]
+    section, _, rest = key.partition(".")
+    index = rest.partition(".")[0]
     # The words name the keys that decide; `env.` in them is the table that the key is in.
     for decisive in set(known_keys()).intersection(need.words.split()):
         if section in table_lists() and decisive.startswith(f"{section}."):

@@ -158,6 +158,7 @@ def reader(cls: Any, *, with_docstrings: bool = False) -> TypeAdapter[Any]:
         allow_inf_nan=False,
         # A section that was made in Python was not checked when it was made.
         revalidate_instances="always",
+        # From pydantic 2.11 on, also of dataclasses of the standard library.
         use_attribute_docstrings=with_docstrings,
     )
     # pydantic takes settings for no dataclass itself, only for a type around it.
