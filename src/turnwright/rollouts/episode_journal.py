@@ -55,6 +55,14 @@ class EpisodeJournal:
             event["settings"] = self._settings
         self._journal.append(event)
 
+    def offer(self, tools: Sequence[Any]) -> None:
+        """Take note of the tools that a conversation is opened with."""
+        self.tools = tools
+
+    def mark_changed(self) -> None:
+        """Take note that the next turn's messages are not the observation as it was returned."""
+        self.observation_changed = True
+
     def env_step(self, turn: int) -> None:
         """Queue a turn's reward and info for the next entry."""
         record, self._last_turn = self._trajectory.turns[turn], None

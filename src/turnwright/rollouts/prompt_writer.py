@@ -54,7 +54,7 @@ class PromptWriter:
 
     def open(self, messages: Sequence[Message], tools: Tools, agent: str, seed: int) -> ConversationPath:
         """Start a conversation; `seed` is that of its calls."""
-        self._journal.tools = tools
+        self._journal.offer(tools)
         prompt = self.render_conversation(messages, (), tools)
         path = ConversationPath(self._trajectory, -1, [], list(messages), tools, agent, seed, self._history)
         path.append(Origin.PROMPT, prompt.ids, prompt.media)
@@ -89,7 +89,7 @@ class PromptWriter:
 
         messages, rendered, cut = truncate_messages(self._renderer, messages, render, rendered, limit)
         if cut:
-            self._journal.observation_changed = True
+            self._journal.mark_changed()
             add_counts(self._trajectory, "observation_tokens_cut", by=cut)
         return messages, rendered
 
@@ -183,7 +183,8 @@ class PromptWriter:
         (message,), rendered = self._truncated((inline.message,), render)
         changed = rewound or inline.keep_chars is not None or inline.tail == "untrained"
         # The turn records the inserted text, so images are only in the journal's row.
-        self._journal.observation_changed |= changed or bool(message.media)
+        if changed or message.media:
+            self._journal.mark_changed()
         self.append(path, rendered)
         if inline.tail == "untrained":
             self._journal.mark_untrained(turn.spans, turn.context + count)
@@ -239,7 +240,7 @@ class PromptWriter:
         path.replies = replies
         self.append(path, branch)
         path.restart(messages)
-        self._journal.observation_changed = True
+        self._journal.mark_changed()
 
 
 def _kept(decode: Decode, reply: Sequence[int], inline: InlineObservation) -> tuple[int, str]:

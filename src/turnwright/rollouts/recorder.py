@@ -241,7 +241,7 @@ class Recorder:
         self.seed = episode_seed(self._run_seed, key)
         """Seed of the attempt's random streams."""
         self.session = key.session
-        self._sampler.session = key.session
+        self._sampler.begin_attempt(key.session)
 
     def release(self) -> None:
         """Release the attempt's session in the engine."""

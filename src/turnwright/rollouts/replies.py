@@ -69,9 +69,6 @@ class ReplySampler:
     call, after the ids that it has, so one reply may have ids of several policy versions.
     """
 
-    session = ""
-    """Session of the attempt in the engine."""
-
     def __init__(
         self,
         trajectory: Trajectory,
@@ -93,8 +90,14 @@ class ReplySampler:
         self._place = place
         self._group = f"{key.phase}/{key.step}/{key.task}"
         self.extras = EngineExtras(settings.want, trajectory)
+        self.session = key.session
+        """Session of the attempt in the engine."""
         self.calls = 0
         """Calls of the episode so far, recorded ones included."""
+
+    def begin_attempt(self, session: str) -> None:
+        """Sample in another session of the engine from now on."""
+        self.session = session
 
     @property
     def waits(self) -> bool:
