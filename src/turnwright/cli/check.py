@@ -181,6 +181,7 @@ def _template(given: Path | str, history: str, *, as_json: bool) -> int:
     findings = check_template(renderer, history)
     if not as_json:
         return show(findings)
+
     failed = sum(ok is False for ok, _ in findings)
     row = {
         "path": str(given),
@@ -226,6 +227,7 @@ def check_images(model: Path) -> list[Finding]:
 
 
 def _engine(found: ServerCapabilities, *, as_json: bool) -> int:
+    """Print a server's capabilities as lines or JSON; return the number of failed checks, at most 1 with JSON."""
     if not as_json:
         return show(found.findings())
     print(json.dumps(found.to_dict(), indent=2))

@@ -137,9 +137,13 @@ def _change_list(what: str, url: str, path: Path | None) -> int:
         raise UsageError(f"turnwright engines {what} needs the list that runs watch (engine.urls_file): --list FILE")
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"{url}: must start with http:// or https://, as in http://host:8000")
+
     servers = EngineList(path)
     changed = servers.add(url) if what == "join" else servers.remove(url)
-    state = {("join", False): "was listed already", ("leave", False): "was not listed"}.get((what, changed), what + "s")
+    if changed:
+        state = f"{what}s"
+    else:
+        state = "was listed already" if what == "join" else "was not listed"
     print(f"{url} {state}; {path} lists {len(servers.urls())}")
     return 0
 

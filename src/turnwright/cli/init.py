@@ -49,10 +49,12 @@ def run_init(args: argparse.Namespace) -> int:
     installed = PathFinder.find_spec(name)
     if name in {"turnwright", *sys.stdlib_module_names} or (installed and installed.origin):  # a bare directory has no origin
         raise UsageError(f"{folder}: a module named '{name}' would hide another one; choose another name, such as my_{name}")
+
     paths = [folder / pattern.format(name=name) for pattern in _FILES]
     existing = next((path for path in paths if path.exists()), None)
     if existing is not None:
         raise UsageError(f"{existing}: already exists; choose another name, or remove it first")
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, template in zip(paths, _FILES.values(), strict=True):
@@ -64,6 +66,7 @@ def run_init(args: argparse.Namespace) -> int:
             path.write_text(text.replace("{{ model }}", SEES if args.vision else READS), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{folder}: cannot be written ({error.strerror}); choose another directory") from None
+
     for path in paths:
         print(path)
     check = f"turnwright check {name}.py:{class_name(name)}"

@@ -49,6 +49,7 @@ def run_record(args: argparse.Namespace) -> int:
     resolved = requested(args, partial(resolve, training=False))
     if resolved is None:
         return 0
+
     import_training()
     say = partial(print, flush=True)
     key = "" if args.no_key else os.environ.get("TURNWRIGHT_SERVE_TOKEN", "")
@@ -88,6 +89,7 @@ def record_programs(
         raise ConfigError(
             f"turnwright record needs starlette and uvicorn ({error.name} is missing): pip install 'turnwright[serve]'"
         ) from None
+
     path = Path(resolved.config.out)
     if (path / "journal.jsonl").exists():
         raise ConfigError(f"{path} already contains a run; choose another --out")

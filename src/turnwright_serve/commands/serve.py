@@ -49,10 +49,12 @@ def run_serve(args: argparse.Namespace) -> int:
         raise UsageError(f"--speculate {args.speculate}: must be at least 0; 0 disables drafts")
     if not 0 < args.cache_gib < math.inf:
         raise UsageError(f"--cache-gib {args.cache_gib:g}: must be over 0, the memory for keys and values in GiB")
+
     names = ("host", "port", "context", "device", "speculate", "weights_dir", "cache_gib")
     settings = {name: vars(args)[name] for name in names}
     settings["keyless"] = args.no_key
     settings["token"] = os.environ.get("TURNWRIGHT_SERVE_TOKEN", "")
+
     import_training("turnwright_serve.serve")
     with stopped_by_signals():
         serve_model(args.model, args.formats, partial(print, flush=True), **settings)

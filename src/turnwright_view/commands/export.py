@@ -53,10 +53,12 @@ def run_export(args: argparse.Namespace) -> int:
                     pairs = list(pair_rows(group, layout))
                 yield from pairs
 
+    # The columns are known once every episode was read, and a file has them from its first row on.
     layout = ColumnLayout.empty()
     for trajectory in selected():
         with using(args.run_dir, trajectory):
             layout |= ColumnLayout.of([trajectory])
+
     rows = pairs_of_each() if args.columns == "dpo" else rows_of_each()
     count = write(rows, args.columns, args.out, layout)
     print(f"{args.out}: {count} rows" + ("" if count else f"; no episode of phase {args.phase} matches"))

@@ -49,9 +49,11 @@ def run_replay(args: argparse.Namespace) -> int:
             raise UsageError(f"--{name} needs --loop; add it")
     if args.overrides and not args.loop:
         raise UsageError(f"{args.overrides[0]} needs --loop; add it")
+
     reward = load_object(args.reward) if args.reward else None
     if reward is not None and not callable(reward):
         raise UsageError(f"--reward {args.reward}: must be a function of a trajectory, not {type(reward).__name__}")
+
     ok, lines = (_loop if args.loop else _record)(args, reward)
     for line in lines:
         print(single_line(line, 1000))
@@ -59,6 +61,7 @@ def run_replay(args: argparse.Namespace) -> int:
 
 
 def _record(args: argparse.Namespace, reward: Any) -> tuple[bool, list[str]]:
+    """Recompute the run from its record; return whether it matches, and what to print."""
     from turnwright_view.recompute import lines, recompute
 
     found = recompute(args.run_dir, reward)
@@ -66,6 +69,7 @@ def _record(args: argparse.Namespace, reward: Any) -> tuple[bool, list[str]]:
 
 
 def _loop(args: argparse.Namespace, reward: Any) -> tuple[bool, Iterator[str]]:
+    """Rerun the loop against the record; return whether it matches, and what to print."""
     from turnwright.config.dump import load_run_config
     from turnwright_view.replay.runs import replay_run
 
@@ -92,10 +96,12 @@ def _differences(found: ReplayResult) -> Iterator[str]:
         yield f"{key.phase} {key.metrics_step} / {key.task} / {key.sample}: differs in {one.what}{where}"
         yield f"    recorded  {one.recorded}"
         yield f"    now       {one.now}"
+
     if len(first) > MAX_DIFFERENCES:
         yield f"... and {len(first) - MAX_DIFFERENCES} more"
     for reason, count in found.left_out.most_common():
         yield f"skipped {count}: {reason}"
+
     if not found.episodes:
         yield "no episode was replayed"
     elif not first:

@@ -34,17 +34,22 @@ def run_track(args: argparse.Namespace) -> int:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = "not a run directory (no readable config.json); name the directory that train printed"
         raise UsageError(f"{args.run_dir}: {why}") from error
+
     to = args.to or track.get("to") or []
     if not to:
         raise UsageError("no tracker: the run has none in track.to; name one, such as --to trackio")
     for one in to:
         if wrong := tracker_error(one):
             raise UsageError(f"--to {one}: {wrong}")
+
+    # Those of the run's settings may be code of somebody else.
     code = [] if args.to else [one for one in to if ":" in one]
     if code:
         inside = any(is_in(args.run_dir, one) for one in code)
         confirm(args.run_dir, [f"track.to = {one}" for one in code], args, inside=inside)
-    project, name = args.project or track.get("project", "turnwright"), args.name or track.get("name")
+
+    project = args.project or track.get("project", "turnwright")
+    name = args.name or track.get("name")
     if failed := TrackerProcesses(to, args.run_dir, project, name).close(patience_s=600.0):
         raise TurnwrightError("; ".join(failed))
     print(f"sent to {', '.join(to)}")

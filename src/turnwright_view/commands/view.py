@@ -33,6 +33,7 @@ def run_view(args: argparse.Namespace) -> int:
         raise UsageError(f"{args.html}: its directory does not exist; create it first")
     if not 0 <= args.port < 65536:
         raise UsageError(f"--port {args.port}: ports are from 1 to 65535")
+
     if args.html is not None:
         from turnwright_view.web import self_contained
 
@@ -47,6 +48,7 @@ def run_view(args: argparse.Namespace) -> int:
         from turnwright_view.report import write_report
 
         return _written(write_report(run_dir), run_dir, args.open)
+
     from turnwright_view.web import ViewerServer
 
     token = os.environ.get("TURNWRIGHT_VIEW_TOKEN", "")
@@ -64,12 +66,14 @@ def run_view(args: argparse.Namespace) -> int:
 
 
 def _written(path: Path, run_dir: Path, open_page: bool) -> int:
+    """Print the path of a file, and open it if asked."""
     print(path)
     _announce(run_dir, path.resolve().as_uri() if open_page else "")
     return 0
 
 
 def _run_dir(run_dir: Path) -> Path:
+    """Return a run directory; raise `UsageError` where it is none, or of another version."""
     if not run_dir.is_dir():
         folder = run_dir.parent
         near = did_you_mean(run_dir.name, [p.name for p in folder.iterdir() if p.is_dir()]) if folder.is_dir() else ""
