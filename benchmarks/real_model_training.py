@@ -215,7 +215,7 @@ class StepByStep(ProgressListener):
 
 def train_ours(directory: Path, kind: Kind, steps: int, seed: int, out: Path, turns: OwnTurns) -> None:
     """Train the recipe from warmed weights, a step at each turn."""
-    from turnwright.commands import run_training
+    from turnwright.runs import run_training
 
     words = ["--out", out, "--seed", seed, "--warmup.demos", 0]
     words += ["--train.steps", steps, "--train.schedule", "constant"]

@@ -59,11 +59,11 @@ def train(
         UsageError: for an invalid argument.
         TurnwrightError: if the run cannot continue.
     """
-    from turnwright.commands import run_training
     from turnwright.config.dump import extend_run
     from turnwright.display.progress import make_display
     from turnwright.envs.resolve import as_env_spec, load_object
     from turnwright.renderers.history import policy_name
+    from turnwright.runs import run_training
 
     listed = None if tasks is None else list(tasks)
     policy = None if isinstance(history, str) else history

@@ -14,7 +14,7 @@ recipes and commands use::
 | `turnwright.parsers` | a reply parser, see `turnwright.renderers.parsers` | `renderers.parsers.detect` |
 | `turnwright.trackers` | a class with `start`, `log` and `finish` | `trackers` |
 | `turnwright.frameworks` | a `turnwright.envs.foreign.Framework` | `envs.foreign` |
-| `turnwright.transports` | ours: groups (`[scale]`) or weights (`engine.tree`) elsewhere | `commands`, `training.servers` |
+| `turnwright.transports` | ours: groups (`[scale]`) or weights (`engine.tree`) elsewhere | `runs`, `training.servers` |
 """
 
 from __future__ import annotations

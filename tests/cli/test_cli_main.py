@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from turnwright.cli.main import main
-from turnwright.cli.training import next_run
+from turnwright.cli.train import next_run
 from turnwright.errors import TaskError, TraceError, did_you_mean
 
 HOP = '[[env]]\nuse = "hop"\n'
@@ -27,29 +27,26 @@ def recipe(tmp_path: Path) -> str:
 
 @pytest.fixture
 def commands(monkeypatch, tmp_path):
-    """A stand-in for `turnwright.commands` that keeps what it was called with."""
-    module = types.ModuleType("turnwright.commands")
-    module.calls = []
+    """Stand-ins for what the commands do, which keep what they were called with."""
+    stand_ins = types.SimpleNamespace(calls=[], outcome=None)
 
-    def keep(name, result=None):
+    def keep(module, name, result=None):
         def call(*args, **kwargs):
-            module.calls.append((name, args, kwargs))
-            outcome = getattr(module, "outcome", None)
-            if isinstance(outcome, BaseException):
-                raise outcome
-            return result if outcome is None else outcome
+            stand_ins.calls.append((name, args, kwargs))
+            if isinstance(stand_ins.outcome, BaseException):
+                raise stand_ins.outcome
+            return result if stand_ins.outcome is None else stand_ins.outcome
 
-        setattr(module, name, call)
+        monkeypatch.setattr(f"turnwright.{module}.{name}", call)
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
-    keep("run_training", tmp_path / "out")
-    for name in ("run_evaluation", "preview_rollouts", "check_env", "check_template"):
-        keep(name)
-    module.keep = keep
-    monkeypatch.setitem(sys.modules, "turnwright.commands", module)
-    monkeypatch.setattr("turnwright.commands", module, raising=False)
-    return module
+    keep("runs", "run_training", tmp_path / "out")
+    keep("cli.evaluate", "run_evaluation")
+    keep("cli.rollout", "preview_rollouts")
+    keep("cli.check", "check_env")
+    keep("cli.check", "check_template")
+    return stand_ins
 
 
 def refusal(capsys, *words: str) -> str:

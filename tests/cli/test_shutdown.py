@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -133,10 +132,7 @@ def interrupts(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_the_status_is_that_of_the_signal_and_the_handlers_are_put_back(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, interrupts: None, number: int
 ) -> None:
-    module = types.ModuleType("turnwright.commands")
-    module.run_training = lambda *_, **__: signal.raise_signal(number)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "turnwright.commands", module)
-    monkeypatch.setattr("turnwright.commands", module, raising=False)
+    monkeypatch.setattr("turnwright.runs.run_training", lambda *_, **__: signal.raise_signal(number))
     (tmp_path / "hop.toml").write_text('[[env]]\nuse = "hop"\n')
     before = [signal.getsignal(one) for one in NUMBERS]
     assert main(["train", str(tmp_path / "hop.toml"), "--display", "none"]) == 128 + number

@@ -130,11 +130,16 @@ def test_nothing_beyond_the_project_is_found(tmp_path):
         load_user_module(tmp_path / "p/deep/env.py", "env.py")
 
 
-STAND_IN = {
-    "frame_work/__init__.py": "",
-    "frame_work/base.py": "class Base:\n    kept = True\nclass Old: ours = True",
-    "frame_work/gone/__init__.py": "",
-    "frame_work/gone/base.py": "from frame_work.base import Base\nclass Gone(Base):\n    pass",
+HOMES = {
+    "ours_of_base.py": "from typing import Any\nclass Base:\n    kept = True\nclass Old: ours = True\ndef help_old(): ...\n",
+    "ours_of_gone.py": "from turnwright.envs.user_imports import import_for_user\n"
+    "Base = import_for_user('frame_work.base', fromlist=('Base',)).Base\nclass Gone(Base):\n    pass",
+}
+TABLE = {
+    "frame_work.base": {"ours_of_base": "Base Old help=help_old"},
+    "frame_work.gone.base": {"ours_of_gone": "Base Gone"},
+    "frame_work.again": {"ours_of_base": "Base", "frame_work.gone.base": "Old=Base", "frame_work.again": "below"},
+    "frame_work.again.below": {"ours_of_base": "Old"},
 }
 USER = """
 import frame_work.base
@@ -154,10 +159,12 @@ def cannot():
 
 @pytest.fixture
 def framework(tmp_path, monkeypatch):
-    write(tmp_path / "ins", STAND_IN)
+    write(tmp_path / "ins", HOMES)
     write(tmp_path, {"user.py": USER})
+    monkeypatch.syspath_prepend(tmp_path / "ins")
     stand_ins = importlib.import_module(user_imports.STAND_INS)
-    monkeypatch.setattr(stand_ins, "__path__", [*stand_ins.__path__, str(tmp_path / "ins")])
+    for name, sources in TABLE.items():
+        monkeypatch.setitem(stand_ins.MODULES, name, sources)
     before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:  # a process of an environment loads every file that is loaded here
@@ -185,6 +192,29 @@ def test_user_code_finds_stand_ins_and_libraries_do_not(framework):
     for thread in threads:
         thread.join()
     assert set(found) == {(first, first)}
+
+
+def test_a_module_of_a_table_is_one_of_its_own(framework):
+    again = importlib.import_module(f"{user_imports.STAND_INS}.frame_work.again")
+    base = sys.modules[f"{user_imports.STAND_INS}.frame_work.base"]  # imported, since it has a class of the other
+    assert base.help.__module__ == base.__name__
+    assert base.help.__qualname__ == base.help.__name__ == "help"
+    assert pickle.loads(pickle.dumps(base.help)) is base.help
+    assert not hasattr(base, "help_old")
+    assert base.Any is importlib.import_module("typing").Any, "annotations are evaluated with what the home imports"
+    assert base.__package__ == again.__package__.rpartition(".")[0] == sys.modules[base.__package__].__name__
+    assert sys.modules[base.__package__].again is again
+
+    assert again.Base is again.Old is base.Base, "objects belong to the first module that has them"
+    assert again.__path__ == []
+    assert again.below.Old is base.Old
+    names = {}
+    exec(f"from {again.__name__} import *", names)
+    assert {"Base", "Old", "below"} <= set(names)
+    with pytest.raises(ImportError, match="cannot import name 'help'"):
+        exec(f"from {again.__name__} import help")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(f"{base.__name__}.nothing")
 
 
 def test_the_installed_framework_wins_and_what_it_deleted_is_found(framework, monkeypatch):
@@ -222,7 +252,8 @@ def test_stand_ins_in_a_process_of_their_own(framework):
     write(
         framework,
         {
-            "game.py": f"import turnwright.envs.stand_ins as ins\nins.__path__.append({str(framework / 'ins')!r})\n"
+            "game.py": f"import sys\nimport turnwright.envs.stand_ins as ins\n"
+            f"sys.path.append({str(framework / 'ins')!r})\nins.MODULES.update({TABLE!r})\n"
             + ENV.format(imports="from frame_work.base import Base; VALUE = Base.kept", late="frame_work.gone.base").replace(
                 "WORD", "Gone"
             )
@@ -282,12 +313,7 @@ def test_a_process_loads_only_the_files_that_it_needs(tmp_path):
 
 
 @pytest.mark.beside("compat")
-def test_modules_with_the_names_of_another_share_its_objects(monkeypatch, tmp_path):
-    from turnwright.envs import stand_ins
-
-    # An update by git does not remove folders with compiled files.
-    (tmp_path / "miles" / "rollout" / "rm_hub" / "__pycache__").mkdir(parents=True)
-    monkeypatch.setattr(stand_ins, "__path__", [str(tmp_path), *stand_ins.__path__])
+def test_modules_with_the_names_of_another_share_its_objects():
     for name, other, shared in [
         ("miles.utils.types", "slime.utils.types", "Sample"),
         ("miles.rollout.rm_hub", "slime.rollout.rm_hub", "async_rm"),

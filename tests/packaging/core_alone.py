@@ -50,7 +50,7 @@ for room in (
     "rollouts",
     "display",
     "cli.main",
-    "commands",
+    "runs",
     "api",
 ):
     importlib.import_module(f"turnwright.{room}")

@@ -13,7 +13,7 @@ from tests.proxy.test_recording import record, script, talk
 from tests.proxy_kit import RecordingEngine, client, direct, in_order
 from turnwright.config import load
 from turnwright.engines import tokens
-from turnwright_serve import commands as serve_commands
+from turnwright_serve.commands.record import record_programs
 from turnwright_serve.proxy import ProxyServer, ProxySession, recording, server
 from turnwright_serve.proxy.request_cache import RequestCache
 
@@ -200,7 +200,7 @@ def test_the_command_makes_a_key_and_says_how_to_call_it(
     words = ["--env.use=program", "--engine.kind=chat", '--engine.urls=["http://127.0.0.1:9/v1"]', "--engine.model=m"]
     resolved = load(None, [*words, f"--out={tmp_path / 'run'}"], envs=["program"], training=False)
     said: list[str] = []
-    serve_commands.record_programs(resolved, port=0, idle_s=1, note=said.append, key=given, keyless=keyless)
+    record_programs(resolved, port=0, idle_s=1, note=said.append, key=given, keyless=keyless)
     ((key, keyed_sampling),) = used
     line = next(one for one in said if "/s/NAME/v1" in one)
     assert ("TURNWRIGHT_SERVE_TOKEN" if given else "any API key") in line

@@ -16,7 +16,7 @@ import pytest
 
 import turnwright as tw
 from tests.proxy_kit import TOOL, RecordingEngine, account, called, client, contexts
-from turnwright import commands
+from turnwright.cli.evaluate import run_evaluation
 from turnwright.cli.main import main
 from turnwright.config import load
 from turnwright.engines.remote import ChatEngine
@@ -164,7 +164,8 @@ def test_sigterm_ends_a_recording_with_every_open_session_written(
 
     engine = RecordingEngine(lambda messages, rng: "Found.")
     monkeypatch.setattr(
-        commands, "make_rollout", lambda *_, run, **__: Rollout(engine, byte_renderer(), RolloutSettings(sanity="off"), run=run)
+        "turnwright.training.configured_rollout.make_rollout",
+        lambda *_, run, **__: Rollout(engine, byte_renderer(), RolloutSettings(sanity="off"), run=run),
     )
     monkeypatch.setattr("builtins.print", began)
     before = signal.signal(signal.SIGINT, interrupts)
@@ -334,7 +335,7 @@ def test_programs_are_evaluated_in_front_of_a_chat_service(tmp_path: Path) -> No
             words = [f'--engine.urls=["{server.open(session)}/v1"]']
             resolved = load(tmp_path / "r.toml", words, envs=[], training=False)
             loop = asyncio.get_running_loop()
-            found.append(await loop.run_in_executor(None, lambda: commands.run_evaluation(resolved)))
+            found.append(await loop.run_in_executor(None, lambda: run_evaluation(resolved)))
         await session.end()
         return 1.0
 

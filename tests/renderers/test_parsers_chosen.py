@@ -2,7 +2,7 @@
 
 import pytest
 
-from turnwright import commands
+from turnwright.cli.check import check_template
 from turnwright.renderers import MARKUP, SPECIAL, ByteTokenizer, ChatRenderer, ChatTemplate
 from turnwright.types import Message, ToolCall
 
@@ -62,11 +62,11 @@ def test_a_reply_in_the_template_s_own_form_is_read(name):
 
 @pytest.mark.parametrize("name", UNREAD)
 def test_check_says_where_no_parser_reads_the_calls_of_a_template(name):
-    findings = commands.check_template(renderer(UNREAD[name]))
+    findings = check_template(renderer(UNREAD[name]))
     assert any("no parser reads them back" in str(text) for _, text in findings), findings
 
 
 def test_check_says_nothing_of_the_kind_where_calls_are_read_or_there_are_none():
     for calls in (FORMS["granite"], "{{ m.content }}"):
-        findings = commands.check_template(renderer(calls))
+        findings = check_template(renderer(calls))
         assert not any("no parser" in str(text) for _, text in findings), findings

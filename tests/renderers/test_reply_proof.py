@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.corpus import distinct, template_of, tokenizer_of
-from turnwright import commands
+from turnwright.cli.check import check_template
 from turnwright.cli.main import main
 from turnwright.errors import TemplateError
 from turnwright.renderers import ChatRenderer, HFTokenizer
@@ -71,7 +71,7 @@ def renderer_of(source: str, tmp_path: Path, declared: bool = True) -> ChatRende
 
 def reported(renderer: ChatRenderer) -> set[str]:
     """Return the kinds of replies that `check` names."""
-    lines = [text for _, text in commands.check_template(renderer) if "does not come back: " in text]
+    lines = [text for _, text in check_template(renderer) if "does not come back: " in text]
     return {line.partition("does not come back: ")[2].partition(": ")[0] for line in lines}
 
 
@@ -145,13 +145,13 @@ def test_a_token_that_also_closes_the_thinking_is_no_stop_if_another_end_is_decl
         assert known.parse(ids, TOOLS, text) == Message("assistant", "42", reasoning="hm")
     appended = known.extend([ASKED, known.parse(ids)], ids, [Message("user", "more")])
     assert known.decode(appended.ids) == "<|begin|>user<|content|>more<|end|><|begin|>assistant"
-    assert any("'<|end|>', which also ends a part" in text for _, text in commands.check_template(known))
+    assert any("'<|end|>', which also ends a part" in text for _, text in check_template(known))
 
 
 def test_check_says_where_nothing_ends_a_reply_but_what_ends_its_thinking(tmp_path):
     alone = renderer_of(TWO_PARTS, tmp_path, declared=False)
     assert {alone.decode([token]) for token in alone.stop_ids} == {"<|end|>"}
-    found = [text for _, text in commands.check_template(alone)]
+    found = [text for _, text in check_template(alone)]
     assert any("nothing but '<|end|>' ends a reply" in text for text in found)
     assert any("thinking and text: " in text and "stops it before" in text for text in found)
 

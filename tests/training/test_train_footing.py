@@ -11,8 +11,7 @@ from dataclasses import replace
 import pytest
 
 import turnwright as tw
-from turnwright.cli.training import closing_lines
-from turnwright.commands import run_training
+from turnwright.cli.train import closing_lines
 from turnwright.config import Limits, RunConfig, WarmupConfig
 from turnwright.config.dump import load_run_config
 from turnwright.config.recipe import from_python
@@ -22,6 +21,7 @@ from turnwright.envs.resolve import as_env_spec
 from turnwright.envs.tool_env import NO_REWARD
 from turnwright.errors import ConfigError, TurnwrightError, UsageError
 from turnwright.records import NullListener
+from turnwright.runs import run_training
 from turnwright.training import Trainer
 from turnwright.training.checkpoint import Checkpoints
 from turnwright.training.evaluation import EvalResult, summarize

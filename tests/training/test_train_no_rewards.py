@@ -145,7 +145,7 @@ def test_a_reward_of_1e308_is_an_error_of_its_episode_and_the_run_goes_on(tmp_pa
 
 
 def test_the_table_of_an_evaluation_without_rewards_has_no_figures():
-    from turnwright.cli.training import evaluation_lines
+    from turnwright.cli.evaluate import evaluation_lines
 
     lines = evaluation_lines({"sampled": summarize(played(None, None)).row()})
     assert "0%" not in "\n".join(lines)

@@ -327,7 +327,7 @@ def tiny_directory(tmp_path_factory):
 def test_a_packed_directory_loads_as_the_grid_to_the_bit(tmp_path, tiny_directory, kind, experts):
     import shutil
 
-    from turnwright.commands import pack_model
+    from turnwright.cli.pack import pack_model
     from turnwright.engines.local import LocalEngine
     from turnwright.training.model.models import load
 

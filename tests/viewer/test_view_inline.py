@@ -7,7 +7,7 @@ import random
 import pytest
 
 import turnwright as tw
-from turnwright.cli.training import trajectory_lines
+from turnwright.cli.rollout import trajectory_lines
 from turnwright.envs import play_scripted
 from turnwright.envs.scripted_play import run
 from turnwright.records import trajectory_row

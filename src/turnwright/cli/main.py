@@ -16,28 +16,27 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from importlib import import_module
 from typing import NoReturn
 
 from turnwright import plugins
 from turnwright._version import __version__
-from turnwright.cli.options import split_overrides
-from turnwright.cli.tools import add_check, add_engines, add_init, add_pack
-from turnwright.cli.training import add_evaluate, add_rollout, add_train
+from turnwright.cli.options import Command, split_overrides
 from turnwright.errors import TraceError, TurnwrightError, UsageError, missing_training
 from turnwright.files import why_not_written
 from turnwright.plugins import FOLDERS
 from turnwright.shutdown import StopSignals
 
 COMMANDS = {
-    "train": add_train,
-    "eval": add_evaluate,
-    "rollout": add_rollout,
-    "check": add_check,
-    "init": add_init,
-    "engines": add_engines,
-    "pack": add_pack,
+    "train": "turnwright.cli.train",
+    "eval": "turnwright.cli.evaluate",
+    "rollout": "turnwright.cli.rollout",
+    "check": "turnwright.cli.check",
+    "init": "turnwright.cli.init",
+    "engines": "turnwright.cli.engines",
+    "pack": "turnwright.cli.pack",
 }
-"""Commands of the core."""
+"""Commands of the core, and the module of each, which has it as `COMMAND`."""
 EXAMPLES = """\
 examples:
   turnwright train recipe.toml --train.lr 1e-4     train; any key of the recipe can be overridden
@@ -56,7 +55,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(command: str = "") -> argparse.ArgumentParser:
-    """Return the parser with the commands of the core, and with those of packages unless `command` is of the core."""
+    """Return the parser with all commands, or with `command` alone if it is one of the core.
+
+    So a command imports its own module, and neither those of others nor what finds entry points.
+    """
     parser = _Parser(
         prog="turnwright",
         description="Multi-turn reinforcement learning for LLM agents, token for token.",
@@ -66,8 +68,9 @@ def build_parser(command: str = "") -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for add in COMMANDS.values():
-        add(subparsers)
+    for name in [command] if command in COMMANDS else COMMANDS:
+        own: Command = import_module(COMMANDS[name]).COMMAND
+        own.add(subparsers)
     if command not in COMMANDS:
         for added in plugins.importable("commands"):
             added.add(subparsers)

@@ -21,10 +21,10 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from turnwright import plugins
@@ -344,7 +344,7 @@ def import_for_user(
     names = tuple(fromlist or ())
     if level:
         base = globals.get("__package__") or ""
-        if not base.startswith((PACKAGE, STAND_INS)):
+        if not base.startswith(PACKAGE):
             return builtins.__import__(name, dict(globals, __name__=f"{base}._", __spec__=None), locals, names, level)
         return _named(importlib.util.resolve_name("." * level + name, base), "", names)
     top = _top(name)
@@ -533,13 +533,16 @@ def _stand_ins() -> Any:
 
 
 def _has_stand_in(name: str) -> bool:
-    return _has_files(name) or _same_as(name) is not None
+    return _is_listed(name) or _same_as(name) is not None
 
 
-def _has_files(name: str) -> bool:
-    places = [Path(root, *name.split(".")) for root in _stand_ins().__path__]
-    # A folder of an older version may have remained, with compiled files only.
-    return any(place.with_suffix(".py").is_file() or any(place.rglob("*.py")) for place in places)
+def _is_listed(name: str) -> bool:
+    """Whether a table has a module, or one below it."""
+    return name in _stand_ins().MODULES or _has_below(name, _stand_ins().MODULES)
+
+
+def _has_below(package: str, names: Iterable[str]) -> bool:
+    return any(name.startswith(f"{package}.") for name in names)
 
 
 def _same_as(name: str) -> str | None:
@@ -548,7 +551,7 @@ def _same_as(name: str) -> str | None:
     while head not in same and head:
         head, _, last = head.rpartition(".")
         tail = f".{last}{tail}"
-    return found if head and _has_files(found := same[head] + tail) else None
+    return found if head and _is_listed(found := same[head] + tail) else None
 
 
 class _PrivateFinder:
@@ -564,15 +567,25 @@ class _PrivateFinder:
             if not roots.isdisjoint(Path(spec.loader.path).resolve().parents):
                 spec.loader = _PrivateLoader(spec.loader.name, spec.loader.path)
             return spec
-        if not name.startswith((PACKAGE, f"{STAND_INS}.")):
+        if name.startswith(f"{STAND_INS}."):
+            return _spec_of_stand_in(name)
+        if not name.startswith(PACKAGE):
             return None
-        if name.startswith(STAND_INS) and not _has_files(public_name(name)):
-            same = _same_as(public_name(name))
-            return same and importlib.machinery.ModuleSpec(name, _SameLoader(same), is_package=True)
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             spec.loader = _PrivateLoader(spec.loader.name, spec.loader.path)
         return spec
+
+
+def _spec_of_stand_in(full: str) -> importlib.machinery.ModuleSpec | None:
+    """Return the spec of a stand-in: of a table, or of one whose names another one has; None for neither."""
+    name = public_name(full)
+    if _is_listed(name):
+        modules = _stand_ins().MODULES
+        is_package = name in modules.get(name, ()) or _has_below(name, (*modules, *_stand_ins().SAME))
+        return importlib.machinery.ModuleSpec(full, _TableLoader(name), is_package=is_package)
+    same = _same_as(name)
+    return None if same is None else importlib.machinery.ModuleSpec(full, _SameLoader(same), is_package=True)
 
 
 class _PrivateLoader(importlib.machinery.SourceFileLoader):
@@ -613,6 +626,84 @@ class _UserFileLoader(importlib.machinery.SourceFileLoader):
         module.__dict__["__package__"] = private_package(Path(self.path).resolve())
         prepare(module)
         super().exec_module(module)
+
+
+class _TableLoader(importlib.abc.Loader):
+    """Makes a module of a framework out of the names that a table gives it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def exec_module(self, module: ModuleType) -> None:
+        for source, listed in _stand_ins().MODULES.get(self._name, {}).items():
+            pairs = _pairs(listed)
+            if source == self._name:
+                for name, _ in pairs:
+                    importlib.import_module(f"{module.__name__}.{name}")
+            elif _has_stand_in(source):
+                wanted = tuple(own for _, own in pairs)
+                found = import_for_user(source, {}, None, wanted)
+                module.__dict__.update({name: getattr(found, own) for name, own in pairs})
+            else:
+                home = importlib.import_module(source)
+                _name_as_in_tables(home)
+                module.__dict__.update(_imported_by(home))
+                for name, own in pairs:
+                    found = vars(home)[own]
+                    module.__dict__[name] = found
+                    # As an import statement would, for who looks at what is imported.
+                    owner = getattr(found, "__module__", None)
+                    if isinstance(owner, str) and owner.startswith(f"{STAND_INS}.") and owner != module.__name__:
+                        importlib.import_module(owner)
+                # Tools that look for the source of a class find it by its module's file.
+                module.__dict__.setdefault("__file__", home.__file__)
+
+
+def _imported_by(home: ModuleType) -> dict[str, Any]:
+    """Return what a module imports of others than ours: annotations of its classes are evaluated with these names."""
+    ours = ("turnwright", *plugins.PACKAGES)
+    listed = {own for sources in _stand_ins().MODULES.values() for _, own in _pairs(sources.get(home.__name__, ""))}
+    imported = {}
+    for name, value in vars(home).items():
+        source = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        is_others = isinstance(source, str) and _top(source) not in ours
+        if is_others and name not in listed and not name.startswith("_"):
+            imported[name] = value
+    return imported
+
+
+def _pairs(listed: str) -> list[tuple[str, str]]:
+    """Return the names that a stand-in has with those of its home: of `name`, or of `name=own`."""
+    pairs = []
+    for entry in listed.split():
+        name, _, own = entry.partition("=")
+        pairs.append((name, own or name))
+    return pairs
+
+
+def _name_as_in_tables(home: ModuleType) -> None:
+    """Name the classes and functions of a module after the first stand-in that has them.
+
+    Objects of user code's base classes are recognized, pickled and shown by these names.
+    """
+    for stand_in, sources in _stand_ins().MODULES.items():
+        for name, own in _pairs(sources.get(home.__name__, "")):
+            thing = vars(home)[own]
+            if isinstance(thing, (type, FunctionType)) and thing.__module__ == home.__name__:
+                if name != own:
+                    thing.__name__ = thing.__qualname__ = name
+                _move(thing, home.__name__, f"{STAND_INS}.{stand_in}")
+
+
+def _move(thing: Any, home: str, stand_in: str) -> None:
+    """Set the module of a class or function, and of the methods of the class."""
+    if isinstance(thing, (staticmethod, classmethod)):
+        thing = thing.__func__
+    if isinstance(thing, (type, FunctionType)) and thing.__module__ == home:
+        thing.__module__ = stand_in
+        if isinstance(thing, type):
+            for inner in list(vars(thing).values()):
+                _move(inner, home, stand_in)
 
 
 class _SameLoader(importlib.abc.Loader):

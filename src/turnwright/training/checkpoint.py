@@ -16,7 +16,8 @@ from typing import Any
 from safetensors import SafetensorError
 
 from turnwright import files
-from turnwright.errors import ConfigError, TraceError
+from turnwright.config.snapshots import local_model
+from turnwright.errors import ConfigError, ModelError, TraceError
 from turnwright.records import RunDir
 from turnwright.renderers.chat_renderer import ChatRenderer
 from turnwright.training.model.directory import ADAPTER_FILE
@@ -237,6 +238,27 @@ def policies_of(path: Path) -> list[str]:
     """Return the names of the policies in a checkpoint; empty if it is the model of one."""
     models = ("config.json", ADAPTER_FILE)
     return sorted(one.name for one in path.iterdir() if one.is_dir() and any((one / name).is_file() for name in models))
+
+
+def last_checkpoint(path: Path) -> Path:
+    """Return the checkpoint with the policy of a run, or the model directory that `path` names."""
+    path = local_model(path)
+    if not (path / "checkpoints").is_dir():
+        return path
+
+    latest = Checkpoints(path / "checkpoints", path).policy()
+    if latest is None:
+        raise ModelError(f"{path}: the run has no checkpoint yet; train it further with --resume {path}")
+    return latest.path
+
+
+def model_of(path: Path) -> Path:
+    """Return the model directory of a checkpoint or a run; raise `ModelError` if it holds several policies."""
+    last = last_checkpoint(path)
+    if several := policies_of(last):
+        names = ", ".join(str(last / name) for name in several)
+        raise ModelError(f"{last}: it holds several policies; name one of {names}")
+    return last
 
 
 def save_model(trainer: Trainer, source: Path, directory: Path, template: str | None = None) -> None:

@@ -102,6 +102,19 @@ class ServedModel:
         return (self.directory / "engines").absolute()
 
 
+def ray_placer(config: RunConfig, note: Callable[[str], None]) -> ServerPlacer | None:
+    """Return what starts the engine's servers on the Ray cluster, or None when they are elsewhere."""
+    if not config.engines_on_ray:
+        return None
+
+    try:
+        engines = plugins.load("transports", "ray")
+    except ImportError as error:
+        raise ConfigError(f"scale.ray needs Ray ({error.name} is missing): pip install 'turnwright[ray]'") from None
+    placer: ServerPlacer = engines(config.scale, note=note)
+    return placer
+
+
 def make_fleet(served: ServedModel) -> Fleet:
     """Connect to the servers of `[engine]`, or prepare their start, on this machine or elsewhere."""
     engine = served.config.engine

@@ -1,0 +1,120 @@
+"""Command rollout: play a few held-out tasks and print what happened."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from turnwright.cli.options import (
+    Command,
+    add_command,
+    add_display,
+    add_recipe,
+    import_training,
+    positive,
+    requested,
+    resolve,
+)
+from turnwright.errors import TraceError
+
+if TYPE_CHECKING:
+    from turnwright.config import ResolvedConfig
+    from turnwright.records import ProgressListener
+    from turnwright.types import Trajectory
+
+
+def add_rollout(subparsers: Any) -> None:
+    """Register the command."""
+    parser = add_command(
+        subparsers,
+        "rollout",
+        "play a few tasks and print the trajectories",
+        run_rollout,
+        overrides=True,
+    )
+    add_recipe(parser)
+    parser.add_argument("-n", "--tasks", type=positive, default=4, metavar="N", help="tasks to play (default: 4)")
+    save = "also write the trajectories to this file, one JSON object per line"
+    parser.add_argument("--save", metavar="FILE", type=Path, help=save)
+    parser.add_argument("--quiet", action="store_true", help="print one line per trajectory")
+    add_display(parser)
+
+
+def run_rollout(args: argparse.Namespace) -> int:
+    """Play tasks and print their trajectories."""
+    resolved = requested(args, partial(resolve, training=False))
+    if resolved is None:
+        return 0
+
+    from turnwright.display.progress import make_display
+
+    import_training()
+    with closing(make_display(args.display)) as watch:
+        trajectories = preview_rollouts(resolved, n=args.tasks, out=args.save, watch=watch)
+
+    for line in trajectory_lines(trajectories, short=args.quiet):
+        print(line)
+    if args.save is not None:
+        print(f"wrote {args.save}")
+    return 0
+
+
+def preview_rollouts(
+    resolved: ResolvedConfig,
+    *,
+    n: int = 4,
+    out: Path | None = None,
+    watch: ProgressListener | None = None,
+) -> list[Trajectory]:
+    """Play `n` held-out tasks with the configured model, and write them to `out`, one a line."""
+    from turnwright.records import NullListener, to_json, trajectory_row
+    from turnwright.rollouts.standalone import run_sync
+    from turnwright.training.configured_rollout import make_rollout, play_with_retries
+    from turnwright.training.task_plan import TaskPlan, make_env_specs
+
+    config = resolved.config
+    specs = make_env_specs(config)
+    overlap = config.eval.overlap == "allowed"
+    plan = TaskPlan(specs, steps=1, groups=n, held_out=n, seed=config.seed, overlap=overlap)
+    chosen = plan.held_out or plan.train[:n]
+
+    watch = watch or NullListener()
+    rollout = make_rollout(resolved, specs, None, "local", watch.note)
+    watch.phase("roll out", len(chosen), "episodes")
+    episodes = [episode for choice in chosen for episode in choice.episodes("rollout", 0, 1)]
+
+    async def play() -> list[Trajectory]:
+        try:
+            return await play_with_retries(rollout, episodes, max_retries=config.rollout.max_retries)
+        finally:
+            await rollout.engine.close()
+
+    # Code of an environment may change the working directory.
+    out = None if out is None else out.absolute()
+    trajectories = run_sync(play())
+    if out is not None:
+        records = [trajectory_row(trajectory, rollout.renderer) for trajectory in trajectories]
+        rows = [to_json(record) + b"\n" for record in records]
+        try:
+            out.write_bytes(b"".join(rows))
+        except OSError as error:
+            raise TraceError(f"{out}: cannot be written ({error.strerror})") from error
+    return trajectories
+
+
+def trajectory_lines(trajectories: Iterable[Trajectory], *, short: bool = False) -> Iterable[str]:
+    """Yield each trajectory as text: a head line, then its failure and its conversation."""
+    from turnwright.display.text import single_line
+
+    for trajectory in trajectories:
+        lines = [*trajectory.describe(), ""]
+        if short:
+            lines = lines[: 1 if trajectory.error is None else 2]
+        yield from map(single_line, lines)
+
+
+COMMAND = Command(add_rollout)

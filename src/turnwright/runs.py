@@ -1,0 +1,303 @@
+"""A run of training, from settings to its report: started, resumed or extended in its directory."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from turnwright import files, plugins
+from turnwright.config import ResolvedConfig, RunConfig
+from turnwright.config.dump import load_run_config, to_json_dict
+from turnwright.config.launch import world_size
+from turnwright.display.reports import reports_of
+from turnwright.errors import ConfigError, UsageError
+from turnwright.records import NullListener, ProgressListener, RunDir
+from turnwright.rollouts.standalone import run_sync
+
+if TYPE_CHECKING:
+    from turnwright.envs.spec import EnvSpec
+    from turnwright.renderers.history import History
+    from turnwright.rollouts.stream import GroupPlayer
+    from turnwright.training.distributed import ProcessRanks
+    from turnwright.training.run import TrainingRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Given:
+    """What the caller gives a run, beside its settings."""
+
+    watch: ProgressListener
+    history: History | None
+    """Replaces the one in the settings."""
+    began: tuple[float, float]
+    """Wall-clock and CPU time from which the run's times count."""
+    ranks: ProcessRanks | None
+    """Under torchrun, the processes that train together."""
+    resumed: bool
+
+
+def run_training(
+    resolved: ResolvedConfig,
+    *,
+    resume: Path | None = None,
+    watch: ProgressListener | None = None,
+    env_specs: Sequence[EnvSpec] | None = None,
+    history: History | None = None,
+    began: tuple[float, float] | None = None,
+) -> Path:
+    """Train as configured, or resume a run, and return its directory.
+
+    Under torchrun, all its processes call this and train together.
+
+    Args:
+        resolved: the settings; of a resumed run, its own.
+        resume: the directory of the run to resume.
+        watch: receives progress.
+        env_specs: environments that replace those in the settings.
+        history: a history policy that replaces the one in the settings.
+        began: `time.time()` and `time.process_time()` from which the run's times count; None is now.
+    """
+    began = began or (time.time(), time.process_time())  # includes importing torch
+    path = Path(resume) if resume is not None else Path(resolved.config.out)
+    ranks = None
+    if world_size() > 1:
+        from turnwright.training.distributed import ProcessRanks
+        from turnwright.training.setup import run_worker_rank
+
+        ranks = ProcessRanks()
+        if ranks.rank:
+            run_worker_rank(ranks, path)
+            return path
+
+    from turnwright.display.diagnosis import DiagnosingListener
+
+    listener = DiagnosingListener(watch or NullListener())
+    given = _Given(
+        watch=listener,
+        history=history,
+        began=began,
+        ranks=ranks,
+        resumed=resume is not None,
+    )
+    try:
+        _train(path, resolved, env_specs, given)
+    finally:
+        if ranks is not None:
+            ranks.stop_workers()
+    return path
+
+
+def _train(
+    path: Path,
+    resolved: ResolvedConfig,
+    env_specs: Sequence[EnvSpec] | None,
+    given: _Given,
+) -> None:
+    """Train in a run directory, which is locked meanwhile."""
+    _check_start(path, resolved.config, resumed=given.resumed)
+    from turnwright.training.metrics import versions
+    from turnwright.training.shared_process import SharedProcess
+    from turnwright.training.task_plan import make_env_specs, with_steps_of_epochs
+    from turnwright.training.warmup import cannot_learn
+
+    specs = list(env_specs) if env_specs is not None else make_env_specs(resolved.config)
+    if not given.resumed and resolved.config.train.data_epochs is not None:
+        resolved = replace(resolved, config=with_steps_of_epochs(resolved.config, specs))
+    for why in cannot_learn(resolved.config, specs):
+        given.watch.note(f"warning: {why}")
+
+    with _resumable(path), RunDir(path) as run:
+        extending = given.resumed and _is_extended(resolved, path)
+        if not given.resumed:
+            # A model may be left by a run that was stopped before its first step.
+            shutil.rmtree(path / "model", ignore_errors=True)
+            run.write_json("config.json", to_json_dict(resolved) | {"versions": versions()})
+
+        with SharedProcess(specs, run, given.watch, resolved.config.model.threads).shared():
+            training_run = _load(run, resolved, specs, given)
+            if extending:
+                _record_extension(training_run, resolved)
+            elif done := _finished(training_run):
+                run_sync(training_run.parts.engine.close())
+                given.watch.note(done)
+                return
+            _play(training_run, given.watch)
+
+
+def _check_start(path: Path, config: RunConfig, *, resumed: bool) -> None:
+    """Raise `ConfigError` for a missing tracker, and for a directory that holds a run already."""
+    for tracker in config.track.to:
+        if ":" not in tracker:
+            plugins.load("trackers", tracker)  # else its process would fail, beside the run
+
+    journal = path / "journal.jsonl"
+    holds_run = (path / "config.json").exists() or (journal.exists() and journal.stat().st_size > 0)
+    if not resumed and holds_run:
+        remedy = f"resume it with --resume {path} or choose another --out"
+        raise ConfigError(f"{path} already contains a run; {remedy}")
+
+
+@contextmanager
+def _resumable(path: Path) -> Iterator[None]:
+    """Name the command that resumes a run which is interrupted."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"resume with: turnwright train --resume {path}") from None
+
+
+def _load(
+    run: RunDir,
+    resolved: ResolvedConfig,
+    specs: Sequence[EnvSpec],
+    given: _Given,
+) -> TrainingRun:
+    """Load models, engines and the state of a run; a mistake in a new one's settings leaves no files."""
+    from turnwright.training.run import TrainingRun
+    from turnwright.training.servers import ray_placer
+
+    try:
+        return TrainingRun(
+            resolved.config,
+            specs,
+            run,
+            given.watch,
+            resumed=given.resumed,
+            began=given.began,
+            history=given.history,
+            ranks=given.ranks,
+            extended=resolved.extended,
+            workers=_workers(resolved, specs, run, given),
+            placer=ray_placer(resolved.config, given.watch.note),
+        )
+    except UsageError:
+        if not given.resumed:  # so that the corrected command can be rerun
+            shutil.rmtree(run.path / "model", ignore_errors=True)
+            for name in (
+                "config.json",
+                "journal.jsonl",
+                "trajectories.jsonl",
+                "metrics.jsonl",
+                ".lock",
+            ):
+                (run.path / name).unlink(missing_ok=True)
+            with suppress(OSError):
+                run.path.rmdir()
+        raise
+
+
+def _workers(
+    resolved: ResolvedConfig,
+    specs: Sequence[EnvSpec],
+    run: RunDir,
+    given: _Given,
+) -> Callable[[Path], GroupPlayer] | None:
+    """Return what makes the pool of workers that `[scale]` asks for, or None without one."""
+    scale = resolved.config.scale
+    if scale.listen is None and scale.ray is None:
+        return None
+
+    try:
+        pool = plugins.load("transports", "workers")
+    except ImportError as error:
+        missing = f"[scale] needs starlette and uvicorn ({error.name} is missing)"
+        raise ConfigError(f"{missing}: pip install 'turnwright[serve]'") from None
+    recipe = None if resolved.recipe is None else resolved.recipe.parent.resolve()
+
+    def make(source: Path) -> GroupPlayer:
+        made: GroupPlayer = pool(
+            resolved.config,
+            specs,
+            run,
+            source,
+            recipe=recipe,
+            note=given.watch.note,
+            resumed=given.resumed,
+        )
+        return made
+
+    return make
+
+
+def _play(training_run: TrainingRun, watch: ProgressListener) -> None:
+    """Train until the run ends, while its trackers follow, and write its report however it ends."""
+    from turnwright.trackers import TrackerProcesses
+
+    path, track = training_run.run.path, training_run.config.track
+    trackers = TrackerProcesses(track.to, path, track.project, track.name)
+    try:
+        run_sync(training_run.play())
+    finally:
+        try:
+            reports_of(path, renew=True)
+        except Exception as error:
+            watch.note(f"could not write the report: {type(error).__name__}: {error}")
+        for message in trackers.close():
+            watch.note(message)
+
+
+def _record_extension(training_run: TrainingRun, resolved: ResolvedConfig) -> None:
+    """Write the settings of a run that is being extended.
+
+    Raises `ConfigError` when its warm-up is over and would change.
+    """
+    run, warmup = training_run.run, resolved.config.warmup
+    before = load_run_config(run.path).config.warmup
+
+    keys = ("steps", "gate_success")
+    changed = [key for key in keys if getattr(warmup, key) != getattr(before, key)]
+    if changed and training_run.cursor["phase"] != "warmup":
+        recipe = resolved.recipe or "RECIPE"
+        flag = changed[0].replace("_", "-")
+        raise ConfigError(
+            f"--resume {run.given_path}: the warm-up is over, so warmup.{changed[0]} has no effect; "
+            f"leave it out, or start a new run: turnwright train {recipe} --out {run.given_path}-2 "
+            f"--warmup.{flag} {getattr(warmup, changed[0])}"
+        )
+
+    recorded = files.read_json(run.path / "config.json")
+    run.write_json("config.json", recorded | to_json_dict(resolved))
+    (run.path / "summary.json").unlink(missing_ok=True)
+
+
+def _is_extended(resolved: ResolvedConfig, run: Path) -> bool:
+    """Return whether a run is resumed with more steps, another early stop or another gate."""
+    before = load_run_config(run)
+    if resolved.extended != before.extended:
+        return True
+
+    def ends(config: RunConfig) -> tuple[float | None, ...]:
+        return config.train.stop_success, config.train.patience, config.warmup.gate_success
+
+    return ends(resolved.config) != ends(before.config)
+
+
+def _finished(training_run: TrainingRun) -> str:
+    """Return a note with the command that extends a run, if it is finished and has its last checkpoint.
+
+    Else the note is empty.
+    """
+    run, train = training_run.run.given_path, training_run.config.train
+    try:
+        summary = files.read_json(training_run.run.path / "summary.json")
+        steps = summary["rl_steps"]
+    except (OSError, ValueError, KeyError):
+        return ""
+    if (training_run.cursor["phase"], training_run.cursor["step"]) != ("reinforce", steps):
+        return ""
+
+    more, reached = f"--train.steps {2 * train.steps}", ""
+    if steps < train.steps:  # a goal ended it, unless it is not finished
+        key = summary.get("stopped_by", "")
+        goals = {"train.stop_success": train.stop_success, "train.patience": train.patience}
+        value = goals.get(key)
+        if value is None:
+            return ""
+        more, reached = f"{more} --{key} none", f" ({key} = {value:g} was reached)"
+    remedy = f"extend it with: turnwright train --resume {run} {more}"
+    return f"{run} is finished after {steps} steps{reached}; {remedy}"

@@ -1,0 +1,1 @@
+"""Commands of this package, a file each; what they need is imported when they run."""
