@@ -67,6 +67,16 @@ PREFIXES = {"template_breaks_": "render_mismatch_", "template_check_failed_": "r
 VALUES = {"ask_again": "resample"}
 UNSET = {"micro_tokens": 4096}
 """What settings of None come to in the recipes; their default was this number before issue 54."""
+RETRIES = {
+    "max_env_retries_per_turn": "turn",
+    "max_engine_retries_per_turn": "engine",
+    "max_reward_retries": "reward",
+    "max_env_retries": "episode",
+    "max_engine_retries": "episode",
+    "retry_wait_s": "wait_s",
+}
+DROPPED = "sanity_every", "selection"
+"""Keys that went in issue 55; the recipes have their defaults."""
 PACKAGES = "turnwright", "turnwise"
 """The package's name, and the one before issue 53."""
 CLOCK = re.compile(r".*_s|seconds|tool_seconds|rollout_over_train|peak_(gpu_)?memory_mib|crc|time")
@@ -118,8 +128,17 @@ def renamed(value: Any) -> Any:
     if isinstance(value, list):
         return [renamed(one) for one in value]
     if isinstance(value, dict):
-        return {present_name(name): UNSET.get(name) if one is None else renamed(one) for name, one in value.items()}
+        names = {present_name(name): UNSET.get(name) if one is None else renamed(one) for name, one in value.items()}
+        return with_retries({name: one for name, one in names.items() if name not in DROPPED})
     return VALUES.get(value, value.replace(PACKAGES[1], PACKAGES[0])) if isinstance(value, str) else value
+
+
+def with_retries(rules: dict[str, Any]) -> dict[str, Any]:
+    """Rules with their table of retries, which were keys of the environment before issue 55."""
+    if not RETRIES.keys() <= rules.keys():
+        return rules
+    rest = {name: one for name, one in rules.items() if name not in RETRIES}
+    return rest | {"retries": {key: rules[name] for name, key in RETRIES.items()}}
 
 
 def present_name(name: str) -> str:
@@ -430,6 +449,8 @@ def check_artefacts(run: Path, checkout: Path, base: Path | None = None) -> None
             side["journal.jsonl"] = {}  # has what was cut off twice; trajectories are compared
             for name in ("resumed", "times_cover"):
                 side["summary.json"].pop(name, None)
+        if not new["summary.json"].pop("resumed_turns", 0):
+            raise Failed(f"{run}: resumed, it sampled the recorded turns of the interrupted step again")
         if difference := compare_run(old, new, Counter()):
             raise Failed(f"{run}: resumed, it differs from the unbroken run: {json.dumps(difference)}")
     print(json.dumps({"artefacts": str(run), "checkout": str(checkout), "good": True}))

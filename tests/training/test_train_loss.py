@@ -15,7 +15,7 @@ from turnwright.training import LogitDistribution, Trainer, resolve_settings
 from turnwright.training.advantages import advantages
 from turnwright.training.algorithms import TokenBatch
 from turnwright.training.algorithms.grpo import ALGORITHM as GRPO
-from turnwright.training.loss import k3, logprob_mismatch, policy_terms
+from turnwright.training.loss import k3, logprob_mismatch
 
 
 def slow_logprobs(model, ids, temperature=1.0, banned=()):
@@ -110,9 +110,9 @@ def terms(ratio, advantage):
     logp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     one = torch.ones(1, dtype=torch.float64)
     tokens = TokenBatch(logp, torch.zeros(1, dtype=torch.float64), advantage * one, 0 * one, 0.2, 0.28)
-    made = policy_terms(tokens, GRPO.loss, one)
-    made.loss.backward()
-    return made.loss.item(), logp.grad.item(), bool(made.clipped_m)
+    made = GRPO.loss(tokens)
+    made.loss.sum().backward()
+    return made.loss.item(), logp.grad.item(), bool(made.clipped)
 
 
 @pytest.mark.parametrize(

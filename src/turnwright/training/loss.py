@@ -230,35 +230,6 @@ class PolicyTerms:
     """Whether a bound changed the gradient."""
 
 
-def policy_terms(
-    tokens: TokenBatch,
-    algorithm: Callable[[TokenBatch], TokenLoss],
-    weights_m: Tensor,
-    *,
-    correction_m: Tensor | None = None,
-    reference_m: Tensor | None = None,
-    kl: float = 0.0,
-    estimator: Callable[[Tensor, Tensor], Tensor] = k3,
-    entropy_m: Tensor | None = None,
-    entropy: float = 0.0,
-    divergence_m: Tensor | None = None,
-) -> PolicyTerms:
-    """Compute the loss of M tokens: ``sum_t w_t * (c_t * loss_t + [c_t > 0] * (kl * estimator(logp_t, ref_t) - entropy * H_t +
-    D_t))``. The weights ``w_t`` include denominators and loss scale. Without a correction ``c_t`` is 1; without a reference,
-    the KL term is omitted; D_t is the weighted divergence from teachers."""
-    made = algorithm(tokens)
-    scaled_m = made.loss if correction_m is None else made.loss * correction_m
-    loss = (scaled_m * weights_m).sum()
-    penalty_weights_m = weights_m if correction_m is None else weights_m * (correction_m > 0)
-    if entropy_m is not None and entropy:
-        loss = loss - entropy * (entropy_m * penalty_weights_m).sum()
-    if reference_m is not None and kl:
-        loss = loss + kl * (estimator(tokens.logp, reference_m) * penalty_weights_m).sum()
-    if divergence_m is not None:
-        loss = loss + (divergence_m * penalty_weights_m).sum()
-    return PolicyTerms(loss, made.ratio, made.clipped)
-
-
 def effective_sample_share(weights_n: Tensor) -> float:
     """Compute the effective sample size of importance weights per token: ``(sum w)^2 / (n sum w^2)`` (Kong 1992)."""
     squares = (weights_n**2).sum()
@@ -387,43 +358,80 @@ class Objective:
         assert old_n is not None
         return per_trajectory(now_n - old_n, batch.trajectory_n, mean=True)
 
-    def terms(self, batch: TrainingBatch, micro: MicroBatch, stats: TokenStats, sequence_n: Tensor | None) -> PolicyTerms:
-        """Compute the loss of one forward pass from its targets' statistics, with gradient, and the result of `sequence`."""
-        n, settings, logp_m = micro.tokens_m, self.settings, stats.logprobs_m
-        old_n = batch.engine_n if self.config.old_logprobs == "engine" else batch.start_n
+    def terms(
+        self,
+        batch: TrainingBatch,
+        micro: MicroBatch,
+        stats: TokenStats,
+        sequence_n: Tensor | None,
+    ) -> PolicyTerms:
+        """Compute the loss of one forward pass from the statistics of its M targets, with gradient.
+
+        It is ``sum_t w_t * (c_t * loss_t + [c_t > 0] * (kl * estimator(logp_t, ref_t) - entropy *
+        H_t + D_t))``. The weights ``w_t`` include denominators and loss scale. Without a correction
+        ``c_t`` is 1; without a reference, the KL term is omitted; ``D_t`` is the weighted
+        divergence from teachers. `sequence_n` is the result of `sequence`.
+        """
+        config, settings = self.config, self.settings
+        logp_m = stats.logprobs_m
 
         def select(values_n: Tensor) -> Tensor:
-            return values_n[n].to(logp_m.dtype)
+            return values_n[micro.tokens_m].to(logp_m.dtype)
 
-        advantage_m, divergence_m = select(batch.advantages_n), None
-        for scores in batch.teachers:
-            if scores.targets is None:
-                now_m = logp_m.detach().double() if batch.start_n is None else batch.start_n[n]
-                advantage_m = advantage_m + teacher_advantage(scores, n, now_m).to(logp_m.dtype)
-        targeted = [scores.teacher.weight for scores in batch.teachers if scores.targets is not None]
-        for weight, found_m in zip(targeted, stats.divergences, strict=True):
-            divergence_m = weight * found_m if divergence_m is None else divergence_m + weight * found_m
+        # The algorithm's loss per token, of a ratio and an advantage.
+        old_n = batch.engine_n if config.old_logprobs == "engine" else batch.start_n
+        no_sequence_m = logp_m.new_zeros(logp_m.shape)
         tokens = TokenBatch(
             logp=logp_m,
             old=logp_m.detach() if old_n is None else select(old_n),
-            advantage=advantage_m,
-            sequence=logp_m.new_zeros(logp_m.shape) if sequence_n is None else select(sequence_n),
+            advantage=_with_teachers(select(batch.advantages_n), batch, micro, logp_m),
+            sequence=no_sequence_m if sequence_n is None else select(sequence_n),
             clip_low=settings.clip_low,
             clip_high=settings.clip_high,
-            clip_cap=self.config.clip_cap,
+            clip_cap=config.clip_cap,
         )
-        return policy_terms(
-            tokens,
-            settings.algorithm.loss,
-            select(batch.weights_n),
-            correction_m=None if batch.correction_n is None else select(batch.correction_n),
-            reference_m=None if batch.reference_n is None else select(batch.reference_n),
-            kl=self.config.kl if settings.kl_in == "loss" else 0.0,
-            estimator=ESTIMATORS[settings.kl_estimator],
-            entropy_m=stats.entropy_m,
-            entropy=self.config.entropy,
-            divergence_m=divergence_m,
-        )
+        token_loss = settings.algorithm.loss(tokens)
+
+        # Tokens of an older policy weigh by the correction; one that it excludes has no penalty.
+        weights_m = select(batch.weights_n)
+        loss_m, penalty_weights_m = token_loss.loss, weights_m
+        if batch.correction_n is not None:
+            correction_m = select(batch.correction_n)
+            loss_m = loss_m * correction_m
+            penalty_weights_m = weights_m * (correction_m > 0)
+        loss = (loss_m * weights_m).sum()
+
+        # Entropy, distance from the reference, and distance from teachers.
+        if stats.entropy_m is not None and config.entropy:
+            loss = loss - config.entropy * (stats.entropy_m * penalty_weights_m).sum()
+        if batch.reference_n is not None and config.kl and settings.kl_in == "loss":
+            estimate = ESTIMATORS[settings.kl_estimator]
+            kl_m = estimate(logp_m, select(batch.reference_n))
+            loss = loss + config.kl * (kl_m * penalty_weights_m).sum()
+        divergence_m = _weighted_divergence(batch, stats)
+        if divergence_m is not None:
+            loss = loss + (divergence_m * penalty_weights_m).sum()
+        return PolicyTerms(loss, token_loss.ratio, token_loss.clipped)
+
+
+def _with_teachers(advantage_m: Tensor, batch: TrainingBatch, micro: MicroBatch, logp_m: Tensor) -> Tensor:
+    """Return advantages with what the teachers that score sampled ids add to them."""
+    for scores in batch.teachers:
+        if scores.targets is None:
+            n = micro.tokens_m
+            now_m = logp_m.detach().double() if batch.start_n is None else batch.start_n[n]
+            advantage_m = advantage_m + teacher_advantage(scores, n, now_m).to(logp_m.dtype)
+    return advantage_m
+
+
+def _weighted_divergence(batch: TrainingBatch, stats: TokenStats) -> Tensor | None:
+    """Return the weighted sum of the divergences from teachers that give distributions."""
+    weights = [scores.teacher.weight for scores in batch.teachers if scores.targets is not None]
+    total_m: Tensor | None = None
+    for weight, divergence_m in zip(weights, stats.divergences, strict=True):
+        term_m = weight * divergence_m
+        total_m = term_m if total_m is None else total_m + term_m
+    return total_m
 
 
 def teacher_advantage(scores: TeacherScores, index_k: Tensor, policy_k: Tensor) -> Tensor:
