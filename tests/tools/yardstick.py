@@ -191,6 +191,10 @@ def metrics_row(row: dict[str, Any]) -> dict[str, Any]:
 def config_rows(data: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Settings and their origins by key; the hashes of template, tokenizer and their settings."""
     for key, origin in data["origins"].items():  # has every key
+        section, _, name = key.rpartition(".")
+        if name in DROPPED:
+            continue
+        key = f"{section}.retries.{RETRIES[name]}" if name in RETRIES else key
         value = data["config"]
         for part in key.split("."):
             value = value[int(part)] if isinstance(value, list) else value[part]
