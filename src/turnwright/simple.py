@@ -36,8 +36,7 @@ from turnwright.config import TrainConfig
 from turnwright.engines.local import LocalEngine
 from turnwright.envs import EnvSpec
 from turnwright.renderers.chat_renderer import ChatRenderer
-from turnwright.rollouts import EpisodeSpec, Rollout, group_by_task
-from turnwright.rollouts.rollout_settings import RolloutSettings
+from turnwright.rollouts import EpisodeSpec, Rollout, RolloutSettings, group_by_task
 from turnwright.training.advantages import advantages
 from turnwright.training.algorithms.grpo import ALGORITHM as GRPO
 from turnwright.training.forward.batch import BatchPacker, LossDenominator, make_batch

@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from turnwright.config import EnvConfig, Limits, RetryRules
+from turnwright.config import Limits
+from turnwright.config.recipe import build
 from turnwright.engines import Generation, Request
 from turnwright.envs.resolve import resolve_env
 from turnwright.envs.spec import EnvSpec
@@ -87,10 +88,7 @@ def environments(welcome: Mapping[str, Any], root: Path) -> dict[str, EnvSpec]:
     """Resolve the environments of the recipe by their names; the tasks come with the groups."""
     play = relocated(welcome["rollout"]["function"], welcome, root)
     own: dict[str, Any] = {"tasks": None, "eval_tasks": None, "columns": {}}
-    tables = []
-    for env in welcome["env"]:
-        retries = RetryRules(**env["retries"])
-        tables.append(EnvConfig(**relocated(env, welcome, root) | own | {"retries": retries}))
+    tables = build({"env": [relocated(env, welcome, root) | own for env in welcome["env"]]}, {}).env
     found = [resolve_env(env, play=play) for env in tables] or [resolve_env("", play=play)]
     return {spec.name: spec for spec in found}
 

@@ -47,3 +47,4 @@ def test_a_turn_crosses_the_modules_of_its_walk(tmp_path: Path) -> None:
     assert len(trajectory.turns) > 1
     walk = PAGE.read_text(encoding="utf-8").partition("## One turn of an environment")[2].partition("\n## ")[0]
     assert trace.modules == set(re.findall(r"`(rollouts/\w+\.py):", walk))
+    assert len(trace.modules) <= 11

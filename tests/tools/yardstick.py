@@ -128,8 +128,8 @@ def renamed(value: Any) -> Any:
     if isinstance(value, list):
         return [renamed(one) for one in value]
     if isinstance(value, dict):
-        names = {present_name(name): UNSET.get(name) if one is None else renamed(one) for name, one in value.items()}
-        return with_retries({name: one for name, one in names.items() if name not in DROPPED})
+        present = {present_name(name): UNSET.get(name) if one is None else renamed(one) for name, one in value.items()}
+        return with_retries({name: one for name, one in present.items() if name not in DROPPED})
     return VALUES.get(value, value.replace(PACKAGES[1], PACKAGES[0])) if isinstance(value, str) else value
 
 

@@ -21,6 +21,7 @@ from turnwright.renderers.renderer import vision_of
 from turnwright.renderers.tokenizer_face import TokenizerFace
 from turnwright.renderers.vision.media_blocks import media_of
 from turnwright.rollouts.conversation import ConversationPath
+from turnwright.rollouts.counts import count_branch
 from turnwright.rollouts.observations import AgentMediaIntake, MediaIntake
 from turnwright.rollouts.recorder import Recorder
 from turnwright.rollouts.replies import reply_text
@@ -546,7 +547,7 @@ class Model:
 
     def _count_branch(self, reason: str | None) -> None:
         if reason is not None:
-            self._recorder.prompts.count_branch(reason)
+            count_branch(self._recorder.trajectory, reason)
 
     def _edits(self, leaf: int, position: int, sampled: bool) -> bool:
         """Return whether ids that diverge from the record at a position change a reply, or what follows one."""

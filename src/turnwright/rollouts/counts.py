@@ -12,6 +12,11 @@ def add_counts(trajectory: Trajectory, *names: str, by: int = 1) -> None:
         trajectory.metrics[name] = trajectory.metrics.get(name, 0) + by
 
 
+def count_branch(trajectory: Trajectory, reason: str) -> None:
+    """Count why a conversation went on from another position than its end."""
+    trajectory.branches[reason] = trajectory.branches.get(reason, 0) + 1
+
+
 def count_rendered(trajectory: Trajectory, rendered: Extend | Branch) -> None:
     """Count control texts by role, neutralized control texts, rendered media and their ids in the episode's metrics."""
     if rendered.neutralised:

@@ -13,7 +13,7 @@ from turnwright.renderers.history import History, render_from_scratch, render_ne
 from turnwright.renderers.renderer import Decode, common_prefix_length, cut_ids
 from turnwright.rollouts.budget import Budget
 from turnwright.rollouts.conversation import ConversationPath
-from turnwright.rollouts.counts import add_counts, count_rendered
+from turnwright.rollouts.counts import add_counts, count_branch, count_rendered
 from turnwright.rollouts.episode_journal import EpisodeJournal
 from turnwright.rollouts.observations import Render, size_of, truncate_messages
 from turnwright.rollouts.replies import reply_decoder, with_placed_media
@@ -105,7 +105,7 @@ class PromptWriter:
 
         starts = rendered.replies
         if isinstance(rendered, Branch):
-            self.count_branch(rendered.reason)
+            count_branch(self._trajectory, rendered.reason)
             path.branch(rendered.keep)
             close = 0
             if starts is None:
@@ -141,11 +141,6 @@ class PromptWriter:
             add_counts(self._trajectory, "observation_tokens_left_out", by=tokens)
             raise
         self._budget.used += tokens
-
-    def count_branch(self, reason: str) -> None:
-        """Count why a conversation went on from another position than its end."""
-        branches = self._trajectory.branches
-        branches[reason] = branches.get(reason, 0) + 1
 
     # Observations inside the reply's message
 

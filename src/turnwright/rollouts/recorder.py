@@ -16,7 +16,7 @@ from turnwright.records.serialization import BANNED, INVALID
 from turnwright.renderers import Renderer
 from turnwright.rollouts.budget import Budget
 from turnwright.rollouts.conversation import ConversationPath, PathState
-from turnwright.rollouts.counts import add_counts
+from turnwright.rollouts.counts import add_counts, count_branch
 from turnwright.rollouts.episode_journal import EpisodeJournal
 from turnwright.rollouts.episode_settings import EpisodeSettings
 from turnwright.rollouts.observations import MediaIntake
@@ -212,7 +212,7 @@ class Recorder:
         if not trained:
             self.journal.mark_untrained(turn.spans, turn.context, INVALID)
         path.state = before
-        self.prompts.count_branch("asked_again")
+        count_branch(self.trajectory, "asked_again")
         self._budget.rejected += 1
 
     def restart_attempt(self, error: RestartEpisode) -> None:

@@ -110,7 +110,7 @@ class ReplySampler:
         ids: Sequence[int] = ()
         extras: dict[str, tuple[int, Any]] = {}
         aborts = failed = drafted = accepted = 0
-        turn = len(self._trajectory.turns)  # of other agents' conversations, more may follow
+        turn = len(self._trajectory.turns)  # now: other agents may add turns while this one waits
         path.calls += 1
 
         while True:

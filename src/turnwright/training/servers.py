@@ -137,7 +137,7 @@ def _attached_fleet(served: ServedModel) -> Fleet:
         make_clients(engine, engine.urls, served.renderer, limit),
         _fleet_settings(engine),
         delivery=_delivery(served, tree),
-        listed=_listed(engine, served.renderer, limit, engine.urls_file),
+        listed=_listed_in_file(engine, served.renderer, limit),
     )
 
 
@@ -186,7 +186,6 @@ def _placed_fleet(served: ServedModel, placer: ServerPlacer, home: Path) -> Flee
         engine.tree,
     )
     listed = _listed(engine, served.renderer, served.context, str(served.logs / "ray.txt"))
-    assert listed is not None
     return PlacedFleet(
         placer,
         servers,
@@ -335,7 +334,7 @@ def connect_fixed_servers(config: RunConfig, renderer: Any) -> Fleet:
     return Fleet(
         make_clients(engine, engine.urls, renderer, limit),
         _fleet_settings(engine),
-        listed=_listed(engine, renderer, limit, engine.urls_file),
+        listed=_listed_in_file(engine, renderer, limit),
     )
 
 
@@ -356,10 +355,15 @@ async def _make_client(engine: EngineConfig, url: str, renderer: Any, context: i
     return KINDS[kind](url, model=engine.model, context=context, missing_logprobs=engine.missing_logprobs, **options)
 
 
-def _listed(engine: EngineConfig, renderer: Any, context: int | None, file: str | None) -> ListedServers | None:
-    """Return the servers that join and leave by a file; None without one."""
-    if file is None:
+def _listed_in_file(engine: EngineConfig, renderer: Any, context: int | None) -> ListedServers | None:
+    """Return the servers of `engine.urls_file`; None without one."""
+    if engine.urls_file is None:
         return None
+    return _listed(engine, renderer, context, engine.urls_file)
+
+
+def _listed(engine: EngineConfig, renderer: Any, context: int | None, file: str) -> ListedServers:
+    """Return the servers that join and leave by a file."""
 
     async def connect(url: str) -> RemoteEngine:
         return await _make_client(engine, url, renderer, context)

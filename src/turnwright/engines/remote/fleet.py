@@ -285,7 +285,7 @@ class Fleet:
                 return
         fault = fault or "it lists none"
         raise EngineUnavailable(
-            f"{self._listed.urls.path}: no server after {seconds:g} s (turnwright engines join URL): {fault}"
+            f"{self._listed.file.path}: no server after {seconds:g} s (turnwright engines join URL): {fault}"
         )
 
     async def _follow_list(self) -> None:
@@ -301,7 +301,7 @@ class Fleet:
         """Begin to add and remove servers to match the list; return what is wrong, or an empty string."""
         assert self._listed is not None
         try:
-            self._wanted = frozenset(self._listed.urls.urls())
+            self._wanted = frozenset(self._listed.file.urls())
         except UsageError as error:  # the servers stay as they are
             return str(error)
         for url in self._from_list - self._wanted:
@@ -436,13 +436,14 @@ class Fleet:
             if isinstance(member.engine, ChatEngine):
                 await member.engine.update(weights, version)
         source: WeightsSource
-        if self.delivery.packer is not None:
-            source, fingerprint = await asyncio.to_thread(self.delivery.packer.pack, weights, version)
-        elif self.delivery.directories is not None:
-            directory, fingerprint = await asyncio.to_thread(self.delivery.directories.write, weights, version)
-            source = on_disk = self.delivery.directories.as_source(directory, version)
-            if self.delivery.tree is not None:
-                source = await self.delivery.tree.share(on_disk, [member.engine.url for member in self.members])
+        packer, directories, tree = self.delivery.packer, self.delivery.directories, self.delivery.tree
+        if packer is not None:
+            source, fingerprint = await asyncio.to_thread(packer.pack, weights, version)
+        elif directories is not None:
+            directory, fingerprint = await asyncio.to_thread(directories.write, weights, version)
+            source = on_disk = directories.as_source(directory, version)
+            if tree is not None:
+                source = await tree.share(on_disk, [member.engine.url for member in self.members])
         else:
             raise SyncError(
                 "a fleet needs a directory for new weights: "

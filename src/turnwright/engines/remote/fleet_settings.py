@@ -67,7 +67,7 @@ class WeightDelivery:
 class ListedServers:
     """Further servers, which join and leave by a list while the fleet is open."""
 
-    urls: EngineList
+    file: EngineList
     """Read every half second."""
     connect: Callable[[str], Awaitable[RemoteEngine]]
     """Returns the client of a URL in the list."""

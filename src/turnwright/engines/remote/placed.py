@@ -77,7 +77,7 @@ class PlacedFleet(Fleet):
         """Take what places the servers and the list of those that answer; `delivery` has directories. `base` and `owner` as in
         `ManagedFleet`."""
         super().__init__([], settings, delivery=delivery, listed=listed)
-        self._placer, self._servers, self._servers_list, self._owner = placer, servers, listed.urls, owner
+        self._placer, self._servers, self._servers_list, self._owner = placer, servers, listed.file, owner
         self._base = base
         self._weights: SharedWeights | None = None if base is None else DiskWeights(base, 0)
         """Those that servers start with."""
