@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from turnwright.rollouts import Model as Model
     from turnwright.rollouts import Reply as Reply
     from turnwright.rollouts import Rollout as Rollout
+    from turnwright.rollouts import RolloutSettings as RolloutSettings
     from turnwright.rollouts import arollout as arollout
     from turnwright.rollouts import rollout as rollout
     from turnwright.types import EpisodeKey as EpisodeKey
