@@ -545,7 +545,7 @@ def below(root: int) -> dict[int, str]:
     found = {root: "run"}
     for pid in parents.get(root, []):
         try:
-            forks = b"isolation.fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            forks = b"isolation.forking" in Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
         found[pid] = "forks environments" if forks else "other"

@@ -83,7 +83,14 @@ class MediaError(EnvError):
 
 
 class ProcessDied(TurnwrightError, RuntimeError):
-    """The process of an isolated environment exited: a signal, `exit`, or out of memory."""
+    """The process of an isolated environment exited: a signal, `exit`, or out of memory.
+
+    `status` is its exit status, negative for a signal; None where it is not known.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class ServerError(TurnwrightError, RuntimeError):

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from turnwright import files, plugins
+from turnwright.child_processes import ChildProcess, python_module, python_path
 from turnwright.display.run_data import integer, mapping, parse
 from turnwright.display.text import single_line
 from turnwright.errors import ConfigError, UsageError
@@ -152,44 +153,52 @@ class TrackerProcesses:
     def __init__(self, to: Sequence[str], run: Path, project: str, name: str | None) -> None:
         """Start the processes; `close` reports those that fail to start. The name of the run is by default the directory's."""
         self._run = run.resolve()
-        self._processes: list[tuple[str, subprocess.Popen[bytes]]] = []
+        self._processes: list[tuple[str, ChildProcess]] = []
         self._failed: list[str] = []
-        # Turnwright must be importable from its current location.
-        roots = filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(roots)}
-        options: dict[str, Any] = {"stdin": subprocess.PIPE, "start_new_session": True, "env": env}
         for spec in to:
-            words = [sys.executable, "-m", "turnwright.trackers", spec, str(self._run), project, name or self._run.name]
             try:
-                (self._run / "track").mkdir(exist_ok=True)
-                with (self._run / "track" / f"{folder_of(spec)}.log").open("ab") as log:
-                    self._processes.append((spec, subprocess.Popen(words, stdout=log, stderr=log, **options)))
+                self._processes.append((spec, self._start(spec, project, name or self._run.name)))
             except OSError as error:
                 self._failed.append(f"tracker {spec} could not be started ({error.strerror})")
+
+    def _start(self, spec: str, project: str, name: str) -> ChildProcess:
+        (self._run / "track").mkdir(exist_ok=True)
+        with self._log(spec).open("ab") as log:
+            return ChildProcess(
+                python_module("turnwright.trackers", spec, str(self._run), project, name),
+                env=os.environ | {"PYTHONPATH": python_path()},
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+            )
+
+    def _log(self, spec: str) -> Path:
+        return self._run / "track" / f"{folder_of(spec)}.log"
 
     def close(self, patience_s: float | None = None) -> list[str]:
         """Wait for the last rows to arrive, kill trackers that need longer, and return a sentence for each that misses some."""
         until = time.monotonic() + (PATIENCE_S if patience_s is None else patience_s)
         for _, process in self._processes:
-            assert process.stdin is not None
             process.stdin.close()
+
         for spec, process in self._processes:
-            stuck = False
-            try:
-                process.wait(max(0.0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            is_stuck = not process.wait(until - time.monotonic())
+            if is_stuck:
                 process.kill()
-                stuck = True
-            if process.wait() or stuck:
-                found = _saved(self._run / "track" / f"{folder_of(spec)}.json")
-                why = "did not finish" if stuck else f"failed: {single_line(str(found.get('error') or 'died'), 400)}"
-                log = self._run / "track" / f"{folder_of(spec)}.log"
-                self._failed.append(
-                    f"tracker {spec} {why} after {found.get('rows', 0)} rows; metrics.jsonl has all of them, "
-                    f"send the rest with: turnwright track {self._run} --to {spec} (see {log})"
-                )
+            if is_stuck or process.status:
+                self._failed.append(self._failure(spec, is_stuck))
         self._processes = []
         return self._failed
+
+    def _failure(self, spec: str, is_stuck: bool) -> str:
+        position = _saved(self._run / "track" / f"{folder_of(spec)}.json")
+        why = "did not finish"
+        if not is_stuck:
+            why = f"failed: {single_line(str(position.get('error') or 'died'), 400)}"
+        return (
+            f"tracker {spec} {why} after {position.get('rows', 0)} rows; metrics.jsonl has all of them, "
+            f"send the rest with: turnwright track {self._run} --to {spec} (see {self._log(spec)})"
+        )
 
 
 if __name__ == "__main__":

@@ -4,11 +4,14 @@ import math
 import operator
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
+from turnwright.child_processes import python_path
 from turnwright.envs.isolation.bounded import MAX_DEATHS, BoundExceeded, call_bounded
 from turnwright.errors import ProcessDied
 
@@ -65,3 +68,35 @@ def test_a_helper_that_is_killed_from_outside_changes_no_verdict(tmp_path, monke
 def test_a_crash_is_the_call_s_own():
     with pytest.raises(BoundExceeded, match="ended its process"):
         call_bounded(os.abort)
+
+
+def test_the_user_s_program_is_not_run_again_and_nothing_is_printed(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from turnwright.envs.isolation.bounded import call_bounded\n"
+        "import builtins, math, os\n"
+        "with open('runs', 'a') as file:\n"
+        "    file.write('.')\n"
+        "call_bounded(builtins.print, 'a library says this')\n"
+        "print(call_bounded(math.gcd, 12, 18))\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": python_path()},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (tmp_path / "runs").read_text() == "."
+    assert (ran.stdout, ran.stderr) == ("6\n", "")
+
+
+def test_a_forked_process_has_calls_of_its_own():
+    assert call_bounded(math.gcd, 12, 18) == 6
+    read_end, write_end = os.pipe()
+    if os.fork() == 0:
+        os.write(write_end, str(call_bounded(math.gcd, 14, 21)).encode())
+        os._exit(0)
+    assert os.read(read_end, 100) == b"7"
+    assert call_bounded(math.gcd, 12, 18) == 6

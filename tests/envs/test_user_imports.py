@@ -12,7 +12,7 @@ import pytest
 
 from turnwright.config import EnvConfig
 from turnwright.envs import resolve_env, user_imports
-from turnwright.envs.isolation.process_env import ForkServer
+from turnwright.envs.isolation.process_env import ProcessEnvs
 from turnwright.envs.user_code import RemoteException, load_user_module
 from turnwright.errors import ConfigError
 from turnwright.types import Task
@@ -82,7 +82,7 @@ def test_a_file_imports_what_its_source_tree_has(repository, imports, late, tmp_
     assert str(repository / "examples/game") not in sys.path
 
     async def isolated():
-        server = ForkServer(pickle.loads(pickle.dumps(spec.factory)))
+        server = ProcessEnvs(pickle.loads(pickle.dumps(spec.factory)))
         env = server()
         try:
             return await env.reset(spec.tasks("train")[0])
@@ -262,7 +262,7 @@ def test_stand_ins_in_a_process_of_their_own(framework):
     spec = resolve_env(EnvConfig(use="game.py:Game"), base=framework)
 
     async def isolated():
-        server = ForkServer(spec.factory)
+        server = ProcessEnvs(spec.factory)
         env = server()
         try:
             return await env.reset(Task("x"))
@@ -296,7 +296,7 @@ def test_a_process_loads_only_the_files_that_it_needs(tmp_path):
     write(tmp_path, {"changed.py": loads})
 
     async def isolated():
-        server = ForkServer(spec.factory)
+        server = ProcessEnvs(spec.factory)
         env = server()
         try:
             found = await env.reset(Task("a", info={"score": needed.Score()}))

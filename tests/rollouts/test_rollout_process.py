@@ -21,7 +21,7 @@ from process_kit import children
 from rollout_kit import AsyncTalk, Sampler, Talk, check_record, facts, tasks
 
 import turnwright as tw
-from turnwright.envs.isolation import fork_server, process_env
+from turnwright.envs.isolation import env_server, fork_server
 
 APART = tw.EnvRules(isolation="process")
 
@@ -266,7 +266,7 @@ def test_interrupted_or_killed_a_rollout_leaves_no_environment_behind(isolation,
 def test_an_end_that_arrives_when_the_caller_is_gone_closes_the_environment(monkeypatch):
     closed, ours, theirs = [], *socket.socketpair()
     with ours, theirs:
-        server = fork_server._EnvServer(ours, Talk, 1.0)
+        server = env_server.EnvServer(ours, Talk, 1.0)
         server._env = types.SimpleNamespace(close=lambda: closed.append(True))
 
         def late(number, handler):
@@ -274,7 +274,7 @@ def test_an_end_that_arrives_when_the_caller_is_gone_closes_the_environment(monk
                 server._stop()
 
         monkeypatch.setattr(server, "_receive", lambda: None)
-        monkeypatch.setattr(fork_server.signal, "signal", late)
+        monkeypatch.setattr(env_server.signal, "signal", late)
         server.serve()
         server._stream.close()
         server._runner.close()
@@ -322,7 +322,7 @@ class Mortal(Talk):
 
 
 def test_a_process_that_dies_again_and_again_is_started_a_number_of_times(monkeypatch):
-    monkeypatch.setattr(process_env, "MAX_STARTS", 2)
+    monkeypatch.setattr(fork_server, "MAX_STARTS", 2)
     played = tw.rollout(Mortal, tasks(4), Sampler(), rules=APART, environments=1)
     assert {one.error.type for one in played} == {"ProcessDied"}
     assert "died 2 times" in played[-1].error.message
@@ -355,7 +355,7 @@ class Twice(Talk):
     def step(self, action):
         step = Talk.step(self, action)
         if self.left == 2:
-            child = next(one for one in gc.get_objects() if type(one).__name__ == "_EnvServer")
+            child = next(one for one in gc.get_objects() if type(one).__name__ == "EnvServer")
             send, self.sent = child._send, None
 
             def doubled(*args):

@@ -21,9 +21,9 @@ from process_kit import children
 from rollout_kit import AsyncTalk, Sampler, Talk, facts, tasks
 
 import turnwright as tw
-from turnwright.envs.isolation import process_env
-from turnwright.envs.isolation.process_env import ForkServer
-from turnwright.envs.rewards.workers import RewardWorkers
+from turnwright.envs.isolation import fork_server
+from turnwright.envs.isolation.fork_server import ForkServer
+from turnwright.envs.isolation.process_pool import ProcessPool
 
 ENGINE = ["an answer"]
 APART = tw.EnvRules(reward_isolation="process")
@@ -136,7 +136,7 @@ def test_a_process_with_more_open_files_than_select_takes_has_them_too():
 
 def test_processes_are_used_again_and_are_not_ours(monkeypatch):
     # More workers start where rewards hang.
-    monkeypatch.setattr(importlib.import_module("turnwright.envs.rewards.workers"), "_STALL_S", 600.0)
+    monkeypatch.setattr(importlib.import_module("turnwright.envs.isolation.process_pool"), "_STALL_S", 600.0)
     env = tw.tool_env([], reward=tw.rewards(process=tw.RewardPart(process, isolation="process"), here=process))
     played = tw.rollout(env, tasks(24), tw.ScriptedEngine(ENGINE))
     own, apart = ({t.rewards[name] for t in played} for name in ("here", "process"))
@@ -220,7 +220,7 @@ def test_outside_of_a_rollout_and_inside_of_an_isolated_one_it_works_as_well():
 
 def test_what_hangs_does_not_hold_up_the_others_and_a_killed_process_is_replaced():
     async def main():
-        scorers = RewardWorkers(limit=1)
+        scorers = ProcessPool(limit=1)
         spins = tw.rollout(AsyncTalk, [tw.Task("go", info={"fault": "spins"})], Sampler())[0]
         fine = tw.rollout(AsyncTalk, tasks(1), Sampler())[0]
         stuck = asyncio.create_task(scorers.call("heavy", heavy, spins))
@@ -333,13 +333,13 @@ class Blocks(Groups):
 @pytest.fixture
 def patient(monkeypatch, tmp_path):
     """Processes are given a minute to end, since other programs may keep the cores busy."""
-    monkeypatch.setattr(process_env, "EXIT_GRACE_S", 60.0)
+    monkeypatch.setattr(fork_server, "EXIT_GRACE_S", 60.0)
     monkeypatch.setenv("NOTES", str(tmp_path))
 
 
 @pytest.mark.usefixtures("patient")
 def test_an_environment_that_is_stopped_while_it_blocks_its_loop_is_closed(monkeypatch, tmp_path):
-    monkeypatch.setattr(process_env, "EXIT_GRACE_S", 4.0)
+    monkeypatch.setattr(fork_server, "EXIT_GRACE_S", 4.0)
     rows = tw.rollout(Blocks, tasks(2), Sampler(), limits=tw.Limits(env_s=0.5), rules=tw.EnvRules(isolation="process"))
     assert {t.error.type for t in rows} == {"TimeoutError"}
     notes = collections.Counter(path.stem for path in tmp_path.iterdir())

@@ -87,7 +87,7 @@ def test_a_faulty_tracker_costs_a_sentence(run, kind, says):
     assert says in output
     assert "turnwright track" in output
     assert "\x1b" not in output
-    assert process.poll() is not None, "nothing is left behind"
+    assert process.status is not None, "nothing is left behind"
     assert (run / "metrics.jsonl").read_bytes() == before
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from turnwright.config import Limits
 from turnwright.envs.env import ChecksRow, Env
-from turnwright.envs.isolation.fork_server import open_resources
+from turnwright.envs.isolation.forking import open_resources
 from turnwright.envs.likely_names import likely_name
 from turnwright.envs.scripted_play import CallHangs, ScriptedEpisode, ScriptedRunner, Speak, call_within, run
 from turnwright.envs.spec import EnvSpec

@@ -16,7 +16,7 @@ from turnwright.config.values import values_of
 from turnwright.engines import Engine, HasContextLimit, Sampling, StopText
 from turnwright.engines.protocols import add_pixel_source, give_renderer
 from turnwright.envs import Env, Scores
-from turnwright.envs.isolation.process_env import ForkServers
+from turnwright.envs.isolation.process_env import ProcessEnvFactories
 from turnwright.envs.resolve import load_object
 from turnwright.envs.threads import AbandonableThreads
 from turnwright.envs.user_code import failure_of
@@ -312,7 +312,7 @@ class Rollout:
 
     async def prompt_sizes(self, episodes: Sequence[EpisodeSpec]) -> list[int | None]:
         """Return the number of ids of each opening prompt, tools included; None for agent functions and failing resets."""
-        threads, stop, fork_servers = AbandonableThreads(), Stop(), ForkServers()
+        threads, stop, in_processes = AbandonableThreads(), Stop(), ProcessEnvFactories()
 
         async def size(episode: EpisodeSpec) -> int | None:
             if episode.make is None:
@@ -324,7 +324,7 @@ class Rollout:
 
         async def size_once(episode: EpisodeSpec, factory: Callable[[], Env]) -> int | None:
             deadline = Deadline(START_S + self.limits.env_s, stop)
-            make = fork_servers.of(factory) if episode.rules.isolation == "process" else factory
+            make = in_processes.of(factory) if episode.rules.isolation == "process" else factory
             trajectory = Trajectory(episode.task, episode.key)
             recorder = Recorder(
                 trajectory,
@@ -365,7 +365,7 @@ class Rollout:
                     raise
             return task.result()
         finally:
-            await fork_servers.close()
+            await in_processes.close()
             threads.close()
 
     def pending(self) -> list[PendingEpisode]:

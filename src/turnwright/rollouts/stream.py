@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from turnwright.engines import Sampling
 from turnwright.envs import Env
-from turnwright.envs.isolation.process_env import ForkServers
-from turnwright.envs.rewards.workers import RewardWorkers, use_pool
+from turnwright.envs.isolation.process_env import ProcessEnvFactories
+from turnwright.envs.isolation.process_pool import ProcessPool
+from turnwright.envs.rewards.workers import use_pool
 from turnwright.envs.threads import AbandonableThreads
 from turnwright.errors import UsageError, first_exception
 from turnwright.rollouts.engine_extras import parse_extras
@@ -124,7 +125,7 @@ class RolloutStream:
         self._rollout = rollout
         self.gate = CallGate(settings.concurrency, settings.environments)
         self._submissions: set[asyncio.Task[list[Trajectory]]] = set()
-        self._fork_servers = ForkServers()
+        self._in_processes = ProcessEnvFactories()
 
     async def __aenter__(self) -> Self:
         rollout, settings = self._rollout, self._rollout.settings
@@ -133,7 +134,7 @@ class RolloutStream:
         self._stack = AsyncExitStack()
         self._stack.enter_context(GarbageWatch())
         self._stack.enter_context(Watchdog(rollout.pending, lambda: rollout.finished, settings.watchdog_s))
-        self._workers = RewardWorkers()
+        self._workers = ProcessPool()
         self._stack.push_async_callback(self._workers.close)
         if rollout.elsewhere is not None:
             await self._stack.enter_async_context(rollout.elsewhere.open(rollout, self.gate))
@@ -146,7 +147,7 @@ class RolloutStream:
                 task.cancel()
             if self._submissions:
                 await asyncio.wait(self._submissions)
-            await self._fork_servers.close()
+            await self._in_processes.close()
             await self._stack.aclose()
         finally:
             self._threads.close()
@@ -204,7 +205,7 @@ class RolloutStream:
                     episode = episodes[number]
                     make = episode.make
                     if make is not None and episode.rules.isolation == "process":
-                        make = self._fork_servers.of(make)
+                        make = self._in_processes.of(make)
                     given = request, self._threads, group_rewards, stop, place
                     results[number] = trajectory = await rollout.play_episode(episode, make, *given)
                     rollout.episode_finished(trajectory)
@@ -231,7 +232,7 @@ class RolloutStream:
             raise first_exception(errors) from None
         finally:
             if self._submissions == {asyncio.current_task()}:
-                await self._fork_servers.close()
+                await self._in_processes.close()
         assert None not in results, "an episode ended without a record"
         return results  # type: ignore[return-value]
 

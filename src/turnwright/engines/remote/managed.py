@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from turnwright.child_processes import ChildProcess
 from turnwright.engines.remote import vllm_plugin
 from turnwright.engines.remote.fleet import Fleet
 from turnwright.engines.remote.fleet_settings import FleetSettings, WeightDelivery
@@ -337,11 +337,6 @@ EXIT_S = 2.0
 """Seconds for a killed process to disappear."""
 MAX_RESTARTS = 8
 """Maximum number of starts of one server per run."""
-_RUN_WITH_PARENT = (
-    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, 15) if sys.platform == 'linux' else None; "
-    "signal.pthread_sigmask(signal.SIG_SETMASK, ()); os.execvpe(sys.argv[1], sys.argv[1:], os.environ)"
-)
-"""Execs the server after asking Linux to end it with this process. Signals that the starting thread blocks reach it again."""
 
 
 class ServerProcess:
@@ -369,8 +364,8 @@ class ServerProcess:
         """Whether it has responded since its start."""
         self.directory: Path | None = None
         """Model directory that it was started with."""
-        self._process: subprocess.Popen[bytes] | None = None
-        self._terminate: Any = None
+        self._process: ChildProcess | None = None
+        self._end: Any = None
 
     @property
     def url(self) -> str:
@@ -385,7 +380,7 @@ class ServerProcess:
     @property
     def ended(self) -> bool:
         """Whether it was started and has exited."""
-        return self._process is not None and self._process.poll() is not None
+        return self._process is not None and self._process.status is not None
 
     def start(self, directory: Path) -> None:
         """Start the server with a model directory; raises as `start_command`, and EngineError after too many starts."""
@@ -402,23 +397,22 @@ class ServerProcess:
             out.write(("\n".join(plan.describe()) + "\n").encode())
             out.flush()
             try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", _RUN_WITH_PARENT, *plan.commands[0]],
+                self._process = ChildProcess(
+                    plan.commands[0],
                     env=os.environ | plan.env,
                     cwd=self.log.parent,
-                    stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=out,
-                    start_new_session=True,
+                    ends_with_parent=True,
                 )
             except OSError as error:
                 raise EngineError(f"{plan.commands[0][0]} cannot be started: {error}") from error
-        self._terminate = weakref.finalize(self, _terminate, self._process)
+        self._end = weakref.finalize(self, self._process.end, TERMINATE_S)
 
     def stop(self) -> None:
         """End the server and its child processes."""
-        if self._terminate is not None:
-            self._terminate()
+        if self._end is not None:
+            self._end()
 
     def output_tail(self) -> str:
         """Return the end of the server's output."""
@@ -567,14 +561,3 @@ class ManagedFleet(Fleet):
             member.counts["restarted"] += 1
         except TurnwrightError as error:
             member.fault = str(error)
-
-
-def _terminate(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its session: SIGTERM, then SIGKILL."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(TERMINATE_S)
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # it leads its own session
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from turnwright.child_processes import ChildProcess
 from turnwright.envs.isolation.cgroup import MemoryGroup, delegated_group
 from turnwright.envs.isolation.sandbox_child import ProgramMemory, processes_below
 from turnwright.envs.threads import run_in_thread
@@ -460,16 +461,14 @@ class _Run:
                 if self._stopped:
                     raise SandboxError("the sandbox was stopped before it ran")
                 command = bubblewrap.command(self._box, seccomp)
-                process = subprocess.Popen(
+                process = ChildProcess(
                     command if group is None else group.command(command),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     env={},
                     cwd="/",
-                    bufsize=0,
                     pass_fds=(seccomp,),
-                    start_new_session=True,
                 )
             except OSError as error:
                 raise SandboxError(f"no sandbox can be started: {error}") from error
@@ -480,22 +479,19 @@ class _Run:
             answer = self._converse(process, bubblewrap.proc, group)
         finally:
             self.stop()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10.0)
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-            process.stdout.close()  # type: ignore[union-attr]
+            process.wait(10.0)
+            process.kill()
+
         try:
             report: dict[str, Any] = json.loads(answer)
         except ValueError:
             if group is not None and group.was_exceeded:
                 raise SandboxError("the sandbox itself was killed: the program left no memory of its control group") from None
             last = answer.decode("utf-8", "replace").strip().splitlines()[-1:] or ["no output"]
-            raise SandboxError(f"the sandbox died with status {process.returncode}: {last[0][:200]}") from None
+            raise SandboxError(f"the sandbox died with status {process.status}: {last[0][:200]}") from None
         return report
 
-    def _converse(self, process: subprocess.Popen[bytes], proc: bool, group: MemoryGroup | None) -> bytes:
+    def _converse(self, process: ChildProcess, proc: bool, group: MemoryGroup | None) -> bytes:
         """Send the order and read the report, with a deadline on this side.
 
         Without /proc inside (`proc`), the program's memory is measured here.
@@ -505,8 +501,6 @@ class _Run:
         order |= {"keep": self._keep, "proc": proc}
         words = json.dumps(order | {"uid": _fresh_uid() if os.geteuid() == 0 else None}).encode()
         until = time.monotonic() + box.seconds + _GRACE_S
-        assert process.stdin is not None
-        assert process.stdout is not None
         left = memoryview(len(words).to_bytes(8, "big") + words)
         with contextlib.suppress(OSError, ValueError):  # it died or was stopped: its output has the cause
             while left:
