@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import orjson
 
 from turnwright.engines.remote.http import HttpClient
-from turnwright.engines.remote.remote_engine import UPDATE_S, RemoteEngine
-from turnwright.engines.remote.weight_sync import DiskAdapter, DiskWeights
+from turnwright.engines.remote.remote_engine import UPDATE_S
+from turnwright.engines.remote.weight_sync import DiskAdapter, DiskWeights, UpdatedServer
 from turnwright.errors import EngineError, SyncError
 from turnwright_serve.server.http import JsonHttpServer
 from turnwright_serve.sharing.manifest import CHUNK, Manifest
@@ -134,7 +134,7 @@ class TreeWeights:
     def is_adapter(self) -> bool:
         return self.source.is_adapter
 
-    async def send_to(self, engine: RemoteEngine) -> None:
+    async def send_to(self, engine: UpdatedServer) -> None:
         """Have the node of a server fetch the weights, and the server load them from its node's disk."""
         self.nodes.setdefault(node_of(engine.url), self.tree.relay_of(engine.url))
         directory = await self.directory_on(node_of(engine.url))
