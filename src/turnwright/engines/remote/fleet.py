@@ -18,7 +18,7 @@ from turnwright.engines.remote.fleet_settings import FleetSettings, ListedServer
 from turnwright.engines.remote.remote_engine import RemoteEngine
 from turnwright.engines.remote.replica import ExpectedScores, LatestWeights, Replica
 from turnwright.engines.remote.response import WeightsLabel
-from turnwright.engines.remote.weight_sync import DiskAdapter, DiskWeights, WeightsSource
+from turnwright.engines.remote.weight_sync import DiskWeights, OnDisk, WeightsSource
 from turnwright.errors import (
     BackendContractError,
     ConfigError,
@@ -444,7 +444,7 @@ class Fleet:
             )
 
         source, fingerprint = await asyncio.to_thread(packer.pack, weights, version)
-        if delivery.tree is not None and isinstance(source, DiskWeights | DiskAdapter):
+        if delivery.tree is not None and isinstance(source, OnDisk):
             urls = [member.engine.url for member in self.members]
             source = await delivery.tree.share(source, urls)
         # The servers may have had the first weights already.

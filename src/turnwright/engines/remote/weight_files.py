@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from turnwright.engines.remote.weight_sync import DiskAdapter, DiskWeights
+from turnwright.engines.remote.weight_sync import DiskAdapter, DiskWeights, OnDisk
 from turnwright.errors import SyncError
 
 HEAD = "lm_head.weight"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
-OnDisk = DiskWeights | DiskAdapter
 Fingerprint = Callable[[Iterable[tuple[str, Any]]], str]
 
 

@@ -89,6 +89,10 @@ class DiskAdapter:
         await engine.use_adapter(self.directory, self.version)
 
 
+OnDisk = DiskWeights | DiskAdapter
+"""What a packer that writes directories makes, and what a tree carries."""
+
+
 class SharedWeights(WeightsSource, Protocol):
     """Weights in a directory that nodes have or fetch."""
 
@@ -99,7 +103,13 @@ class SharedWeights(WeightsSource, Protocol):
 class WeightSharing(Protocol):
     """Sends directories of weights to the nodes of servers."""
 
-    async def share(self, source: DiskWeights | DiskAdapter, urls: Sequence[str], *, base: bool = False) -> SharedWeights:
+    async def share(
+        self,
+        source: OnDisk,
+        urls: Sequence[str],
+        *,
+        base: bool = False,
+    ) -> SharedWeights:
         """Return a source that sends a directory through the nodes of the servers at these URLs; a `base` model stays there."""
 
     async def close(self) -> None:
