@@ -43,7 +43,7 @@ from turnwright.training.forward.batch import BatchPacker, LossDenominator, make
 from turnwright.training.forward.forward import ForwardPass, LogitDistribution
 from turnwright.training.forward.ranks import Ranks
 from turnwright.training.loss import TokenBatch
-from turnwright.training.model.weight_export import clone_tensors, tied_names
+from turnwright.training.model.weight_export import unique_weights
 from turnwright.training.trainer.optimizer import Optimizer, schedule
 from turnwright.types import EpisodeKey, Task, Trajectory
 
@@ -74,7 +74,7 @@ async def learn(
     try:
         for step in range(STEPS):
             # The engine samples with the weights of this step.
-            await engine.update(clone_tensors(model, tied_names(model)), version=step)
+            await engine.update(unique_weights(model, copy=True), version=step)
 
             # Play each task GROUP_SIZE times. What an episode samples depends on the seed and on
             # its key alone, not on the episodes that are played beside it.

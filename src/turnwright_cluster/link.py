@@ -91,10 +91,7 @@ class RunLink:
     async def stay(self) -> bool:
         """Hold a request at the run, which notices when this process ends."""
         while True:
-            try:
-                await self.ask("/alive", {}, self.lease_s)
-            except EngineUnavailable:
-                await asyncio.sleep(RETRY_S)
+            await self._until_answered("/alive", {}, self.lease_s)
 
     # What is new there
 
@@ -162,7 +159,8 @@ class RunLink:
                 if kind == "event":
                     await self.send_images(image_hashes(orjson.loads(row)))
             rows = [orjson.Fragment(b'["%s","%s",%s]' % (kind.encode(), lease.encode(), row)) for kind, lease, row in entries]
-            await self._until_taken({"number": self._reports, "entries": rows, "durable": durable})
+            body = {"number": self._reports, "entries": rows, "durable": durable}
+            await self._until_answered("/report", body, max(self.lease_s, 30.0))
             for kind, lease, _ in entries:
                 if kind == "answer":
                     self.held.pop(lease, None)
@@ -170,10 +168,11 @@ class RunLink:
                 self._durable = number if durable else self._durable
                 self._done.notify_all()
 
-    async def _until_taken(self, body: Mapping[str, Any]) -> None:
+    async def _until_answered(self, path: str, body: Mapping[str, Any], seconds: float) -> None:
+        """Repeat a request, each within some seconds, until the run answers or refuses it."""
         while True:
             try:
-                await self.ask("/report", body, max(self.lease_s, 30.0))
+                await self.ask(path, body, seconds)
                 return
             except EngineUnavailable:
                 await asyncio.sleep(RETRY_S)

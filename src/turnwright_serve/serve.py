@@ -29,8 +29,9 @@ from turnwright.training.model.quantize import OnGrid, grid_of, quantize_for_sam
 from turnwright.training.model.weight_export import unique_weights
 from turnwright.training.score_ids import score_ids
 from turnwright.training.setup import load_model_and_renderer, model_config
-from turnwright.training.weight_transfer import GroupWeightReceiver, Rows
+from turnwright.training.weight_transfer import Rows
 from turnwright.types import Image, MediaPlacement
+from turnwright_serve.weight_receiver import WeightReceiver
 
 if TYPE_CHECKING:
     from turnwright_serve.server import EngineService, Formats, JsonHttpServer
@@ -105,7 +106,7 @@ def make_service(
         model=str(source),
         score=score,
         load=load_directory,
-        receiver=GroupWeightReceiver(
+        receiver=WeightReceiver(
             {name: tensor.shape for name, tensor in own.items()},
             unique,
             load_rows,

@@ -247,7 +247,7 @@ def test_a_server_process_that_is_killed_or_hangs_in_the_middle_is_told_and_give
             packer.seconds = 1.0
             nudge(model, 2)
             at_bucket(monkeypatch, 1, lambda _: stopped.process.send_signal(signal.SIGSTOP), stopped.url)
-            monkeypatch.setattr("turnwright.engines.remote.weight_sync.SPARE_S", 0.5)
+            monkeypatch.setattr("turnwright.engines.remote.vllm.SPARE_S", 0.5)
             await engine.update(unique_weights(model), 3)
             states = [member.state for member in engine.members]
             told, reloaded = engine.members[1].fault, engine.members[0].counts["reloaded"]

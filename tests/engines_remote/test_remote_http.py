@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from turnwright.engines import Request
 from turnwright.engines.ids import GrowingIds, ids_json
 from turnwright.engines.remote import VllmEngine
-from turnwright.engines.remote.http import Deadlines, Echo, HttpClient
+from turnwright.engines.remote.http import Echo, HttpClient
 from turnwright.errors import BackendContractError, EngineError
 
 IDS = st.lists(st.integers(0, 200_000), max_size=12)
@@ -125,33 +125,3 @@ def test_a_client_serves_one_event_loop_after_the_other():
         http = HttpClient(server.url)
         for _ in range(2):
             assert asyncio.run(http.get("/version", 5)) == {"version": "0.32.0"}
-
-
-@pytest.mark.parametrize("cancelled", [False, True])
-def test_deadlines_that_share_a_timer_end_their_own_task_alone(cancelled, monkeypatch):
-    monkeypatch.setattr("turnwright.engines.remote.http.TICK_S", 0.02)
-    deadlines = Deadlines()
-
-    async def call(seconds, sleep):
-        try:
-            async with deadlines.within(seconds):
-                await asyncio.sleep(sleep)
-        except TimeoutError:
-            await asyncio.sleep(0)  # raises if the cancellation were still there
-            return "late", asyncio.current_task().cancelling()
-        return "in time", asyncio.current_task().cancelling()
-
-    async def work():
-        tasks = [asyncio.create_task(call(*one)) for one in ((0.05, 30), (30, 0.2), (0.05, 0.0), (30, 0.0))]
-        if cancelled:
-            await asyncio.sleep(0.01)
-            tasks[0].cancel()
-        found = await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0.1)
-        return found, deadlines._ends, deadlines._late, deadlines._ticking
-
-    for _ in range(2):  # in a later loop too
-        (first, *others), *left = kit.run(work())
-        assert isinstance(first, asyncio.CancelledError) if cancelled else first == ("late", 0)
-        assert others == [("in time", 0)] * 3
-        assert left == [{}, set(), False]

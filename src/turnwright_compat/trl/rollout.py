@@ -22,7 +22,7 @@ from turnwright.errors import UsageError
 from turnwright.renderers import Renderer
 from turnwright.rollouts import run_sync
 from turnwright.training.model.lora import Adapter
-from turnwright.training.model.weight_export import Weights, clone_tensors, tied_names
+from turnwright.training.model.weight_export import Weights, unique_weights
 from turnwright.types import Task, Trajectory
 from turnwright_compat.episodes import TASK, Episodes, episode_metrics, prompt_of, single_row
 
@@ -128,7 +128,7 @@ def turnwright_reward(
 def _weights(model: Any) -> Weights:
     """Return the weights of a model by the names that it has without adapters, which are merged."""
     plain = model.get_base_model() if hasattr(model, "peft_config") else model
-    weights = clone_tensors(plain, tied_names(plain))
+    weights = unique_weights(plain, copy=True)
     return weights if plain is model else Adapter(plain).merge(weights)
 
 

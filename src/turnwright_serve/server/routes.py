@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from starlette.responses import Response
 
@@ -25,33 +25,11 @@ from turnwright_serve.server.http import MAX_WEIGHTS, Call, Endpoint, Table
 from turnwright_serve.server.intake import HttpError
 from turnwright_serve.server.replies import PAUSES, Replies, Span
 
+if TYPE_CHECKING:
+    from turnwright_serve.weight_receiver import WeightReceiver
+
 DEFAULT_GROUP = "weight_update_group"
 """Name that SGLang gives an unnamed group."""
-
-
-class WeightReceiver(Protocol):
-    """Receives a trainer's weights and applies them completely or not at all; implemented where torch is available."""
-
-    async def join(self, address: str, port: int, rank: int, world: int, name: str, backend: str) -> None:
-        """Join a trainer's process group; the trainer is rank 0."""
-
-    async def receive(self, group: str | None, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Any]) -> None:
-        """Receive a bucket from a group; None for the only one."""
-
-    async def decode_request(self, text: str) -> None:
-        """Decode weights from a request body."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether all weights of the model have arrived."""
-
-    async def apply(self) -> None:
-        """Load the received weights into the engine."""
-
-    def leave(self, group: str | None) -> bool:
-        """Leave a group (all for None) and discard unapplied weights. Return False for an unknown group."""
-
-
 PARTS = ("weights", "kv_cache")
 Formats = Literal["vllm", "sglang"]
 PlaceImages = Callable[[Sequence[int], Sequence[str]], tuple[list[int], tuple[MediaPlacement, ...]]]

@@ -96,14 +96,14 @@ class WeightRelay:
             known, task = self._fetching.get(manifest.name, (None, None))
             failed = task is not None and task.done() and (task.cancelled() or task.exception() is not None)
             if task is None or failed or known != manifest:  # another one is of an earlier run
-                await cancelled([] if task is None else [task])
+                await cancel([] if task is None else [task])
                 task = asyncio.create_task(self._fetch(manifest, sources))
                 self._fetching[manifest.name] = manifest, task
         return await asyncio.shield(task)
 
     async def close(self) -> None:
         """Stop transfers and close the connections."""
-        await cancelled([task for _, task in self._fetching.values()])
+        await cancel([task for _, task in self._fetching.values()])
         await asyncio.gather(*(peer.close() for peer in self._peers.values()))
 
     async def _order(self, call: Call) -> Any:
@@ -235,7 +235,7 @@ class WeightRelay:
             shutil.rmtree(self.root / name, ignore_errors=True)
 
 
-async def cancelled(tasks: Sequence[asyncio.Task[Path]]) -> None:
+async def cancel(tasks: Sequence[asyncio.Task[Path]]) -> None:
     """Cancel tasks and wait for their end."""
     for task in tasks:
         task.cancel()

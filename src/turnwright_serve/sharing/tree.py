@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import orjson
 
 from turnwright.engines.remote.http import HttpClient
-from turnwright.engines.remote.remote_engine import UPDATE_S, RemoteEngine
-from turnwright.engines.remote.weight_sync import DiskAdapter, DiskWeights
+from turnwright.engines.remote.remote_engine import UPDATE_S
+from turnwright.engines.remote.weight_sync import OnDisk, UpdatedServer
 from turnwright.errors import EngineError, SyncError
 from turnwright_serve.server.http import JsonHttpServer
 from turnwright_serve.sharing.manifest import CHUNK, Manifest
@@ -67,7 +67,13 @@ class WeightTree:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
 
-    async def share(self, source: DiskWeights | DiskAdapter, urls: Sequence[str], *, base: bool = False) -> TreeWeights:
+    async def share(
+        self,
+        source: OnDisk,
+        urls: Sequence[str],
+        *,
+        base: bool = False,
+    ) -> TreeWeights:
         """Return a source that sends a directory through the nodes of the servers at these URLs; a `base` model stays there."""
         manifest = await asyncio.to_thread(Manifest.of, source.directory, source.version, self._chunk, base=base)
         self._relay.offer(source.directory, manifest)
@@ -117,7 +123,7 @@ def node_of(url: str) -> str:
 class TreeWeights:
     """Weights of one policy that reach each node once, through other nodes."""
 
-    source: DiskWeights | DiskAdapter
+    source: OnDisk
     manifest: bytes
     """As JSON."""
     nodes: dict[str, str]
@@ -134,7 +140,7 @@ class TreeWeights:
     def is_adapter(self) -> bool:
         return self.source.is_adapter
 
-    async def send_to(self, engine: RemoteEngine) -> None:
+    async def send_to(self, engine: UpdatedServer) -> None:
         """Have the node of a server fetch the weights, and the server load them from its node's disk."""
         self.nodes.setdefault(node_of(engine.url), self.tree.relay_of(engine.url))
         directory = await self.directory_on(node_of(engine.url))

@@ -18,7 +18,7 @@ from turnwright.engines.remote.fleet_settings import FleetSettings, ListedServer
 from turnwright.engines.remote.remote_engine import RemoteEngine
 from turnwright.engines.remote.replica import ExpectedScores, LatestWeights, Replica
 from turnwright.engines.remote.response import WeightsLabel
-from turnwright.engines.remote.weight_sync import DiskWeights, WeightsSource
+from turnwright.engines.remote.weight_sync import DiskWeights, OnDisk, WeightsSource
 from turnwright.errors import (
     BackendContractError,
     ConfigError,
@@ -435,20 +435,18 @@ class Fleet:
         for member in self.members:
             if isinstance(member.engine, ChatEngine):
                 await member.engine.update(weights, version)
-        source: WeightsSource
-        packer, directories, tree = self.delivery.packer, self.delivery.directories, self.delivery.tree
-        if packer is not None:
-            source, fingerprint = await asyncio.to_thread(packer.pack, weights, version)
-        elif directories is not None:
-            directory, fingerprint = await asyncio.to_thread(directories.write, weights, version)
-            source = on_disk = directories.as_source(directory, version)
-            if tree is not None:
-                source = await tree.share(on_disk, [member.engine.url for member in self.members])
-        else:
+        delivery = self.delivery
+        packer = delivery.packer if delivery.packer is not None else delivery.directories
+        if packer is None:
             raise SyncError(
                 "a fleet needs a directory for new weights: "
                 "Fleet(..., delivery=WeightDelivery(directories=ModelDirectories(path, model)))"
             )
+
+        source, fingerprint = await asyncio.to_thread(packer.pack, weights, version)
+        if delivery.tree is not None and isinstance(source, OnDisk):
+            urls = [member.engine.url for member in self.members]
+            source = await delivery.tree.share(source, urls)
         # The servers may have had the first weights already.
         await self.update_from(source, changed=self._fingerprint not in ("", fingerprint))
         self._fingerprint = fingerprint

@@ -1,12 +1,10 @@
-"""JSON over HTTP to one server: connection pool, a deadline per request, and classified errors."""
+"""JSON over HTTP to one server: a deadline per request, and classified errors."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from io import BytesIO
 from typing import Any
 
 import orjson
@@ -15,8 +13,13 @@ from turnwright.engines import tokens
 from turnwright.engines.ids import ids_json
 from turnwright.engines.protocols import Request
 from turnwright.errors import BackendContractError, ConfigError, EngineError, EngineUnavailable
-from turnwright.http_sessions import HttpSessions
-from turnwright.types.retry import retry_after
+from turnwright.http_sessions import (
+    PASSING_STATUSES,
+    HttpResponse,
+    HttpSessions,
+    NoResponse,
+    ResponseTooLong,
+)
 
 MAX_RESPONSE_BYTES = 256 * 2**20
 """Longer responses are aborted."""
@@ -25,15 +28,11 @@ KEEPALIVE_S = 3.0
 connection while its server closes it gets no response."""
 SPARE_CONNECTIONS = 8
 """Connections beyond those for calls, so that health checks never queue."""
-MAX_DIRECT_BYTES = 2**20
-"""Longer bodies are written in pieces, since aiohttp warns of the time that one write of them takes."""
 CONTROL_S = 10.0
 """Deadline for requests without computation: health, versions, aborts."""
-PATIENT_S, TICK_S = 30.0, 0.5
-"""Deadlines from this on may pass by half a second."""
 CONNECT_S = 5.0
 """Timeout for establishing a connection."""
-RETRYABLE_STATUS = frozenset((404, 408, 409, 425, 429, *range(500, 600)))
+RETRYABLE_STATUS = PASSING_STATUSES | {404}
 """HTTP statuses that may differ on another server or later; 404 is a model or route that is not loaded."""
 Headers = Mapping[str, str] | None
 
@@ -68,68 +67,6 @@ def encode_ids(request: Request) -> tuple[orjson.Fragment, Echo]:
     return orjson.Fragment(text), Echo(text, len(request.ids))
 
 
-class Deadlines:
-    """Deadlines of many tasks, which share a timer that fires twice a second.
-
-    `asyncio.timeout` costs 8 us, a tenth of a request, for a deadline of minutes that hardly a request meets.
-    """
-
-    def __init__(self) -> None:
-        self._ends: dict[asyncio.Task[Any], float] = {}
-        self._late = set[asyncio.Task[Any]]()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._ticking = False
-
-    def within(self, seconds: float) -> Within:
-        """Return a context that raises TimeoutError in the task that runs it, at most half a second late."""
-        return Within(self, seconds)
-
-    def _enter(self, task: asyncio.Task[Any], seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # the timer of an earlier loop ended with it
-            self._loop, self._ticking = loop, False
-            self._ends.clear()
-        if not self._ticking:
-            self._ticking = True
-            loop.call_later(TICK_S, self._tick, loop)
-        self._ends[task] = loop.time() + seconds
-
-    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._loop is not loop:
-            return
-        if not self._ends:
-            self._ticking = False
-            return
-        now = loop.time()
-        for task in [task for task, end in self._ends.items() if end <= now]:
-            del self._ends[task]
-            self._late.add(task)
-            task.cancel()
-        loop.call_later(TICK_S, self._tick, loop)
-
-
-class Within:
-    """Deadline of one task, as `asyncio.timeout`."""
-
-    __slots__ = ("_cancelling", "_deadlines", "_seconds", "_task")
-
-    def __init__(self, deadlines: Deadlines, seconds: float) -> None:
-        self._deadlines, self._seconds = deadlines, seconds
-
-    async def __aenter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task, self._cancelling = task, task.cancelling()
-        self._deadlines._enter(task, self._seconds)
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._deadlines._ends.pop(self._task, None)
-        if self._task in self._deadlines._late:
-            self._deadlines._late.discard(self._task)
-            if self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
-                raise TimeoutError from error
-
-
 class HttpClient:
     """HTTP client of one server. Connections belong to an event loop; `close` closes those of the running loop."""
 
@@ -160,7 +97,6 @@ class HttpClient:
             # With the default, receiving a long echo stops and goes on every 128 kilobytes.
             read_bufsize=2**22,
         )
-        self._deadlines = Deadlines()
         self._addresses: dict[str, Any] = {}
         """Parsed URLs by path: parsing one costs as much as a tenth of a request."""
 
@@ -223,10 +159,14 @@ class HttpClient:
         return await self._ask_once(method, path, content, seconds, headers, pieces)
 
     async def _ask_once(
-        self, method: str, path: str, content: bytes, seconds: float, headers: Headers, pieces: list[bytes] | None = None
+        self,
+        method: str,
+        path: str,
+        content: bytes,
+        seconds: float,
+        headers: Headers,
+        pieces: list[bytes] | None,
     ) -> bytes:
-        import aiohttp
-
         key = os.environ.get(self._key_env, "") if self._key_env is not None else self._token
         sent = {"content-type": "application/json"} if content else {}
         if key:
@@ -236,29 +176,35 @@ class HttpClient:
         address = self._addresses.get(path)
         if address is None:
             address = self._addresses[path] = _address(f"{self.url}{path}")
-        data: Any = content if len(content) < MAX_DIRECT_BYTES else BytesIO(content)
+
         try:
-            # Cancelling a request closes its connection, which ends the request on all three kinds of server.
-            async with asyncio.timeout(seconds) if seconds < PATIENT_S else self._deadlines.within(seconds):
-                session = await self._sessions.get()
-                async with session.request(method, address, data=data, headers=sent, allow_redirects=False) as response:
-                    raw = await _read(response, address, pieces if response.status < 300 else None)
-        except (aiohttp.ClientError, OSError) as error:
-            if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
-                raise EngineUnavailable(f"{self.url}{path} did not answer in {seconds:g} s") from None
-            raise EngineUnavailable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
-        except RuntimeError as error:
-            if "is closed" not in str(error):
-                raise
-            raise EngineUnavailable(f"{self.url}{path}: the connection pool was closed") from error
+            response = await self._sessions.ask(
+                method,
+                address,
+                content,
+                sent,
+                seconds=seconds,
+                most_bytes=MAX_RESPONSE_BYTES,
+                pieces=pieces,
+            )
+        except TimeoutError:
+            raise EngineUnavailable(f"{self.url}{path} did not answer in {seconds:g} s") from None
+        except NoResponse as error:
+            raise EngineUnavailable(f"{self.url}{path}: {error}") from error
+        except ResponseTooLong:
+            text = f"{address} returned more than {MAX_RESPONSE_BYTES} bytes"
+            raise EngineUnavailable(text) from None
         if response.status >= 300:
-            text = raw[:300].decode("utf-8", "replace")
-            kind = EngineUnavailable if response.status in RETRYABLE_STATUS else EngineError
-            text = text.replace(key, "***") if key else text
-            refused = kind(f"{self.url}{path} returned HTTP status {response.status}: {text}")
-            refused.status, refused.retry_after = response.status, retry_after(response.headers.get("retry-after"))
-            raise refused
-        return raw
+            raise self._refusal(path, response, key)
+        return response.body
+
+    def _refusal(self, path: str, response: HttpResponse, key: str) -> EngineError:
+        """Return the error for a response without success."""
+        kind = EngineUnavailable if response.status in RETRYABLE_STATUS else EngineError
+        said = response.excerpt(300, key)
+        refused = kind(f"{self.url}{path} returned HTTP status {response.status}: {said}")
+        refused.status, refused.retry_after = response.status, response.retry_after
+        return refused
 
     def _json(self, path: str, raw: bytes) -> Any:
         if not raw.strip():
@@ -276,18 +222,3 @@ def _address(url: str) -> Any:
         return URL(url, encoded=True)
     except ValueError as error:
         raise EngineUnavailable(f"{url}: {error}") from None
-
-
-async def _read(response: Any, address: Any, into: list[bytes] | None = None) -> bytes:
-    """Return the body, or append its pieces to a list."""
-    if into is None and 0 <= (response.content_length or -1) <= MAX_RESPONSE_BYTES:
-        content: bytes = await response.read()  # one call in place of one per piece
-        return content
-    pieces: list[bytes] = [] if into is None else into
-    size = 0
-    async for piece in response.content.iter_any():
-        size += len(piece)
-        if size > MAX_RESPONSE_BYTES:
-            raise EngineUnavailable(f"{address} returned more than {MAX_RESPONSE_BYTES} bytes")
-        pieces.append(piece)
-    return b"".join(pieces) if into is None else b""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from uuid import uuid4
@@ -324,6 +325,24 @@ class RemoteEngine:
         if self.label is not None and self.label != str(version):
             raise SyncError(f"{self.display_name} reports the weights {self.label!r} after loading policy {version}")
 
+    @asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """Pause sampling while the server takes weights, and resume it.
+
+        Waking resumes a server that sleeps. Where the server does not take the weights, that is the
+        error, whether or not it resumes. Where it took them and does not resume, that is an error
+        too: a paused server answers no call.
+        """
+        await self._pause_for_update()
+        try:
+            yield
+        except BaseException:
+            if not self.asleep:
+                await suppress_errors(self.resume())
+            raise
+        if not self.asleep:
+            await self.resume()
+
     # Overridden by each kind of server
 
     @property
@@ -369,6 +388,14 @@ class RemoteEngine:
         raise NotImplementedError
 
     def _read(self, raw: Any, request: Request, expected: ExpectedWeights) -> ServerResponse:
+        raise NotImplementedError
+
+    async def _pause_for_update(self) -> None:
+        """Pause sampling for new weights, as `in_flight` says."""
+        raise NotImplementedError
+
+    async def resume(self) -> None:
+        """Resume sampling."""
         raise NotImplementedError
 
     async def _load_from_disk(self, directory: Path, version: int) -> None:

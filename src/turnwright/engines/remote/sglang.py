@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 from base64 import b64encode
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,16 +27,17 @@ from turnwright.engines.remote.response import (
 )
 from turnwright.engines.remote.server_adapters import LoraApi, LoraServerEngine
 from turnwright.engines.remote.weight_sync import (
+    SPARE_S,
     UNFINISHED,
     GroupTransfer,
     RequestTransfer,
-    check_success,
-    send_group_to_sglang,
-    send_requests_to_sglang,
+    WeightGroup,
+    rendezvous,
+    run_together,
     suppress_errors,
 )
 from turnwright.engines.scoring import IdScores, ScoreRequest
-from turnwright.errors import EngineError
+from turnwright.errors import EngineError, SyncError
 from turnwright.types import ROUTES, VideoRef
 
 VERSION = "meta_info.weight_version"
@@ -45,6 +46,8 @@ ASLEEP = "asleep"
 another name."""
 IDLE_S = 30.0
 """Seconds for a paused server to become idle."""
+UNCOMPLETED = {"flush_cache": False}
+"""Fields of a request after which others of the same update follow."""
 ROUTING_KEY = "x-smg-routing-key"
 """Header by which SGLang's router keeps a session on one worker; a single server ignores it."""
 
@@ -258,33 +261,73 @@ class SglangEngine(LoraServerEngine):
         await self.http.post("/continue_generation", {}, CONTROL_S)
 
     async def _load_from_disk(self, directory: Path, version: int) -> None:
-        await self._pause_for_update()
-        try:
-            body: dict[str, Any] = {"model_path": str(directory), "weight_version": str(version)}
-            body |= {"flush_cache": self.in_flight == "recompute", "abort_all_requests": self.in_flight != "keep"}
-            check_success(await self.http.post("/update_weights_from_disk", body, UPDATE_S), self)
-        finally:
-            if not self.asleep:
-                await self.resume()
+        async with self._paused():
+            body = {"model_path": str(directory)} | self._completion(version)
+            body["abort_all_requests"] = self.in_flight != "keep"
+            answer = await self.http.post("/update_weights_from_disk", body, UPDATE_S)
+            self._check_success(answer)
 
     async def _load_from_group(self, transfer: GroupTransfer) -> None:
-        ranks = int((await self._info("server")).get("tp_size") or 1)
+        ranks = await self._ranks()
         async with self._paused():
-            await send_group_to_sglang(self, transfer, ranks)
+            with closing(transfer.group(self.url, ranks)) as group:
+                await self._send_through(group, transfer)
+
+    async def _send_through(self, group: WeightGroup, transfer: GroupTransfer) -> None:
+        """Send the buckets of an update through a process group with the paused server."""
+        http, seconds = self.http, transfer.seconds + SPARE_S
+        await self._name_unfinished(transfer.version)
+        joined = http.post("/init_weights_update_group", rendezvous(group), seconds)
+        self._check_success(await run_together(joined, group.connect(), group))
+
+        last = len(transfer.buckets) - 1
+        try:
+            for index, bucket in enumerate(transfer.buckets):
+                body: dict[str, Any] = {
+                    "names": bucket.names,
+                    "dtypes": bucket.dtypes,
+                    "shapes": bucket.shapes,
+                    "group_name": group.name,
+                }
+                body |= self._completion(transfer.version) if index == last else UNCOMPLETED
+                taken = http.post("/update_weights_from_distributed", body, seconds)
+                self._check_success(await run_together(taken, group.send(index), group))
+        finally:
+            leave = {"group_name": group.name}
+            left = http.post("/destroy_weights_update_group", leave, CONTROL_S)
+            await suppress_errors(left)
 
     async def _load_from_requests(self, transfer: RequestTransfer) -> None:
-        ranks = int((await self._info("server")).get("tp_size") or 1)
+        ranks = await self._ranks()
         async with self._paused():
-            await send_requests_to_sglang(self, transfer, ranks)
+            await self._name_unfinished(transfer.version)
 
-    @asynccontextmanager
-    async def _paused(self) -> AsyncIterator[None]:
-        await self._pause_for_update()
-        try:
-            yield
-        finally:
-            if not self.asleep:
-                await suppress_errors(self.resume())
+            last = transfer.request_count - 1
+            for index in range(transfer.request_count):
+                # Each rank reads its own copy and keeps its part of the tensors.
+                text = await asyncio.to_thread(transfer.encode_body, index)
+                body: dict[str, Any] = {"serialized_named_tensors": [text] * ranks}
+                body |= self._completion(transfer.version) if index == last else UNCOMPLETED
+                path = "/update_weights_from_tensor"
+                self._check_success(await self.http.post(path, body, transfer.seconds))
+
+    async def _ranks(self) -> int:
+        """Return the number of ranks of the server."""
+        return int((await self._info("server")).get("tp_size") or 1)
+
+    async def _name_unfinished(self, version: int) -> None:
+        """Name the weights as those of an update that has begun."""
+        body = {"new_version": UNFINISHED.format(version)}
+        self._check_success(await self.http.post("/update_weight_version", body, CONTROL_S))
+
+    def _completion(self, version: int) -> dict[str, Any]:
+        """Return the fields of a request that completes an update: the weights' name, and whether
+        the cache of those before is dropped."""
+        return {"flush_cache": self.in_flight == "recompute", "weight_version": str(version)}
+
+    def _check_success(self, response: Any) -> None:
+        if not (isinstance(response, dict) and response.get("success")):
+            raise SyncError(f"{self.display_name} reports failure: {response}")
 
     async def _sleep(self) -> None:
         await self.pause("abort")

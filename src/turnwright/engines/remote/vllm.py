@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -27,7 +28,15 @@ from turnwright.engines.remote.response import (
 )
 from turnwright.engines.remote.server_adapters import LoraApi, LoraServerEngine
 from turnwright.engines.remote.vllm_images import VllmImages
-from turnwright.engines.remote.weight_sync import TRANSFER, GroupTransfer, send_group_to_vllm, suppress_errors
+from turnwright.engines.remote.weight_sync import (
+    SPARE_S,
+    UNFINISHED,
+    GroupTransfer,
+    WeightGroup,
+    rendezvous,
+    run_together,
+    suppress_errors,
+)
 from turnwright.engines.scoring import IdScores, ScoreRequest
 from turnwright.errors import ConfigError, EngineError, EngineUnavailable, SyncError
 from turnwright.renderers.renderer import HasCodec
@@ -311,28 +320,59 @@ class VllmEngine(LoraServerEngine):
         await self._control("/resume", {})
 
     async def _load_from_disk(self, directory: Path, version: int) -> None:
-        await self._pause_for_update()
-        try:
-            body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}, "timeout": UPDATE_S}
+        async with self._paused():
+            where = {"weights_path": str(directory)}
+            body = {"method": "reload_weights", "kwargs": where, "timeout": UPDATE_S}
             await self.http.post("/collective_rpc", body, UPDATE_S)
             await self._drop_cache()
             if "/update_weight_version" in self.routes:
-                await self.http.post("/update_weight_version", {"new_version": str(version)}, CONTROL_S)
-        finally:
-            if not self.asleep:
-                await self.resume()
+                await self._name_weights(str(version))
 
     async def _load_from_group(self, transfer: GroupTransfer) -> None:
         if "/init_weight_transfer_engine" not in self.routes:
-            raise SyncError(f"{self.display_name} lacks the route /init_weight_transfer_engine: {TRANSFER}")
+            raise SyncError(
+                f"{self.display_name} lacks the route /init_weight_transfer_engine: start it with "
+                "`turnwright engines start vllm --group`, which enables weights by process group"
+            )
         world = number_at(await self.http.get("/get_world_size", CONTROL_S), "world_size")
-        await self._pause_for_update()
-        try:
-            await send_group_to_vllm(self, transfer, world or 1)
+        async with self._paused():
+            with closing(transfer.group(self.url, world or 1)) as group:
+                await self._send_through(group, transfer)
             await self._drop_cache()
+
+    async def _send_through(self, group: WeightGroup, transfer: GroupTransfer) -> None:
+        """Send the buckets of an update through a process group with the paused server."""
+        http, seconds = self.http, transfer.seconds + SPARE_S
+        await self._name_weights(UNFINISHED.format(transfer.version))
+        meeting = {"init_info": rendezvous(group)}
+        joined = http.post("/init_weight_transfer_engine", meeting, seconds)
+        await run_together(joined, group.connect(), group)
+
+        try:
+            await self._begin_update(seconds)
+            for index, bucket in enumerate(transfer.buckets):
+                info = {
+                    "names": bucket.names,
+                    "dtype_names": bucket.dtypes,
+                    "shapes": bucket.shapes,
+                }
+                taken = http.post("/update_weights", {"update_info": info}, seconds)
+                await run_together(taken, group.send(index), group)
+            name = {"weight_version": str(transfer.version)}
+            await http.post("/finish_weight_update", name, seconds)
         finally:
-            if not self.asleep:
-                await suppress_errors(self.resume())
+            await suppress_errors(http.post("/shutdown_weight_transfer_engine", {}, CONTROL_S))
+
+    async def _begin_update(self, seconds: float) -> None:
+        """Begin an update; one that was interrupted is ended first."""
+        try:
+            await self.http.post("/start_weight_update", {}, seconds)
+        except EngineError:
+            await suppress_errors(self.http.post("/finish_weight_update", {}, seconds))
+            await self.http.post("/start_weight_update", {}, seconds)
+
+    async def _name_weights(self, name: str) -> None:
+        await self.http.post("/update_weight_version", {"new_version": name}, CONTROL_S)
 
     async def _sleeps(self) -> bool:
         if "/is_sleeping" not in self.routes:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from turnwright.engines.remote.weight_sync import DiskAdapter, DiskWeights
+from turnwright.engines.remote.weight_sync import DiskAdapter, DiskWeights, OnDisk
 from turnwright.errors import SyncError
 
 HEAD = "lm_head.weight"
@@ -29,13 +29,19 @@ class WeightDirectories(ABC):
 
     file: ClassVar[str]
     """Name of the file of weights."""
-    as_source: ClassVar[type[DiskWeights | DiskAdapter]]
+    as_source: ClassVar[type[OnDisk]]
     """Source by which servers load a directory."""
 
     def __init__(self, root: str | Path, *, keep: int = 2, fingerprint: Fingerprint | None = None) -> None:
         self.root, self.keep, self._fingerprint = Path(root).absolute(), max(1, keep), fingerprint
         self._written: tuple[int, str] | None = None
         """Version and fingerprint of the latest directory."""
+
+    def pack(self, weights: Iterable[tuple[str, Any]], version: int) -> tuple[OnDisk, str]:
+        """Write a directory, as `write` does; return it as the source that servers load, and the
+        fingerprint of its content."""
+        directory, digest = self.write(weights, version)
+        return self.as_source(directory, version), digest
 
     def write(self, weights: Iterable[tuple[str, Any]], version: int) -> tuple[Path, str]:
         """Write (Hugging Face name, torch tensor) pairs, tied ones once, verify them by reading them back, and rename the

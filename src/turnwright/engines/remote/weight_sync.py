@@ -1,20 +1,23 @@
-"""Transfer of new weights to a server: from disk (full weights or an adapter), by process group, or in requests.
+"""Weights of a policy on their way to servers: the forms in which they are sent.
 
-A process group lives for one update. A permanent one would be server state that a restart changes unnoticed, and SGLang exits
-when it receives the name of an unknown group.
+A packer makes a policy's weights ready once, as a source, which is then sent to each server, and to
+those that come later: a directory of whole weights or of an adapter (`weight_files`), or copies in
+memory, for a process group or for requests (`turnwright.training.weight_transfer`). What a kind of
+server is told is in its client (`vllm`, `sglang`, `llamacpp`; adapters in `server_adapters`).
+
+A process group lives for one update. A permanent one would be server state that a restart changes
+unnoticed, and SGLang exits when it receives the name of an unknown group.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from turnwright.config.schema import InFlight
-from turnwright.engines.remote.http import CONTROL_S, HttpClient
 from turnwright.errors import EngineError, SyncError
 
 CLEANUP_TIMEOUT_S = 10.0
@@ -22,7 +25,6 @@ FINAL_REQUEST_TIMEOUT_S = 5.0
 """Seconds for a server to report why it left a group after our side failed."""
 UNFINISHED = "{}-unfinished"
 """Name of weights during a transfer: no request expects it, so responses from partial weights are rejected."""
-TRANSFER = "start it with `turnwright engines start vllm --group`, which enables weights by process group"
 SPARE_S = 10.0
 """Seconds that a server's response may arrive after our side timed out; it is the more informative error."""
 
@@ -30,13 +32,7 @@ SPARE_S = 10.0
 class UpdatedServer(Protocol):
     """What an update of weights needs of a server's client."""
 
-    http: HttpClient
     url: str
-    in_flight: InFlight
-
-    @property
-    def display_name(self) -> str:
-        """Name of the server in messages."""
 
     async def load_from_disk(self, directory: Path, version: int) -> None:
         """Let the server read its weights from a directory."""
@@ -93,6 +89,10 @@ class DiskAdapter:
         await engine.use_adapter(self.directory, self.version)
 
 
+OnDisk = DiskWeights | DiskAdapter
+"""What a packer that writes directories makes, and what a tree carries."""
+
+
 class SharedWeights(WeightsSource, Protocol):
     """Weights in a directory that nodes have or fetch."""
 
@@ -103,7 +103,13 @@ class SharedWeights(WeightsSource, Protocol):
 class WeightSharing(Protocol):
     """Sends directories of weights to the nodes of servers."""
 
-    async def share(self, source: DiskWeights | DiskAdapter, urls: Sequence[str], *, base: bool = False) -> SharedWeights:
+    async def share(
+        self,
+        source: OnDisk,
+        urls: Sequence[str],
+        *,
+        base: bool = False,
+    ) -> SharedWeights:
         """Return a source that sends a directory through the nodes of the servers at these URLs; a `base` model stays there."""
 
     async def close(self) -> None:
@@ -170,10 +176,11 @@ class RequestTransfer(WeightsSource, Protocol):
 
 
 class WeightPacker(Protocol):
-    """Packs weights that are sent without a disk."""
+    """Makes the weights of a policy ready to be sent: as a directory, or as copies in memory."""
 
     def pack(self, weights: Iterable[tuple[str, Any]], version: int) -> tuple[WeightsSource, str]:
-        """Return a source that keeps copies of the weights, (Hugging Face name, torch tensor) pairs, and their fingerprint."""
+        """Return a source of the weights, (Hugging Face name, torch tensor) pairs, and their
+        fingerprint. The source does not change with the weights."""
 
 
 async def run_together(request: Awaitable[Any], transfer: Awaitable[None], group: WeightGroup) -> Any:
@@ -208,67 +215,13 @@ async def suppress_errors(work: Awaitable[Any]) -> None:
             await work
 
 
-async def send_group_to_sglang(engine: UpdatedServer, transfer: GroupTransfer, ranks: int) -> None:
-    """Send weights to a paused SGLang server."""
-    http, seconds = engine.http, transfer.seconds + SPARE_S
-    with closing(transfer.group(engine.url, ranks)) as group:
-        name = UNFINISHED.format(transfer.version)
-        check_success(await http.post("/update_weight_version", {"new_version": name}, CONTROL_S), engine)
-        meeting = _rendezvous(group)
-        check_success(
-            await run_together(http.post("/init_weights_update_group", meeting, seconds), group.connect(), group), engine
-        )
-        try:
-            for index, bucket in enumerate(transfer.buckets):
-                body: dict[str, Any] = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes}
-                body |= {"group_name": group.name, "flush_cache": False}
-                if index == len(transfer.buckets) - 1:
-                    body |= {"flush_cache": engine.in_flight == "recompute", "weight_version": str(transfer.version)}
-                asked = http.post("/update_weights_from_distributed", body, seconds)
-                check_success(await run_together(asked, group.send(index), group), engine)
-        finally:
-            await suppress_errors(http.post("/destroy_weights_update_group", {"group_name": group.name}, CONTROL_S))
-
-
-def _rendezvous(group: WeightGroup) -> dict[str, Any]:
-    where = {"master_address": group.address, "master_port": group.port, "rank_offset": 1, "world_size": group.world}
-    return where | {"group_name": group.name, "backend": group.backend}
-
-
-def check_success(response: Any, engine: UpdatedServer) -> None:
-    """Check the response of an SGLang server."""
-    if not (isinstance(response, dict) and response.get("success")):
-        raise SyncError(f"{engine.display_name} reports failure: {response}")
-
-
-async def send_group_to_vllm(engine: UpdatedServer, transfer: GroupTransfer, ranks: int) -> None:
-    """Send weights to a paused vLLM server."""
-    http, seconds = engine.http, transfer.seconds + SPARE_S
-    with closing(transfer.group(engine.url, ranks)) as group:
-        await http.post("/update_weight_version", {"new_version": UNFINISHED.format(transfer.version)}, CONTROL_S)
-        meeting = _rendezvous(group)
-        await run_together(http.post("/init_weight_transfer_engine", {"init_info": meeting}, seconds), group.connect(), group)
-        try:
-            try:
-                await http.post("/start_weight_update", {}, seconds)
-            except EngineError:  # an interrupted update is ended first
-                await suppress_errors(http.post("/finish_weight_update", {}, seconds))
-                await http.post("/start_weight_update", {}, seconds)
-            for index, bucket in enumerate(transfer.buckets):
-                body = {"names": bucket.names, "dtype_names": bucket.dtypes, "shapes": bucket.shapes}
-                await run_together(http.post("/update_weights", {"update_info": body}, seconds), group.send(index), group)
-            await http.post("/finish_weight_update", {"weight_version": str(transfer.version)}, seconds)
-        finally:
-            await suppress_errors(http.post("/shutdown_weight_transfer_engine", {}, CONTROL_S))
-
-
-async def send_requests_to_sglang(engine: UpdatedServer, transfer: RequestTransfer, ranks: int) -> None:
-    """Send weights to a paused SGLang server in requests; each rank reads its own copy and keeps its part of the tensors."""
-    name = UNFINISHED.format(transfer.version)
-    check_success(await engine.http.post("/update_weight_version", {"new_version": name}, CONTROL_S), engine)
-    for index in range(transfer.request_count):
-        text = await asyncio.to_thread(transfer.encode_body, index)
-        body: dict[str, Any] = {"serialized_named_tensors": [text] * ranks, "flush_cache": False}
-        if index == transfer.request_count - 1:
-            body |= {"flush_cache": engine.in_flight == "recompute", "weight_version": str(transfer.version)}
-        check_success(await engine.http.post("/update_weights_from_tensor", body, transfer.seconds), engine)
+def rendezvous(group: WeightGroup) -> dict[str, Any]:
+    """Return where the ranks of a server meet this process, in the fields of both formats."""
+    return {
+        "master_address": group.address,
+        "master_port": group.port,
+        "rank_offset": 1,
+        "world_size": group.world,
+        "group_name": group.name,
+        "backend": group.backend,
+    }

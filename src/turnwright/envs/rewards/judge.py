@@ -24,9 +24,13 @@ from weakref import WeakKeyDictionary
 from turnwright.envs.rewards.rewards import count_metric
 from turnwright.envs.user_code import call_user
 from turnwright.errors import ConfigError, JudgeError
-from turnwright.http_sessions import HttpSessions
+from turnwright.http_sessions import (
+    PASSING_STATUSES,
+    HttpSessions,
+    NoResponse,
+    ResponseTooLong,
+)
 from turnwright.types import Message, Trajectory, as_messages
-from turnwright.types.retry import retry_after
 
 OnFailure = Literal["error", "none"] | float
 """Value for a failed judge: raise the `JudgeError`, None (not computed), or a number."""
@@ -203,7 +207,6 @@ def chat_messages(messages: Any) -> list[dict[str, str]]:
 
 MAX_ANSWER_BYTES = 8_000_000  # maximum size of one answer
 MAX_CACHED_ANSWERS = 65_536  # maximum answers in memory; the oldest are dropped first
-RETRIED_STATUSES = frozenset((408, 409, 425, 429, *range(500, 600)))  # HTTP statuses that are retried
 
 
 class _TransientError(JudgeError):
@@ -351,8 +354,7 @@ class ChatJudge:
                 await self._wait_for_rate(end)
                 async with state.slots:
                     self._spend()
-                    async with asyncio.timeout(self._attempt_s):
-                        return await self._post(body)
+                    return await self._post(body)
             except TimeoutError:
                 failed = _TransientError("deadline", f"{self!r} did not answer a request in {self._attempt_s:g} s")
             except _TransientError as passing:
@@ -383,28 +385,33 @@ class ChatJudge:
         self._count("calls")
 
     async def _post(self, body: dict[str, Any]) -> str:
-        import aiohttp
-
-        session = await self._sessions.get()
+        """Send one request; raise `TimeoutError` when it is not answered in `attempt_s`."""
         key = os.environ.get(self._key_env, "") if self._key_env is not None else ""
-        headers = {"authorization": f"Bearer {key}"} if key else {}
+        headers = {"content-type": "application/json"}
+        if key:
+            headers["authorization"] = f"Bearer {key}"
+
         try:
-            async with session.post(self.url, json=body, headers=headers, allow_redirects=False) as response:
-                raw = bytearray()
-                async for piece in response.content.iter_any():
-                    raw += piece
-                    if len(raw) > MAX_ANSWER_BYTES:
-                        raise JudgeError("schema", f"{self!r} answered with more than {MAX_ANSWER_BYTES} bytes")
-        except (aiohttp.ClientError, OSError) as error:
-            raise _TransientError("connection", f"{self!r}: {type(error).__name__}: {error}") from error
+            response = await self._sessions.ask(
+                "POST",
+                self.url,
+                json.dumps(body).encode(),
+                headers,
+                seconds=self._attempt_s,
+                most_bytes=MAX_ANSWER_BYTES,
+            )
+        except NoResponse as error:
+            raise _TransientError("connection", f"{self!r}: {error}") from error
+        except ResponseTooLong:
+            text = f"{self!r} answered with more than {MAX_ANSWER_BYTES} bytes"
+            raise JudgeError("schema", text) from None
         if response.status != 200:
-            body_text = bytes(raw[:200]).decode("utf-8", "replace")
-            body_text = body_text.replace(key, "***") if key else body_text
-            message = f"{self!r} answered with the HTTP status {response.status}: {body_text}"
-            if response.status in RETRIED_STATUSES:
-                raise _TransientError("status", message, retry_after(response.headers.get("retry-after")))
-            raise JudgeError("status", message)
-        return self._read_answer(bytes(raw))
+            said = response.excerpt(200, key)
+            text = f"{self!r} answered with the HTTP status {response.status}: {said}"
+            if response.status in PASSING_STATUSES:
+                raise _TransientError("status", text, response.retry_after)
+            raise JudgeError("status", text)
+        return self._read_answer(response.body)
 
     def _read_answer(self, raw: bytes) -> str:
         try:

@@ -18,7 +18,7 @@ from turnwright.errors import ConfigError
 from turnwright.training.model.directory import base_model_of, read_json
 from turnwright.training.model.models import copy_extras, load
 from turnwright.training.model.quantize import grid_of, packed, quantized_names
-from turnwright.training.model.weight_export import Transform, Weights, clone_tensors, tied_names
+from turnwright.training.model.weight_export import Transform, Weights, unique_weights
 
 
 def quant_of(source: Path) -> QuantConfig:
@@ -37,7 +37,8 @@ def write_packed(source: Path, directory: Path, config: QuantConfig) -> None:
         raise ConfigError(f"{directory}: already exists; choose another --out")
     settings = read_json((base_model_of(source) or source) / "config.json", "it is no Hugging Face model directory")
     model, _ = load(source, "cpu", {"bfloat16": torch.bfloat16}.get(settings.get("dtype", ""), torch.float32))
-    tensors = {name: tensor.contiguous() for name, tensor in packing(model, config)(clone_tensors(model, tied_names(model)))}
+    packed_weights = packing(model, config)(unique_weights(model, copy=True))
+    tensors = {name: tensor.contiguous() for name, tensor in packed_weights}
     directory.mkdir(parents=True)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     text = json.dumps(settings | {"quantization_config": quantization_config(model, config)}, indent=2)

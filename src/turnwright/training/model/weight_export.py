@@ -38,11 +38,9 @@ def tied_names(model: nn.Module) -> frozenset[str]:
     return frozenset(tied)
 
 
-def clone_tensors(model: nn.Module, leave_out: frozenset[str] = frozenset(), *, copy: bool = True) -> Weights:
-    """Yield copies of a model's tensors by name, gathered if sharded, so that later updates do not change them.
-
-    Without `copy`, tensors that are not sharded are the model's own.
-    """
+def named_tensors(model: nn.Module, leave_out: frozenset[str], *, copy: bool) -> Weights:
+    """Yield a model's tensors by name, gathered if sharded; with `copy`, later updates of the model
+    do not change them."""
     for name, tensor in model.state_dict().items():
         if name in leave_out:
             continue
@@ -52,7 +50,9 @@ def clone_tensors(model: nn.Module, leave_out: frozenset[str] = frozenset(), *, 
             yield name, tensor.detach().clone() if copy else tensor.detach()
 
 
-def unique_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a model's weights by Hugging Face name, tied ones once."""
-    tied = tied_names(model)
-    return ((name, tensor) for name, tensor in model.state_dict().items() if name not in tied)
+def unique_weights(model: nn.Module, *, copy: bool = False) -> Weights:
+    """Yield a model's weights by Hugging Face name, tied ones once.
+
+    Without `copy`, those that are not sharded are the model's own, which its next update changes.
+    """
+    return named_tensors(model, tied_names(model), copy=copy)

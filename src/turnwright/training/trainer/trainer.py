@@ -44,7 +44,7 @@ from turnwright.training.model.models import (
 )
 from turnwright.training.model.quantize import OnGrid, plain_inputs, rounds_activations
 from turnwright.training.model.reference import ReferencePolicy
-from turnwright.training.model.weight_export import Transform, Weights, clone_tensors, tied_names
+from turnwright.training.model.weight_export import Transform, Weights, named_tensors, tied_names
 from turnwright.training.teachers.teacher import MakeTeachers, TaughtPolicy, refuse_ranks
 from turnwright.training.trainer.checks import (
     StepMetrics,
@@ -291,7 +291,9 @@ class Trainer:
     def _codes(self) -> dict[str, Tensor]:
         """Return the codes of quantized weights by name; empty without `[quant]`."""
         stage = next((stage for stage in self.transforms if isinstance(stage, OnGrid)), None)
-        return {} if stage is None else stage.codes(clone_tensors(self.model, self._tied))
+        if stage is None:
+            return {}
+        return stage.codes(named_tensors(self.model, self._tied, copy=True))
 
     def step_credits(self, groups: Sequence[Group]) -> StepCredits:
         """Return the credits that `step` would train groups with, and the account of every sampled id."""
@@ -554,7 +556,7 @@ class Trainer:
 
         Without `copy` tensors may be the model's own, for a receiver that copies them before the next step.
         """
-        weights = clone_tensors(self.model, self._tied, copy=copy)
+        weights = named_tensors(self.model, self._tied, copy=copy)
         for transform in self.transforms if self.adapter is None else [self.adapter.merge, *self.transforms]:
             weights = transform(weights)
         return weights
@@ -568,7 +570,7 @@ class Trainer:
         `TurnwrightError` without an adapter."""
         if self.adapter is None:
             raise TurnwrightError("the model has no LoRA adapter; use weights()")
-        return self.adapter.in_layout(clone_tensors(self.model, self._tied))
+        return self.adapter.in_layout(named_tensors(self.model, self._tied, copy=True))
 
     def reference(self) -> None:
         """Keep the current policy as the reference of the KL term and of a `self` teacher, if there is one. Raises
@@ -612,7 +614,7 @@ class Trainer:
         elif self.ranks.size == 1:
             self.model.save_pretrained(directory)
         else:
-            gathered = dict(clone_tensors(self.model, self._tied))
+            gathered = dict(named_tensors(self.model, self._tied, copy=True))
             if self.ranks.rank == 0:
                 self.model.save_pretrained(directory, state_dict=gathered)
 
