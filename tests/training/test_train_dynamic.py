@@ -4,7 +4,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from train_kit import M, P, chain
+from train_kit import M, P, chain, credit_settings
 from train_model64 import Model64
 
 from turnwright.config import TrainConfig
@@ -20,7 +20,8 @@ STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch"
 
 
 def objective(config):
-    trainer = SimpleNamespace(objective=Objective(config, resolve_settings(config)))
+    objective = Objective(config, resolve_settings(config))
+    trainer = SimpleNamespace(objective=objective, credit_settings=credit_settings(config))
     return Policies([Policy("", trainer, None)], AgentPolicies({"": ("*",)}))
 
 
