@@ -566,7 +566,7 @@ def advantages(
     settings = settings or CreditSettings()
     own = None if settings.own is None else settings.own(groups)
 
-    found: list[tuple[Trajectory, str | None, GroupMember | None]] = []
+    outcomes: list[tuple[Trajectory, str | None, GroupMember | None]] = []
     rejected: list[str] = []
     for group in groups:
         reasons = [exclusion_reason(trajectory) for trajectory in group.trajectories]
@@ -590,17 +590,19 @@ def advantages(
         remaining = iter(members)
         for trajectory, reason in zip(group.trajectories, reasons, strict=True):
             member = next(remaining, None) if reason is None else None
-            is_cut = settings.overlong_filter and trajectory.stop in CUT_BY_LENGTH
-            found.append((trajectory, reason or dropped or (OVERLONG if is_cut else None), member))
-    found.sort(key=lambda row: sort_key(row[0]))
+            reason = reason or dropped
+            if settings.overlong_filter and trajectory.stop in CUT_BY_LENGTH:
+                reason = reason or OVERLONG
+            outcomes.append((trajectory, reason, member))
+    outcomes.sort(key=lambda row: sort_key(row[0]))
 
     # Two formulas compare with the complete batch, whose trajectories are known only now.
-    included = [member for _, reason, member in found if reason is None and member is not None]
+    included = [member for _, reason, member in outcomes if reason is None and member is not None]
     by_batch = settings.kind in ("batch", "group_batch") and bool(included)
     no_variance = by_batch and not normalize_batch(included)
 
     credits = []
-    for trajectory, reason, member in found:
+    for trajectory, reason, member in outcomes:
         if no_variance:
             reason = reason or NO_SIGNAL
         credits.append(_credit(trajectory, reason, member))
