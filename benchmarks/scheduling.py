@@ -288,7 +288,7 @@ class Schedule:
         """As `TaskPlan.observe`: every task comes once, so nothing is learned of it."""
 
     def tied_groups(self, groups: Any) -> frozenset[str]:
-        """As `Objective.tied_groups`: every group has signal."""
+        """Return none: every group has signal."""
         return frozenset()
 
     refill = 0

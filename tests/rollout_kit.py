@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 import turnwright as tw
 from turnwright.engines import Generation
 from turnwright.renderers import CHATML, MARKUP, SPECIAL, ChatRenderer, ChatTemplate, HFTokenizer
-from turnwright.training.advantages import advantages
+from turnwright.training.advantages import CreditSettings, advantages
 from turnwright.types import FAILED_ATTEMPT
 
 WORDS = "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but not"
@@ -199,7 +199,7 @@ def check_record(trajectory: tw.Trajectory, calls: Sequence[Call]) -> None:
     assert trajectory.stop is not None
     if trajectory.error is not None and trajectory.error.phase != "close":
         assert trajectory.reward is None
-    ledger = advantages([tw.Group(trajectory.task, [trajectory])], min_group=1)
+    ledger = advantages([tw.Group(trajectory.task, [trajectory])], CreditSettings(min_group=1))
     assert ledger.sampled == trajectory.sampled_tokens == sum(ledger.tokens.values())
 
 

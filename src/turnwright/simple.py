@@ -37,7 +37,7 @@ from turnwright.engines.local import LocalEngine
 from turnwright.envs import EnvSpec
 from turnwright.renderers.chat_renderer import ChatRenderer
 from turnwright.rollouts import EpisodeSpec, Rollout, RolloutSettings, group_by_task
-from turnwright.training.advantages import advantages
+from turnwright.training.advantages import CreditSettings, advantages
 from turnwright.training.algorithms.grpo import ALGORITHM as GRPO
 from turnwright.training.forward.batch import BatchPacker, LossDenominator, make_batch
 from turnwright.training.forward.forward import ForwardPass, LogitDistribution
@@ -70,6 +70,7 @@ async def learn(
     packer = BatchPacker("auto", forward.decoder)
     distribution = LogitDistribution(temperature=1.0, banned_ids=renderer.banned_ids)
     optimizer = Optimizer(model, TrainConfig(), Ranks())
+    credit_settings = CreditSettings(kind=GRPO.advantage, on_failure="drop_group")
 
     try:
         for step in range(STEPS):
@@ -88,7 +89,7 @@ async def learn(
 
             # Credit: an episode's advantage is its reward less the mean of its group, in standard
             # deviations. A group with equal rewards, or with a failed episode, is not trained.
-            step_credits = advantages(group_by_task(episodes), kind=GRPO.advantage, on_failure="drop_group")
+            step_credits = advantages(group_by_task(episodes), credit_settings)
 
             # Batch: every sampled token once, with its advantage and its weight in the loss. All
             # tokens weigh the same, whatever episode, turn and forward pass they are in.

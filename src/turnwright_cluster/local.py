@@ -41,7 +41,7 @@ class EventRouter:
         del self._routes[group], self._defined[group]
 
     def append(self, value: Any) -> None:
-        """As `EventLog.append`; raise `TraceError` for a group that was closed."""
+        """Pass an event to its group; raise `TraceError` for a group that was closed."""
         phase, step, task = value["k"][:3]
         group = phase, step, task
         on_turn = self._routes.get(group)
@@ -99,7 +99,7 @@ class StreamWorker:
         return PlayedGroup(spec.group, count)
 
     async def close(self) -> None:
-        """As `RolloutWorker.close`; its stream is closed by the code that opened it."""
+        """Do nothing: the code that opened the stream closes it."""
 
 
 def _interrupted(spec: GroupSpec) -> Mapping[Any, Any]:

@@ -128,11 +128,11 @@ class RayEngines:
         return str(ray.util.get_node_ip_address())
 
     def relays(self) -> Mapping[str, str]:
-        """As `ServerPlacer.relays`: the oldest of those on each node."""
+        """Return the URL of the oldest relay on each node, by host."""
         return dict(reversed(self._relays.values()))
 
     async def place(self, servers: PlacedServers) -> None:
-        """As `ServerPlacer.place`.
+        """Reserve room for the servers and start the relays, unless that is done.
 
         Raises:
             EngineError: when the cluster has no room in time, or fails.
@@ -178,7 +178,7 @@ class RayEngines:
         return str(host)
 
     async def start(self, servers: PlacedServers, directory: Callable[[str], Awaitable[Path]], listed: EngineList) -> None:
-        """As `ServerPlacer.start`, unless they are running.
+        """Place the servers and keep them running, unless they are; return once one is listed.
 
         Raises:
             EngineError: when none answers in time.

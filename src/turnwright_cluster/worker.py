@@ -56,7 +56,6 @@ class RunEngine:
 
     def __init__(self, link: RunLink, welcome: Mapping[str, Any], banned_ids: frozenset[int]) -> None:
         self.context: int | None = welcome["context"]
-        """As `HasContextLimit.context`."""
         self._link, self._messages, self._banned = link, welcome["messages"], banned_ids
         self._leases: dict[str, tuple[str, Contexts]] = {}
 
@@ -78,7 +77,7 @@ class RunEngine:
         return read_generation(found)
 
     def release(self, session: str) -> None:
-        """As `Engine.release`: the run ends the sessions of a group together."""
+        """Do nothing: the run ends the sessions of a group together."""
 
     async def close(self) -> None:
         pass

@@ -19,7 +19,7 @@ from turnwright.envs.resolve import resolve_env
 from turnwright.errors import ConfigError
 from turnwright.renderers import byte_renderer, load_renderer
 from turnwright.training import load_model_and_renderer
-from turnwright.training.advantages import advantages
+from turnwright.training.advantages import CreditSettings, advantages
 from turnwright.types import Group
 
 HOME = USERS / "slime"
@@ -161,7 +161,7 @@ def test_each_of_several_samples_is_trained_with_its_own_reward():
     assert found.reward == 0.5
     rows = list(found.samples())
     assert sorted(row.reward for row in rows) == [0.0, 1.0]
-    credit = advantages([Group(found.task, [found, found])], kind="mean").credits[0]
+    credit = advantages([Group(found.task, [found, found])], CreditSettings("mean")).credits[0]
     assert [credit.advantages_of(row.slots[-1:])[0] for row in rows] == [row.reward - 0.5 for row in rows]
     (judged,) = play("others.py:fan_out_unscored", ["a", "bb"], [tw.Task("?")], custom_rm_path=f"{HOME}/others.py:batch_length")
     assert (judged.error, judged.reward) == (None, 1.5)

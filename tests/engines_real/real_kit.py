@@ -73,7 +73,6 @@ class Model:
         return logits.log_softmax(-1).gather(1, torch.tensor(list(ids[start:]))[:, None])[:, 0].tolist()
 
     def gap(self, trajectories):
-        """Largest |logprob of engine - of trainer| of what was sampled, and how many ids that is of."""
         return gap(self.trainer, trajectories)
 
     def nudge(self):
@@ -84,7 +83,7 @@ class Model:
 
 
 def gap(trainer, trajectories):
-    """As `Model.gap`, of any trainer."""
+    """Largest |logprob of engine - of trainer| of what was sampled, and how many ids that is of."""
     gaps = []
     for trajectory, wanted in zip(trajectories, trainer.logprobs(trajectories), strict=True):
         said = [p for s in trajectory.samples() for p, w in zip(s.logprobs, s.weights, strict=True) if w]

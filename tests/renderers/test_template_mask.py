@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,9 +13,8 @@ import turnwright as tw
 from turnwright.config import Limits
 from turnwright.errors import TemplateError
 from turnwright.renderers import ChatRenderer, ChatTemplate, HFTokenizer, template_names, template_source
-from turnwright.renderers.full_render import template_assistant_mask
 from turnwright.rollouts.render_check import built_conversation
-from turnwright.types import Message, Origin, ToolCall
+from turnwright.types import Message, Origin, ToolCall, Tools
 
 ASKED, MORE = "Begin.", "Go on."
 FORMS = (
@@ -59,6 +59,22 @@ def ours(renderer: ChatRenderer, form: str) -> tuple[list[int], list[int], tuple
         if piece.origin is Origin.MODEL:
             mask[piece.start : piece.end] = [1] * (piece.end - piece.start)
     return list(built.ids), mask, tuple(built.messages)
+
+
+def template_assistant_mask(
+    renderer: ChatRenderer, messages: Sequence[Message], tools: Tools = ()
+) -> tuple[list[int], list[int]]:
+    """The ids of a full render, and a mask: 1 for each id that overlaps a `{% generation %}` block, else 0."""
+    text, marked = renderer.template.render_with_assistant_ranges(messages, tools)
+    ids: list[int] = []
+    mask: list[int] = []
+    number = 0
+    for token, start, end in renderer.codec.encode_with_offsets(text):
+        while number < len(marked) and marked[number][1] <= start:
+            number += 1
+        ids.append(token)
+        mask.append(int(number < len(marked) and marked[number][0] < max(end, start + 1)))
+    return ids, mask
 
 
 def compared(renderer: ChatRenderer) -> set[str]:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_kit import bpe, renderer
+from training.train_kit import credit_settings
 from transformers import AutoModelForCausalLM
 from vision_kit import tiny_vlm_directory
 
@@ -21,9 +22,7 @@ from turnwright.records.run_dir import RunDir
 from turnwright.records.serialization import read_trajectory, rebuild_trajectories, trajectory_row
 from turnwright.renderers import CHATML, load_renderer
 from turnwright.training import create_tiny_model
-from turnwright.training.advantages import WEIGHED
-from turnwright.training.algorithms.settings import resolve_settings
-from turnwright.training.loss import Objective
+from turnwright.training.advantages import WEIGHED, advantages
 from turnwright.types import Group, Origin, Status, StopReason
 from turnwright_view.replay.compare import as_json
 
@@ -78,7 +77,7 @@ def test_weights_are_in_the_rows_the_journal_and_the_account(lists):
     other = play_with(talk([None] * len(lists)))
     other.reward = 0.0
     config = TrainConfig()
-    credits = Objective(config, resolve_settings(config)).step_credits([Group("0", [found, other])])
+    credits = advantages([Group("0", [found, other])], credit_settings(config))
     zeros = Counter(expected)[0.0]
     assert credits.tokens.get(WEIGHED, 0) == zeros
     assert sum(credits.tokens.values()) == found.sampled_tokens + other.sampled_tokens
@@ -155,7 +154,7 @@ def test_a_function_says_how_its_episode_ended(status, stop):
     assert found.reward == (None if status in ("aborted", "failed") else 1.0)
     other = play_with(talk([None]))
     config = TrainConfig(min_group=1)
-    credits = Objective(config, resolve_settings(config)).step_credits([Group("0", [found, other])])
+    credits = advantages([Group("0", [found, other])], credit_settings(config))
     reasons = {credit.trajectory.stop: credit.reason for credit in credits.credits}
     assert (reasons[stop] == "failed") == (status in ("aborted", "failed"))
 

@@ -9,13 +9,13 @@ from decimal import Decimal
 import numpy as np
 import pytest
 from rollout_kit import Sampler
+from training.train_kit import credit_settings
 
 import turnwright as tw
 from turnwright.config import TrainConfig
 from turnwright.envs.user_code import LARGEST
 from turnwright.errors import ConfigError
-from turnwright.training.algorithms.settings import resolve_settings
-from turnwright.training.loss import Objective
+from turnwright.training.advantages import advantages
 from turnwright.types.trajectory import Group
 
 HUGE = [1e308, -1e308, 1e39, 1.1e15, math.inf, -math.inf, math.nan, 10**400, -(10**16), np.float64(1e300), Decimal("1e400")]
@@ -119,7 +119,7 @@ def test_what_is_taken_in_is_held_by_statistics_sums_and_float32(advantage):
     assert {abs(one.reward) for one in rows} == {LARGEST, 0.0}
     groups = [Group("0", list(rows))]
     config = TrainConfig(advantage=advantage)
-    credits = Objective(config, resolve_settings(config)).step_credits(groups).credits
+    credits = advantages(groups, credit_settings(config)).credits
     found = np.array([credit.advantage for credit in credits], np.float32)
     assert np.isfinite(found).all()
     assert np.isfinite((found * found).sum(dtype=np.float32))

@@ -19,7 +19,7 @@ from turnwright.records import read_json_lines, rebuild_trajectories
 from turnwright.rollouts import Rollout, make_episode_specs
 from turnwright.rollouts.resume import EarlierEpisodes
 from turnwright.rollouts.rollout_settings import RolloutSettings
-from turnwright.training.advantages import advantages
+from turnwright.training.advantages import CreditSettings, advantages
 from turnwright.types import FAILED_ATTEMPT
 
 FEW = settings(max_examples=30, deadline=None)
@@ -166,7 +166,7 @@ def test_where_a_replay_says_something_else_the_episode_begins_anew_and_keeps_wh
     assert len(trajectory.turns) == 5
     assert trajectory.sampled_tokens == sum(len(c.ids) for c in engine.calls)
     lost = sum(len(c.ids) for c in engine.calls if c.session.endswith("/0"))
-    ledger = advantages([tw.Group(trajectory.task, [trajectory])], min_group=1)
+    ledger = advantages([tw.Group(trajectory.task, [trajectory])], CreditSettings(min_group=1))
     assert sum(ledger.tokens.values()) == ledger.sampled == trajectory.sampled_tokens
     untrained = sum(len(span.ids) for span in trajectory.spans if span.untrained == FAILED_ATTEMPT)
     assert untrained == lost > 0
@@ -242,7 +242,7 @@ def test_asked_again_the_model_stands_where_it_stood_and_its_rejected_replies_st
     whole = sum(sum(row.weights) for row in trajectory.samples())
     left_out = sum(len(trajectory.spans[i].ids) for turn in asked for i in turn.spans) if rejected == "untrained" else 0
     assert whole == trajectory.sampled_tokens - left_out
-    ledger = advantages([tw.Group(trajectory.task, [trajectory])], min_group=1)
+    ledger = advantages([tw.Group(trajectory.task, [trajectory])], CreditSettings(min_group=1))
     assert ledger.tokens.get("invalid_action", 0) in (left_out, 0)
     assert sum(ledger.tokens.values()) == trajectory.sampled_tokens
 

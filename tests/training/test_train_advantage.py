@@ -11,7 +11,7 @@ from train_kit import E, M, P, chain
 
 from turnwright.errors import RewardError
 from turnwright.training import TRAINED, trainable_tokens
-from turnwright.training.advantages import advantages
+from turnwright.training.advantages import CreditSettings, advantages
 from turnwright.types import Failure, Group, StopReason, Task
 
 
@@ -36,7 +36,7 @@ def test_golden_std():
 
 
 def test_golden_mean():
-    assert values(advantages([group(3.0, 0.0, 0.0)], kind="mean")) == [2.0, -1.0, -1.0]
+    assert values(advantages([group(3.0, 0.0, 0.0)], CreditSettings(kind="mean"))) == [2.0, -1.0, -1.0]
 
 
 def test_golden_uneven_groups():
@@ -49,14 +49,14 @@ def test_golden_uneven_groups():
 def test_an_episode_whose_environment_failed_to_close_is_trained():
     whole = group(1.0, 0.0)
     whole.trajectories[0].error = Failure("OSError", "gone", "close")
-    assert values(advantages([whole], kind="mean")) == [0.5, -0.5]
+    assert values(advantages([whole], CreditSettings(kind="mean"))) == [0.5, -0.5]
 
 
 def test_failed_and_unrewarded_are_not_in_the_baseline():
     whole = group(1.0, None, 0.0, 5.0, 9.0)
     whole.trajectories[3].stop = StopReason.TOOL_ERROR
     whole.trajectories[4].error = Failure("OSError", "gone", "reward")
-    ledger = advantages([whole], kind="mean")
+    ledger = advantages([whole], CreditSettings(kind="mean"))
     assert values(ledger) == [0.5, None, -0.5, None, None]
     assert reasons(ledger) == [None, "no_reward", None, "failed", "failed"]
     assert ledger.tokens == {TRAINED: 4, "no_reward": 2, "failed": 4}
@@ -82,8 +82,8 @@ def test_groups_of_one_are_dropped(rewards):
 
 
 def test_min_group():
-    assert reasons(advantages([group(0.0, 1.0, 0.5)], min_group=4)) == ["group_too_small"] * 3
-    assert reasons(advantages([group(1.0)], min_group=1)) == ["no_signal"]
+    assert reasons(advantages([group(0.0, 1.0, 0.5)], CreditSettings(min_group=4))) == ["group_too_small"] * 3
+    assert reasons(advantages([group(1.0)], CreditSettings(min_group=1))) == ["no_signal"]
     assert advantages([Group(Task("t"), [])]).credits == ()
 
 
@@ -110,7 +110,7 @@ def test_rewards_are_finite(bad):
 @settings(max_examples=120, deadline=None)
 @given(groups(sampled_roots=True, missing_logprobs=True), st.sampled_from((1, 2, 3)), st.randoms())
 def test_invariant_1_every_sampled_id_is_accounted_for(made, min_group, random):
-    ledger = advantages(made, min_group=min_group)
+    ledger = advantages(made, CreditSettings(min_group=min_group))
     everything = [t for g in made for t in g.trajectories]
     assert sum(ledger.tokens.values()) == ledger.sampled == sum(t.sampled_tokens for t in everything)
     assert len(ledger.credits) == len(everything)
@@ -121,7 +121,7 @@ def test_invariant_1_every_sampled_id_is_accounted_for(made, min_group, random):
     # The order in which episodes finish plays no part.
     shuffled = [Group(g.task, random.sample(g.trajectories, len(g.trajectories))) for g in made]
     random.shuffle(shuffled)
-    again = advantages(shuffled, min_group=min_group)
+    again = advantages(shuffled, CreditSettings(min_group=min_group))
     assert [(c.trajectory.key, c.reason) for c in again.credits] == [(c.trajectory.key, c.reason) for c in ledger.credits]
     assert values(again) == pytest.approx(values(ledger), abs=1e-12)
 

@@ -14,7 +14,7 @@ from train_model64 import Model64
 from turnwright.config import TrainConfig
 from turnwright.errors import ConfigError, UsageError
 from turnwright.training import TRAINED, Trainer, trainable_tokens
-from turnwright.training.advantages import CreditRules, TokenWeights, advantages, discounted_returns, last_round, loss_scale
+from turnwright.training.advantages import CreditSettings, TokenWeights, advantages, discounted_returns, last_round, loss_scale
 from turnwright.training.loss import ESTIMATORS, Correction, k1, k2, k3
 from turnwright.types import Group, Message, RowReward, Task, Turn
 
@@ -80,7 +80,7 @@ TWO = [Group(Task("t", id="t"), [episode([[3], [4, 5]], [1.0, 2.0], own=0.5), ep
     ],
 )
 def test_turn_advantages_by_hand(kind, discount, expected):
-    found = by_turn(advantages(TWO, kind=kind, rules=CreditRules("turn", discount)))
+    found = by_turn(advantages(TWO, CreditSettings(kind, credit="turn", discount=discount)))
     assert [value for row in found for value in row] == pytest.approx([value for row in expected for value in row], abs=1e-12)
 
 
@@ -102,15 +102,15 @@ ROWS = [Group(Task("t", id="t"), [in_rows([1.0, 0.0, 0.5]), in_rows([1.0], 1, ad
 @pytest.mark.parametrize("credit", ["trajectory", "turn"])
 def test_advantages_of_rows_by_hand(kind, expected, credit):
     """Each row's own reward against the mean of the episodes' means."""
-    found = by_turn(advantages(ROWS, kind=kind, rules=CreditRules(credit, 0.5)))
+    found = by_turn(advantages(ROWS, CreditSettings(kind, credit=credit, discount=0.5)))
     assert [value for row in found for value in row] == pytest.approx([value for row in expected for value in row], abs=1e-12)
 
 
 def test_rows_give_a_signal_where_the_episodes_are_equal():
     rewards = [[1.0, 0.0], [0.0, 1.0]]
-    credits = advantages([Group(Task("t", id="t"), [in_rows(row, n) for n, row in enumerate(rewards)])], kind="mean")
+    credits = advantages([Group(Task("t", id="t"), [in_rows(row, n) for n, row in enumerate(rewards)])], CreditSettings("mean"))
     assert by_turn(credits) == [[0.5, -0.5], [-0.5, 0.5]]
-    same = advantages([Group(Task("t", id="t"), [in_rows([0.5, 0.5], n) for n in range(2)])], kind="mean")
+    same = advantages([Group(Task("t", id="t"), [in_rows([0.5, 0.5], n) for n in range(2)])], CreditSettings("mean"))
     assert {one.reason for one in same.credits} == {"no_signal"}
 
 
@@ -141,7 +141,7 @@ def test_the_gradient_is_that_of_each_row_with_its_advantage():
 def test_turns_give_a_signal_where_the_sums_are_equal():
     made = [Group(Task("t", id="t"), [episode([[3], [4]], [1.0, 0.0]), episode([[3], [4]], [0.0, 1.0], sample=1)])]
     assert [c.reason for c in advantages(made).credits] == ["no_signal"] * 2
-    assert by_turn(advantages(made, kind="rloo", rules=CreditRules("turn"))) == [[0.0, -1.0], [0.0, 1.0]]
+    assert by_turn(advantages(made, CreditSettings("rloo", credit="turn"))) == [[0.0, -1.0], [0.0, 1.0]]
 
 
 STOP, GO = 8, 9
@@ -208,7 +208,7 @@ def test_last_round_by_hand():
     weights = last_round(made)
     assert {span: list(given) for span, given in weights.by_span.items()} == {1: [0.0, 0.0], 3: [0.0]}
     whole = [Group(made.task, [made, episode([[3]], [1.0], sample=1)])]
-    ledger = advantages(whole, rules=CreditRules(scale=last_round))
+    ledger = advantages(whole, CreditSettings(scale=last_round))
     assert ledger.tokens == {TRAINED: 5, "earlier_round": 3}
     assert [credit.tokens for credit in ledger.credits] == [4, 1]
 
@@ -275,7 +275,7 @@ def test_invariant_1_with_weights(made, kind, seed):
             {i: [float((seed + i + n) % 3) for n in range(len(s.ids))] for i, s in spans if s.sampled}, "loss_scale"
         )
 
-    ledger = advantages(made, kind=kind, rules=CreditRules("turn", 0.9, scale))
+    ledger = advantages(made, CreditSettings(kind, credit="turn", discount=0.9, scale=scale))
     assert sum(ledger.tokens.values()) == ledger.sampled
     for credit in ledger.trained:
         placed = 0

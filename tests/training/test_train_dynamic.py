@@ -4,7 +4,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from train_kit import M, P, chain
+from train_kit import M, P, chain, credit_settings
 from train_model64 import Model64
 
 from turnwright.config import TrainConfig
@@ -19,8 +19,9 @@ from turnwright.types import Group, Task
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
 
 
-def objective(config):
-    trainer = SimpleNamespace(objective=Objective(config, resolve_settings(config)))
+def policies(config):
+    objective = Objective(config, resolve_settings(config))
+    trainer = SimpleNamespace(objective=objective, credit_settings=credit_settings(config))
     return Policies([Policy("", trainer, None)], AgentPolicies({"": ("*",)}))
 
 
@@ -51,7 +52,7 @@ def groups(plan_, config, rewards, step=0):
         seen.append(list(choices))
         return played(choices, rewards)
 
-    found, refilled = asyncio.run(play_with_dynamic_sampling(plan_, objective(config), step, play))
+    found, refilled = asyncio.run(play_with_dynamic_sampling(plan_, policies(config), step, play))
     return found, refilled, [[choice.task.id for choice in choices] for choices in seen]
 
 
@@ -86,14 +87,14 @@ def test_failures_are_not_replaced():
     made = played([TaskChoice(None, Task("x", id="x")), TaskChoice(None, Task("y", id="y"))], lambda _: (1.0, 1.0))
     made[0].reward = None
     rows = [Group(made[0].task, made[:2]), Group(made[2].task, made[2:])]
-    assert objective(TrainConfig(refill=1)).tied_groups(rows) == {"y"}
+    assert policies(TrainConfig(refill=1)).tied_groups(rows) == {"y"}
 
 
 def test_lengths_that_cost_reward_are_a_signal():
     made = played([TaskChoice(None, Task("x", id="x"))], lambda _: (1.0, 1.0), lengths=(3, 9))
     group = [Group(made[0].task, made)]
-    assert objective(TrainConfig(algorithm="dapo", overlong_tokens=10)).tied_groups(group) == set()
-    assert objective(TrainConfig(algorithm="dapo", overlong_tokens=100)).tied_groups(group) == {"x"}
+    assert policies(TrainConfig(algorithm="dapo", overlong_tokens=10)).tied_groups(group) == set()
+    assert policies(TrainConfig(algorithm="dapo", overlong_tokens=100)).tied_groups(group) == {"x"}
 
 
 def test_what_is_filtered_stands_in_no_denominator():
@@ -116,5 +117,5 @@ def test_what_is_filtered_stands_in_no_denominator():
 def test_not_with_a_comparison_over_the_batch():
     for config in ({"algorithm": "reinforce_pp"}, {"advantage": "group_batch"}):
         with pytest.raises(ConfigError, match="compares with the complete batch"):
-            objective(TrainConfig(refill=1, **config))
-    assert objective(TrainConfig(algorithm="reinforce_pp", advantage="rloo", refill=1)).refill == 1
+            policies(TrainConfig(refill=1, **config))
+    assert policies(TrainConfig(algorithm="reinforce_pp", advantage="rloo", refill=1)).refill == 1

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_train_masks import played
-from train_kit import M, P, chain, gradient, random_groups
+from train_kit import M, P, chain, credit_settings, gradient, random_groups
 from train_model64 import Model64
 
 import turnwright as tw
@@ -14,8 +14,9 @@ from turnwright.config import RolloutConfig, RunConfig, TrainConfig
 from turnwright.engines import Sampling
 from turnwright.errors import ConfigError, UsageError
 from turnwright.rollouts.standalone import run_sync
-from turnwright.training import Trainer, resolve_settings
-from turnwright.training.loss import Objective, TokenBatch, clipped
+from turnwright.training import Trainer
+from turnwright.training.advantages import advantages, without_signal
+from turnwright.training.loss import TokenBatch, clipped
 from turnwright.training.task_plan import with_steps_of_epochs
 from turnwright.training.trainer.optimizer import schedule
 from turnwright.types import Group, StopReason, Task
@@ -38,7 +39,7 @@ def test_the_learning_rate_rises_then_falls():
 )
 def test_the_cap_bounds_the_loss_of_a_negative_advantage(ratio, advantage, cap, expected, slope):
     logp = torch.tensor([ratio]).log().requires_grad_()
-    found = clipped(logp.exp(), TokenBatch(logp, torch.zeros(1), torch.tensor([advantage]), torch.zeros(1), 0.2, 0.28, cap))
+    found = clipped(TokenBatch(logp, torch.zeros(1), torch.tensor([advantage]), torch.zeros(1), 0.2, 0.28, cap))
     assert float(found.loss.detach()) == pytest.approx(expected)
     (given,) = torch.autograd.grad(found.loss.sum(), logp)
     assert bool(given.any()) is slope
@@ -109,7 +110,7 @@ def groups_of(rewards, stops=(), **more):
 
 
 def credits_of(config, groups):
-    return Objective(config, resolve_settings(config)).step_credits(groups)
+    return advantages(groups, credit_settings(config))
 
 
 @pytest.mark.parametrize("stop", [StopReason.TURN_LENGTH, StopReason.EPISODE_TOKENS, StopReason.CONTEXT])
@@ -168,19 +169,19 @@ def test_own_functions_are_checked_before_anything_is_played(tmp_path):
     for key, body in (("advantage", "def own(one):\n    return 1"), ("group_filter", "own = 3")):
         config = TrainConfig(**{key: write(tmp_path, body)})
         with pytest.raises(ConfigError, match=f"train.{key} = .*(must take|is int, not a function)"):
-            Objective(config, resolve_settings(config))
+            credit_settings(config)
 
 
 def test_a_filter_of_ones_own_decides_which_groups_are_replaced(tmp_path):
     body = "def own(trajectories):\n    return max(t.reward for t in trajectories) > 0.5\n"
     made = groups_of([0.1, 0.2])
     config = TrainConfig(group_filter=write(tmp_path, body), refill=2)
-    objective = Objective(config, resolve_settings(config))
-    assert {credit.reason for credit in objective.step_credits(made).credits} == {"filtered"}
-    assert objective.ties(made) == [True]
+    settings = credit_settings(config)
+    assert {credit.reason for credit in advantages(made, settings).credits} == {"filtered"}
+    assert without_signal(made, settings) == [True]
     tied = groups_of([1.0, 1.0])  # the filter keeps it, so it stays, without a signal
-    assert {credit.reason for credit in objective.step_credits(tied).credits} == {"no_signal"}
-    assert objective.ties(tied) == [False]
+    assert {credit.reason for credit in advantages(tied, settings).credits} == {"no_signal"}
+    assert without_signal(tied, settings) == [False]
     wrong = TrainConfig(group_filter=write(tmp_path, "def own(trajectories):\n    return 'yes'"))
     with pytest.raises(UsageError, match="returned 'yes'; return True"):
         credits_of(wrong, made)

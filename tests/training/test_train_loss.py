@@ -12,7 +12,7 @@ from train_model64 import Model64
 from turnwright.config import TrainConfig
 from turnwright.engines import Sampling
 from turnwright.training import LogitDistribution, Trainer, resolve_settings
-from turnwright.training.advantages import advantages
+from turnwright.training.advantages import CreditSettings, advantages
 from turnwright.training.algorithms import TokenBatch
 from turnwright.training.algorithms.grpo import ALGORITHM as GRPO
 from turnwright.training.loss import k3, logprob_mismatch
@@ -32,7 +32,7 @@ def slow_logprobs(model, ids, temperature=1.0, banned=()):
 def slow_loss(model, old_model, reference, made, config, temperature, banned):
     """The loss of a step, written out as sums over trajectories and their sampled ids."""
     settings = resolve_settings(config)
-    ledger = advantages(made, kind=settings.advantage, min_group=config.min_group)
+    ledger = advantages(made, CreditSettings(settings.advantage, min_group=config.min_group))
     counted = [credit for credit in ledger.credits if credit.counted]
     tokens = sum(credit.tokens for credit in counted)
     total = 0.0

@@ -3,15 +3,15 @@
 from pathlib import Path
 
 import pytest
-from train_kit import M, P, chain
+from train_kit import M, P, chain, credit_settings
 from train_model64 import Model64
 
 import turnwright as tw
 from turnwright.config import TrainConfig
 from turnwright.errors import ConfigError, UsageError
 from turnwright.renderers import byte_renderer
-from turnwright.training import Trainer, resolve_settings
-from turnwright.training.loss import Objective
+from turnwright.training import Trainer
+from turnwright.training.advantages import advantages, without_signal
 from turnwright.training.metrics import step_row
 from turnwright.types import Group, StopReason
 
@@ -41,7 +41,7 @@ def test_a_filter_of_slime_leaves_groups_out_and_its_reasons_are_counted():
     assert row["groups_filtered"] == {"zero_std": 2}
     assert (row["trajectories_trained"], row["untrained"]["filtered"]) == (2, 8)
     config = TrainConfig(group_filter=THEIRS, refill=1)
-    assert Objective(config, resolve_settings(config)).ties(made) == [True, False, True]
+    assert without_signal(made, credit_settings(config)) == [True, False, True]
 
 
 def test_samples_have_what_was_generated(tmp_path):
@@ -60,17 +60,17 @@ def test_samples_have_what_was_generated(tmp_path):
 
     played = tw.rollout(say, [tw.Task("2 + 5?", "7")], tw.ScriptedEngine(["7"]), samples=2, renderer=byte_renderer())
     config = TrainConfig(group_filter=write(tmp_path, body))
-    objective = Objective(config, resolve_settings(config))
-    found = objective.step_credits([Group(played[0].task, played)])
+    settings = credit_settings(config)
+    found = advantages([Group(played[0].task, played)], settings)
     assert ({credit.reason for credit in found.credits}, found.rejected) == ({"filtered"}, ())
     played[1].reward = 0.5
-    assert {credit.reason for credit in objective.step_credits([Group(played[0].task, played)]).credits} == {None}
+    assert {credit.reason for credit in advantages([Group(played[0].task, played)], settings).credits} == {None}
 
 
 def test_a_function_of_trajectories_may_give_reasons_too(tmp_path):
     body = "def own(found):\n    return DynamicFilterOutput(False, 'dull', keep_when_insufficient=found[0].reward == 0.5)\n"
     config = TrainConfig(group_filter=write(tmp_path, body))
-    found = Objective(config, resolve_settings(config)).step_credits([group("a", 0.0, 1.0), group("b", 0.5, 1.0)])
+    found = advantages([group("a", 0.0, 1.0), group("b", 0.5, 1.0)], credit_settings(config))
     assert found.rejected == ("dull",)
     assert {one.trajectory.task.id: one.reason for one in found.credits} == {"a": "filtered", "b": None}
 
@@ -79,10 +79,10 @@ def test_a_function_of_trajectories_may_give_reasons_too(tmp_path):
 def test_another_result_is_one_line(tmp_path, result):
     config = TrainConfig(group_filter=write(tmp_path, f"def own(args, samples):\n    return {result}\n"))
     with pytest.raises(UsageError, match=r"task 'a': returned .*; return True to train the group"):
-        Objective(config, resolve_settings(config)).step_credits([group("a", 0.0, 1.0)])
+        advantages([group("a", 0.0, 1.0)], credit_settings(config))
 
 
 def test_other_parameters_are_refused_before_anything_is_played(tmp_path):
     config = TrainConfig(group_filter=write(tmp_path, "def own(args, rollouts):\n    return True\n"))
     with pytest.raises(ConfigError, match="must take the trajectories of a group"):
-        Objective(config, resolve_settings(config))
+        credit_settings(config)

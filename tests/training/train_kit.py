@@ -7,6 +7,9 @@ import random
 import torch
 from torch import nn
 
+from turnwright.config import TrainConfig
+from turnwright.training import resolve_settings
+from turnwright.training.advantages import CreditSettings
 from turnwright.types import EpisodeKey, Group, Origin, Span, StopReason, Task, Trajectory
 
 WORDS = ["amber", "birch", "cedar", "dune", "ember", "fjord", "grove", "heath", "islet", "jade"]
@@ -20,6 +23,12 @@ def example_texts(count: int = 60) -> list[str]:
         f"answer {rng.randint(0, 9)}<|im_end|>"
         for _ in range(count)
     ]
+
+
+def credit_settings(config: TrainConfig) -> CreditSettings:
+    """How a trainer of this configuration makes advantages of rewards."""
+    settings = resolve_settings(config)
+    return CreditSettings.of(config, settings.advantage, settings.refill)
 
 
 M, E, P = Origin.MODEL, Origin.ENV, Origin.PROMPT

@@ -11,7 +11,6 @@ from cpu_kit import own_cost
 from rich.console import Console
 
 from turnwright.display.progress import (
-    _FIGURES,
     PlainDisplay,
     ProgressState,
     RichDisplay,
@@ -183,10 +182,3 @@ def test_writing_for_people():
     assert sparkline([]) == ""
     assert single_line("a\nb\x1b[31mc" + "d" * 50, 10) == "a bcddddd…"
     assert visible("a\x1b\u202e\n") == "a⟨ESC⟩⟨U+202E⟩\n"
-
-
-def test_metrics_have_the_names_of_the_field():
-    labels = {label for _, label, _ in _FIGURES}
-    assert labels == {
-        *("loss", "reward", "success", "greedy", "turns", "tokens/s", "trained", "kl", "entropy", "logprob diff", "lag"),
-    }

@@ -217,9 +217,9 @@ def figure_text(figures: Mapping[str, float]) -> list[tuple[str, str]]:
     return [(label, write(figures[key])) for key, label, write in _FIGURES if key in figures]
 
 
-def sparkline(values: list[float], width: int = 40) -> str:
-    """Render the last values as a row of bars between their minimum and maximum."""
-    values = [value for value in values[-width:] if math.isfinite(value)]
+def sparkline(values: list[float]) -> str:
+    """Render the last 40 values as a row of bars between their minimum and maximum."""
+    values = [value for value in values[-40:] if math.isfinite(value)]
     if not values:
         return ""
     low, high = min(values), max(values)

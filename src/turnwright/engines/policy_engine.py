@@ -71,10 +71,6 @@ class PolicyEngine:
         self.policies = AgentPolicies({name: agents.get(name, (name,)) for name in engines})
         self.fixed = frozenset(fixed)
 
-    def is_fixed(self, agent: str) -> bool:
-        """Return whether the policy of an agent is never trained; raise `UsageError` if it has none."""
-        return self.policies.of(agent) in self.fixed
-
     async def generate(self, request: Request) -> Generation:
         """Sample one reply with the policy of `request.agent`; raises as its engine, and `UsageError` if it has none."""
         name = self.policies.of(request.agent)

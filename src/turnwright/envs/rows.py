@@ -25,12 +25,8 @@ def plain_row(row: Mapping[Any, Any]) -> dict[Any, Any]:
     Arrays of numpy become lists, except pictures (uint8 with two axes or more); scalars of numpy and pyarrow become numbers
     and texts, and times their ISO text. Objects of other kinds stay.
     """
-    return _plain_mapping(row)
-
-
-def _plain_mapping(value: Mapping[Any, Any]) -> dict[Any, Any]:
     result: dict[Any, Any] = {}
-    for key, item in value.items():
+    for key, item in row.items():
         plain = _plain(item)
         if not _is_empty(plain):
             result[_plain(key)] = plain
@@ -47,7 +43,7 @@ def _plain(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_plain, value))
     if type(value) is dict or isinstance(value, Mapping):
-        return _plain_mapping(value)
+        return plain_row(value)
 
     if (numpy := _loaded("numpy")) and isinstance(value, (numpy.ndarray, numpy.generic)):
         return _of_numpy(value)

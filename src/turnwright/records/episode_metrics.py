@@ -382,8 +382,8 @@ def _component_spread(groups: Sequence[Group]) -> dict[str, float]:
 Z95 = 1.959963984540054  # standard normal quantile of 0.975
 
 
-def wilson(successes: float, n: int, z: float = Z95) -> tuple[float, float]:
-    """Return Wilson's score interval of a proportion, by default at 95%; (0, 1) without observations.
+def wilson(successes: float, n: int) -> tuple[float, float]:
+    """Return Wilson's 95% score interval of a proportion; (0, 1) without observations.
 
     Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", JASA 22 (1927), eq. for p0.
     """
@@ -391,7 +391,7 @@ def wilson(successes: float, n: int, z: float = Z95) -> tuple[float, float]:
         raise ValueError(f"successes must be from 0 to n, not {successes} of {n}")
     if n == 0:
         return 0.0, 1.0
-    p = successes / n
+    p, z = successes / n, Z95
     scale = 1 + z * z / n
     center = (p + z * z / (2 * n)) / scale
     half = z / scale * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
@@ -412,7 +412,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
 
 
-def mean_interval(values: Sequence[float], z: float = Z95) -> tuple[float, float]:
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the 95% interval of the mean over tasks of values in [0, 1] (pass@k, success over several episodes of a task).
 
     Tasks are the independent units, so the standard error is that of their values (Miller, "Adding Error Bars to Evals", arXiv
@@ -423,6 +423,6 @@ def mean_interval(values: Sequence[float], z: float = Z95) -> tuple[float, float
     mean = sum(values) / n if n else 0.0
     variance = sum((value - mean) ** 2 for value in values) / (n - 1) if n > 1 else 0.0
     if variance == 0.0 or all(value in (0.0, 1.0) for value in values):
-        return wilson(min(max(mean * n, 0.0), n), n, z)
-    half = z * math.sqrt(variance / n)
+        return wilson(min(max(mean * n, 0.0), n), n)
+    half = Z95 * math.sqrt(variance / n)
     return max(0.0, mean - half), min(1.0, mean + half)

@@ -1,4 +1,4 @@
-"""Compare built ids with a full render of the conversation; assistant masks by template marks."""
+"""Compare built ids with a full render of the conversation."""
 
 from __future__ import annotations
 
@@ -13,29 +13,6 @@ from turnwright.renderers.chat_renderer import ChatRenderer
 from turnwright.renderers.renderer import common_prefix_length
 from turnwright.renderers.vision.media_blocks import media_of
 from turnwright.types import Media, MediaPlacement, Message, Origin, Tools
-
-
-def template_assistant_mask(
-    renderer: ChatRenderer, messages: Sequence[Message], tools: Tools = ()
-) -> tuple[list[int], list[int]]:
-    """Return the ids of a full render, and a mask: 1 for each id that overlaps a `{% generation %}` block, else 0.
-
-    Training never uses this mask: it does not know what was sampled, and templates differ in whether they mark the newline
-    after a reply's end.
-
-    Raises `TemplateError` if the template cannot render the conversation, or changes the text it marks.
-    """
-    text, marked = renderer.template.render_with_assistant_ranges(messages, tools)
-    ids: list[int] = []
-    mask: list[int] = []
-    number = 0
-    for token, start, end in renderer.codec.encode_with_offsets(text):
-        while number < len(marked) and marked[number][1] <= start:
-            number += 1
-        ids.append(token)
-        mask.append(int(number < len(marked) and marked[number][0] < max(end, start + 1)))
-    return ids, mask
-
 
 Level = Literal["strict", "ignore_strippable"]
 CAUSES: Mapping[str, str] = {

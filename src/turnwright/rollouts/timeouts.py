@@ -17,9 +17,6 @@ from turnwright.errors import words
 
 T = TypeVar("T")
 
-_BUSY_S = 0.001
-"""Seconds that queued calls wait for a busy thread before they get threads of their own."""
-
 
 class Stop:
     """Flag of an ending rollout. Only then does a cancellation of an episode's task count; others come from user code."""

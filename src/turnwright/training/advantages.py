@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from turnwright.config.names import loss_scale_error
+from turnwright.config import TrainConfig
+from turnwright.config.names import ADVANTAGES, loss_scale_error
 from turnwright.config.schema import CreditUnit, OnFailedEpisode
 from turnwright.envs.resolve import call_error, load_object
 from turnwright.errors import ConfigError, RewardError, UsageError
@@ -28,6 +29,22 @@ def overlong_penalty(trajectory: Trajectory, max_tokens: int, buffer: float) -> 
     return min(0.0, max(-1.0, (max_tokens - cache - length) / cache))
 
 
+FAILED = "failed"
+"""The episode failed or was interrupted from outside; a reward it has cannot be trusted."""
+NO_REWARD = "no_reward"
+"""The reward was not computed."""
+SIBLING_FAILED = "sibling_failed"
+"""Another episode of the group failed, and `on_failure` drops the group."""
+GROUP_TOO_SMALL = "group_too_small"
+"""Fewer than `min_group` trajectories of the group are usable."""
+NO_SIGNAL = "no_signal"
+"""Zero-variance group: all usable trajectories have the same reward."""
+FILTERED = "filtered"
+"""Zero-variance group that dynamic sampling replaces (`train.refill`); in no denominator."""
+OVERLONG = "overlong"
+"""The episode was cut by a length limit, and `overlong_filter` trains no such episode."""
+NO_CONTEXT = "no_context"
+"""First id of a path: no earlier position predicts it."""
 EARLIER_ROUND = "earlier_round"
 """Not in the last round, the only one trained with `loss_scale = "last_round"`."""
 WEIGHED = "weighed"
@@ -36,6 +53,19 @@ LOSS_SCALE = "loss_scale"
 """A custom loss scale returned weight 0."""
 NO_TEACHER = "no_teacher"
 """No reward trains the id, and no teacher answered for it."""
+MISMATCH = "mismatch"
+"""Excluded by a correction: engine and trainer disagree too much about the id or its trajectory."""
+REJECTED = "groups_filtered."
+"""Start of the metrics that count groups by the reason of `train.group_filter`."""
+TRAINED = "trained"
+"""Not a reason: ids that carry loss."""
+
+CUT_BY_LENGTH = frozenset((StopReason.TURN_LENGTH, StopReason.EPISODE_TOKENS, StopReason.CONTEXT))
+
+FLAT = 1e-12
+"""Relative difference below which returns are equal."""
+STD_FLOOR = 1e-4
+"""Added to the standard deviation, as in TRL, so that tiny reward differences are not amplified."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,22 +170,85 @@ def with_turn_weights(scale: LossScale | None) -> LossScale:
     return scaled
 
 
+TURN_WEIGHTS = with_turn_weights(None)
+"""The weights that agent functions gave their replies, and no other."""
+
 Penalties = Mapping[int, Sequence[float]]
 """Span index -> penalty per id, in points of reward."""
 
 
 @dataclass(frozen=True, slots=True)
-class CreditRules:
-    """How rewards are assigned to units of a trajectory before trajectories are compared."""
+class CreditSettings:
+    """How a step's rewards become advantages; `advantages` has the formulas."""
 
+    kind: str = "std"
+    """Name of the formula."""
+    own: OwnAdvantage | None = None
+    """In place of the formula; a group whose advantages are all 0 has no signal."""
     credit: CreditUnit = "trajectory"
     discount: float = 1.0
     """Factor on a reward one turn later."""
-    scale: LossScale | None = None
-    shape: Callable[[Trajectory], float] | None = None
-    """Added to the reward, at its end."""
-    penalty: Callable[[Trajectory], Penalties | None] | None = None
-    """Subtracted from the reward, per id."""
+    scale: LossScale = TURN_WEIGHTS
+    """Weights of a trajectory's ids in the loss; ids of weight 0 are not trained."""
+    overlong_tokens: int | None = None
+    """Length from which an episode loses a full point of reward; None takes none."""
+    overlong_buffer: float = 0.2
+    """Share of `overlong_tokens`, at its end, over which that penalty grows linearly."""
+    overlong_filter: bool = False
+    """Whether episodes cut by a length limit are compared, but not trained."""
+    keep_group: KeepGroup | None = None
+    """Groups that it does not keep are `FILTERED`."""
+    min_group: int = 2
+    """Minimum usable trajectories; smaller groups are dropped and counted. `batch` and `running`
+    drop none."""
+    on_failure: OnFailedEpisode = "survivors"
+    """Effect of a failed trajectory on its group: `drop_group` trains none of it, `survivors`
+    compares the others. Both bias: the first towards tasks that seldom fail, the second towards
+    behavior that seldom does."""
+    no_signal: str = NO_SIGNAL
+    """Reason given to zero-variance groups: `NO_SIGNAL`, or `FILTERED` where they are replaced."""
+
+    @classmethod
+    def of(
+        cls,
+        config: TrainConfig,
+        kind: str,
+        refill: int,
+        running: OwnAdvantage | None = None,
+    ) -> CreditSettings:
+        """Return the settings of a recipe and its algorithm.
+
+        `kind` and `refill` are the algorithm's where the recipe leaves them open; `running` is
+        what sets the advantages of that kind. Raise `ConfigError` for an unusable function.
+        """
+        if kind == "running":
+            own = running
+        else:
+            own = None if kind in ADVANTAGES else own_advantage(kind)
+
+        keep_group = None if config.group_filter is None else group_filter(config.group_filter)
+        # A filter decides which groups are replaced; what it keeps without a signal stays.
+        replaced = refill and keep_group is None
+
+        return cls(
+            kind=kind,
+            own=own,
+            credit=config.credit,
+            discount=config.discount,
+            scale=with_turn_weights(loss_scale(config.loss_scale)),
+            overlong_tokens=config.overlong_tokens,
+            overlong_buffer=config.overlong_buffer,
+            overlong_filter=config.overlong_filter,
+            keep_group=keep_group,
+            min_group=config.min_group,
+            on_failure=config.on_failure,
+            no_signal=FILTERED if replaced else NO_SIGNAL,
+        )
+
+    @property
+    def by_agent(self) -> bool:
+        """Whether each agent of an episode is compared by itself."""
+        return self.kind == "running"
 
 
 @dataclass(slots=True)
@@ -176,17 +269,37 @@ class GroupMember:
     """Advantage per id of a span, if ids of a unit differ."""
 
     @classmethod
-    def of(cls, trajectory: Trajectory, rules: CreditRules, *, by_token: bool) -> GroupMember:
-        """Assign a trajectory's reward to its units; `by_token` keeps penalties separate for `token_returns`."""
+    def of(
+        cls,
+        trajectory: Trajectory,
+        settings: CreditSettings,
+        penalties: Penalties | None,
+    ) -> GroupMember:
+        """Assign a trajectory's reward to its units, less the penalties of its ids.
+
+        Where advantages are normalized over the batch, penalties stay with their ids for
+        `token_returns`.
+        """
         assert trajectory.reward is not None
-        units = [[index for index, span in enumerate(trajectory.spans) if span.sampled]]
         by_row = trajectory.row_units()
-        if by_row or (rules.credit == "turn" and trajectory.turns):
-            chosen = [turns for turns, _ in by_row] or [[number] for number in range(len(trajectory.turns))]
-            sampled, units = units[0], [[span for turn in turns for span in trajectory.turns[turn].spans] for turns in chosen]
+        by_turn = settings.credit == "turn" and bool(trajectory.turns)
+
+        # Units: all of the trajectory, or its rows, or its turns.
+        sampled = [index for index, span in enumerate(trajectory.spans) if span.sampled]
+        units = [sampled]
+        if by_row or by_turn:
+            chosen = [turns for turns, _ in by_row]
+            if not by_row:
+                chosen = [[number] for number in range(len(trajectory.turns))]
+            units = []
+            for turns in chosen:
+                units.append([span for turn in turns for span in trajectory.turns[turn].spans])
             assigned = {span for spans in units for span in spans}
-            # Spans without a turn were sampled in failed attempts, and no row has their turn; they carry no loss.
+            # Spans without a turn were sampled in failed attempts, and no row has their turn; they
+            # carry no loss.
             units[-1] += [span for span in sampled if span not in assigned]
+
+        # The reward of each unit.
         rewards = [float(trajectory.reward)]
         if by_row:
             rewards = [reward for _, reward in by_row]
@@ -194,16 +307,31 @@ class GroupMember:
             # The last turn also gets what the episode's reward exceeds the sum of the turns' own by.
             rewards = [turn.reward or 0.0 for turn in trajectory.turns]
             rewards[-1] += trajectory.reward - sum(rewards)
-        if rules.shape is not None:
-            added = rules.shape(trajectory)
-            rewards = [reward + added for reward in rewards] if by_row else [*rewards[:-1], rewards[-1] + added]
-        penalties = rules.penalty(trajectory) if rules.penalty is not None else None
-        if penalties is not None and not by_token:
+
+        # What length and distance from the reference cost.
+        if settings.overlong_tokens is not None:
+            added = overlong_penalty(trajectory, settings.overlong_tokens, settings.overlong_buffer)
+            if by_row:
+                rewards = [reward + added for reward in rewards]
+            else:
+                rewards[-1] += added
+        keeps_penalties = settings.kind == "batch"
+        if penalties is not None and not keeps_penalties:
             for unit, spans in enumerate(units):
                 rewards[unit] -= sum(sum(penalties.get(span, ())) for span in spans)
-        discount = 0.0 if by_row else rules.discount if len(units) > 1 else 1.0  # a row's return is its own
-        weights = rules.scale(trajectory) if rules.scale is not None else None
-        return cls(trajectory, weights, units, discounted_returns(rewards, discount), penalties if by_token else None, discount)
+
+        # A row's return is its own reward.
+        discount = settings.discount if len(units) > 1 else 1.0
+        if by_row:
+            discount = 0.0
+        return cls(
+            trajectory,
+            settings.scale(trajectory),
+            units,
+            discounted_returns(rewards, discount),
+            penalties if keeps_penalties else None,
+            discount,
+        )
 
     def return_from(self, unit: int) -> float:
         """Return the return from a unit on; 0 after the last unit."""
@@ -237,8 +365,10 @@ class GroupMember:
         }
 
 
-OwnAdvantage = Callable[[Sequence[GroupMember]], bool]
+SetValues = Callable[[Sequence[GroupMember]], bool]
 """Sets the values of a group's members; returns whether one is not 0."""
+OwnAdvantage = Callable[[Sequence[Group]], SetValues]
+"""Returns what sets the values in the groups of a step."""
 
 
 class GroupChoice(NamedTuple):
@@ -278,7 +408,7 @@ def own_advantage(spec: str) -> OwnAdvantage:
             member.values = values
         return any(value for member in members for value in member.values)
 
-    return set_values
+    return lambda groups: set_values
 
 
 def group_filter(spec: str) -> KeepGroup:
@@ -347,37 +477,6 @@ def trainable_tokens(trajectory: Trajectory, weights: TokenWeights | None = None
     return sum(trained_ids(trajectory, index, weights) for index in range(len(trajectory.spans)))
 
 
-FAILED = "failed"
-"""The episode failed or was interrupted from outside; a reward it has cannot be trusted."""
-NO_REWARD = "no_reward"
-"""The reward was not computed."""
-SIBLING_FAILED = "sibling_failed"
-"""Another episode of the group failed, and `on_failure` drops the group."""
-GROUP_TOO_SMALL = "group_too_small"
-"""Fewer than `min_group` trajectories of the group are usable."""
-NO_SIGNAL = "no_signal"
-"""Zero-variance group: all usable trajectories have the same reward."""
-FILTERED = "filtered"
-"""Zero-variance group that dynamic sampling replaces (`train.refill`); in no denominator."""
-OVERLONG = "overlong"
-"""The episode was cut by a length limit, and `overlong_filter` trains no such episode."""
-NO_CONTEXT = "no_context"
-"""First id of a path: no earlier position predicts it."""
-MISMATCH = "mismatch"
-"""Excluded by a correction: engine and trainer disagree too much about the id or its trajectory."""
-REJECTED = "groups_filtered."
-"""Start of the metrics that count groups by the reason of `train.group_filter`."""
-TRAINED = "trained"
-"""Not a reason: ids that carry loss."""
-
-CUT_BY_LENGTH = frozenset((StopReason.TURN_LENGTH, StopReason.EPISODE_TOKENS, StopReason.CONTEXT))
-
-FLAT = 1e-12
-"""Relative difference below which returns are equal."""
-STD_FLOOR = 1e-4
-"""Added to the standard deviation, as in TRL, so that tiny reward differences are not amplified."""
-
-
 @dataclass(frozen=True, slots=True)
 class Credit:
     """Advantage of one trajectory's sampled ids, or the reason why they get weight 0."""
@@ -425,20 +524,14 @@ class StepCredits:
 
 def advantages(
     groups: Sequence[Group],
-    *,
-    kind: str = "std",
-    own: OwnAdvantage | None = None,
-    keep: KeepGroup | None = None,
-    min_group: int = 2,
-    on_failure: OnFailedEpisode = "survivors",
-    rules: CreditRules | None = None,
-    no_signal: str = NO_SIGNAL,
-    overlong_filter: bool = False,
+    settings: CreditSettings | None = None,
+    penalty: Callable[[Trajectory], Penalties | None] | None = None,
 ) -> StepCredits:
     """Compute advantages by comparing trajectories within each group, or within the batch.
 
-    G_ik is the return of trajectory i from its unit k on: the full reward, or with ``rules.credit = "turn"`` the rewards of
-    turn k and later. It is 0 if i ended before k: the end is a state like any other::
+    G_ik is the return of trajectory i from its unit k on: the full reward, or with
+    ``credit = "turn"`` the rewards of turn k and later. It is 0 if i ended before k: the end is a
+    state like any other::
 
         mean         G_ik - mean_j G_jk                       over the n of the group (Dr. GRPO, arXiv 2503.20783)
         std          (G_ik - mean_j G_jk) / (s + 1e-4)        s^2 = sum_jk (G_jk - mean_k)^2 / ((n - 1) K)
@@ -463,48 +556,100 @@ def advantages(
 
     Args:
         groups: of any sizes; failed trajectories and those without a reward are excluded from the baseline.
-        own: replaces the formula of `kind`; a group whose advantages are all 0 has no signal.
-        keep: groups that it does not keep are `FILTERED`.
-        min_group: minimum usable trajectories; smaller groups are dropped and counted. `batch` and
-            `running` drop none.
-        on_failure: effect of a failed trajectory on its group: `drop_group` trains none of it, `survivors` compares the
-            others. Both bias: the first towards tasks that seldom fail, the second towards behavior that seldom does.
-        rules: credit assignment within a trajectory; by default every id gets the full reward.
-        no_signal: reason given to zero-variance groups: `NO_SIGNAL` or `FILTERED`.
-        overlong_filter: whether episodes cut by a length limit are compared, but not trained.
+        settings: the formula, credit within a trajectory, and which groups and ids are left out; by
+            default `std` of the full reward.
+        penalty: what is subtracted from a trajectory's reward, per id.
 
     Credits, one per trajectory, are sorted by key, independent of the order in which episodes finished. Raise `RewardError` for
     a reward that is NaN or infinite.
     """
-    rules = rules or CreditRules()
-    min_group = 1 if kind in ("batch", "running") else max(min_group, 1)
-    found: list[tuple[Trajectory, str | None, GroupMember | None]] = []
+    settings = settings or CreditSettings()
+    own = None if settings.own is None else settings.own(groups)
+
+    outcomes: list[tuple[Trajectory, str | None, GroupMember | None]] = []
     rejected: list[str] = []
     for group in groups:
         reasons = [exclusion_reason(trajectory) for trajectory in group.trajectories]
         usable = [t for t, reason in zip(group.trajectories, reasons, strict=True) if reason is None]
-        dropped = SIBLING_FAILED if on_failure == "drop_group" and FAILED in reasons else None
-        dropped = dropped or (GROUP_TOO_SMALL if len(usable) < min_group else None)
-        used = replace(rules, credit="trajectory") if any(t.row_rewards for t in usable) else rules
-        members = [] if dropped else [GroupMember.of(t, used, by_token=kind == "batch") for t in usable]
-        choice = keep(usable) if members and keep is not None else GroupChoice(True)
-        if not choice.keep:
-            dropped = FILTERED
-            rejected += [choice.reason] if choice.reason else []
-        elif members and own is not None:
-            dropped = None if own(members) else no_signal
-        elif members and kind != "batch" and not set_group_values(members, kind) and kind != "group_batch":
-            dropped = no_signal
+
+        # Compare the usable trajectories of the group, unless the group is left out.
+        dropped = _why_not_compared(reasons, settings)
+        members: list[GroupMember] = []
+        if dropped is None:
+            members = _members_of(usable, settings, penalty)
+            choice = GroupChoice(True)
+            if settings.keep_group is not None:
+                choice = settings.keep_group(usable)
+            if not choice.keep:
+                dropped = FILTERED
+                rejected += [choice.reason] if choice.reason else []
+            elif not _compare(members, settings.kind, own):
+                dropped = settings.no_signal
+
+        # Each trajectory was compared, or has a reason why none of its ids is trained.
         remaining = iter(members)
         for trajectory, reason in zip(group.trajectories, reasons, strict=True):
             member = next(remaining, None) if reason is None else None
-            cut = OVERLONG if overlong_filter and trajectory.stop in CUT_BY_LENGTH else None
-            found.append((trajectory, reason or dropped or cut, member))
-    found.sort(key=lambda row: sort_key(row[0]))
-    included = [member for _, reason, member in found if reason is None and member is not None]
-    no_variance = kind in ("batch", "group_batch") and bool(included) and not normalize_batch(included)
-    credits = [_credit(trajectory, NO_SIGNAL if no_variance and not reason else reason, m) for trajectory, reason, m in found]
+            reason = reason or dropped
+            if settings.overlong_filter and trajectory.stop in CUT_BY_LENGTH:
+                reason = reason or OVERLONG
+            outcomes.append((trajectory, reason, member))
+    outcomes.sort(key=lambda row: sort_key(row[0]))
+
+    # Two formulas compare with the complete batch, whose trajectories are known only now.
+    included = [member for _, reason, member in outcomes if reason is None and member is not None]
+    by_batch = settings.kind in ("batch", "group_batch") and bool(included)
+    no_variance = by_batch and not normalize_batch(included)
+
+    credits = []
+    for trajectory, reason, member in outcomes:
+        if no_variance:
+            reason = reason or NO_SIGNAL
+        credits.append(_credit(trajectory, reason, member))
     return replace(count_ids(credits), rejected=tuple(rejected))
+
+
+def without_signal(groups: Sequence[Group], settings: CreditSettings) -> list[bool]:
+    """Return of each group whether it has no signal, so that dynamic sampling replaces it: a
+    zero-variance one (length penalty included), or one that `train.group_filter` rejects."""
+    reasons = (FILTERED, NO_SIGNAL) if settings.keep_group is None else (FILTERED,)
+    credits = advantages(groups, settings).credits
+    tied = {id(credit.trajectory) for credit in credits if credit.reason in reasons}
+    return [any(id(trajectory) in tied for trajectory in group.trajectories) for group in groups]
+
+
+def _why_not_compared(reasons: Sequence[str | None], settings: CreditSettings) -> str | None:
+    """Return why the usable trajectories of a group are not compared, or None."""
+    if settings.on_failure == "drop_group" and FAILED in reasons:
+        return SIBLING_FAILED
+    # Where others are compared than those of the group, one trajectory is enough.
+    fewest = 1 if settings.kind in ("batch", "running") else max(settings.min_group, 1)
+    return GROUP_TOO_SMALL if reasons.count(None) < fewest else None
+
+
+def _members_of(
+    usable: Sequence[Trajectory],
+    settings: CreditSettings,
+    penalty: Callable[[Trajectory], Penalties | None] | None,
+) -> list[GroupMember]:
+    # Where one trajectory has rewards by row, the others are compared with it as wholes.
+    if any(trajectory.row_rewards for trajectory in usable):
+        settings = replace(settings, credit="trajectory")
+    members = []
+    for trajectory in usable:
+        penalties = None if penalty is None else penalty(trajectory)
+        members.append(GroupMember.of(trajectory, settings, penalties))
+    return members
+
+
+def _compare(members: Sequence[GroupMember], kind: str, own: SetValues | None) -> bool:
+    """Set the values of a group's members; return whether the group has a signal."""
+    if own is not None:
+        return own(members)
+    if kind == "batch":
+        return True  # compared with the batch instead
+    differ = set_group_values(members, kind)
+    return differ or kind == "group_batch"
 
 
 def _credit(trajectory: Trajectory, reason: str | None, member: GroupMember | None) -> Credit:

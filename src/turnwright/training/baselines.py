@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from turnwright.training.advantages import GroupMember, OwnAdvantage, exclusion_reason, sort_key
+from turnwright.training.advantages import GroupMember, SetValues, exclusion_reason, sort_key
 from turnwright.types import Group, Trajectory
 
 RUNNING_DECAY = 0.95
@@ -23,7 +23,7 @@ class RunningBaselines:
     def __init__(self) -> None:
         self._averages: dict[tuple[str, str], float] = {}
 
-    def of(self, groups: Sequence[Group]) -> OwnAdvantage:
+    def of(self, groups: Sequence[Group]) -> SetValues:
         """Return what sets the values of members of these groups."""
         averages = self._means(groups) | self._averages
 

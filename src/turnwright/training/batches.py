@@ -56,9 +56,9 @@ class StepBatches:
     before it.
     """
 
-    def __init__(self, plan: TaskPlan, objective: Refilling, play: Play, progress: Progress, *, ahead_until: int = 0) -> None:
+    def __init__(self, plan: TaskPlan, policies: Refilling, play: Play, progress: Progress, *, ahead_until: int = 0) -> None:
         """`ahead_until` is the number of steps of a run that samples the next batch ahead."""
-        self._plan, self._objective, self._play, self._progress = plan, objective, play, progress
+        self._plan, self._policies, self._play, self._progress = plan, policies, play, progress
         self._ahead_until = ahead_until
         self._following: asyncio.Task[Batch] | None = None
         """The batch of the next step, while it is sampled ahead."""
@@ -80,7 +80,7 @@ class StepBatches:
         async def play(choices: Sequence[TaskChoice]) -> list[Trajectory]:
             return await self._play(choices, step)
 
-        return Batch(*await play_with_dynamic_sampling(self._plan, self._objective, step, play))
+        return Batch(*await play_with_dynamic_sampling(self._plan, self._policies, step, play))
 
     async def close(self) -> None:
         if self._following is not None:
@@ -132,7 +132,7 @@ class StreamBatches:
         self,
         scheduler: BatchScheduler,
         plan: TaskPlan,
-        objective: Refilling,
+        policies: Refilling,
         play: Play,
         progress: Progress,
         gate: CallGate,
@@ -140,7 +140,7 @@ class StreamBatches:
         recorded: StreamRecord,
     ) -> None:
         """`record` writes an event of the journal; `recorded` is what an earlier process wrote."""
-        self._scheduler, self._plan, self._objective, self._play, self._progress = scheduler, plan, objective, play, progress
+        self._scheduler, self._plan, self._policies, self._play, self._progress = scheduler, plan, policies, play, progress
         self._gate, self._record, self._recorded = gate, record, recorded
         self._changed = asyncio.Event()
         self._found: dict[int, list[Trajectory]] = {}
@@ -221,7 +221,7 @@ class StreamBatches:
             while True:
                 played = await playing
                 found += played
-                tied = self._objective.tied_groups(group_by_task(played))
+                tied = self._policies.tied_groups(group_by_task(played))
                 replacement = self._replacement(group, step, choice) if tied else None
                 if replacement is None:
                     break

@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from turnwright.config import TrainConfig
-from turnwright.config.names import ADVANTAGES, Advantage
+from turnwright.config.names import Advantage
 from turnwright.config.schema import Aggregation, KLEstimator, KLPlace
 from turnwright.config.schema import Correction as CorrectionKind
 from turnwright.errors import ConfigError
-from turnwright.training.advantages import (
-    FILTERED,
-    NO_SIGNAL,
-    Credit,
-    CreditRules,
-    Penalties,
-    StepCredits,
-    TokenWeights,
-    advantages,
-    exclusion_reason,
-    group_filter,
-    loss_scale,
-    overlong_penalty,
-    own_advantage,
-    sort_key,
-    trainable_tokens,
-    with_turn_weights,
-)
-from turnwright.training.baselines import RunningBaselines
-from turnwright.training.forward.batch import LossDenominator, MicroBatch, TeacherScores, TrainingBatch
+from turnwright.training.advantages import Penalties
+from turnwright.training.forward.batch import MicroBatch, TeacherScores, TrainingBatch
 from turnwright.training.forward.forward import TokenStats
-from turnwright.types import Group, Trajectory
+from turnwright.types import Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +92,13 @@ class AlgorithmSettings:
     """Warnings for the user: keys that undo what defines the algorithm."""
 
 
-def clipped(ratio: Tensor, tokens: TokenBatch) -> TokenLoss:
-    """Compute ``-min(r A, clip(r, 1 - low, 1 + high) A)`` (PPO, arXiv 1707.06347, eq. 7, with separate bounds); with a cap c,
-    at most ``-c A`` where A < 0 (dual clip, arXiv 1912.09729, eq. 5)."""
+def clipped(tokens: TokenBatch, ratio: Tensor | None = None) -> TokenLoss:
+    """Compute ``-min(r A, clip(r, 1 - low, 1 + high) A)`` (PPO, arXiv 1707.06347, eq. 7, with
+    separate bounds); with a cap c, at most ``-c A`` where A < 0 (dual clip, arXiv 1912.09729, eq.
+    5). The ratio r is each token's own unless another is given."""
+    if ratio is None:
+        ratio = tokens.ratio
+
     free = ratio * tokens.advantage
     bounded = ratio.clamp(1.0 - tokens.clip_low, 1.0 + tokens.clip_high) * tokens.advantage
     value, stopped = torch.minimum(free, bounded), bounded < free
@@ -121,11 +106,6 @@ def clipped(ratio: Tensor, tokens: TokenBatch) -> TokenLoss:
         capped = (tokens.advantage < 0) & (ratio > tokens.clip_cap)
         value, stopped = torch.where(capped, tokens.clip_cap * tokens.advantage, value), stopped | capped
     return TokenLoss(-value, ratio.detach(), stopped.detach())
-
-
-def surrogate(tokens: TokenBatch) -> TokenLoss:
-    """Compute `clipped` with each token's own ratio."""
-    return clipped(tokens.ratio, tokens)
 
 
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -263,80 +243,32 @@ Scores = Callable[[TrainingBatch], Tensor]
 
 
 class Objective:
-    """Objective that the keys of `[train]` define."""
+    """Loss of an optimizer step, as the keys of `[train]` define it."""
 
     def __init__(self, config: TrainConfig, settings: AlgorithmSettings) -> None:
         self.config = config
         self.settings = settings
         self.correction = Correction.of(config)
-        self._scale = with_turn_weights(loss_scale(config.loss_scale))
-        self._own_advantage = own_advantage(settings.advantage) if settings.advantage not in ADVANTAGES else None
-        self.by_agent = settings.advantage == "running"
-        """Whether each agent of an episode is compared by itself."""
-        self.baselines = RunningBaselines()
-        """State of `advantage = "running"`."""
-        self._keep_group = None if config.group_filter is None else group_filter(config.group_filter)
-
-    def weights(self, trajectory: Trajectory) -> TokenWeights | None:
-        """Return the loss scale of a trajectory's ids; None is 1 everywhere."""
-        return self._scale(trajectory)
-
-    @property
-    def refill(self) -> int:
-        """Maximum number of times that groups without signal are replaced."""
-        return self.settings.refill
 
     @property
     def penalizes_reward(self) -> bool:
         """Whether KL is subtracted from the reward, so that trajectories must be scored before they are compared."""
         return bool(self.config.kl) and self.settings.kl_in == "reward"
 
-    def step_credits(
-        self, groups: Sequence[Group], penalty: Callable[[Trajectory], Penalties | None] | None = None
-    ) -> StepCredits:
-        """Compute the advantages of a step's groups, less weighted KL penalties, and account for every sampled id."""
-        config = self.config
-        max_tokens = config.overlong_tokens
-        shape = None if max_tokens is None else partial(overlong_penalty, max_tokens=max_tokens, buffer=config.overlong_buffer)
-        return advantages(
-            groups,
-            kind=self.settings.advantage,
-            own=self.baselines.of(groups) if self.by_agent else self._own_advantage,
-            keep=self._keep_group,
-            min_group=config.min_group,
-            on_failure=config.on_failure,
-            rules=CreditRules(config.credit, config.discount, self._scale, shape, penalty),
-            no_signal=FILTERED if self.settings.refill and self._keep_group is None else NO_SIGNAL,
-            overlong_filter=config.overlong_filter,
-        )
-
-    def ties(self, groups: Sequence[Group]) -> list[bool]:
-        """Return of each group whether it has no signal, so that dynamic sampling replaces it: a zero-variance one (length
-        penalty included), or one that `train.group_filter` rejects."""
-        reasons = (FILTERED, NO_SIGNAL) if self._keep_group is None else (FILTERED,)
-        tied = {id(credit.trajectory) for credit in self.step_credits(groups).credits if credit.reason in reasons}
-        return [any(id(trajectory) in tied for trajectory in group.trajectories) for group in groups]
-
     def penalties(
         self,
-        groups: Sequence[Group],
-        batch: Callable[[Sequence[Credit], LossDenominator], TrainingBatch],
+        batch: TrainingBatch,
         score: Scores,
         reference: Scores,
     ) -> Callable[[Trajectory], Penalties | None]:
-        """Compute ``kl * k1`` of every id that can carry loss, by trajectory and span, from logprobs under both policies."""
-        usable = [t for group in groups for t in group.trajectories if exclusion_reason(t) is None]
-        weights = [None if self._scale is None else self._scale(t) for t in usable]
-        credits = [
-            Credit(t, 0.0, None, trainable_tokens(t, w), None, w)
-            for t, w in sorted(zip(usable, weights, strict=True), key=lambda pair: sort_key(pair[0]))
-        ]
-        made = batch(credits, LossDenominator("token", 1, 1))
+        """Compute ``kl * k1`` of the batch's ids, by trajectory and span, from logprobs under both
+        policies."""
         by_trajectory: dict[int, dict[int, list[float]]] = {}
-        if made.size:
-            values = (self.config.kl * k1(score(made), reference(made))).tolist()
-            for value, index, (span, offset) in zip(values, made.trajectory_n.tolist(), made.slots, strict=True):
-                trajectory = made.trajectories[index]
+        if batch.size:
+            values = (self.config.kl * k1(score(batch), reference(batch))).tolist()
+            indices = batch.trajectory_n.tolist()
+            for value, index, (span, offset) in zip(values, indices, batch.slots, strict=True):
+                trajectory = batch.trajectories[index]
                 by_span = by_trajectory.setdefault(id(trajectory), {})
                 by_span.setdefault(span, [0.0] * len(trajectory.spans[span].ids))[offset] = value
         return lambda trajectory: by_trajectory.get(id(trajectory))

@@ -16,7 +16,7 @@ from turnwright.engines.protocols import SharesMemory
 from turnwright.envs.spec import EnvSpec
 from turnwright.errors import ConfigError, SyncError, UsageError
 from turnwright.records.episode_metrics import group_by_task
-from turnwright.training.advantages import FAILED, Credit, exclusion_reason
+from turnwright.training.advantages import FAILED, Credit, exclusion_reason, without_signal
 from turnwright.training.forward.batch import TrainingBatch
 from turnwright.training.model.weight_export import Weights
 from turnwright.training.trainer.trainer import StepResult, Trainer
@@ -203,14 +203,14 @@ class Policies:
     @property
     def refill(self) -> int:
         """Number of times that groups without signal are replaced."""
-        return self.trained[0].trainer.objective.refill
+        return self.trained[0].trainer.objective.settings.refill
 
     def tied_groups(self, groups: Sequence[Group]) -> set[str]:
         """Return task ids of the groups that dynamic sampling replaces: those without signal for every policy."""
         tied = {group.task.id for group in groups}
         for policy in self.trained:
             parts = self._parts(policy, groups)
-            ties = policy.trainer.objective.ties(parts)
+            ties = without_signal(parts, policy.trainer.credit_settings)
             tied -= {part.task.id for part, is_tied in zip(parts, ties, strict=True) if not is_tied}
         return tied
 
@@ -244,17 +244,17 @@ class Policies:
         def fits(agent: str) -> bool:
             return self._agents.of(agent) == policy.name
 
-        return comparable(groups, fits, by_agent=policy.trainer.objective.by_agent)
+        return comparable(groups, fits, by_agent=policy.trainer.credit_settings.by_agent)
 
     def state(self) -> dict[str, Any]:
         """Return the running baselines of the policies as JSON, for a checkpoint; empty if there are none."""
-        found = {policy.name: policy.trainer.objective.baselines.state() for policy in self.trained}
+        found = {policy.name: policy.trainer.baselines.state() for policy in self.trained}
         return {"baselines": found} if any(found.values()) else {}
 
     def restore(self, cursor: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
         for policy in self.trained:
-            policy.trainer.objective.baselines.restore(cursor.get("baselines", {}).get(policy.name, []))
+            policy.trainer.baselines.restore(cursor.get("baselines", {}).get(policy.name, []))
 
 
 def merged_metrics(by_policy: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -243,12 +243,10 @@ def run_worker_rank(ranks: ProcessRanks, run: Path) -> None:
     follow_rank_zero(ranks, begin)
 
 
-def load_initial(
-    config: RunConfig, source: Path, weights: Path | None, on_note: Callable[[str], None] | None = None
-) -> tuple[nn.Module, ChatRenderer]:
+def load_initial(config: RunConfig, source: Path, weights: Path | None) -> tuple[nn.Module, ChatRenderer]:
     """Load the model of a run, as it is in checkpoint `weights` unless that holds an adapter, and its renderer."""
     settings, initial = model_config(config), initial_model(config, source, weights)
-    return load_model_and_renderer(source, initial, settings, config.rollout.control_text, on_note)
+    return load_model_and_renderer(source, initial, settings, config.rollout.control_text)
 
 
 def initial_model(config: RunConfig, source: Path, weights: Path | None) -> Path:

@@ -264,7 +264,7 @@ class Refilling(Protocol):
 
 
 async def play_with_dynamic_sampling(
-    plan: TaskPlan, objective: Refilling, step: int, play: Callable[[Sequence[TaskChoice]], Awaitable[Sequence[Trajectory]]]
+    plan: TaskPlan, policies: Refilling, step: int, play: Callable[[Sequence[TaskChoice]], Awaitable[Sequence[Trajectory]]]
 ) -> tuple[list[Trajectory], int]:
     """Play a step's episodes; replace zero-variance groups (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2) and count
     those.
@@ -275,8 +275,8 @@ async def play_with_dynamic_sampling(
     latest = plan.step(step)
     used = list(latest)
     found = list(await play(latest))
-    for turn in range(1, objective.refill + 1):
-        flat = objective.tied_groups(group_by_task(found))
+    for turn in range(1, policies.refill + 1):
+        flat = policies.tied_groups(group_by_task(found))
         latest = plan.refill(step, turn, used, [choice for choice in latest if choice.task.id in flat])
         if not latest:
             break

@@ -31,7 +31,6 @@ _MANY = 10_000
 
 _RUNS = {"run", "call", "check_call", "check_output", "Popen", "system", "popen", "execvp"}
 """Names of functions that start a program, besides those that begin with `exec_command`."""
-_DATA_CLASSES = {"dataclass", "dataclasses.dataclass", "struct"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from turnwright_compat.convert.engine import (
     same,
     switch,
     temperature_of_eval,
-    template_argument,
     top_k,
     train_data,
     unless_off,
@@ -92,11 +91,6 @@ def _multimodal(draft: Draft, value: Any) -> str | None:
         if kind in ("image", "video"):
             draft.put(f"env.columns.{kind}s", str(column))
     return None
-
-
-def _template_arguments(draft: Draft, value: Any) -> None:
-    for name, one in value.items():
-        template_argument(draft, name, one)
 
 
 def _filter(draft: Draft, value: Any) -> str | None:

@@ -33,8 +33,6 @@ from turnwright_compat.episodes import (
 )
 
 _LOOP: Any = import_foreign("verl.experimental.agent_loop.agent_loop")
-ROW = ("data_source", "reward_model", "extra_info", "ability")
-"""Columns of verl's rows, besides the prompt."""
 ADDED = ("agent_name", "index", "tools_kwargs", "interaction_kwargs", "need_tools_kwargs", "multi_modal_data")
 """Columns that verl adds to each row."""
 

@@ -251,7 +251,7 @@ class ProxyServer:
         if task.done() and (problem := _problem(task)) is not None:
             return _refused(dialect, problem, session)
         if request.stream:
-            return StreamingResponse(_stream(dialect, request, task, session), media_type="text/event-stream")
+            return StreamingResponse(_stream(dialect, request, task), media_type="text/event-stream")
         exchange = task.result()
         return _Delivered(exchange, orjson.dumps(dialect.answer(request, exchange.sent())))
 
@@ -268,9 +268,7 @@ class _Delivered(Response):
         self._exchange.mark_delivered()
 
 
-async def _stream(
-    dialect: Dialect, request: WireRequest, task: asyncio.Task[Exchange], session: ProxySession
-) -> AsyncIterator[bytes]:
+async def _stream(dialect: Dialect, request: WireRequest, task: asyncio.Task[Exchange]) -> AsyncIterator[bytes]:
     while not task.done():
         yield dialect.heartbeat
         await asyncio.wait([task], timeout=HEARTBEAT_S)

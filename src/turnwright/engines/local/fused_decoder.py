@@ -331,14 +331,14 @@ def make_fused_decoder(module: Any, context: int, cache: KVCache, tower: SplitVL
     with plain_products(module):  # rounding would hide what differs
         matches = matches_module(module, made, min(PROBE_LENGTH, context), tower)
     if matches and is_mixed(module):
-        matches = _packed_agrees(module, made, min(PROBE_LENGTH, context), tower)
+        matches = _packed_agrees(made, min(PROBE_LENGTH, context), tower)
     if matches:
         return made
     cache.kernels, cache.half = None, False
     return None
 
 
-def _packed_agrees(module: Any, made: FusedDecoder, count: int, tower: SplitVLM | None) -> bool:
+def _packed_agrees(made: FusedDecoder, count: int, tower: SplitVLM | None) -> bool:
     """Let a pass multiply in bfloat16; return whether its logits are those of before but for rounding."""
     before = _pass_logits(made, *_random_ids(made, count, tower))
     made.pack()

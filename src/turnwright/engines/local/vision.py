@@ -214,15 +214,15 @@ class ImageFeatureCache:
     """Image features by media key, cleared with the weights that made them.
 
     Features do not depend on other images to the bit. Small images of one shape are encoded in batches of a fixed size, filled
-    by repetition, and only after a check that batching changes no bit. Above `most_bytes` the least recently used are evicted,
+    by repetition, and only after a check that batching changes no bit. Above `CACHE_BYTES` the least recently used are evicted,
     and recomputed when needed.
     """
 
-    def __init__(self, tower: SplitVLM, most_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, tower: SplitVLM) -> None:
         self.tower = tower
         self.encoded = 0
         """Number of images and videos encoded."""
-        self._max_bytes = most_bytes
+        self._max_bytes = CACHE_BYTES
         self._bytes = 0
         self._cached: OrderedDict[str, ImageFeatures] = OrderedDict()
         self._batch_sizes: dict[Shape, int] = {}

@@ -16,6 +16,6 @@ training (dynamic sampling, 3.2), at most `train.refill` times; those that remai
 of all turns; `max` is `train.overlong_tokens`, by default what the limits let an episode sample. No KL term.
 """
 
-from turnwright.training.loss import Algorithm, surrogate
+from turnwright.training.loss import Algorithm, clipped
 
-ALGORITHM = Algorithm("dapo", surrogate, overlong=True, refill=3, defining=("aggregation", "clip_high"))
+ALGORITHM = Algorithm("dapo", clipped, overlong=True, refill=3, defining=("aggregation", "clip_high"))

@@ -9,8 +9,8 @@ Liu et al., "Understanding R1-Zero-like training", arXiv 2503.20783, section 3.2
 the group's deviation, so the policy gradient is unbiased (up to the factor (G - 1) / G).
 """
 
-from turnwright.training.loss import Algorithm, surrogate
+from turnwright.training.loss import Algorithm, clipped
 
 ALGORITHM = Algorithm(
-    "dr_grpo", surrogate, advantage="mean", aggregation="fixed", clip_high=0.2, defining=("advantage", "aggregation")
+    "dr_grpo", clipped, advantage="mean", aggregation="fixed", clip_high=0.2, defining=("advantage", "aggregation")
 )

@@ -11,6 +11,6 @@ DeepSeekMath, arXiv 2402.03300, eq. 3 and section 4.1.2. The paper averages over
 upper bound is DAPO's.
 """
 
-from turnwright.training.loss import Algorithm, surrogate
+from turnwright.training.loss import Algorithm, clipped
 
-ALGORITHM = Algorithm("grpo", surrogate)
+ALGORITHM = Algorithm("grpo", clipped)

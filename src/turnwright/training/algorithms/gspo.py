@@ -20,7 +20,7 @@ from turnwright.training.loss import Algorithm, TokenBatch, TokenLoss, clipped
 
 def loss(tokens: TokenBatch) -> TokenLoss:
     """Compute the clipped surrogate with the trajectory's ratio; the gradient flows through each token's own logprob."""
-    return clipped(torch.exp(tokens.sequence + (tokens.logp - tokens.logp.detach())), tokens)
+    return clipped(tokens, torch.exp(tokens.sequence + (tokens.logp - tokens.logp.detach())))
 
 
 ALGORITHM = Algorithm(

@@ -10,8 +10,8 @@ Hu et al., arXiv 2501.03262: advantages are normalized over the batch, not over 
 one trajectory. KL (k1) is subtracted from the reward of each token.
 """
 
-from turnwright.training.loss import Algorithm, surrogate
+from turnwright.training.loss import Algorithm, clipped
 
 ALGORITHM = Algorithm(
-    "reinforce_pp", surrogate, advantage="batch", clip_high=0.2, kl_estimator="k1", kl_in="reward", defining=("advantage",)
+    "reinforce_pp", clipped, advantage="batch", clip_high=0.2, kl_estimator="k1", kl_in="reward", defining=("advantage",)
 )

@@ -10,8 +10,8 @@ Hu et al., arXiv 2501.03262, the variant with several samples per task: the grou
 the batch; KL is a term of the loss (k2).
 """
 
-from turnwright.training.loss import Algorithm, surrogate
+from turnwright.training.loss import Algorithm, clipped
 
 ALGORITHM = Algorithm(
-    "reinforce_pp_baseline", surrogate, advantage="group_batch", clip_high=0.2, kl_estimator="k2", defining=("advantage",)
+    "reinforce_pp_baseline", clipped, advantage="group_batch", clip_high=0.2, kl_estimator="k2", defining=("advantage",)
 )

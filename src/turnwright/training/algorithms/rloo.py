@@ -11,11 +11,11 @@ The paper uses ``-A_i * sum_t logp_t``, which has the same gradient at the first
 in PPO. `fixed_length` scales the sum over tokens and is not in the paper.
 """
 
-from turnwright.training.loss import Algorithm, surrogate
+from turnwright.training.loss import Algorithm, clipped
 
 ALGORITHM = Algorithm(
     "rloo",
-    surrogate,
+    clipped,
     advantage="rloo",
     aggregation="fixed",
     clip_high=0.2,

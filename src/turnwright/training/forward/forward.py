@@ -536,12 +536,11 @@ class VisionInputs:
     """Image and video features of a pass: each encoded once, with gradient if the tower is trained. Those of a frozen tower are
     the same at every step, so they are cached within a memory limit."""
 
-    def __init__(self, tower: SplitVLM, max_bytes: int = FROZEN_BYTES) -> None:
+    def __init__(self, tower: SplitVLM) -> None:
         self.tower = tower
         self.encoded = 0
         """Images and videos that went through the tower."""
         self.frozen = not any(p.requires_grad for _, p in tower.vision_parameters())
-        self._max_bytes = max_bytes
         self._cached_bytes = 0
         self._cache: OrderedDict[str, ImageFeatures] = OrderedDict()
 
@@ -581,7 +580,7 @@ class VisionInputs:
                     self._cache[key] = kept = features.take(slice(starts[key], starts[key] + sizes[key][1])).clone()
                     self._cached_bytes += kept.nbytes
                 self._cache.move_to_end(key)
-            while self._cached_bytes > self._max_bytes and len(self._cache) > 1:
+            while self._cached_bytes > FROZEN_BYTES and len(self._cache) > 1:
                 self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
         return features, starts
 

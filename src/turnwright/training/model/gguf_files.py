@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from turnwright.engines.remote.managed import GGUF_FILE
-from turnwright.engines.remote.weight_files import Fingerprint, WeightDirectories
+from turnwright.engines.remote.weight_files import WeightDirectories
 from turnwright.engines.remote.weight_sync import DiskWeights
 from turnwright.errors import ConfigError, SyncError
 
@@ -69,7 +69,7 @@ class GgufDirectories(WeightDirectories):
     """Writes each policy's weights as a directory with a GGUF file in it.
 
     Args:
-        root, keep, fingerprint: as in `WeightDirectories`.
+        root: as in `WeightDirectories`.
         source: model directory at the start of the run, made of a GGUF file.
 
     Raises `ConfigError` for a directory that was not made of one, and for an architecture that is not known here.
@@ -77,8 +77,8 @@ class GgufDirectories(WeightDirectories):
 
     file, as_source = GGUF_FILE, DiskWeights
 
-    def __init__(self, root: str | Path, source: str | Path, *, keep: int = 2, fingerprint: Fingerprint | None = None) -> None:
-        super().__init__(root, keep=keep, fingerprint=fingerprint)
+    def __init__(self, root: str | Path, source: str | Path) -> None:
+        super().__init__(root)
         from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
 
         header = Path(source) / HEADER

@@ -16,10 +16,9 @@ from turnwright.envs.user_code import user_location
 from turnwright.errors import ConfigError, TurnwrightError, UsageError
 from turnwright.renderers.chat_renderer import ChatRenderer
 from turnwright.renderers.vision import PixelCache
-from turnwright.training.advantages import FAILED, StepCredits, exclusion_reason
+from turnwright.training.advantages import FAILED, CreditSettings, StepCredits, exclusion_reason
 from turnwright.training.forward.batch import TeacherScores, TrainingBatch, TrainingRow
 from turnwright.training.forward.forward import ForwardPass, LogitDistribution
-from turnwright.training.loss import Objective
 from turnwright.training.teachers.credits import Answered, credits_beside_rewards, credits_of_teachers
 from turnwright.types import Group, Trajectory
 from turnwright.types.media import placements_between
@@ -185,14 +184,19 @@ class Teachers:
         return found
 
     def credits(
-        self, groups: Sequence[Group], objective: Objective, by_rewards: Callable[[Sequence[Group]], StepCredits]
+        self,
+        groups: Sequence[Group],
+        settings: CreditSettings,
+        by_rewards: Callable[[Sequence[Group]], StepCredits],
     ) -> StepCredits:
         """Ask the teachers about a step's groups and return its credits, with those of rewards unless their weight is 0."""
         self.ask([t for group in groups for t in group.trajectories if exclusion_reason(t) != FAILED])
         if self.reward_weight:
-            return credits_beside_rewards(by_rewards(groups), self.answered, objective.weights, self.reward_weight)
-        filtered = objective.config.overlong_filter
-        return credits_of_teachers(groups, self.answered, objective.weights, overlong_filter=filtered)
+            rewarded = by_rewards(groups)
+            weight = self.reward_weight
+            return credits_beside_rewards(rewarded, self.answered, settings.scale, weight)
+        filtered = settings.overlong_filter
+        return credits_of_teachers(groups, self.answered, settings.scale, overlong_filter=filtered)
 
     def score(self, batch: TrainingBatch) -> list[TeacherScores]:
         """Return each teacher's answers for a batch."""

@@ -20,8 +20,17 @@ from turnwright.engines import Sampling
 from turnwright.engines.local.mixed_precision import is_mixed
 from turnwright.errors import ConfigError, TurnwrightError
 from turnwright.renderers.vision import PixelCache
-from turnwright.training.advantages import Credit, StepCredits, sort_key, trainable_tokens
+from turnwright.training.advantages import (
+    Credit,
+    CreditSettings,
+    StepCredits,
+    advantages,
+    exclusion_reason,
+    sort_key,
+    trainable_tokens,
+)
 from turnwright.training.algorithms import resolve_settings
+from turnwright.training.baselines import RunningBaselines
 from turnwright.training.forward.batch import (
     BatchPacker,
     LossDenominator,
@@ -122,7 +131,16 @@ class Trainer:
         self._rounded_inputs = rounds_activations(model)
         self._moved_steps = 0
         self.config = config
-        self.objective = Objective(config, resolve_settings(config))
+        settings = resolve_settings(config)
+        self.objective = Objective(config, settings)
+        self.baselines = RunningBaselines()
+        """State of `advantage = "running"`."""
+        self.credit_settings = CreditSettings.of(
+            config,
+            settings.advantage,
+            settings.refill,
+            running=self.baselines.of,
+        )
         self.temperature = sampling.temperature
         self.seed = seed
         self.template = template
@@ -231,8 +249,8 @@ class Trainer:
                     self._update(batch, lr, step_metrics, step)
         self._probe = None if probe is None else probe.after(self._at_temperature_one)
         self._moved_steps = self._moved_steps + 1 if step_metrics.moved else 0
-        if self.objective.by_agent:
-            self.objective.baselines.update(groups)
+        if self.credit_settings.by_agent:
+            self.baselines.update(groups)
         # Metrics.
         step_metrics.reduce(self.ranks)
         metrics = (
@@ -298,14 +316,24 @@ class Trainer:
     def step_credits(self, groups: Sequence[Group]) -> StepCredits:
         """Return the credits that `step` would train groups with, and the account of every sampled id."""
         if self.teachers is not None:
-            return self.teachers.credits(groups, self.objective, self._reward_credits)
+            return self.teachers.credits(groups, self.credit_settings, self._reward_credits)
         return self._reward_credits(groups)
 
     def _reward_credits(self, groups: Sequence[Group]) -> StepCredits:
+        settings = self.credit_settings
         if not self.objective.penalizes_reward:
-            return self.objective.step_credits(groups)
-        penalty = self.objective.penalties(groups, self._batch, self._score, self._score_reference)
-        return self.objective.step_credits(groups, penalty)
+            return advantages(groups, settings)
+
+        # KL is part of the reward: score every id that can carry loss before rewards are compared.
+        usable = [t for group in groups for t in group.trajectories if exclusion_reason(t) is None]
+        scored = []
+        for trajectory in sorted(usable, key=sort_key):
+            weights = settings.scale(trajectory)
+            tokens = trainable_tokens(trajectory, weights)
+            scored.append(Credit(trajectory, 0.0, None, tokens, weights=weights))
+        batch = self._batch(scored, LossDenominator("token", 1, 1))
+        penalty = self.objective.penalties(batch, self._score, self._score_reference)
+        return advantages(groups, settings, penalty)
 
     def _batch(
         self,
